@@ -1,0 +1,40 @@
+SHELL := /bin/bash
+PYTHON ?= $(shell for p in python3.12 python3.11 python3; do $$p -c 'import sys; sys.exit(not (3,11) <= sys.version_info[:2] <= (3,12))' 2>/dev/null && echo $$p && break; done)
+VENV := .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+MODEL ?=
+ARGS ?=
+
+.PHONY: serve test test-fast test-gpu check links install clean
+
+serve: $(STAMP)
+	@exec $(PY) -m kvrelay.cluster.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "kvrelay needs Python 3.11 or 3.12 (with venv) on the PATH"; exit 1; }
+	@test -x $(PY) || $(PYTHON) -m venv $(VENV) || { echo "python -m venv failed: on Debian or Ubuntu, apt-get install python3-venv"; rm -rf $(VENV); exit 1; }
+	@echo "installing kvrelay and its dependencies into $(VENV) (a few minutes the first time)"
+	@$(PY) -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+links:
+	@mkdir -p .imports/kvrelay && for f in kvrelay/*; do ln -sfn ../../$$f .imports/kvrelay/$$(basename $$f); done; \
+	for d in kernels kvcache engine kvtransfer prefill decode router serve cluster; do ln -sfn ../../$$d .imports/kvrelay/$$d; done
+
+check: $(STAMP) links
+	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy -p kvrelay && $(VENV)/bin/pytest -q tests/spec
+
+test: $(STAMP) links
+	@$(VENV)/bin/pytest $(ARGS)
+
+test-fast: $(STAMP)
+	@$(VENV)/bin/pytest -q tests/spec
+
+test-gpu: $(STAMP)
+	@$(VENV)/bin/pytest -m gpu $(ARGS)
+
+clean:
+	@rm -rf $(VENV) .imports build dist *.egg-info

@@ -1,0 +1,1 @@
+"""Ray actors, the Serve graph, the command line. Imports everything."""

@@ -1,0 +1,1 @@
+"""The decode worker. Imports engine, kvtransfer, kvcache, kvrelay."""

@@ -1,0 +1,1 @@
+"""Models, weights, runner, sampler, step scheduler. Imports kvrelay, kernels, kvcache."""

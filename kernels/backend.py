@@ -1,0 +1,139 @@
+"""The one interface behind which every kernel lives: `reference`, `cpu` and `cuda` implement it.
+
+Tensors live on `device`. T = tokens in this step, S = sequences in this step. A layer's cache is
+[num_blocks, 2, block_size, num_kv_heads, head_dim]: keys at index 0, values at index 1.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """What a model's attention layers share."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Which tokens of this step attend to which blocks. Metadata tensors are on the CPU.
+
+    Sequence s owns tokens query_starts[s] : query_starts[s+1]; they are the last of its
+    context_lens[s] tokens (this step's included) and attend causally. The first `num_decode`
+    sequences have exactly one token each.
+
+    query_starts: [S+1] int32. context_lens: [S] int32. block_tables: [S, max_blocks] int32,
+    zero-padded. slot_mapping: [T] int64 = block_id * block_size + offset. positions: [T] int64.
+    """
+
+    query_starts: Tensor
+    context_lens: Tensor
+    block_tables: Tensor
+    slot_mapping: Tensor
+    positions: Tensor
+    num_decode: int
+    max_query_len: int
+    max_context_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingBatch:
+    """One row per token to draw; CPU tensors. Penalties and bias are already in the logits.
+
+    temperature: [R] float32, 0 = greedy. top_k: [R] int64, 0 = all. top_p, min_p: [R] float32.
+    uniform: [R] float64 in [0, 1): the one random number of the row; the draw is the inverse
+    CDF at it, so equal (logits, uniform) give equal tokens on every backend up to rounding.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    uniform: Tensor
+
+
+class Linear(Protocol):
+    """A packed weight. Calling it with [T, in] gives [T, out] in the same dtype."""
+
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
+class Backend(Protocol):
+    """Kernels of one device. Stateless but for workspaces; one per engine thread."""
+
+    name: str
+    device: torch.device
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""
+        ...
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        """Rows of table [vocab, hidden] at token_ids [T] int64 -> [T, hidden]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x * rsqrt(mean(x^2) + eps) * weight over the last dim, in float32, cast back to x.dtype.
+
+        `weight` may be float32 while x is not (Gemma's 1 + w is folded in at load). x may have any
+        leading shape (QK norm passes [T, heads, head_dim]).
+        """
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(rms_norm(x + residual), x + residual); may work in place on both inputs."""
+        ...
+
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate (half-split, NeoX style) q [T, heads, head_dim] and k [T, kv_heads, head_dim].
+
+        cos_sin: [max_positions, rotary_dim] float32, cosines then sines (rotary_dim/2 each);
+        dims past rotary_dim pass through. May work in place.
+        """
+        ...
+
+    def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        """act(gate) * up, for gate_up [T, 2F] = gate then up -> [T, F]."""
+        ...
+
+    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        """Scatter k, v [T, kv_heads, head_dim] into the layer's cache at slot_mapping [T] int64, in place."""
+        ...
+
+    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
+        """Whatever `attention` needs, computed once per step (device copies, schedules)."""
+        ...
+
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        """Causal paged attention of q [T, heads, head_dim] over the blocks of `plan` -> same shape.
+
+        window: a token sees itself and the window-1 tokens before it (Hugging Face's sliding_window).
+        softcap: scores become softcap * tanh(scores / softcap).
+        """
+        ...
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """Draw one token id per row of float32 logits [R, vocab] -> [R] int64 on the CPU.
+
+        Order of filters: temperature, top-k, top-p, min-p (Hugging Face's and vLLM's); ties at the
+        k-th value all stay. temperature 0: argmax, lowest id first.
+        """
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until everything issued so far is done (a no-op on CPU)."""
+        ...

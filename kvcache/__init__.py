@@ -1,0 +1,1 @@
+"""The KV cache's bookkeeping and memory. Imports kvrelay only."""

@@ -1,0 +1,202 @@
+"""Every setting, in frozen models that refuse unknown keys; the only reader of the environment.
+
+One YAML file, environment variables (KVRELAY_*) and command-line flags all fill these models.
+"""
+
+import difflib
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvrelay.errors import ConfigError
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+BackendName = Literal["auto", "reference", "cpu", "cuda"]
+TransportName = Literal["auto", "nixl", "shm", "tcp"]
+ChecksMode = Literal["full", "off"]
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+_SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """ "512MiB", "2g", "1.5GB" or a plain number, as bytes (powers of 1024). Raises ConfigError."""
+    if isinstance(text, int):
+        return text
+    lowered = text.strip().lower().removesuffix("b").removesuffix("i")
+    try:
+        if lowered and lowered[-1] in _SIZES:
+            return int(float(lowered[:-1]) * _SIZES[lowered[-1]])
+        return int(lowered)
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from error
+
+
+class _Settings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(_Settings):
+    """Which model, and in what precision."""
+
+    source: str = Field(DEFAULT_MODEL, description="local folder, GGUF file, hub id, or the built-in default")
+    served_name: str | None = Field(None, description="name in /v1/models; default: derived from source")
+    dtype: Dtype = Field("auto", description="weights, activations and KV; auto: bfloat16")
+    max_model_len: int | None = Field(
+        None,
+        ge=16,
+        description="longest prompt + output, tokens; default: the model's, cut to what the KV memory holds",
+    )
+    cache_dir: str | None = Field(
+        None, description="where converted checkpoints lie; default: $KVRELAY_CACHE or ~/.cache/kvrelay"
+    )
+
+
+class EngineSettings(_Settings):
+    """One worker's engine."""
+
+    backend: BackendName = "auto"
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:<n>")
+    block_size: int = Field(16, description="tokens in a block; a power of two")
+    kv_memory: str | int = Field("256MiB", description="bytes of KV pool on each worker")
+    token_budget: int = Field(512, ge=16, description="most tokens in one step")
+    max_running: int = Field(64, ge=1, description="most sequences in one batch")
+    max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's cores")
+    prefix_caching: bool = True
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 512:
+            raise ValueError("block_size must be a power of two up to 512")
+        parse_bytes(self.kv_memory)
+        return self
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        return parse_bytes(self.kv_memory)
+
+
+class TransferSettings(_Settings):
+    """How KV travels."""
+
+    transport: TransportName = "auto"
+    checks: ChecksMode = Field("full", description="per-region checksums, verified before commit")
+    lease_s: float = Field(10.0, gt=0, description="blocks of a silent peer are freed after this")
+    deadline_s: float = Field(30.0, gt=0, description="a transfer that takes longer fails")
+    layers_per_announce: int = Field(
+        0, ge=0, description="layers grouped in one announcement; 0: a quarter of the model"
+    )
+
+
+class RouterSettings(_Settings):
+    """How workers are chosen. Costs are in seconds of predicted time to first token."""
+
+    local_prefill_tokens: int = Field(
+        32, ge=0, description="at most this many uncached prompt tokens are prefilled on the decode worker"
+    )
+    max_inflight: int = Field(512, ge=1, description="requests admitted at once by one ingress; more get 429")
+    reserve_timeout_s: float = Field(10.0, gt=0, description="longest wait for decode blocks before 429")
+    retry_budget: int = Field(2, ge=0, description="times a request is tried again after a worker's fault")
+
+
+class ServeSettings(_Settings):
+    """The OpenAI HTTP front."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 8000
+    max_body_bytes: str | int = "4MiB"
+    max_n: int = Field(16, ge=1)
+    max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
+    max_logprobs: int = Field(20, ge=0)
+    request_timeout_s: float = Field(600.0, gt=0)
+    api_key: str | None = None
+
+
+class ClusterSettings(_Settings):
+    """How many of each, and on what."""
+
+    prefill: int = Field(1, ge=0)
+    decode: int = Field(1, ge=1)
+    ingress: int = Field(1, ge=1)
+    cores_per_worker: int | None = Field(
+        None, ge=1, description="CPU cores each worker is pinned to; default: a fair share of the node"
+    )
+    num_cpus_per_worker: float | None = Field(None, ge=0, description="Ray CPUs each worker asks for")
+    num_gpus_per_worker: float = Field(0.0, ge=0)
+    dashboard_port: int = 8265
+    secret: str | None = Field(None, description="authenticates workers to each other; default: drawn at start")
+
+
+class Settings(_Settings):
+    """All of it."""
+
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    transfer: TransferSettings = TransferSettings()
+    router: RouterSettings = RouterSettings()
+    serve: ServeSettings = ServeSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+
+def _nearest(error: ValidationError) -> str:
+    """The first problem as one sentence; an unknown key is told with the nearest known one."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"]]
+    if first["type"] != "extra_forbidden":
+        return f"{'.'.join(path) or 'configuration'}: {first['msg']}"
+    model: Any = Settings
+    for part in path[:-1]:
+        model = model.model_fields[part].annotation
+    near = difflib.get_close_matches(path[-1], model.model_fields, n=1, cutoff=0.4)
+    hint = f"; did you mean {'.'.join([*path[:-1], near[0]])}?" if near else ""
+    return f"unknown setting {'.'.join(path)}{hint}"
+
+
+def settings_from(data: dict[str, Any]) -> Settings:
+    """Checked settings from nested plain data. Raises ConfigError naming the key."""
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        raise ConfigError(_nearest(error)) from error
+
+
+def load_settings(path: str | Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> Settings:
+    """Settings from a YAML file, then `overrides` (section -> key -> value; None means not given)."""
+    data: dict[str, Any] = {}
+    if path is not None:
+        try:
+            data = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(data, dict):
+            raise ConfigError(f"{path}: expected sections such as model:, engine:, cluster:")
+    for section, values in (overrides or {}).items():
+        given = {key: value for key, value in values.items() if value is not None}
+        if given:
+            data[section] = {**(data.get(section) or {}), **given}
+    return settings_from(data)
+
+
+def cache_dir(settings: ModelSettings | None = None) -> Path:
+    """Where converted checkpoints and compiled kernels are kept."""
+    if settings is not None and settings.cache_dir:
+        return Path(settings.cache_dir).expanduser()
+    if env := os.environ.get("KVRELAY_CACHE"):
+        return Path(env).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def native_disabled() -> bool:
+    """KVRELAY_NATIVE=0 turns the compiled CPU kernels off (they fall back to torch)."""
+    return os.environ.get("KVRELAY_NATIVE", "1") == "0"
+
+
+def hub_offline() -> bool:
+    """Whether Hugging Face's own switches forbid the network."""
+    return any(
+        os.environ.get(name, "0").lower() in ("1", "true", "yes") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )

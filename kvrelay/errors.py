@@ -1,0 +1,158 @@
+"""The one tree of errors. They cross Ray and the wire, so every one survives pickle.
+
+KvrelayError
+├── ConfigError            a setting that cannot be
+├── ModelError             a checkpoint that cannot be loaded
+│   ├── ModelNotFound
+│   ├── CheckpointCorrupt
+│   └── UnsupportedModel
+├── RequestError           the client's fault; carries an HTTP status and the field
+│   ├── InvalidRequest     400 / 404 / 413 / 422
+│   └── Overloaded         429, with Retry-After
+├── WorkerError            a worker's fault
+│   ├── WorkerLost
+│   └── EngineFailed
+├── PlaneError             the request plane's
+│   ├── AuthenticationFailed
+│   ├── ProtocolError
+│   └── ConnectionLost
+├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
+└── TransferError          the KV plane's
+    ├── TransferRefused    stale, foreign, used, expired, misfit: carries the reason
+    ├── TransferTimeout
+    ├── LeaseExpired
+    ├── ChecksumMismatch
+    └── PeerLost
+"""
+
+
+class KvrelayError(Exception):
+    """Root of every error that kvrelay raises on purpose."""
+
+
+class ConfigError(KvrelayError):
+    """A setting that cannot be; the message names it and the remedy."""
+
+
+class BackendUnavailable(KvrelayError):
+    """An explicitly chosen kernel backend or transport cannot run here."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(name, why)
+        self.name, self.why = name, why
+
+    def __str__(self) -> str:
+        return f"{self.name} is not available here: {self.why}"
+
+
+class ModelError(KvrelayError):
+    """A checkpoint that cannot be used."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(source, why)
+        self.source, self.why = source, why
+
+    def __str__(self) -> str:
+        return f"{self.source}: {self.why}"
+
+
+class ModelNotFound(ModelError):
+    """No such folder, file or hub id (or the hub cannot be reached)."""
+
+
+class CheckpointCorrupt(ModelError):
+    """A file is missing, truncated, or of the wrong shape."""
+
+
+class UnsupportedModel(ModelError):
+    """A valid checkpoint of an architecture that kvrelay has no parts for."""
+
+
+class RequestError(KvrelayError):
+    """The client's fault. `status` is the HTTP status, `param` the field at fault."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message, param, status, code)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidRequest(RequestError):
+    """A request that can never succeed as sent."""
+
+
+class Overloaded(RequestError):
+    """The cluster is full; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super(RequestError, self).__init__(message, retry_after_s)
+        self.message, self.param, self.status, self.code = message, None, 429, "overloaded"
+        self.retry_after_s = retry_after_s
+
+
+class WorkerError(KvrelayError):
+    """A worker's fault; the request may be tried elsewhere."""
+
+    def __init__(self, worker_id: str, why: str) -> None:
+        super().__init__(worker_id, why)
+        self.worker_id, self.why = worker_id, why
+
+    def __str__(self) -> str:
+        return f"worker {self.worker_id}: {self.why}"
+
+
+class WorkerLost(WorkerError):
+    """The worker's connection ended while it held a request."""
+
+
+class EngineFailed(WorkerError):
+    """The worker's engine raised; its log has the traceback."""
+
+
+class PlaneError(KvrelayError):
+    """A fault of the request plane."""
+
+
+class AuthenticationFailed(PlaneError):
+    """The peer does not know the cluster's secret."""
+
+
+class ProtocolError(PlaneError):
+    """A frame that is too large, malformed, or of another protocol version."""
+
+
+class ConnectionLost(PlaneError):
+    """The peer closed the connection, or the network did."""
+
+
+class TransferError(KvrelayError):
+    """A fault of the KV plane. Never carries on: the request is retried or recomputed."""
+
+    def __init__(self, request_id: str, why: str) -> None:
+        super().__init__(request_id, why)
+        self.request_id, self.why = request_id, why
+
+    def __str__(self) -> str:
+        return f"transfer of {self.request_id}: {self.why}"
+
+
+class TransferRefused(TransferError):
+    """The target refused: unknown, stale, foreign, used, expired or misfitting ticket."""
+
+
+class TransferTimeout(TransferError):
+    """Our own deadline passed; the blocks stay in quarantine until the transport lets go."""
+
+
+class LeaseExpired(TransferError):
+    """The lease ended before the transfer did."""
+
+
+class ChecksumMismatch(TransferError):
+    """A block did not arrive as it left."""
+
+
+class PeerLost(TransferError):
+    """The other side of the transfer died or closed."""

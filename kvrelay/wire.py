@@ -1,0 +1,285 @@
+"""Messages of the request and event planes: typed, versioned, msgpack, never pickle.
+
+Every message is a frozen msgspec Struct with a short tag. Durations cross processes,
+timestamps never do. Unknown fields of a newer minor version are ignored by msgspec.
+"""
+
+from typing import Union
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen. Validated at the ingress; engines trust it.
+
+    `seed` is always set (drawn at the ingress when the client gave none): token i of the output
+    depends on (seed, i) alone, so any worker can continue the stream.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first (echo)
+    logit_bias: dict[int, float] = {}
+
+
+class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to compute. Token ids and hashes travel; text does not.
+
+    `token_ids` is the prompt, followed, when a stream is continued on another worker, by the
+    output so far; `num_prompt_tokens` tells them apart. `block_hashes` covers the full blocks
+    of `token_ids`; `salt` is the tenant's.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_hashes: list[bytes]
+    sampling: Sampling
+    salt: str = ""
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log-probability and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself when a peer connects."""
+
+    worker_id: str
+    role: str  # "prefill" | "decode"
+    epoch: str  # new at every start
+    host: str
+    port: int
+    node_id: str
+    model: str  # served model name
+    fingerprint: str  # one line, for people and equality
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_running: int
+    kv_bytes_per_token: int
+    device: str
+    transports: list[str]
+
+
+class LoadReport(_Message, frozen=True, tag="load"):
+    """A worker's load now. Sent after a step when something changed, at most every 50 ms, and each heartbeat."""
+
+    seq: int
+    running: int = 0
+    waiting: int = 0
+    receiving: int = 0
+    queued_tokens: int = 0  # prompt tokens not yet computed
+    free_blocks: int = 0  # free or cached and evictable
+    cached_blocks: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    leased_blocks: int = 0
+    quarantined_blocks: int = 0
+    step_s: float = 0.0  # moving average of a step
+    prefill_tokens_per_s: float = 0.0  # measured
+    decode_step_s: float = 0.0
+    preemptions: int = 0
+    transport: str = ""
+    kv_bytes: int = 0  # moved so far
+    kv_seconds: float = 0.0
+    kv_refusals: int = 0
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+
+
+# ---- ingress -> worker
+
+
+class Reserve(_Message, frozen=True, tag="reserve"):
+    """Decode: reserve blocks for this sequence before its prefill starts."""
+
+    request: SequenceRequest
+    timeout_s: float  # how long it may wait in line for room
+
+
+class Prefill(_Message, frozen=True, tag="prefill"):
+    """Prefill: compute the prompt, sample one token, send the KV where the ticket says.
+
+    Without a ticket the one token is all that is wanted.
+    """
+
+    request: SequenceRequest
+    ticket: bytes | None = None
+
+
+class Generate(_Message, frozen=True, tag="generate"):
+    """Compute the prompt here and decode it here (local prefill)."""
+
+    request: SequenceRequest
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    """Free everything that this request holds. Idempotent; never answered."""
+
+    request_id: str
+    reason: str = "client"
+
+
+class Subscribe(_Message, frozen=True, tag="subscribe"):
+    """From now on send KvEvents and LoadReport; first a KvSnapshot."""
+
+
+class StatusQuery(_Message, frozen=True, tag="status?"):
+    """Answered by Status."""
+
+    query_id: int
+
+
+class CacheReset(_Message, frozen=True, tag="cache-reset"):
+    """Forget every cached block that no sequence uses. Answered by Status."""
+
+    query_id: int
+
+
+# ---- worker -> ingress
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """First message on every connection, from the worker."""
+
+    protocol: int
+    info: WorkerInfo
+
+
+class Reserved(_Message, frozen=True, tag="reserved"):
+    """The blocks are reserved; `ticket` admits one transfer."""
+
+    request_id: str
+    ticket: bytes
+    held_tokens: int  # of the prompt, already in this worker's cache
+    waited_s: float = 0.0
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """Not taken; nothing is held here for this request."""
+
+    request_id: str
+    reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid"
+    message: str = ""
+    retry_after_s: float = 1.0
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a first token's time went on the worker that made it; they add up to its stay there."""
+
+    queue_s: float = 0.0  # arrival to first scheduled
+    compute_s: float = 0.0  # first scheduled to sampled
+    num_chunks: int = 0
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """New tokens of one sequence. `position` is the output index of the first of them."""
+
+    request_id: str
+    position: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = []
+    finish_reason: str | None = None  # "stop" | "length" when these are the last
+    stop_token: int | None = None  # the id that stopped it, when one did
+    cached_tokens: int | None = None  # with a first token: prompt tokens not computed
+    prompt_logprobs: list[TokenLogprob] = []  # with a first token: of prompt tokens 1..n-1
+    timings: Timings | None = None  # with a first token
+
+
+class Tokens(_Message, frozen=True, tag="tokens"):
+    """All new tokens of one step for one ingress."""
+
+    outputs: list[TokenOutput]
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """The sequence ended without its tokens; nothing is held here for it any more."""
+
+    request_id: str
+    code: str  # "transfer" | "lease" | "engine" | "aborted" | "preempted"
+    message: str
+    retryable: bool
+
+
+class Transferred(_Message, frozen=True, tag="transferred"):
+    """Decode committed the prompt's KV: for explain and for the router's accounts."""
+
+    request_id: str
+    transport: str
+    blocks: int
+    num_bytes: int
+    seconds: float  # first byte to verified
+    exposed_s: float  # after the prefill had ended
+
+
+class KvEvents(_Message, frozen=True, tag="kv"):
+    """Blocks stored and removed since `seq - 1`. A gap in `seq` asks for a snapshot."""
+
+    seq: int
+    stored: list[bytes] = []
+    removed: list[bytes] = []
+
+
+class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
+    """Everything cached as of `seq`."""
+
+    seq: int
+    hashes: list[bytes]
+
+
+class Status(_Message, frozen=True, tag="status"):
+    """A worker's state for `kvrelay status`, as JSON."""
+
+    query_id: int
+    json: bytes
+
+
+ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset]
+FromWorker = Union[Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status]
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
+    message: ToWorker = _to_worker.decode(frame)
+    return message
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
+    message: FromWorker = _from_worker.decode(frame)
+    return message

@@ -1,0 +1,1 @@
+"""Tickets, leases and transports that move KV blocks. Imports kvrelay only."""

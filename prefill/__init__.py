@@ -1,0 +1,1 @@
+"""The prefill worker. Imports engine, kvtransfer, kvcache, kvrelay."""

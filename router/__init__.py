@@ -1,0 +1,1 @@
+"""Which workers a request goes to. Pure. Imports kvrelay only."""
