@@ -260,11 +260,24 @@ class Status(_Message, frozen=True, tag="status"):
     json: bytes
 
 
+# ---- prefill worker -> decode worker, with the last block
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the decode worker needs beside the blocks to go on from the prefill's first token."""
+
+    request_id: str
+    num_tokens: int  # tokens whose KV was transferred
+    position: int  # output index of the first of token_ids
+    token_ids: list[int]
+
+
 ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset]
 FromWorker = Union[Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status]
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)
+_manifest = msgspec.msgpack.Decoder(Manifest)
 _from_worker = msgspec.msgpack.Decoder(FromWorker)
 
 
@@ -283,3 +296,8 @@ def decode_from_worker(frame: bytes) -> FromWorker:
     """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
     message: FromWorker = _from_worker.decode(frame)
     return message
+
+
+def decode_manifest(payload: bytes) -> Manifest:
+    """Raises msgspec.DecodeError on anything unexpected."""
+    return _manifest.decode(payload)

@@ -1,0 +1,190 @@
+"""The decode worker: reserves, receives, verifies, decodes; and prefills by itself what is short.
+
+Nobody else writes this worker's blocks: it reads them from the prefill worker into blocks that it
+reserved, and decodes from them only after the whole transfer was verified.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+import msgspec
+
+from kvrelay.engine.engine import Engine, Reservation, StepResult
+from kvrelay.engine.service import Link, WorkerService
+from kvrelay.errors import TransferError
+from kvrelay.kvtransfer.target import KvTarget
+from kvrelay.kvtransfer.types import TransferResult
+from kvrelay.types import Role
+from kvrelay.wire import LoadReport, Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeWorker(WorkerService):
+    """One engine that takes sequences over after their first token."""
+
+    role = Role.DECODE
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._target: KvTarget | None = None
+        self._expected: dict[str, SequenceRequest] = {}  # reserved or in line for it, not yet committed
+        self._granted: set[str] = set()
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._quarantined: dict[str, int] = {}  # touched on the engine's thread only
+
+    # ---- the KV plane
+
+    async def _start_transfers(self, engine: Engine) -> None:
+        self._target = KvTarget(
+            engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.secret, self.settings.transfer,
+            host=self.host, generation_of=engine.pool.generation,
+            on_commit=self._on_commit, on_failed=self._on_transfer_failed, on_released=self._on_released,
+        )  # fmt: skip
+        await self._target.start()
+
+    async def _stop_transfers(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._target is not None:
+            await self._target.aclose()
+
+    def _transports(self) -> list[str]:
+        return list(self._target.transports) if self._target else []
+
+    @property
+    def target(self) -> KvTarget:
+        """The receiving end of the KV plane (fault injection hooks in there)."""
+        assert self._target is not None
+        return self._target
+
+    def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
+        if self._target is None:
+            return load
+        stats = self._target.stats()
+        return msgspec.structs.replace(
+            load,
+            transport=stats.transport,
+            kv_bytes=stats.num_bytes,
+            kv_seconds=stats.seconds,
+            kv_refusals=stats.refusals,
+        )
+
+    # ---- reservations
+
+    def _on_reserve(self, link: Link, message: Reserve) -> None:
+        request = message.request
+        request_id = request.request_id
+        self._admit(link, request, lambda engine: engine.reserve(request))
+        if self._owners.get(request_id) is link and self._loop is not None:
+            self._expected[request_id] = request
+            self._timers[request_id] = self._loop.call_later(message.timeout_s, self._on_wait_over, request_id)
+
+    def _on_wait_over(self, request_id: str) -> None:
+        self._timers.pop(request_id, None)
+        if request_id in self._expected and request_id not in self._granted:
+            self._refused(request_id, "full", "no blocks became free in time")
+            self.thread.post(lambda engine: engine.abort(request_id))
+
+    def _refused(self, request_id: str, reason: str, message: str) -> None:
+        self._unexpect(request_id)
+        super()._refused(request_id, reason, message)
+
+    def _unexpect(self, request_id: str) -> None:
+        self._expected.pop(request_id, None)
+        timer = self._timers.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+
+    def _on_reservations(self, result: StepResult) -> None:
+        for reservation in result.reservations:
+            self._grant(reservation)
+
+    def _grant(self, reservation: Reservation) -> None:
+        request_id = reservation.request_id
+        link = self._owners.get(request_id)
+        if link is None or request_id not in self._expected:
+            self.thread.post(lambda engine: engine.abort(request_id))  # it gave up while waiting
+            return
+        timer = self._timers.pop(request_id, None)
+        if timer is not None:
+            timer.cancel()
+        self._granted.add(request_id)
+        ticket = self.target.grant(
+            request_id, reservation.first_block, reservation.target_blocks, reservation.num_blocks
+        )
+        link.send(
+            Reserved(
+                request_id=request_id, ticket=ticket, held_tokens=reservation.held_tokens, waited_s=reservation.waited_s
+            )
+        )
+
+    # ---- the end of a transfer
+
+    def _on_commit(self, request_id: str, payload: bytes, result: TransferResult) -> None:
+        self._granted.discard(request_id)
+        request = self._expected.get(request_id)
+        self._unexpect(request_id)
+        link = self._owners.get(request_id)
+        if request is None or link is None:
+            self.thread.post(lambda engine: engine.abort(request_id))
+            return
+        try:
+            manifest = decode_manifest(payload)
+        except msgspec.DecodeError as error:
+            manifest = None
+            logger.warning("request %s: malformed manifest: %s", request_id, error)
+        if (
+            manifest is None
+            or manifest.num_tokens != len(request.token_ids)
+            or manifest.position != request.num_output_tokens
+            or not manifest.token_ids
+        ):
+            self._fail(request_id, "transfer", "the manifest does not fit the reservation", retryable=True)
+            self.thread.post(lambda engine: engine.abort(request_id))
+            return
+        link.send(
+            Transferred(
+                request_id=request_id, transport=result.transport, blocks=result.num_blocks,
+                num_bytes=result.num_bytes, seconds=result.seconds, exposed_s=result.exposed_s,
+            )
+        )  # fmt: skip
+        token_ids = manifest.token_ids
+        self.thread.post(lambda engine: engine.activate(request_id, token_ids))
+
+    def _on_transfer_failed(self, request_id: str, error: TransferError) -> None:
+        logger.warning("request %s: %s", request_id, error)
+        self._quarantine(request_id)
+        self._fail(request_id, "transfer", str(error), retryable=True)
+
+    def _quarantine(self, request_id: str) -> None:
+        """Keep the blocks taken until the transport can write them no more."""
+        self._unexpect(request_id)
+        keys = self._quarantined
+
+        def quarantine(engine: Engine) -> None:
+            key = engine.quarantine(request_id)
+            if key is not None:
+                keys[request_id] = key
+
+        self.thread.post(quarantine)
+
+    def _on_released(self, request_id: str) -> None:
+        self._granted.discard(request_id)
+        keys = self._quarantined
+
+        def release(engine: Engine) -> None:
+            key = keys.pop(request_id, None)
+            if key is not None:
+                engine.unquarantine(key)
+
+        self.thread.post(release)
+
+    def _release(self, request_id: str, reason: str) -> None:
+        if request_id in self._granted:
+            self._quarantine(request_id)
+            self.target.revoke(request_id, reason)
+        else:
+            self._unexpect(request_id)
+            super()._release(request_id, reason)

@@ -1,0 +1,396 @@
+"""The engine: one model, one KV pool, one thread. Schedule, run, sample, advance.
+
+Every method is called from the owner's single thread; nothing here knows of networks or Ray.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from kvrelay.engine.checkpoint import model_digest
+from kvrelay.engine.model import DecoderModel, load_model
+from kvrelay.engine.runner import Runner
+from kvrelay.engine.sampler import Sampler, token_logprobs
+from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.sequence import Sequence
+from kvrelay.hashing import HASH_SEED
+from kvrelay.kernels.backend import Backend
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.events import EventLog
+from kvrelay.kvcache.storage import DTYPES, KvStorage, num_blocks_for
+from kvrelay.types import BlockId, Fingerprint, FinishReason, KvLayout, KvMemory
+from kvrelay.wire import (
+    PROTOCOL_VERSION,
+    KvEvents,
+    KvSnapshot,
+    LoadReport,
+    SequenceRequest,
+    Timings,
+    TokenLogprob,
+    TokenOutput,
+)
+
+logger = logging.getLogger(__name__)
+
+_PROMPT_LOGPROB_ROWS = 64  # logits of a whole chunk at once would be 100 MB at vocabularies of 50k and 512 tokens
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine needs to know. Memory is bytes, the rest tokens and sequences."""
+
+    block_size: int = 16
+    kv_memory_bytes: int = 256 << 20
+    token_budget: int = 512
+    max_running: int = 64
+    max_waiting: int = 256
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks promised to a transfer. `target_blocks` are for blocks first_block .. num_blocks - 1 of the prompt."""
+
+    request_id: str
+    first_block: int
+    num_blocks: int
+    target_blocks: tuple[BlockId, ...]
+    held_tokens: int
+    waited_s: float
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought about."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    reservations: list[Reservation] = field(default_factory=list)
+    num_tokens: int = 0
+    num_decode: int = 0
+    seconds: float = 0.0
+    events: KvEvents | None = None
+    load: LoadReport | None = None
+
+
+@dataclass(slots=True)
+class Speed:
+    """Moving averages of what steps took, for the router's predictions."""
+
+    step_s: float = 0.0
+    decode_step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+
+    def observe(self, num_tokens: int, num_decode: int, seconds: float) -> None:
+        self.step_s = _blend(self.step_s, seconds)
+        if num_tokens == num_decode:
+            self.decode_step_s = _blend(self.decode_step_s, seconds)
+        elif num_tokens - num_decode >= 64 and seconds > 0:
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+
+
+def _blend(old: float, new: float) -> float:
+    return new if old == 0.0 else 0.8 * old + 0.2 * new
+
+
+class LayerHook(Protocol):
+    """Told, on the engine thread, that blocks of a held sequence are final for some layers."""
+
+    def __call__(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None: ...
+
+
+class Engine:
+    """Owns the model, the pool and all sequences of one worker."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        config: EngineConfig,
+        *,
+        model_digest: str = "",
+        layer_hook: LayerHook | None = None,
+        layers_per_hook: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model, self.backend, self.config = model, backend, config
+        self._clock, self._layer_hook = clock, layer_hook
+        shape, spec = model.attention_shape, model.spec
+        self._layers_per_hook = layers_per_hook or max(1, -(-spec.num_layers // 4))
+        dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
+        layout = KvLayout(spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
+        layout = KvLayout(spec.num_layers, num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        self.storage = KvStorage(layout, backend.device)
+        self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len or 1 << 62)
+        self.fingerprint = Fingerprint(
+            PROTOCOL_VERSION,
+            model_digest,
+            dtype,
+            config.block_size,
+            spec.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            HASH_SEED,
+        )
+        self.pool = BlockPool(num_blocks, prefix_caching=config.prefix_caching)
+        limits = SchedulerLimits(config.token_budget, config.max_running, config.max_waiting)
+        self.scheduler = Scheduler(self.pool, config.block_size, limits)
+        self._runner = Runner(
+            model, backend, self.storage.layers,
+            block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
+        )  # fmt: skip
+        self._eos_ids = tuple(spec.eos_ids)
+        self._sampler = Sampler(backend, self._eos_ids)
+        self._events = EventLog()
+        self._speed = Speed()
+        self._load_seq = 0
+
+    @property
+    def memory(self) -> KvMemory:
+        return self.storage.memory
+
+    # ---- requests
+
+    def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
+        """(reason, message) when this request cannot be taken, else None."""
+        if len(request.token_ids) >= self.max_model_len + (request.sampling.max_tokens <= 1):
+            return "too_long", f"{len(request.token_ids)} tokens, but the longest sequence is {self.max_model_len}"
+        if request.token_ids and not 0 <= min(request.token_ids) <= max(request.token_ids) < self.model.spec.vocab_size:
+            return "invalid", "a token id is outside the vocabulary"
+        return self.scheduler.refusal(request)
+
+    def add(self, request: SequenceRequest, *, hold: bool = False, output_limit: int | None = None) -> None:
+        """Compute this sequence here. The caller has checked `refusal`."""
+        self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
+
+    def reserve(self, request: SequenceRequest) -> None:
+        """Put in line for blocks; a StepResult brings the Reservation. The caller has checked `refusal`."""
+        self.scheduler.add_reservation(request, self._clock())
+
+    def activate(self, request_id: str, token_ids: list[int]) -> bool:
+        """The reservation's blocks hold the prompt's KV. False when the sequence is no longer here."""
+        seq = self.scheduler.activate(request_id, token_ids)
+        if seq is None:
+            return False
+        if (reason := self._finish_reason(seq)) is not None:
+            self._end(seq, reason)
+        return True
+
+    def abort(self, request_id: str) -> bool:
+        """Free everything that the sequence holds. False when it is not here."""
+        seq = self.scheduler.sequences.get(request_id)
+        if seq is None:
+            return False
+        self._end(seq, FinishReason.ABORT)
+        return True
+
+    def quarantine(self, request_id: str) -> int | None:
+        """Like abort for a receiving sequence, but its blocks stay taken until `unquarantine` of the key."""
+        seq = self.scheduler.receiving.get(request_id)
+        return None if seq is None else self.scheduler.quarantine(seq, FinishReason.ERROR)
+
+    def unquarantine(self, key: int) -> None:
+        self.scheduler.unquarantine(key)
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
+        self._runner.forget(seq)
+        self.scheduler.finish(seq, reason)
+
+    # ---- the step
+
+    def step(self) -> StepResult:
+        """Grant reservations, then compute one batch. Cheap when there is nothing to do."""
+        result = StepResult()
+        now_s = self._clock()
+        for seq in self.scheduler.grant_reservations():
+            result.reservations.append(self._reservation(seq, now_s))
+        plan = self.scheduler.schedule()
+        for seq in plan.preempted:
+            self._runner.forget(seq)
+        if not plan.work:
+            return result
+        for item in plan.work:
+            item.seq.num_chunks += 1
+            if item.seq.scheduled_s is None:
+                item.seq.scheduled_s = now_s
+                self._announce_cached(item)
+        hidden = self._runner.run(plan, self._on_layer(plan))
+        self._collect_prompt_logprobs(plan, hidden)
+        self._sample(plan, hidden, result)
+        result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
+        result.seconds = self._clock() - now_s
+        self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
+        return result
+
+    def _reservation(self, seq: Sequence, now_s: float) -> Reservation:
+        first, count = seq.num_held_blocks, seq.blocks_for(seq.num_tokens)
+        return Reservation(
+            seq.request_id, first, count, tuple(seq.blocks[first:count]), seq.num_cached, now_s - seq.arrived_s
+        )
+
+    def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
+        rows: list[int] = []
+        seqs: list[Sequence] = []
+        end = 0
+        for item in plan.work:
+            end += item.num_tokens
+            if item.samples:
+                rows.append(end - 1)
+                seqs.append(item.seq)
+            self.scheduler.advance(item)
+        if not rows:
+            return
+        tokens, logprobs = self._sampler.sample(self._runner.logits(hidden, rows), seqs)
+        now_s = self._clock()
+        for seq, token, logprob in zip(seqs, tokens, logprobs, strict=True):
+            result.outputs.append(self._append(seq, token, logprob, now_s))
+
+    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput:
+        position = seq.num_output
+        is_first = position == seq.request.num_output_tokens
+        seq.token_ids.append(token)
+        reason = self._finish_reason(seq)
+        if reason is not None:
+            seq.hold = False  # nothing is left to decode elsewhere
+            self._end(seq, reason)
+        elif seq.num_output >= seq.max_output:  # a prefill worker's one token: the stream goes on elsewhere
+            self._end(seq, FinishReason.LENGTH)
+        wanted = seq.request.sampling.max_tokens > 0
+        output = TokenOutput(
+            request_id=seq.request_id,
+            position=position,
+            token_ids=[token] if wanted else [],
+            logprobs=[logprob] if logprob is not None and wanted else [],
+            finish_reason=reason,
+            stop_token=token if reason is FinishReason.STOP else None,
+        )
+        return self._with_first_token_facts(output, seq, now_s) if is_first else output
+
+    @staticmethod
+    def _with_first_token_facts(output: TokenOutput, seq: Sequence, now_s: float) -> TokenOutput:
+        scheduled_s = seq.scheduled_s if seq.scheduled_s is not None else now_s
+        timings = Timings(queue_s=scheduled_s - seq.arrived_s, compute_s=now_s - scheduled_s, num_chunks=seq.num_chunks)
+        return msgspec.structs.replace(
+            output, cached_tokens=seq.num_cached, prompt_logprobs=seq.prompt_logprobs, timings=timings
+        )
+
+    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
+        """Why the stream ends with its last token, or None. A prefill worker's own limit is no reason."""
+        params, token = seq.request.sampling, seq.token_ids[-1]
+        if params.max_tokens > 0 and seq.num_output > params.min_tokens:
+            if token in params.stop_token_ids or (not params.ignore_eos and token in self._eos_ids):
+                return FinishReason.STOP
+        if seq.num_output >= params.max_tokens or seq.num_tokens >= self.max_model_len:
+            return FinishReason.LENGTH
+        return None
+
+    def _collect_prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> None:
+        begin = 0
+        for item in plan.work:
+            count = item.seq.request.sampling.prompt_logprobs
+            last = min(item.start + item.num_tokens, item.seq.request.num_prompt_tokens - 1)
+            if count is not None and item.start < last:
+                targets = item.seq.token_ids[item.start + 1 : last + 1]
+                for offset in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+                    part = targets[offset : offset + _PROMPT_LOGPROB_ROWS]
+                    rows = list(range(begin + offset, begin + offset + len(part)))
+                    logits = self._runner.logits(hidden, rows)
+                    item.seq.prompt_logprobs += token_logprobs(logits, part, [count] * len(part))
+            begin += item.num_tokens
+
+    # ---- what others may know
+
+    def drain_events(self) -> KvEvents | None:
+        """What changed in the prefix cache since the last call."""
+        return self._events.drain(self.pool)
+
+    def snapshot(self) -> KvSnapshot:
+        """The prefix cache as of the last drained event."""
+        return self._events.snapshot()
+
+    def load(self) -> LoadReport:
+        """This engine's load now; the transfer fields are the worker's to fill."""
+        counts, scheduler = self.pool.counts(), self.scheduler
+        self._load_seq += 1
+        return LoadReport(
+            seq=self._load_seq,
+            running=len(scheduler.running),
+            waiting=len(scheduler.waiting) + len(scheduler.reserving),
+            receiving=len(scheduler.receiving),
+            queued_tokens=scheduler.queued_tokens,
+            free_blocks=counts.free + counts.cached,
+            cached_blocks=counts.cached,
+            used_blocks=counts.used,
+            total_blocks=self.pool.num_blocks,
+            leased_blocks=sum(len(seq.blocks) for seq in scheduler.held.values()),
+            quarantined_blocks=sum(map(len, scheduler.quarantined.values())),
+            step_s=self._speed.step_s,
+            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
+            decode_step_s=self._speed.decode_step_s,
+            preemptions=scheduler.num_preemptions,
+            prefix_hit_tokens=scheduler.hit_tokens,
+            prefix_query_tokens=scheduler.query_tokens,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is accounted for."""
+        self.scheduler.check()
+
+    def reset_cache(self) -> int:
+        """Forget cached blocks that nobody holds; returns how many."""
+        return self.pool.reset_cache()
+
+    # ---- layers going out
+
+    def _announce_cached(self, item: Scheduled) -> None:
+        """Blocks found in the prefix cache are final for every layer before the first step."""
+        seq = item.seq
+        if seq.hold and self._layer_hook is not None and seq.num_cached:
+            blocks = seq.blocks[: seq.num_cached // self.config.block_size]
+            self._layer_hook(seq.request_id, 0, blocks, range(self.model.spec.num_layers))
+
+    def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
+        hook = self._layer_hook
+        if hook is None:
+            return None
+        ready = [(item.seq.request_id, *self.scheduler.ready_blocks(item)) for item in plan.work if item.seq.hold]
+        ready = [entry for entry in ready if entry[2]]
+        if not ready:
+            return None
+        last_layer, step = self.model.spec.num_layers - 1, self._layers_per_hook
+
+        def on_layer(layer: int) -> None:
+            if (layer + 1) % step == 0 or layer == last_layer:
+                for request_id, first, blocks in ready:
+                    hook(request_id, first, blocks, range(layer - layer % step, layer + 1))
+
+        return on_layer
+
+
+def load_engine(
+    folder: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    config: EngineConfig,
+    *,
+    layer_hook: LayerHook | None = None,
+    layers_per_hook: int = 0,
+) -> Engine:
+    """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
+    model = load_model(folder, backend, dtype, block_size=config.block_size)
+    return Engine(
+        model,
+        backend,
+        config,
+        model_digest=model_digest(folder),
+        layer_hook=layer_hook,
+        layers_per_hook=layers_per_hook,
+    )

@@ -1,0 +1,99 @@
+"""Runs a step plan on the model: metadata tensors in, logits out. Decides nothing."""
+
+from collections.abc import Callable, Sequence as Rows
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.engine.model import DecoderModel
+from kvrelay.engine.scheduler import Scheduled, StepPlan
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.backend import AttentionBatch, Backend
+
+
+class Runner:
+    """One model on one device, with the block tables of the sequences that it is running."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        kv_layers: Rows[Tensor],
+        *,
+        block_size: int,
+        max_running: int,
+        max_blocks: int,
+    ) -> None:
+        self._model, self._backend, self._kv_layers = model, backend, kv_layers
+        self._block_size = block_size
+        self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
+        self._free_slots = list(range(max_running - 1, -1, -1))
+        self._slots: dict[int, tuple[int, int]] = {}  # id(sequence) -> (row, blocks written)
+
+    def forget(self, seq: Sequence) -> None:
+        """Give back the sequence's row of the block table (it ended or was preempted)."""
+        entry = self._slots.pop(id(seq), None)
+        if entry is not None:
+            self._free_slots.append(entry[0])
+
+    def _row(self, seq: Sequence) -> int:
+        row, written = self._slots.get(id(seq), (-1, 0))
+        if row < 0:
+            row = self._free_slots.pop()
+        if written < len(seq.blocks):
+            self._tables[row, written : len(seq.blocks)] = seq.blocks[written:]
+        self._slots[id(seq)] = (row, len(seq.blocks))
+        return row
+
+    def batch(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
+        """Token ids [T] int64 and the attention metadata of a plan."""
+        work = plan.work
+        rows = np.fromiter((self._row(item.seq) for item in work), dtype=np.int64, count=len(work))
+        lengths = np.fromiter((item.num_tokens for item in work), dtype=np.int32, count=len(work))
+        starts = np.fromiter((item.start for item in work), dtype=np.int32, count=len(work))
+        contexts = starts + lengths
+        query_starts = np.zeros(len(work) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        token_ids, positions = self._tokens(work, query_starts)
+        owner = np.repeat(rows, lengths)
+        blocks = self._tables[owner, positions // self._block_size].astype(np.int64)
+        slots = blocks * self._block_size + positions % self._block_size
+        width = int(-(-contexts.max() // self._block_size))
+        return torch.from_numpy(token_ids), AttentionBatch(
+            query_starts=torch.from_numpy(query_starts),
+            context_lens=torch.from_numpy(contexts),
+            block_tables=torch.from_numpy(self._tables[rows, :width]),
+            slot_mapping=torch.from_numpy(slots),
+            positions=torch.from_numpy(positions),
+            num_decode=plan.num_single,
+            max_query_len=int(lengths.max()),
+            max_context_len=int(contexts.max()),
+        )
+
+    @staticmethod
+    def _tokens(work: Rows[Scheduled], query_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        token_ids = np.empty(int(query_starts[-1]), dtype=np.int64)
+        positions = np.empty(int(query_starts[-1]), dtype=np.int64)
+        for index, item in enumerate(work):
+            begin, end = query_starts[index], query_starts[index + 1]
+            if item.num_tokens == 1:
+                token_ids[begin], positions[begin] = item.seq.token_ids[item.start], item.start
+                continue
+            token_ids[begin:end] = item.seq.token_ids[item.start : item.start + item.num_tokens]
+            positions[begin:end] = np.arange(item.start, item.start + item.num_tokens)
+        return token_ids, positions
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Tensor:
+        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]."""
+        token_ids, batch = self.batch(plan)
+        attention_plan = self._backend.plan(batch, self._model.attention_shape)
+        return self._model.forward(token_ids.to(self._backend.device), batch, attention_plan, self._kv_layers, on_layer)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
+        """Float32 logits [R, vocab] of some rows of the step's hidden states."""
+        if len(rows) == hidden.shape[0]:
+            return self._model.logits(hidden)
+        return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])

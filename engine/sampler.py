@@ -1,0 +1,108 @@
+"""From logits to tokens: penalties, bias, the draw, log-probabilities.
+
+Random numbers are stateless: token i of an output depends on (seed, i) alone, so a stream can be
+continued on any worker and a batch's other rows do not matter.
+"""
+
+import math
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.backend import Backend, SamplingBatch
+from kvrelay.wire import TokenLogprob
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for one output position. Source: splitmix64 (Steele et al., OOPSLA 2014)."""
+    z = (seed + _GOLDEN * (position + 1)) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+class Sampler:
+    """Draws one token for each of a step's finished rows."""
+
+    def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
+        self._backend, self._eos_ids = backend, eos_ids
+
+    def sample(self, logits: Tensor, seqs: Rows[Sequence]) -> tuple[list[int], list[TokenLogprob | None]]:
+        """One token for each row of float32 logits [R, vocab], and its log-probabilities if asked for.
+
+        Log-probabilities are those of the model, before penalties and temperature.
+        """
+        raw = logits
+        for row, seq in enumerate(seqs):
+            if self._changes_logits(seq):
+                if logits is raw:
+                    logits = raw.clone()
+                self._adjust(logits[row], seq)
+        tokens = self._backend.sample(logits, self._batch(seqs)).tolist()
+        return tokens, self._logprobs(raw, seqs, tokens)
+
+    def _batch(self, seqs: Rows[Sequence]) -> SamplingBatch:
+        params = [seq.request.sampling for seq in seqs]
+        draws = [uniform(p.seed, seq.num_output) for p, seq in zip(params, seqs, strict=True)]
+        return SamplingBatch(
+            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+            uniform=torch.tensor(draws, dtype=torch.float64),
+        )
+
+    def _needs_mask(self, seq: Sequence) -> bool:
+        return seq.num_output < seq.request.sampling.min_tokens
+
+    def _changes_logits(self, seq: Sequence) -> bool:
+        p = seq.request.sampling
+        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+        return penalised or bool(p.logit_bias) or self._needs_mask(seq)
+
+    def _adjust(self, row: Tensor, seq: Sequence) -> None:
+        """Apply bias, penalties and the min_tokens mask to one row [vocab], in place."""
+        p = seq.request.sampling
+        if p.repetition_penalty != 1.0:
+            seen = torch.tensor(seq.token_ids, device=row.device).unique()
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+        if seq.num_output and (p.presence_penalty or p.frequency_penalty):
+            output = torch.tensor(seq.token_ids[seq.request.num_prompt_tokens :], device=row.device)
+            seen, counts = output.unique(return_counts=True)
+            row[seen] -= p.presence_penalty + p.frequency_penalty * counts.to(row.dtype)
+        for token, bias in p.logit_bias.items():
+            row[token] += bias
+        if self._needs_mask(seq):
+            banned = [*p.stop_token_ids, *self._eos_ids]
+            if banned:
+                row[torch.tensor(banned, device=row.device)] = -math.inf
+
+    def _logprobs(self, raw: Tensor, seqs: Rows[Sequence], tokens: list[int]) -> list[TokenLogprob | None]:
+        result: list[TokenLogprob | None] = [None] * len(tokens)
+        rows = [row for row, seq in enumerate(seqs) if seq.request.sampling.logprobs is not None]
+        if rows:
+            counts = [seqs[row].request.sampling.logprobs or 0 for row in rows]
+            chosen = [tokens[row] for row in rows]
+            for row, entry in zip(rows, token_logprobs(raw[rows], chosen, counts), strict=True):
+                result[row] = entry
+        return result
+
+
+def token_logprobs(logits: Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
+    """Log-probability of tokens[r] under row r of logits [R, vocab], and of the counts[r] likeliest."""
+    logp = torch.log_softmax(logits.float(), dim=-1)
+    chosen = logp.gather(1, torch.tensor(tokens, device=logp.device).unsqueeze(1)).squeeze(1).tolist()
+    most = max(counts, default=0)
+    values, ids = logp.topk(most, dim=-1) if most else (logp[:, :0], torch.empty(len(tokens), 0, dtype=torch.int64))
+    return [
+        TokenLogprob(token, value, list(zip(row_ids[:count], row_values[:count], strict=True)))
+        for token, value, count, row_ids, row_values in zip(
+            tokens, chosen, counts, ids.tolist(), values.tolist(), strict=True
+        )
+    ]

@@ -1,0 +1,98 @@
+"""One sequence in one engine: its tokens, its blocks, and the states that it may be in. Pure."""
+
+import enum
+from dataclasses import dataclass, field
+
+from kvrelay.hashing import next_hash, root_hash
+from kvrelay.types import BlockHash, BlockId, FinishReason
+from kvrelay.wire import SequenceRequest, TokenLogprob
+
+
+class State(enum.StrEnum):
+    WAITING = "waiting"  # in line; holds no blocks
+    RECEIVING = "receiving"  # decode: blocks reserved, KV on its way
+    RUNNING = "running"  # in the batch
+    HELD = "held"  # prefill: done; blocks lent to a transfer
+    FINISHED = "finished"  # holds nothing
+
+
+_LEGAL = {
+    State.WAITING: {State.RUNNING, State.RECEIVING, State.FINISHED},
+    State.RECEIVING: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.WAITING, State.HELD, State.FINISHED},
+    State.HELD: {State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's token stream here. Owned and changed by the scheduler alone.
+
+    `num_computed` tokens have their KV in `blocks`; the rest of `token_ids` is still to compute.
+    """
+
+    request: SequenceRequest
+    block_size: int
+    arrival: int  # order of arrival in this engine
+    hold: bool = False  # keep the blocks after the first token, for a transfer
+    output_limit: int | None = None  # stop here even if the request wants more (a prefill worker: 1)
+    token_ids: list[int] = field(default_factory=list)
+    blocks: list[BlockId] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
+    num_held_blocks: int = 0  # decode: prompt blocks that were here before the transfer
+    state: State = State.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    arrived_s: float = 0.0
+    scheduled_s: float | None = None
+    num_chunks: int = 0
+    slot: int = -1  # row in the runner's block table
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.token_ids)
+        self.hashes = [BlockHash(digest) for digest in self.request.block_hashes]
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_output(self) -> int:
+        limit = self.request.sampling.max_tokens
+        if self.output_limit is None:
+            return limit
+        return min(limit, self.request.num_output_tokens + self.output_limit)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks needed to hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def full_hashes(self) -> list[BlockHash]:
+        """Hashes of all full blocks, extended as the output grows."""
+        while len(self.hashes) < self.num_tokens // self.block_size:
+            start = len(self.hashes) * self.block_size
+            parent = self.hashes[-1] if self.hashes else root_hash(self.request.salt)
+            self.hashes.append(next_hash(parent, self.token_ids[start : start + self.block_size]))
+        return self.hashes
+
+    def move_to(self, state: State) -> None:
+        """Change state; an illegal change is our own bug."""
+        assert state in _LEGAL[self.state], f"{self.request_id}: {self.state} -> {state}"
+        self.state = state

@@ -1,0 +1,357 @@
+"""What prefill and decode workers share: one engine thread behind one request-plane server.
+
+Owns the connections of the ingresses and knows which request belongs to which; an ingress that
+goes takes its requests with it. Imports no transport: the roles add those.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import uuid
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from kvrelay.config import Settings
+from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
+from kvrelay.engine.thread import EngineThread
+from kvrelay.errors import ConnectionLost, WorkerError
+from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache.storage import DTYPES
+from kvrelay.plane import Connection, Server
+from kvrelay.types import Role
+from kvrelay.wire import (
+    PROTOCOL_VERSION, Abort, CacheReset, Failed, Generate, KvSnapshot, LoadReport, Prefill, Refused, Reserve,
+    SequenceRequest, Status, StatusQuery, Subscribe, TokenOutput, Tokens, ToWorker, Welcome, WorkerInfo,
+    decode_to_worker, encode,
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
+
+HEARTBEAT_S = 2.0
+
+
+class Link:
+    """One ingress's connection and the requests that came over it."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.requests: set[str] = set()
+        self.peer = connection.peer
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; a lost connection is noticed by its reader, not here."""
+        with contextlib.suppress(ConnectionLost):
+            self._connection.send_nowait(encode(message))
+
+
+class WorkerService:
+    """Base of both roles. Subclasses handle `Prefill` or `Reserve`, and override the hooks."""
+
+    role: Role
+
+    def __init__(
+        self,
+        settings: Settings,
+        *,
+        model_dir: Path,
+        model_name: str,
+        worker_id: str,
+        node_id: str,
+        secret: bytes,
+        host: str,
+        cores: tuple[int, ...] | None,
+    ) -> None:
+        self.settings, self.worker_id, self.node_id = settings, worker_id, node_id
+        self.model_dir, self.model_name = model_dir, model_name
+        self.host, self.secret, self.cores = host, secret, cores
+        self.epoch = uuid.uuid4().hex
+        self.thread = EngineThread(self._build, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
+        self.info: WorkerInfo | None = None
+        self.draining = False
+        self._server = Server(self._serve_link, secret)
+        self._owners: dict[str, Link] = {}
+        self._links: set[Link] = set()
+        self._subscribers: set[Link] = set()
+        self._load = LoadReport(seq=0)
+        self._heartbeat: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    # ---- life
+
+    async def start(self) -> WorkerInfo:
+        """Load the model, start the engine and listen. Raises ModelError, ConfigError, BackendUnavailable."""
+        self._loop = asyncio.get_running_loop()
+        engine = await self.thread.start()
+        await self._start_transfers(engine)
+        port = await self._server.start(self.host)
+        self.info = self._describe(engine, port)
+        self._load = engine.load()
+        self._heartbeat = asyncio.create_task(self._beat(), name="heartbeat")
+        logger.info("%s worker %s serves %s at %s:%d", self.role, self.worker_id, self.model_name, self.host, port)
+        return self.info
+
+    async def aclose(self) -> None:
+        """Close every connection, then the transfers, then the engine."""
+        if self._heartbeat is not None:
+            self._heartbeat.cancel()
+        await self._server.aclose()
+        await self._stop_transfers()
+        await self.thread.aclose()
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take nothing new; return when nothing is left, or after `timeout_s`."""
+        self.draining = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._owners:
+                    await asyncio.sleep(0.1)
+
+    def healthy(self) -> bool:
+        return self.thread.is_alive
+
+    def load(self) -> LoadReport:
+        """The last load report, with the transfer's figures."""
+        return self._with_transfer_figures(self._load)
+
+    def status(self) -> dict[str, Any]:
+        """Everything that `kvrelay status` shows of this worker."""
+        info = msgspec.to_builtins(self.info) if self.info else {}
+        return {
+            "info": info,
+            "load": msgspec.to_builtins(self.load()),
+            "backend": self._backend_facts(),
+            "pid": os.getpid(),
+        }
+
+    def _backend_facts(self) -> dict[str, Any]:
+        engine = self.thread.engine
+        describe = getattr(engine.backend, "describe", None) if engine else None
+        return dict(describe()) if describe else {}
+
+    def _build(self) -> Engine:
+        """On the engine's thread: backend, weights, pool."""
+        settings = self.settings.engine
+        num_threads = settings.num_threads or (len(self.cores) if self.cores else None)
+        if num_threads:
+            torch.set_num_threads(num_threads)
+        backend = select_backend(settings.backend, settings.device, num_threads)
+        dtype = DTYPES["bfloat16" if self.settings.model.dtype == "auto" else self.settings.model.dtype]
+        config = EngineConfig(
+            block_size=settings.block_size,
+            kv_memory_bytes=settings.kv_memory_bytes,
+            token_budget=settings.token_budget,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            max_model_len=self.settings.model.max_model_len,
+            prefix_caching=settings.prefix_caching,
+        )
+        return load_engine(
+            self.model_dir, backend, dtype, config,
+            layer_hook=self._layer_hook(), layers_per_hook=self.settings.transfer.layers_per_announce,
+        )  # fmt: skip
+
+    def _describe(self, engine: Engine, port: int) -> WorkerInfo:
+        layout = engine.memory.layout
+        return WorkerInfo(
+            worker_id=self.worker_id,
+            role=str(self.role),
+            epoch=self.epoch,
+            host=self.host,
+            port=port,
+            node_id=self.node_id,
+            model=self.model_name,
+            fingerprint="/".join(str(getattr(engine.fingerprint, name)) for name in engine.fingerprint.__slots__),
+            block_size=layout.block_size,
+            num_blocks=layout.num_blocks,
+            max_model_len=engine.max_model_len,
+            max_running=engine.config.max_running,
+            kv_bytes_per_token=layout.block_bytes // layout.block_size,
+            device=str(engine.backend.device),
+            transports=self._transports(),
+        )
+
+    # ---- for the roles to override
+
+    def _layer_hook(self) -> LayerHook | None:
+        return None
+
+    def _transports(self) -> list[str]:
+        return []
+
+    async def _start_transfers(self, engine: Engine) -> None:
+        """Start the KV plane of this role."""
+
+    async def _stop_transfers(self) -> None:
+        """Stop the KV plane of this role."""
+
+    def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
+        return load
+
+    def _on_prefill(self, link: Link, message: Prefill) -> None:
+        self._refuse(link, message.request.request_id, "invalid", f"{self.worker_id} does not prefill for others")
+
+    def _on_reserve(self, link: Link, message: Reserve) -> None:
+        self._refuse(link, message.request.request_id, "invalid", f"{self.worker_id} does not decode")
+
+    def _on_output(self, output: TokenOutput) -> None:
+        """An output is about to be sent to its ingress."""
+
+    def _on_reservations(self, result: StepResult) -> None:
+        assert not result.reservations
+
+    def _release(self, request_id: str, reason: str) -> None:
+        """Free what the request holds here, whatever its state."""
+        self.thread.post(lambda engine: engine.abort(request_id))
+
+    # ---- connections
+
+    async def _serve_link(self, connection: Connection) -> None:
+        assert self.info is not None
+        link = Link(connection)
+        self._links.add(link)
+        link.send(Welcome(protocol=PROTOCOL_VERSION, info=self.info))
+        try:
+            while True:
+                frame = await connection.receive()
+                try:
+                    message = decode_to_worker(frame)
+                except msgspec.DecodeError as error:
+                    logger.warning("dropping %s: malformed message: %s", link.peer, error)
+                    return
+                self._dispatch(link, message)
+        finally:
+            self._links.discard(link)
+            self._subscribers.discard(link)
+            for request_id in list(link.requests):
+                self._forget(request_id)
+                self._release(request_id, "the ingress went")
+
+    def _dispatch(self, link: Link, message: ToWorker) -> None:
+        match message:
+            case Prefill():
+                self._on_prefill(link, message)
+            case Reserve():
+                self._on_reserve(link, message)
+            case Generate(request=request):
+                self._admit(link, request, lambda engine: engine.add(request))
+            case Abort(request_id=request_id, reason=reason):
+                if request_id in link.requests:
+                    self._forget(request_id)
+                    self._release(request_id, reason)
+            case Subscribe():
+                self._subscribe(link)
+            case StatusQuery(query_id=query_id):
+                link.send(Status(query_id=query_id, json=json.dumps(self.status()).encode()))
+            case CacheReset(query_id=query_id):
+                self.thread.post(lambda engine: engine.reset_cache())
+                link.send(Status(query_id=query_id, json=b"{}"))
+
+    def _subscribe(self, link: Link) -> None:
+        """Snapshot first, then events, in the order in which the engine's thread saw them."""
+        loop = self._loop
+        assert loop is not None
+
+        def begin(snapshot: KvSnapshot) -> None:
+            if link in self._links:
+                link.send(snapshot)
+                link.send(self.load())
+                self._subscribers.add(link)
+
+        def snap(engine: Engine) -> None:
+            snapshot = engine.snapshot()
+            loop.call_soon_threadsafe(begin, snapshot)
+
+        self._subscribers.discard(link)
+        self.thread.post(snap)
+
+    def _admit(self, link: Link, request: SequenceRequest, take: Callable[[Engine], None]) -> None:
+        """Take a request unless there is a reason not to; the answer to a refusal is `Refused`."""
+        request_id = request.request_id
+        if self.draining:
+            self._refuse(link, request_id, "draining", f"{self.worker_id} is shutting down")
+            return
+        if request_id in self._owners:
+            self._refuse(link, request_id, "duplicate", f"{request_id} is already here")
+            return
+        self._owners[request_id] = link
+        link.requests.add(request_id)
+        loop = self._loop
+        assert loop is not None
+
+        def admit(engine: Engine) -> None:
+            refusal = engine.refusal(request)
+            if refusal is None:
+                take(engine)
+            else:
+                loop.call_soon_threadsafe(self._refused, request_id, *refusal)
+
+        self.thread.post(admit)
+
+    def _refused(self, request_id: str, reason: str, message: str) -> None:
+        link = self._forget(request_id)
+        if link is not None:
+            self._refuse(link, request_id, reason, message)
+
+    def _refuse(self, link: Link, request_id: str, reason: str, message: str) -> None:
+        retry_after_s = max(1.0, self._load.queued_tokens / max(self._load.prefill_tokens_per_s, 100.0))
+        link.send(Refused(request_id=request_id, reason=reason, message=message, retry_after_s=retry_after_s))
+
+    def _forget(self, request_id: str) -> Link | None:
+        link = self._owners.pop(request_id, None)
+        if link is not None:
+            link.requests.discard(request_id)
+        return link
+
+    def _fail(self, request_id: str, code: str, message: str, *, retryable: bool) -> None:
+        """Tell the ingress, if it still cares, that nothing more will come."""
+        link = self._forget(request_id)
+        if link is not None:
+            link.send(Failed(request_id=request_id, code=code, message=message, retryable=retryable))
+
+    # ---- from the engine
+
+    def _on_step(self, result: StepResult) -> None:
+        batches: dict[Link, list[TokenOutput]] = defaultdict(list)
+        for output in result.outputs:
+            link = self._owners.get(output.request_id)
+            if link is None:
+                continue
+            batches[link].append(output)
+            self._on_output(output)
+            if output.finish_reason is not None:
+                self._forget(output.request_id)
+        for link, outputs in batches.items():
+            link.send(Tokens(outputs=outputs))
+        self._on_reservations(result)
+        if result.load is not None:
+            self._load = result.load
+        if self._subscribers and (result.events or result.load):
+            self._publish(result)
+
+    def _publish(self, result: StepResult) -> None:
+        load = self.load() if result.load else None
+        for link in self._subscribers:
+            if result.events is not None:
+                link.send(result.events)
+            if load is not None:
+                link.send(load)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S)
+            for link in self._subscribers:
+                link.send(self.load())
+
+    def _on_failure(self, error: BaseException) -> None:
+        """The engine is gone: every request fails at once, and nothing new is taken."""
+        self.draining = True
+        reason = WorkerError(self.worker_id, f"{type(error).__name__}: {error}")
+        for request_id in list(self._owners):
+            self._fail(request_id, "engine", str(reason), retryable=True)

@@ -1,0 +1,142 @@
+"""The thread that owns an engine. Everyone else asks it by message and hears from it once per step."""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from kvrelay.engine.engine import Engine, StepResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LOAD_PERIOD_S = 0.05
+
+
+class EngineThread:
+    """Runs `engine.step()` while there is work; sleeps on a condition while there is none.
+
+    `on_step(result)` is called on the event loop, once per step that brought something about.
+    `on_failure(error)` is called there when the engine raised: the thread has ended then.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        *,
+        on_step: Callable[[StepResult], None],
+        on_failure: Callable[[BaseException], None],
+        cores: tuple[int, ...] | None = None,
+    ) -> None:
+        self._build, self._on_step, self._on_failure, self._cores = build, on_step, on_failure, cores
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.engine: Engine | None = None
+        self.failed: BaseException | None = None
+        self.last_step_s = time.monotonic()
+
+    async def start(self) -> Engine:
+        """Build the engine on its thread; returns it for reading of constants only."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[Engine] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
+        self._thread.start()
+        self.engine = await ready
+        return self.engine
+
+    def post(self, action: Callable[[Engine], object]) -> None:
+        """Run `action(engine)` on the engine's thread before the next step; nothing comes back."""
+        self._put(lambda: action(self._require()))
+
+    def call(self, action: Callable[[Engine], T]) -> "asyncio.Future[T]":
+        """Run `action(engine)` on the engine's thread before the next step; its result or error comes back."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                outcome.set_result(action(self._require()))
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self._put(run)
+        return asyncio.wrap_future(outcome)
+
+    def _require(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _put(self, action: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    async def aclose(self) -> None:
+        """End after the step in progress."""
+        thread = self._thread
+        if thread is None:
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(thread.join, 10.0)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and self.failed is None
+
+    # ---- on the thread
+
+    def _run(self, ready: "asyncio.Future[Engine]") -> None:
+        loop = self._loop
+        assert loop is not None
+        try:
+            if self._cores:
+                os.sched_setaffinity(0, self._cores)
+            engine = self._build()
+        except BaseException as error:
+            self.failed = error
+            self._tell(loop, lambda error=error: ready.cancelled() or ready.set_exception(error))  # type: ignore[misc]
+            return
+        self.engine = engine
+        self._tell(loop, lambda: ready.cancelled() or ready.set_result(engine))
+        try:
+            self._serve(engine, loop)
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self.failed = error
+            self._tell(loop, lambda error=error: self._on_failure(error))  # type: ignore[misc]
+
+    def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        reported_s = 0.0
+        while True:
+            with self._wake:
+                while not self._inbox and not self._stopping and not engine.scheduler.has_work:
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                actions = list(self._inbox)
+                self._inbox.clear()
+            for action in actions:
+                action()
+            result = engine.step()
+            result.events = engine.drain_events()
+            now_s = self.last_step_s = time.monotonic()
+            if now_s - reported_s >= _LOAD_PERIOD_S or not engine.scheduler.has_work:
+                result.load, reported_s = engine.load(), now_s
+            if result.outputs or result.reservations or result.events or result.load:
+                self._tell(loop, lambda result=result: self._on_step(result))  # type: ignore[misc]
+
+    @staticmethod
+    def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        try:
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            logger.debug("the event loop is closed; nobody listens")

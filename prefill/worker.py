@@ -1,0 +1,190 @@
+"""The prefill worker: computes prompts, samples one token, sends the KV to whom the ticket names.
+
+The first token goes straight to the client; the blocks stay held until the decode worker has
+confirmed them, refused them, or gone.
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+from typing import Any
+
+import msgspec
+
+from kvrelay.engine.engine import Engine, LayerHook
+from kvrelay.engine.service import Link, WorkerService
+from kvrelay.errors import BackendUnavailable, TransferError
+from kvrelay.kvtransfer.source import KvSource, SourceTransfer
+from kvrelay.types import BlockId, Role
+from kvrelay.wire import LoadReport, Manifest, Prefill, TokenOutput, encode
+
+logger = logging.getLogger(__name__)
+
+
+class PrefillWorker(WorkerService):
+    """One engine that hands every sequence on after its first token."""
+
+    role = Role.PREFILL
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._source: KvSource | None = None
+        self._transfers: dict[str, SourceTransfer] = {}
+        self._prompts: dict[str, int] = {}  # tokens whose KV will have been sent
+        self._commits: set[asyncio.Task[None]] = set()
+        self._device_gate: _DeviceGate | None = None
+
+    # ---- the KV plane
+
+    async def _start_transfers(self, engine: Engine) -> None:
+        self._source = KvSource(
+            engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.secret, self.settings.transfer,
+            host=self.host, generation_of=engine.pool.generation,
+        )  # fmt: skip
+        await self._source.start()
+
+    async def _stop_transfers(self) -> None:
+        for request_id in list(self._transfers):
+            self._release(request_id, "the worker is shutting down")
+        for task in list(self._commits):
+            task.cancel()
+        await asyncio.gather(*self._commits, return_exceptions=True)
+        if self._source is not None:
+            await self._source.aclose()
+        if self._device_gate is not None:
+            self._device_gate.close()
+
+    def _transports(self) -> list[str]:
+        return list(self._source.transports) if self._source else []
+
+    def _layer_hook(self) -> LayerHook:
+        def hook(request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None:
+            loop, engine = self._loop, self.thread.engine
+            assert loop is not None and engine is not None
+
+            def announce() -> None:
+                loop.call_soon_threadsafe(self._announce, request_id, first_index, blocks, layers)
+
+            if engine.backend.device.type == "cuda":
+                if self._device_gate is None:
+                    self._device_gate = _DeviceGate()
+                self._device_gate.after_work_so_far(announce)
+            else:
+                announce()
+
+        return hook
+
+    def _announce(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None:
+        transfer = self._transfers.get(request_id)
+        if transfer is not None:
+            transfer.announce(first_index, blocks, layers)
+
+    def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
+        if self._source is None:
+            return load
+        stats = self._source.stats()
+        return msgspec.structs.replace(
+            load,
+            transport=stats.transport,
+            kv_bytes=stats.num_bytes,
+            kv_seconds=stats.seconds,
+            kv_refusals=stats.refusals,
+        )
+
+    # ---- requests
+
+    def _on_prefill(self, link: Link, message: Prefill) -> None:
+        request, ticket = message.request, message.ticket
+        request_id = request.request_id
+        if request_id in self._owners or request_id in self._transfers:
+            self._refuse(link, request_id, "duplicate", f"{request_id} is already here")
+            return
+        if ticket is None:
+            self._admit(link, request, lambda engine: engine.add(request, output_limit=1))
+            return
+        assert self._source is not None
+        try:
+            transfer = self._source.open(request_id, ticket)
+        except (TransferError, BackendUnavailable) as error:
+            self._refuse(link, request_id, "invalid", str(error))
+            return
+        self._transfers[request_id] = transfer
+        self._prompts[request_id] = len(request.token_ids)
+        self._admit(link, request, lambda engine: engine.add(request, hold=True, output_limit=1))
+        if self._owners.get(request_id) is not link:  # refused on the spot
+            self._drop_transfer(request_id, "refused")
+
+    def _refused(self, request_id: str, reason: str, message: str) -> None:
+        self._drop_transfer(request_id, reason)
+        super()._refused(request_id, reason, message)
+
+    def _release(self, request_id: str, reason: str) -> None:
+        self._drop_transfer(request_id, reason)
+        super()._release(request_id, reason)
+
+    def _drop_transfer(self, request_id: str, reason: str) -> None:
+        self._prompts.pop(request_id, None)
+        transfer = self._transfers.pop(request_id, None)
+        if transfer is not None:
+            transfer.cancel(reason)
+
+    def _on_output(self, output: TokenOutput) -> None:
+        request_id = output.request_id
+        if output.finish_reason is not None:
+            self._drop_transfer(request_id, "finished with its first token")
+            return
+        transfer = self._transfers.get(request_id)
+        if transfer is None:
+            return
+        manifest = Manifest(
+            request_id=request_id,
+            num_tokens=self._prompts[request_id],
+            position=output.position,
+            token_ids=output.token_ids,
+        )
+        task = asyncio.create_task(self._commit(request_id, transfer, manifest), name=f"commit {request_id}")
+        self._commits.add(task)
+        task.add_done_callback(self._commits.discard)
+
+    async def _commit(self, request_id: str, transfer: SourceTransfer, manifest: Manifest) -> None:
+        """Wait until the decode worker has the blocks or never will; then, in every case, let go of them."""
+        try:
+            await transfer.commit(encode(manifest))
+            self._forget(request_id)
+        except TransferError as error:
+            logger.warning("request %s: %s", request_id, error)
+            self._fail(request_id, "transfer", str(error), retryable=True)
+        finally:
+            if self._transfers.get(request_id) is transfer:
+                self._release(request_id, "done")
+
+    def _on_failure(self, error: BaseException) -> None:
+        for request_id in list(self._transfers):
+            self._drop_transfer(request_id, "the engine failed")
+        super()._on_failure(error)
+
+
+class _DeviceGate:
+    """Calls back, in order, when all work issued to the GPU before has been done. Unverified on a GPU."""
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="device-gate", daemon=True)
+        self._thread.start()
+
+    def after_work_so_far(self, callback: Any) -> None:
+        import torch
+
+        event = torch.cuda.Event()
+        event.record()
+        self._queue.put((event, callback))
+
+    def close(self) -> None:
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            event, callback = item
+            event.synchronize()
+            callback()

@@ -1,0 +1,210 @@
+"""The step scheduler: first come first served, within the budget, nothing lost however a sequence ends."""
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.sequence import Sequence, State
+from kvrelay.hashing import block_hashes
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.types import FinishReason
+from kvrelay.wire import Sampling, SequenceRequest
+
+BLOCK = 4
+
+
+def request(name: str, tokens: int | list[int], *, max_tokens: int = 8) -> SequenceRequest:
+    ids = list(range(tokens)) if isinstance(tokens, int) else tokens
+    return SequenceRequest(
+        request_id=name,
+        token_ids=ids,
+        num_prompt_tokens=len(ids),
+        block_hashes=list(block_hashes(ids, BLOCK)),
+        sampling=Sampling(max_tokens=max_tokens),
+    )
+
+
+def scheduler(blocks: int = 16, *, budget: int = 16, running: int = 8, waiting: int = 8) -> Scheduler:
+    return Scheduler(BlockPool(blocks), BLOCK, SchedulerLimits(budget, running, waiting))
+
+
+def run(sched: Scheduler, plan: StepPlan | None = None) -> StepPlan:
+    """Pretend to compute a step: every sampled sequence gets token 99."""
+    plan = plan or sched.schedule()
+    for item in plan.work:
+        samples = item.samples
+        sched.advance(item)
+        if samples:
+            item.seq.token_ids.append(99)
+    return plan
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
+    return [(item.seq.request_id, item.start, item.num_tokens) for item in plan.work]
+
+
+def test_a_long_prompt_is_cut_at_the_token_budget_and_goes_on_where_it_stopped():
+    sched = scheduler(budget=16)
+    sched.add(request("a", 40), 0.0)
+    assert [shape(run(sched)) for _ in range(3)] == [[("a", 0, 16)], [("a", 16, 16)], [("a", 32, 8)]]
+    assert shape(run(sched)) == [("a", 40, 1)]
+
+
+def test_running_sequences_come_before_new_ones_and_single_tokens_first():
+    sched = scheduler(budget=16)
+    sched.add(request("a", 5), 0.0)
+    run(sched)
+    sched.add(request("b", [7] * 30), 0.0)
+    plan = run(sched)
+    assert shape(plan) == [("a", 5, 1), ("b", 0, 15)]
+    assert plan.num_single == 1
+
+
+def test_only_what_is_not_cached_is_computed_but_always_the_last_token():
+    sched = scheduler()
+    first = sched.add(request("a", 8), 0.0)
+    run(sched)
+    sched.finish(first, FinishReason.STOP)
+    sched.add(request("b", 8), 0.0)
+    assert shape(run(sched)) == [("b", 4, 4)]
+
+
+def test_a_request_that_can_never_fit_is_refused_and_a_full_line_too():
+    sched = scheduler(blocks=2, waiting=1)
+    assert sched.refusal(request("a", 8)) is not None
+    assert sched.refusal(request("a", 7)) is None
+    sched.add(request("a", 7), 0.0)
+    assert (sched.refusal(request("a", 3)) or ("",))[0] == "duplicate"
+    assert (sched.refusal(request("b", 3)) or ("",))[0] == "full"
+
+
+def test_the_latest_arrival_gives_way_and_is_computed_again_whole():
+    sched = scheduler(blocks=5, budget=32)
+    old = sched.add(request("old", 7), 0.0)
+    young = sched.add(request("young", [5] * 7), 0.0)
+    run(sched)
+    steps = 0
+    while young.state is State.RUNNING:
+        plan = run(sched)
+        steps += 1
+        assert steps < 20
+    assert plan.preempted == (young,)
+    assert old.state is State.RUNNING and not young.blocks
+    sched.finish(old, FinishReason.LENGTH)
+    plan = run(sched)
+    assert young.num_computed == young.num_tokens - 1
+    sched.check()
+
+
+def test_a_held_sequence_keeps_its_blocks_until_it_is_released():
+    sched = scheduler()
+    seq = sched.add(request("a", 6), 0.0, hold=True, output_limit=1)
+    run(sched)
+    sched.finish(seq, FinishReason.LENGTH)
+    assert seq.state is State.HELD and sched.pool.counts().used == len(seq.blocks) > 0
+    sched.finish(seq, FinishReason.ABORT)
+    assert sched.pool.counts().used == 0
+    sched.check()
+
+
+def test_a_reservation_waits_for_room_and_holds_what_is_cached():
+    sched = scheduler(blocks=4)
+    first = sched.add(request("a", 9), 0.0)
+    run(sched)
+    sched.add_reservation(request("b", 12), 0.0)
+    assert sched.grant_reservations() == []
+    sched.finish(first, FinishReason.STOP)
+    [granted] = sched.grant_reservations()
+    assert (granted.num_held_blocks, len(granted.blocks)) == (2, 4)
+    seq = sched.activate("b", [99])
+    assert seq is granted and shape(run(sched)) == [("b", 12, 1)]
+
+
+def test_blocks_in_quarantine_are_not_handed_out():
+    sched = scheduler(blocks=4)
+    sched.add_reservation(request("a", 12), 0.0)
+    [seq] = sched.grant_reservations()
+    key = sched.quarantine(seq, FinishReason.ERROR)
+    assert sched.pool.num_available == 0 and "a" not in sched.sequences
+    sched.check()
+    sched.unquarantine(key)
+    assert sched.pool.num_available == 4
+    sched.check()
+
+
+class Life(RuleBasedStateMachine):
+    """Random arrivals, steps, reservations and ends: the ledger holds after every one, and all of it ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sched = scheduler(blocks=10, budget=12, running=4, waiting=6)
+        self.count = 0
+        self.keys: list[int] = []
+
+    def live(self) -> list[Sequence]:
+        return list(self.sched.sequences.values())
+
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=24), how=st.sampled_from(["add", "hold", "reserve"]))
+    def arrive(self, tokens, how):
+        self.count += 1
+        wanted = request(f"r{self.count}", tokens)
+        if self.sched.refusal(wanted) is not None:
+            return
+        if how == "reserve":
+            self.sched.add_reservation(wanted, 0.0)
+        else:
+            self.sched.add(wanted, 0.0, hold=how == "hold", output_limit=1 if how == "hold" else None)
+
+    @rule()
+    def step(self):
+        self.sched.grant_reservations()
+        plan = self.sched.schedule()
+        assert plan.num_tokens <= 12
+        run(self.sched, plan)
+        for item in plan.work:
+            seq = item.seq
+            if seq.state is State.RUNNING and (seq.num_output >= seq.max_output or seq.num_tokens >= 36):
+                self.sched.finish(seq, FinishReason.LENGTH)
+
+    @precondition(lambda self: self.sched.receiving)
+    @rule(data=st.data(), commits=st.booleans())
+    def transfer_ends(self, data, commits):
+        name = data.draw(st.sampled_from(sorted(self.sched.receiving)))
+        if commits:
+            self.sched.activate(name, [99])
+        else:
+            self.keys.append(self.sched.quarantine(self.sched.receiving[name], FinishReason.ERROR))
+
+    @precondition(lambda self: self.keys)
+    @rule()
+    def transport_lets_go(self):
+        self.sched.unquarantine(self.keys.pop())
+
+    @precondition(lambda self: self.sched.sequences)
+    @rule(data=st.data())
+    def abort(self, data):
+        self.sched.finish(data.draw(st.sampled_from(self.live())), FinishReason.ABORT)
+
+    @invariant()
+    def adds_up(self):
+        self.sched.check()
+        assert len(self.sched.waiting) + len(self.sched.reserving) <= 6 + 4
+
+    def teardown(self):
+        for key in self.keys:
+            self.sched.unquarantine(key)
+        for _ in range(400):
+            if not self.sched.sequences:
+                break
+            self.step()
+            for name in list(self.sched.receiving):
+                self.sched.activate(name, [99])
+            for seq in list(self.sched.held.values()):
+                self.sched.finish(seq, FinishReason.ABORT)
+        assert not self.sched.sequences, "something starved"
+        assert self.sched.pool.counts().used == 0
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
