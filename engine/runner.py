@@ -1,6 +1,7 @@
 """Runs a step plan on the model: metadata tensors in, logits out. Decides nothing."""
 
-from collections.abc import Callable, Sequence as Rows
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
 
 import numpy as np
 import torch

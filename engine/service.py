@@ -27,9 +27,27 @@ from kvrelay.kvcache.storage import DTYPES
 from kvrelay.plane import Connection, Server
 from kvrelay.types import Role
 from kvrelay.wire import (
-    PROTOCOL_VERSION, Abort, CacheReset, Failed, Generate, KvSnapshot, LoadReport, Prefill, Refused, Reserve,
-    SequenceRequest, Status, StatusQuery, Subscribe, TokenOutput, Tokens, ToWorker, Welcome, WorkerInfo,
-    decode_to_worker, encode,
+    PROTOCOL_VERSION,
+    Abort,
+    CacheReset,
+    Failed,
+    Generate,
+    KvSnapshot,
+    LoadReport,
+    Prefill,
+    Refused,
+    Reserve,
+    SequenceRequest,
+    Status,
+    StatusQuery,
+    Subscribe,
+    TokenOutput,
+    Tokens,
+    ToWorker,
+    Welcome,
+    WorkerInfo,
+    decode_to_worker,
+    encode,
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)

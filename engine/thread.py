@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 from kvrelay.engine.engine import Engine, StepResult
@@ -16,6 +17,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOAD_PERIOD_S = 0.05
+
+
+def _settle(ready: "asyncio.Future[Engine]", outcome: Engine | BaseException) -> None:
+    if ready.done():
+        return
+    if isinstance(outcome, BaseException):
+        ready.set_exception(outcome)
+    else:
+        ready.set_result(outcome)
 
 
 class EngineThread:
@@ -34,7 +44,7 @@ class EngineThread:
         cores: tuple[int, ...] | None = None,
     ) -> None:
         self._build, self._on_step, self._on_failure, self._cores = build, on_step, on_failure, cores
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._thread: threading.Thread | None = None
@@ -73,7 +83,7 @@ class EngineThread:
         assert self.engine is not None
         return self.engine
 
-    def _put(self, action: Callable[[], None]) -> None:
+    def _put(self, action: Callable[[], object]) -> None:
         with self._wake:
             self._inbox.append(action)
             self._wake.notify()
@@ -103,16 +113,16 @@ class EngineThread:
             engine = self._build()
         except BaseException as error:
             self.failed = error
-            self._tell(loop, lambda error=error: ready.cancelled() or ready.set_exception(error))  # type: ignore[misc]
+            self._tell(loop, partial(_settle, ready, error))
             return
         self.engine = engine
-        self._tell(loop, lambda: ready.cancelled() or ready.set_result(engine))
+        self._tell(loop, partial(_settle, ready, engine))
         try:
             self._serve(engine, loop)
         except BaseException as error:
             logger.exception("the engine failed")
             self.failed = error
-            self._tell(loop, lambda error=error: self._on_failure(error))  # type: ignore[misc]
+            self._tell(loop, partial(self._on_failure, error))
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         reported_s = 0.0
@@ -132,7 +142,7 @@ class EngineThread:
             if now_s - reported_s >= _LOAD_PERIOD_S or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
             if result.outputs or result.reservations or result.events or result.load:
-                self._tell(loop, lambda result=result: self._on_step(result))  # type: ignore[misc]
+                self._tell(loop, partial(self._on_step, result))
 
     @staticmethod
     def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

@@ -6,7 +6,7 @@ One YAML file, environment variables (KVRELAY_*) and command-line flags all fill
 import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -58,7 +58,9 @@ class ModelSettings(_Settings):
 class EngineSettings(_Settings):
     """One worker's engine."""
 
-    backend: BackendName = "auto"
+    backend: BackendName = Field(
+        "auto", description="kernels: auto (cuda where it can run, else cpu), reference, cpu, cuda"
+    )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:<n>")
     block_size: int = Field(16, description="tokens in a block; a power of two")
     kv_memory: str | int = Field("256MiB", description="bytes of KV pool on each worker")
@@ -66,7 +68,7 @@ class EngineSettings(_Settings):
     max_running: int = Field(64, ge=1, description="most sequences in one batch")
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's cores")
-    prefix_caching: bool = True
+    prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -83,7 +85,9 @@ class EngineSettings(_Settings):
 class TransferSettings(_Settings):
     """How KV travels."""
 
-    transport: TransportName = "auto"
+    transport: TransportName = Field(
+        "auto", description="shm, nixl or tcp; auto: shm on one host, nixl for CUDA, else tcp"
+    )
     checks: ChecksMode = Field("full", description="per-region checksums, verified before commit")
     lease_s: float = Field(10.0, gt=0, description="blocks of a silent peer are freed after this")
     deadline_s: float = Field(30.0, gt=0, description="a transfer that takes longer fails")
@@ -106,28 +110,28 @@ class RouterSettings(_Settings):
 class ServeSettings(_Settings):
     """The OpenAI HTTP front."""
 
-    host: str = "127.0.0.1"
-    port: Annotated[int, Field(ge=0, le=65535)] = 8000
-    max_body_bytes: str | int = "4MiB"
-    max_n: int = Field(16, ge=1)
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="HTTP port")
+    max_body_bytes: str | int = Field("4MiB", description="larger bodies get 413")
+    max_n: int = Field(16, ge=1, description="largest n")
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
-    max_logprobs: int = Field(20, ge=0)
-    request_timeout_s: float = Field(600.0, gt=0)
-    api_key: str | None = None
+    max_logprobs: int = Field(20, ge=0, description="most alternatives per token")
+    request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer fails")
+    api_key: str | None = Field(None, description="when set, requests must carry it as a bearer token")
 
 
 class ClusterSettings(_Settings):
     """How many of each, and on what."""
 
-    prefill: int = Field(1, ge=0)
-    decode: int = Field(1, ge=1)
-    ingress: int = Field(1, ge=1)
+    prefill: int = Field(1, ge=0, description="prefill workers; 0: decode workers compute prompts too (aggregated)")
+    decode: int = Field(1, ge=1, description="decode workers")
+    ingress: int = Field(1, ge=1, description="ingress replicas")
     cores_per_worker: int | None = Field(
         None, ge=1, description="CPU cores each worker is pinned to; default: a fair share of the node"
     )
     num_cpus_per_worker: float | None = Field(None, ge=0, description="Ray CPUs each worker asks for")
-    num_gpus_per_worker: float = Field(0.0, ge=0)
-    dashboard_port: int = 8265
+    num_gpus_per_worker: float = Field(0.0, ge=0, description="Ray GPUs each worker asks for")
+    dashboard_port: int = Field(8265, description="Ray dashboard")
     secret: str | None = Field(None, description="authenticates workers to each other; default: drawn at start")
 
 
@@ -200,3 +204,22 @@ def hub_offline() -> bool:
     return any(
         os.environ.get(name, "0").lower() in ("1", "true", "yes") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     )
+
+
+def settings_table() -> str:
+    """Every setting with its default and meaning, as the Markdown of docs/configuration.md."""
+    lines: list[str] = []
+    for section, field in Settings.model_fields.items():
+        model: Any = field.annotation
+        lines += [
+            f"## `{section}`",
+            "",
+            (model.__doc__ or "").strip(),
+            "",
+            "| key | default | meaning |",
+            "|---|---|---|",
+        ]
+        for name, setting in model.model_fields.items():
+            lines.append(f"| `{section}.{name}` | `{setting.default}` | {setting.description or ''} |")
+        lines.append("")
+    return "\n".join(lines)

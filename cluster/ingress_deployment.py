@@ -1,0 +1,111 @@
+"""The ingress as a Ray Serve deployment: hosts the OpenAI app and follows the registry.
+
+Besides OpenAI's endpoints it answers `GET /kvrelay/status`, which `kvrelay status` shows. Must not
+import torch: the tokenizer is all of the model that lives here.
+"""
+
+import asyncio
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvrelay import __version__
+from kvrelay.cluster.registry import WorkerRecord
+from kvrelay.cluster.registry_actor import connect_registry, follow
+from kvrelay.cluster.worker_deployment import configure_logging, prepared_model
+from kvrelay.config import Settings, settings_from
+from kvrelay.errors import KvrelayError
+from kvrelay.router.router import Router
+from kvrelay.serve.app import ModelCard, create_app
+from kvrelay.serve.dispatcher import Dispatcher, Member
+from kvrelay.serve.errors_http import error_response
+from kvrelay.serve.http import check_api_key
+from kvrelay.serve.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 3.0
+
+
+class IngressReplica:
+    """One ingress. `workers` are the deployments that the application also has; tokens never pass their handles."""
+
+    async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
+        configure_logging()
+        self._settings = settings_from(settings)
+        registry = connect_registry()
+        terms, model_dir = await asyncio.gather(
+            registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
+        )
+        self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
+        self._card = model_card(self._settings, model_dir)
+        router = Router(self._settings.router, block_size=self._settings.engine.block_size)
+        self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
+        self._members: tuple[WorkerRecord, ...] = ()
+        await self._dispatcher.start()
+        self._following = asyncio.create_task(follow(registry, self._set_members), name="follow registry")
+
+    def __serve_build_asgi_app__(self) -> Any:
+        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card)
+        app.router.routes.append(Route("/kvrelay/status", self._status_endpoint, methods=["GET"]))
+        return app
+
+    def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
+        if members != self._members:
+            logger.info("workers: %s", ", ".join(record.worker_id for record in members) or "none")
+        self._members = members
+        self._dispatcher.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in members])
+
+    async def _status_endpoint(self, request: Request) -> Response:
+        try:
+            check_api_key(request, self._settings.serve.api_key)
+        except KvrelayError as error:
+            return error_response(error)
+        return JSONResponse(await self.status())
+
+    async def status(self) -> dict[str, Any]:
+        """Every member and what it says of itself; a worker that does not answer has only its record."""
+        answers = await asyncio.gather(*(self._ask(record) for record in self._members))
+        return {
+            "version": __version__,
+            "model": self._card.name,
+            "max_model_len": self._card.max_model_len,
+            "is_ready": self._dispatcher.is_ready(),
+            "workers": answers,
+        }
+
+    async def _ask(self, record: WorkerRecord) -> dict[str, Any]:
+        known = {"worker_id": record.worker_id, "role": record.role, "node_id": record.node_id, "pid": record.pid,
+                 "address": f"{record.host}:{record.port}", "epoch": record.epoch}  # fmt: skip
+        try:
+            answer = json.loads(await self._dispatcher.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
+        except (KvrelayError, TimeoutError) as error:
+            return {**known, "is_up": False, "error": str(error) or "no answer"}
+        return {**known, **answer, "is_up": True}
+
+    async def check_health(self) -> None:
+        """Serve replaces the ingress when it no longer follows the registry."""
+        if self._following.done():
+            raise RuntimeError("the ingress no longer follows the registry")
+
+    async def __del__(self) -> None:
+        if following := getattr(self, "_following", None):
+            following.cancel()
+            await self._dispatcher.aclose()
+
+
+def model_card(settings: Settings, model_dir: Path) -> ModelCard:
+    """Name, longest sequence in tokens and creation time of the one model."""
+    from kvrelay.engine.checkpoint import model_name
+
+    config = json.loads((model_dir / "config.json").read_text())
+    text = config.get("text_config") or config
+    longest = int(text.get("max_position_embeddings") or 2048)
+    created = int((model_dir / "config.json").stat().st_mtime)
+    return ModelCard(model_name(settings.model), min(longest, settings.model.max_model_len or longest), created)

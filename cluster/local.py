@@ -1,0 +1,205 @@
+"""Workers as plain processes of this machine, without Ray: for `kvrelay verify`, tests and benchmarks.
+
+The very classes that Ray Serve hosts, started by `python -m kvrelay.cluster.local`. A child ends
+when its parent does (its standard input closes), however the parent died.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvrelay.config import Settings, settings_from
+from kvrelay.engine.service import WorkerService
+from kvrelay.errors import KvrelayError, WorkerLost
+from kvrelay.router.router import Router
+from kvrelay.serve.dispatcher import Dispatcher, Member
+from kvrelay.types import Role
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+START_TIMEOUT_S = 120.0
+
+
+def make_worker(
+    role: Role, settings: Settings, model_dir: Path, secret: bytes, worker_id: str, cores: tuple[int, ...] | None
+) -> WorkerService:
+    """A worker of either role that listens on the loopback address; not started."""
+    from kvrelay.decode.worker import DecodeWorker
+    from kvrelay.prefill.worker import PrefillWorker
+
+    kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
+    return kind(
+        settings, model_dir=model_dir, model_name=model_dir.name, worker_id=worker_id, node_id="local",
+        secret=secret, host=HOST, cores=cores,
+    )  # fmt: skip
+
+
+@dataclass(slots=True)
+class ProcessWorker:
+    """A worker in a child process."""
+
+    process: asyncio.subprocess.Process
+    member: Member
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def aclose(self) -> None:
+        """Ask it to end; kill it if it does not."""
+        if self.process.returncode is None and self.process.stdin is not None:
+            self.process.stdin.close()
+            try:
+                async with asyncio.timeout(15.0):
+                    await self.process.wait()
+            except TimeoutError:
+                self.process.kill()
+        await self.process.wait()
+
+
+async def spawn_worker(
+    role: Role, settings: Settings, model_dir: Path, secret: bytes, worker_id: str, cores: tuple[int, ...] | None = None
+) -> ProcessWorker:
+    """Start a worker process and wait until it listens. Raises WorkerLost with its last words."""
+    order = {
+        "role": str(role),
+        "settings": settings.model_dump(),
+        "model_dir": str(model_dir),
+        "secret": secret.hex(),
+        "worker_id": worker_id,
+        "cores": cores,
+    }
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "NIXL_LOG_LEVEL": "WARN"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvrelay.cluster.local",
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
+    )  # fmt: skip
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(order).encode() + b"\n")
+    line = b""
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while line := await process.stdout.readline():
+                if line.startswith(b"{"):
+                    break
+    except TimeoutError:
+        process.kill()
+    if not line:
+        await process.wait()
+        raise WorkerLost(worker_id, f"ended while starting (exit code {process.returncode})")
+    answer = json.loads(line)
+    if "error" in answer:
+        await process.wait()
+        raise WorkerLost(worker_id, answer["error"])
+    return ProcessWorker(process, Member(worker_id, str(role), HOST, answer["port"]))
+
+
+@dataclass(slots=True)
+class LocalCluster:
+    """Prefill processes, decode workers in this process or their own, and a dispatcher in front."""
+
+    dispatcher: Dispatcher
+    prefill: list[ProcessWorker] = field(default_factory=list)
+    decode: list[ProcessWorker] = field(default_factory=list)
+    inside: list[WorkerService] = field(default_factory=list)  # decode workers of this very process
+
+    @property
+    def members(self) -> list[Member]:
+        own = [
+            Member(worker.worker_id, str(worker.role), HOST, worker.info.port) for worker in self.inside if worker.info
+        ]
+        return [worker.member for worker in [*self.prefill, *self.decode]] + own
+
+    async def pool_leaks(self) -> list[str]:
+        """For each decode worker of this process: why its pool does not add up, if it does not."""
+        problems: list[str] = []
+        for worker in self.inside:
+            try:
+                await worker.thread.call(lambda engine: engine.check())
+                used = await worker.thread.call(lambda engine: engine.pool.counts().used)
+            except AssertionError as error:
+                problems.append(f"{worker.worker_id}: {error}")
+                continue
+            if used:
+                problems.append(f"{worker.worker_id}: {used} blocks are still in use")
+        return problems
+
+
+@contextlib.asynccontextmanager
+async def local_cluster(
+    settings: Settings,
+    model_dir: Path,
+    *,
+    num_prefill: int = 1,
+    num_decode: int = 0,
+    num_inside: int = 1,
+    cores: Sequence[tuple[int, ...] | None] = (),
+) -> AsyncIterator[LocalCluster]:
+    """A running cluster that is stopped and reaped on the way out.
+
+    num_inside decode workers run in this process, where a test can look at their pools.
+    cores: for the prefill workers, then the decode processes; missing ones are not pinned.
+    """
+    secret = secrets.token_bytes(32)
+    pins = iter(cores)
+    router = Router(settings.router, block_size=settings.engine.block_size)
+    cluster = LocalCluster(Dispatcher(router, secret, settings))
+    try:
+        roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]
+        starting = [
+            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None))
+            for role, index in roles
+        ]
+        cluster.inside = [
+            make_worker(Role.DECODE, settings, model_dir, secret, f"inside-{i}", None) for i in range(num_inside)
+        ]
+        outcomes = await asyncio.gather(*starting, *(w.start() for w in cluster.inside), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, ProcessWorker):
+                (cluster.prefill if outcome.member.role == Role.PREFILL else cluster.decode).append(outcome)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+        await cluster.dispatcher.start()
+        cluster.dispatcher.set_members(cluster.members)
+        async with asyncio.timeout(30.0):
+            await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == len(cluster.members))
+        yield cluster
+    finally:
+        await cluster.dispatcher.aclose()
+        await asyncio.gather(*(worker.aclose() for worker in [*cluster.prefill, *cluster.decode]))
+        for inside in cluster.inside:
+            await inside.aclose()
+
+
+async def _child() -> int:
+    """Read the order from standard input, serve until it closes."""
+    order = json.loads(sys.stdin.buffer.readline())
+    worker = make_worker(
+        Role(order["role"]), settings_from(order["settings"]), Path(order["model_dir"]), bytes.fromhex(order["secret"]),
+        order["worker_id"], tuple(order["cores"]) if order["cores"] else None,
+    )  # fmt: skip
+    try:
+        info = await worker.start()
+    except KvrelayError as error:
+        print(json.dumps({"error": str(error)}), flush=True)
+        return 1
+    print(json.dumps({"port": info.port}), flush=True)
+    reader = asyncio.StreamReader()
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+    await reader.read()
+    await worker.aclose()
+    return 0
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    sys.exit(asyncio.run(_child()))

@@ -1,0 +1,65 @@
+"""One small request through the whole path, to know that a cluster serves. Standard library HTTP only."""
+
+import json
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from kvrelay.cluster.errors import ClusterError
+
+PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3
+TIMEOUT_S = 120.0
+
+
+def request_json(
+    method: str, url: str, body: dict[str, Any] | None = None, *, headers: dict[str, str] | None = None, timeout_s: float
+) -> dict[str, Any]:
+    """The JSON answer. Raises ClusterError with the server's message, or why there was none."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+            return dict(json.loads(answer.read()))
+    except urllib.error.HTTPError as error:
+        text = error.read().decode(errors="replace")
+        try:
+            text = json.loads(text)["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            text = text.strip()[:200] or str(error)
+        raise ClusterError(f"{url}: {text}") from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise ClusterError(f"{url} does not answer: {reason}") from error
+
+
+def auth_headers(api_key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {api_key}"} if api_key else {}
+
+
+def wait_for_workers(api_url: str, *, prefill: int, timeout_s: float = TIMEOUT_S) -> None:
+    """Until the ingress is connected to a decode worker and, when there are any, a prefill worker."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            health = request_json("GET", f"{api_url}/health", timeout_s=5.0)
+            if health.get("decode", 0) >= 1 and health.get("prefill", 0) >= min(prefill, 1):
+                return
+            why = f"connected to {health.get('prefill')} prefill and {health.get('decode')} decode workers"
+        except ClusterError as error:
+            why = str(error)
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"the ingress is not ready: {why}")
+        time.sleep(0.1)
+
+
+def probe(api_url: str, model: str, *, api_key: str | None, disaggregated: bool) -> dict[str, Any]:
+    """Complete a few tokens by the path that is to be proved; the explain record. Raises ClusterError."""
+    headers = {**auth_headers(api_key), "x-kvrelay-explain": "1"}
+    headers["x-kvrelay-prefill"] = "remote" if disaggregated else "local"
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = request_json("POST", f"{api_url}/v1/completions", body, headers=headers, timeout_s=TIMEOUT_S)
+    if answer.get("usage", {}).get("completion_tokens") != 4:
+        raise ClusterError(f"the probe got {answer.get('usage')} instead of 4 tokens")
+    explain: dict[str, Any] = answer.get("kvrelay") or {}
+    return explain

@@ -1,0 +1,70 @@
+"""Ray's switches for a quiet, frugal local cluster, set in the environment before Ray is imported.
+
+Ray, Serve and the dashboard read them in every process, so they are inherited from `kvrelay serve`.
+What the user has set stays. Measured effects are in docs/configuration.md; a cluster that
+`kvrelay serve --address` joins was started by others and keeps its own.
+"""
+
+import os
+
+DIRECT_PORTS = 16  # ingress replicas on one machine listen at port, port + 1, ...
+
+_QUIET = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "RAY_LOG_TO_DRIVER": "0",
+}
+
+_IDLE = {  # fewer wake-ups of processes that have nothing to do
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
+    "RAY_event_stats": "0",
+    "RAY_event_stats_metrics": "0",
+    "RAY_task_events_report_interval_ms": "5000",
+    "RAY_metrics_report_interval_ms": "30000",
+    "RAY_enable_open_telemetry": "0",
+    "RAY_core_worker_internal_heartbeat_ms": "10000",
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_raylet_report_resources_period_milliseconds": "500",
+    "RAY_raylet_check_gc_period_milliseconds": "5000",
+    "RAY_object_manager_timer_freq_ms": "1000",
+    "RAY_kill_idle_workers_interval_ms": "5000",
+    "RAY_report_worker_backlog_interval_ms": "5000",
+    "RAY_gcs_pull_resource_loads_period_milliseconds": "5000",
+    "RAY_raylet_liveness_self_check_interval_ms": "30000",
+    "RAY_io_context_monitor_probe_interval_ms": "10000",
+    "RAY_ray_events_report_interval_ms": "60000",
+    "RAY_raylet_check_for_unexpected_worker_disconnect_interval_ms": "5000",
+    "RAY_grpc_client_check_connection_status_interval_milliseconds": "5000",
+    "REPORTER_UPDATE_INTERVAL_MS": "15000",
+    "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
+    "METRICS_RECORD_INTERVAL_S": "60",
+    "NODE_STATS_UPDATE_INTERVAL_SECONDS": "30",
+    "RAY_DASHBOARD_AGENT_CHECK_PARENT_INTERVAL_S": "5",
+    "RAY_DASHBOARD_STATS_UPDATING_INTERVAL": "60",
+    "AUTOSCALER_UPDATE_INTERVAL_S": "60",
+}
+
+_MEMORY = {  # no processes kept ready for tasks that nobody submits
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+    "RAY_idle_worker_killing_time_threshold_ms": "1000",
+    "MALLOC_ARENA_MAX": "2",
+}
+
+
+def set_ray_environment(port: int) -> None:
+    """Prepare this process's environment for a Ray cluster of its own, whose ingress listens at `port`."""
+    serve = {
+        # Clients reach the ingress replica itself: a token through Serve's proxy costs ten times the CPU.
+        "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + DIRECT_PORTS),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_PORT_QUARANTINE_S": "0",
+        "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+        "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    }
+    for name, value in {**_QUIET, **_IDLE, **_MEMORY, **serve}.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,89 @@
+"""Who serves: the list of workers that the ingresses follow. Pure; the Ray actor around it is registry_actor.py.
+
+A worker is a member while its heartbeats come. Times are seconds of the registry's own clock,
+passed in; nothing here reads a clock, and nothing imports Ray.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+HEARTBEAT_S = 5.0
+TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """Where a worker listens for ingresses. `epoch` is new at every start of the process."""
+
+    worker_id: str
+    role: str
+    epoch: str
+    host: str
+    port: int
+    node_id: str
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Roster:
+    """The members as of `version`. While not `is_settled`, a missing worker may just not have called yet."""
+
+    version: str
+    members: tuple[WorkerRecord, ...]
+    is_settled: bool
+
+
+class Registry:
+    """Membership by heartbeat. `incarnation` tells two lives of the registry apart."""
+
+    def __init__(self, incarnation: str, now_s: float, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._incarnation, self._started_s, self._timeout_s = incarnation, now_s, timeout_s
+        self._changes = 0
+        self._records: dict[str, WorkerRecord] = {}
+        self._seen_s: dict[str, float] = {}
+
+    def heartbeat(self, record: WorkerRecord, now_s: float) -> bool:
+        """Note that the worker lives; it joins if it was not a member. Returns whether the roster changed."""
+        self._seen_s[record.worker_id] = now_s
+        if self._records.get(record.worker_id) == record:
+            return False
+        self._records[record.worker_id] = record
+        self._changes += 1
+        return True
+
+    def leave(self, worker_id: str, epoch: str) -> bool:
+        """Forget the worker, unless it is already another life of it. Returns whether the roster changed."""
+        record = self._records.get(worker_id)
+        if record is None or record.epoch != epoch:
+            return False
+        self._forget((worker_id,))
+        return True
+
+    def expire(self, now_s: float) -> tuple[str, ...]:
+        """Forget and return the workers that have been silent for longer than the timeout."""
+        silent = tuple(name for name, seen_s in self._seen_s.items() if now_s - seen_s > self._timeout_s)
+        self._forget(silent)
+        return silent
+
+    def roster(self, now_s: float) -> Roster:
+        """The members now, by id."""
+        members = tuple(self._records[name] for name in sorted(self._records))
+        return Roster(self.version, members, now_s - self._started_s >= self._timeout_s)
+
+    @property
+    def version(self) -> str:
+        """Differs whenever the roster does, also from that of an earlier life of the registry."""
+        return f"{self._incarnation}.{self._changes}"
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            del self._records[name], self._seen_s[name]
+            self._changes += 1
+
+
+def merged(known: tuple[WorkerRecord, ...], roster: Roster) -> tuple[WorkerRecord, ...]:
+    """Whom an ingress should know: the roster, plus, after a restart of the registry, those it knew before."""
+    if roster.is_settled:
+        return roster.members
+    listed = {record.worker_id for record in roster.members}
+    return roster.members + tuple(record for record in known if record.worker_id not in listed)

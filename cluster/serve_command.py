@@ -1,0 +1,180 @@
+"""`kvrelay serve`: everything from a model's name to a URL that answers, and back to nothing on Ctrl-C."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from kvrelay.cluster import probe as probing
+from kvrelay.cluster import state_file
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.prepare import Preparation
+from kvrelay.cluster.ray_session import RaySession
+from kvrelay.config import Settings
+
+
+class StopRequested(BaseException):
+    """Ctrl-C or SIGTERM. Not an Exception: nobody but `serve` may catch it."""
+
+
+class Steps:
+    """The progress lines: one per part of the cluster, with its state and time."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+
+    def say(self, part: str, state: str, share: float | None = None) -> None:
+        """Show `state`; `share` (0 to 1) moves the bar, None lets it pulse."""
+        with self._lock:
+            if part not in self._tasks:
+                self._tasks[part] = self._progress.add_task(part, total=None, state="")
+            if share is None:
+                self._progress.update(self._tasks[part], state=state)
+            else:
+                self._progress.update(self._tasks[part], state=state, total=1.0, completed=share)
+
+    def done(self, part: str, state: str = "ready") -> None:
+        self.say(part, state, 1.0)
+        with self._lock:
+            self._progress.stop_task(self._tasks[part])
+
+
+def serve(settings: Settings, console: Console, *, address: str | None) -> int:
+    """Run until told to stop; the exit status."""
+    session = RaySession(settings, address=address)
+    stopping = _on_signals(console, session)
+    note: Path | None = None
+    is_fine = False
+    try:
+        session.check_ports()
+        model = _start(settings, session, console)
+        note = state_file.note(_running(settings, session, model))
+        _announce(settings, session, model, console)
+        is_fine = True
+        while True:
+            signal.pause()
+    except StopRequested:
+        is_fine = True
+        return 0
+    finally:
+        stopping()
+        if note is not None:
+            state_file.forget(note)
+        logs = session.stop(keep_logs=not is_fine)
+        if logs:
+            console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
+        elif is_fine:
+            console.print("[dim]stopped[/dim]")
+
+
+def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
+    """First SIGINT or SIGTERM: StopRequested in the main thread. After the returned call: the next one kills."""
+    is_stopping = False
+
+    def handle(signum: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        if is_stopping:
+            console.print("[yellow]killing everything[/yellow]")
+            session.kill()
+            os._exit(130)
+        is_stopping = True
+        raise StopRequested
+
+    def install() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handle)
+
+    def stopping() -> None:
+        nonlocal is_stopping
+        is_stopping = True
+        install()
+        console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
+
+    install()
+    session.after_ray = install  # ray.init sets handlers of its own
+    return stopping
+
+
+def _start(settings: Settings, session: RaySession, console: Console) -> str:
+    """Model, Ray, application, probe; the model's served name. Raises KvrelayError."""
+    columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description:<8}"), BarColumn(bar_width=24),
+               TextColumn("{task.fields[state]}"), TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=console, transient=False) as progress:
+        steps = Steps(progress)
+        started_s = time.monotonic()
+        steps.say("model", settings.model.source)
+        preparing = Preparation(settings.model, lambda what, share: steps.say("model", what, share))
+        try:
+            steps.say("Ray", "starting")
+            session.start_ray()
+            steps.done("Ray", session.dashboard_url)
+            model, _ = preparing.result()
+        finally:
+            preparing.stop()
+        steps.done("model", model)
+        steps.say("Serve", "deploying")
+        session.deploy()
+        steps.done("Serve", "deployed")
+        session.wait_until_running(lambda part, state: steps.say(part, state))
+        for part in ("prefill", "decode", "ingress"):
+            if part != "prefill" or settings.cluster.prefill:
+                steps.done(part)
+        steps.say("probe", "a request through the whole path")
+        steps.done("probe", _probe(settings, model))
+        progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
+    return model
+
+
+def _probe(settings: Settings, model: str) -> str:
+    """Raises ClusterError when the path does not work; else how it went, in a few words."""
+    disaggregated = settings.cluster.prefill > 0
+    url = api_url(settings)
+    probing.wait_for_workers(url, prefill=settings.cluster.prefill)
+    explain = probing.probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
+    path = _found(explain, "path") or "?"
+    if disaggregated and path != "disaggregated":
+        raise ClusterError(f"the probe was answered over the {path} path, not through a prefill worker")
+    transport = _found(explain, "transport")
+    return f"{path} path works" + (f", KV over {transport}" if transport else "")
+
+
+def _found(record: Any, key: str) -> str | None:
+    """The first value of `key` anywhere in nested plain data."""
+    if isinstance(record, dict):
+        if isinstance(record.get(key), str):
+            return str(record[key])
+        return next((found for value in record.values() if (found := _found(value, key))), None)
+    return None
+
+
+def api_url(settings: Settings) -> str:
+    host = settings.serve.host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://[{shown}]:{settings.serve.port}" if ":" in shown else f"http://{shown}:{settings.serve.port}"
+
+
+def _running(settings: Settings, session: RaySession, model: str) -> state_file.RunningCluster:
+    return state_file.RunningCluster(os.getpid(), api_url(settings), session.dashboard_url, model)
+
+
+def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
+    url = api_url(settings)
+    key = ' -H "Authorization: Bearer $KEY"' if settings.serve.api_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
+    lines = [f"API        {url}/v1", f"dashboard  {session.dashboard_url}"]
+    if token := session.dashboard_token_hint():
+        lines.append(f"           {token}")
+    console.print(Panel("\n".join(lines), title=f"kvrelay serves {model}", expand=False), highlight=False)
+    console.print("Try it:\n", highlight=False)
+    console.out(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    console.print("\n[dim]Ctrl-C stops everything[/dim]")

@@ -1,0 +1,68 @@
+"""kvrelay's application as a Ray Serve config: what `serve deploy` takes, made from settings, and edited by `scale`.
+
+Pure: plain data in, plain data out.
+"""
+
+import copy
+from typing import Any
+
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.config import Settings
+
+APP_NAME = "kvrelay"
+IMPORT_PATH = "kvrelay.cluster.app:build"
+
+
+def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
+    """The whole config. `http_port` is for Serve's own proxy; the ingress listens at settings.serve.port."""
+    cluster = settings.cluster
+    counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": settings.serve.host, "port": http_port},
+        "applications": [
+            {
+                "name": APP_NAME,
+                "route_prefix": "/",
+                "import_path": IMPORT_PATH,
+                "args": settings.model_dump(mode="json", exclude_defaults=True),
+                "deployments": [
+                    {"name": name, "num_replicas": count} for name, count in counts.items() if count
+                ],
+            }
+        ],
+    }  # fmt: skip
+
+
+def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+    """The running config with other replica counts, and nothing else changed.
+
+    Args:
+        details: what GET /api/serve/applications/ answers.
+        counts: deployment name -> replicas, at least 1.
+
+    Raises:
+        ClusterError: kvrelay does not run there, or has no such deployment.
+    """
+    configs = [app.get("deployed_app_config") for app in details.get("applications", {}).values()]
+    configs = [copy.deepcopy(config) for config in configs if config]
+    ours = next((config for config in configs if config.get("import_path") == IMPORT_PATH), None)
+    if ours is None:
+        raise ClusterError("kvrelay is not deployed there")
+    known = details["applications"][ours.get("name", APP_NAME)].get("deployments", {})
+    listed = {entry["name"]: entry for entry in ours.setdefault("deployments", [])}
+    for name, count in counts.items():
+        if known and name not in known:
+            raise ClusterError(f"this cluster was started without {name} workers; start it with --{name} 1 or more")
+        if name not in listed:
+            listed[name] = {"name": name}
+            ours["deployments"].append(listed[name])
+        listed[name].pop("autoscaling_config", None)
+        listed[name]["num_replicas"] = count
+    http = details.get("http_options") or {}
+    config: dict[str, Any] = {"applications": configs}
+    if details.get("proxy_location"):
+        config["proxy_location"] = details["proxy_location"]
+    if http.get("port"):
+        config["http_options"] = {"host": http.get("host"), "port": http["port"]}
+    return config

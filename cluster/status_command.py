@@ -1,0 +1,134 @@
+"""`kvrelay status` and `kvrelay scale`: read from the ingress and from Ray's dashboard over HTTP; Ray is not joined."""
+
+import json
+import time
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+
+from kvrelay.cluster import state_file
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.probe import auth_headers, request_json
+from kvrelay.cluster.serve_config import APP_NAME, scaled
+
+DEFAULT_API = "http://127.0.0.1:8000"
+DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+TIMEOUT_S = 10.0
+WATCH_S = 2.0
+SETTLE_S = 300.0
+
+
+def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
+    """API and dashboard URL: as given, else the newest cluster of this machine, else the defaults."""
+    known = next(iter(state_file.running()), None)
+    api_url = url or (known.api_url if known else DEFAULT_API)
+    dashboard_url = dashboard or (known.dashboard_url if known and not url else DEFAULT_DASHBOARD)
+    return api_url.rstrip("/").removesuffix("/v1"), dashboard_url.rstrip("/")
+
+
+def serve_details(dashboard_url: str) -> dict[str, Any]:
+    """Serve's own account of itself. Raises ClusterError."""
+    return dict(_dashboard(dashboard_url).get_serve_details())
+
+
+def _dashboard(url: str) -> Any:
+    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+
+    try:
+        return ServeSubmissionClient(url)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ClusterError(f"Ray's dashboard does not answer at {url}: {str(error).splitlines()[0]}") from error
+
+
+def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, Any]:
+    """Everything that status shows, as plain data. Raises ClusterError when the ingress does not answer."""
+    status = request_json("GET", f"{api_url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
+    status["api_url"], status["dashboard_url"] = f"{api_url}/v1", dashboard_url
+    try:
+        app = serve_details(dashboard_url)["applications"].get(APP_NAME, {})
+        status["serve"] = {
+            "status": app.get("status"),
+            "deployments": {
+                name: {"status": deployment["status"], "target": deployment.get("target_num_replicas"),
+                       "replicas": [replica["state"] for replica in deployment.get("replicas", [])]}
+                for name, deployment in app.get("deployments", {}).items()
+            },
+        }  # fmt: skip
+    except ClusterError as error:
+        status["serve"] = {"error": str(error)}
+    return status
+
+
+def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: str | None, as_json: bool) -> None:
+    status = gather(api_url, dashboard_url, api_key)
+    if as_json:
+        print(json.dumps(status, indent=2))
+    else:
+        console.print(render(status))
+
+
+def watch_status(console: Console, api_url: str, dashboard_url: str, *, api_key: str | None) -> None:
+    """Show it again and again until Ctrl-C."""
+    with Live(render(gather(api_url, dashboard_url, api_key)), console=console, refresh_per_second=1) as live:
+        while True:
+            time.sleep(WATCH_S)
+            live.update(render(gather(api_url, dashboard_url, api_key)))
+
+
+def render(status: dict[str, Any]) -> RenderableType:
+    """Tables for people."""
+    serve = status.get("serve", {})
+    head = Table.grid(padding=(0, 2))
+    head.add_row("model", f"{status.get('model')} (up to {status.get('max_model_len')} tokens)")
+    head.add_row("API", str(status.get("api_url")))
+    head.add_row("dashboard", str(status.get("dashboard_url")))
+    for name, deployment in sorted(serve.get("deployments", {}).items()):
+        running = deployment["replicas"].count("RUNNING")
+        head.add_row(name, f"{running} of {deployment['target']} running, {deployment['status']}")
+    if "error" in serve:
+        head.add_row("Serve", f"[red]{serve['error']}[/red]")
+    return Group(head, _workers_table(status.get("workers", [])))
+
+
+def _workers_table(workers: list[dict[str, Any]]) -> Table:
+    table = Table("worker", "address", "pid", "running", "waiting", "KV blocks used/cached/total", "KV over", "moved")
+    for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
+        if not worker.get("is_up"):
+            table.add_row(worker["worker_id"], worker["address"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]")
+            continue
+        load, info = worker.get("load", {}), worker.get("info", {})
+        blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
+        over = load.get("transport") or ", ".join(info.get("transports", []))
+        table.add_row(worker["worker_id"], worker["address"], str(worker["pid"]), str(load.get("running", 0)),
+                      str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
+    return table
+
+
+def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait: bool) -> None:
+    """Change replica counts on the running application; nothing else restarts. Raises ClusterError."""
+    client = _dashboard(dashboard_url)
+    details = client.get_serve_details()
+    client.deploy_applications(scaled(details, counts))
+    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    if not wait:
+        console.print(f"asked for {told}", highlight=False)
+        return
+    deadline_s = time.monotonic() + SETTLE_S
+    while not _has_settled(client.get_serve_details(), counts):
+        if time.monotonic() > deadline_s:
+            raise ClusterError(f"not yet at {told}; see kvrelay status")
+        time.sleep(0.5)
+    console.print(f"now at {told}", highlight=False)
+
+
+def _has_settled(details: dict[str, Any], counts: dict[str, int]) -> bool:
+    app = details.get("applications", {}).get(APP_NAME, {})
+    if app.get("status") in ("DEPLOY_FAILED", "UNHEALTHY"):
+        raise ClusterError(f"the application is {app['status']}: {app.get('message', '')}")
+    for name, count in counts.items():
+        states = [replica["state"] for replica in app.get("deployments", {}).get(name, {}).get("replicas", [])]
+        if states != ["RUNNING"] * count:
+            return False
+    return bool(app.get("status") == "RUNNING")

@@ -1,0 +1,353 @@
+"""`kvrelay verify`: every way in which a prompt can be served gives Hugging Face's tokens, or says so.
+
+Runs real worker processes on this machine, in float32. A negative control flips one bit of a block
+in flight: with checks on it must be refused, with checks off it must change the answer.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
+from kvrelay.decode.worker import DecodeWorker
+from kvrelay.errors import KvrelayError
+from kvrelay.hashing import block_hashes
+from kvrelay.wire import Sampling, SequenceRequest
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.local import LocalCluster
+
+logger = logging.getLogger(__name__)
+
+BLOCK_SIZE = 16
+TRANSPORTS = ("shm", "tcp", "nixl")
+_TEXTS = {
+    "English": "The history of computing began long before the first electronic machines were built, and ",
+    "German": "Die Größe der Blöcke wird über ein Verzeichnis verwaltet, damit spätere Anfragen schneller sind. ",
+    "Chinese": "机器学习模型在推理时需要大量的内存来保存键值缓存。",
+    "Russian": "Распределённая система должна переживать отказ любого узла без потери данных. ",
+    "Arabic": "تتطلب النماذج اللغوية الكبيرة ذاكرة واسعة وسرعة عالية في نقل البيانات. ",
+    "code": "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One prompt."""
+
+    name: str
+    token_ids: list[int]
+
+
+@dataclass(slots=True)
+class Row:
+    """One way of serving: how many cases gave the expected tokens, and what went wrong first."""
+
+    name: str
+    passed: int = 0
+    total: int = 0
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.passed == self.total and self.total > 0
+
+    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
+        self.total += 1
+        if list(expected) == list(got):
+            self.passed += 1
+        elif not self.note:
+            at = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
+            self.note = f"{case}: token {at} differs"
+
+    def claim(self, *, holds: bool, note: str) -> None:
+        self.total += 1
+        self.passed += holds
+        if not holds or not self.note:
+            self.note = note
+
+
+@dataclass(slots=True)
+class Report:
+    """What was compared and what came out."""
+
+    model: str
+    cases: list[str]
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    def row(self, name: str) -> Row:
+        self.rows.append(Row(name))
+        return self.rows[-1]
+
+
+def make_cases(encode: Callable[[str], list[int]], *, max_model_len: int, chunk: int, num_output: int) -> list[Case]:
+    """Prompts of the lengths at which engines go wrong, a shared prefix, and several languages."""
+    long = encode(_TEXTS["English"] * (max_model_len // 8))
+    while len(long) < max_model_len:
+        long += long
+    near = max_model_len - num_output
+    lengths = {
+        "1 token": 1, "block - 1": BLOCK_SIZE - 1, "one block": BLOCK_SIZE, "block + 1": BLOCK_SIZE + 1,
+        "3 blocks": 3 * BLOCK_SIZE, "several chunks": 2 * chunk + 5, "near the context limit": near,
+    }  # fmt: skip
+    cases = [Case(name, long[:length]) for name, length in lengths.items() if 0 < length <= near]
+    shared = long[5 : 5 + min(4 * BLOCK_SIZE, near // 2)]
+    cases += [
+        Case(f"shared prefix {i}", shared + encode(_TEXTS[name])[:20]) for i, name in enumerate(("code", "German"))
+    ]
+    cases += [Case(name, encode(text)[:near]) for name, text in _TEXTS.items() if name != "English"]
+    return [case for case in cases if case.token_ids]
+
+
+def expected_tokens(model_dir: Path, cases: Sequence[Case], num_output: int) -> list[list[int]]:
+    """What Hugging Face's greedy generate says in float32, end-of-sequence ignored."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    for name in ("eos_token_id", "temperature", "top_p", "top_k"):
+        setattr(model.generation_config, name, None)
+    outputs: list[list[int]] = []
+    for case in cases:
+        ids = torch.tensor([case.token_ids])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_output, do_sample=False, pad_token_id=0
+        )
+        outputs.append(out[0, len(case.token_ids) :].tolist())
+    return outputs
+
+
+class Verifier:
+    """Runs the rows against one model folder."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        num_output: int,
+        backend: str = "auto",
+        progress: Callable[[str], None] = print,
+    ) -> None:
+        from kvrelay.serve.tokenizer import Tokenizer
+
+        self._model_dir, self._num_output, self._progress = model_dir, num_output, progress
+        self._chunk = 64
+        self._max_model_len, self._backend = max_model_len, backend
+        encode = Tokenizer(model_dir).encode
+        self.cases = make_cases(encode, max_model_len=max_model_len, chunk=self._chunk, num_output=num_output)
+        self.report = Report(model_dir.name, [case.name for case in self.cases])
+        self._expected: list[list[int]] = []
+        self._ids = 0
+
+    def _settings(self, transport: str, checks: str = "full") -> Settings:
+        """Float32, small chunks so that prompts take several, a pool that holds every case at once."""
+        return Settings(
+            model=ModelSettings(source=str(self._model_dir), dtype="float32", max_model_len=self._max_model_len),
+            engine=EngineSettings.model_validate(
+                {"backend": self._backend, "block_size": BLOCK_SIZE, "kv_memory": self._kv_memory(), "token_budget": self._chunk,
+                 "num_threads": 1}
+            ),
+            transfer=TransferSettings.model_validate({"transport": transport, "checks": checks}),
+            router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
+        )  # fmt: skip
+
+    def _kv_memory(self) -> int:
+        from kvrelay.engine.spec import ModelSpec
+
+        spec = ModelSpec.from_folder(self._model_dir)
+        tokens = 2 * sum(len(case.token_ids) + self._num_output + 2 * BLOCK_SIZE for case in self.cases)
+        return tokens * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 4
+
+    async def run(self, transports: Sequence[str]) -> Report:
+        """All rows. Raises KvrelayError when a worker cannot start."""
+        self._progress("Hugging Face generate (float32)")
+        self._expected = await asyncio.to_thread(expected_tokens, self._model_dir, self.cases, self._num_output)
+        for index, transport in enumerate(transports):
+            await self._transport_rows(transport, is_first=index == 0)
+        await self._unchecked_row(transports[0])
+        return self.report
+
+    async def _transport_rows(self, transport: str, *, is_first: bool) -> None:
+        from kvrelay.cluster.local import local_cluster
+
+        self._progress(f"starting a prefill and a decode worker over {transport}")
+        async with local_cluster(self._settings(transport), self._model_dir) as cluster:
+            if is_first:
+                await self._row(cluster, "aggregated (one worker)", "local")
+                await self._reset(cluster)
+            await self._row(cluster, f"disaggregated over {transport}", "remote")
+            if is_first:
+                await self._row(cluster, "prefix-cached on both workers", "remote", warm=True)
+                await self._reset(cluster)
+                await self._batched_row(cluster)
+            await self._reset(cluster)
+            await self._flipped_row(cluster, transport)
+            leaks = await cluster.pool_leaks()
+            self.report.row(f"every block given back ({transport})").claim(
+                holds=not leaks, note=leaks[0] if leaks else "free + cached = total"
+            )
+
+    async def _reset(self, cluster: "LocalCluster") -> None:
+        for member in cluster.members:
+            await cluster.dispatcher.reset_cache(member.worker_id)
+
+    def _request(self, case: Case) -> SequenceRequest:
+        self._ids += 1
+        return SequenceRequest(
+            request_id=f"verify-{self._ids}",
+            token_ids=case.token_ids,
+            num_prompt_tokens=len(case.token_ids),
+            block_hashes=list(block_hashes(case.token_ids, BLOCK_SIZE)),
+            sampling=Sampling(max_tokens=self._num_output, temperature=0.0, ignore_eos=True),
+        )
+
+    async def _serve(self, cluster: "LocalCluster", case: Case, force: Any) -> tuple[list[int], int]:
+        """(tokens, cached prompt tokens) of one request; the error's name instead of tokens when it failed."""
+        tokens: list[int] = []
+        cached = 0
+        async for output in cluster.dispatcher.generate(self._request(case), force=force):
+            tokens += output.token_ids
+            cached = output.cached_tokens or cached
+        return tokens, cached
+
+    async def _row(self, cluster: "LocalCluster", name: str, force: str, *, warm: bool = False) -> None:
+        self._progress(name)
+        row, hits = self.report.row(name), 0
+        for case, expected in zip(self.cases, self._expected, strict=True):
+            try:
+                tokens, cached = await self._serve(cluster, case, force)
+            except KvrelayError as error:
+                row.claim(holds=False, note=f"{case.name}: {error}")
+                continue
+            hits += cached > 0
+            row.count(case.name, expected, tokens)
+        if warm:
+            row.claim(holds=hits > len(self.cases) // 2, note=f"{hits} of {len(self.cases)} prompts hit the cache")
+
+    async def _batched_row(self, cluster: "LocalCluster") -> None:
+        self._progress("batched with others")
+        row = self.report.row("batched with others")
+        forces = ["remote" if index % 2 else "local" for index in range(len(self.cases))]
+        results = await asyncio.gather(
+            *(self._serve(cluster, case, force) for case, force in zip(self.cases, forces, strict=True)),
+            return_exceptions=True,
+        )
+        for case, expected, result in zip(self.cases, self._expected, results, strict=True):
+            if isinstance(result, BaseException):
+                row.claim(holds=False, note=f"{case.name}: {result}")
+            else:
+                row.count(case.name, expected, result[0])
+
+    async def _flipped_row(self, cluster: "LocalCluster", transport: str) -> None:
+        """One flipped bit in a transferred block must be refused."""
+        row = self.report.row(f"flipped bit refused ({transport})")
+        case = next(case for case in self.cases if case.name == "3 blocks")
+        with flipped_bit(cluster.inside[0]) as flips:
+            try:
+                tokens, _ = await self._serve(cluster, case, "remote")
+            except KvrelayError as error:
+                row.claim(holds=flips() > 0 and "did not arrive as they left" in str(error), note=str(error))
+            else:
+                row.claim(holds=False, note=f"answered with {len(tokens)} tokens from a corrupt block")
+
+    async def _unchecked_row(self, transport: str) -> None:
+        """The oracle itself can fail: with checks off the same bit changes the answer."""
+        from kvrelay.cluster.local import local_cluster
+
+        self._progress("negative control with checks off")
+        row = self.report.row("flipped bit with checks off changes the answer")
+        index = next(i for i, case in enumerate(self.cases) if case.name == "3 blocks")
+        async with local_cluster(self._settings(transport, "off"), self._model_dir) as cluster:
+            with flipped_bit(cluster.inside[0]) as flips:
+                tokens, _ = await self._serve(cluster, self.cases[index], "remote")
+        changed = tokens != self._expected[index]
+        row.claim(
+            holds=flips() > 0 and changed,
+            note="the answer changed" if changed else "UNDETECTED: the answer is the same with a corrupt block",
+        )
+
+
+@contextmanager
+def flipped_bit(worker: Any) -> Iterator[Callable[[], int]]:
+    """Flip the top exponent bit of one number in each first region that `worker` receives; yields a counter."""
+    assert isinstance(worker, DecodeWorker)
+    flips = 0
+
+    def tamper(view: memoryview, offset: int, num_bytes: int) -> None:
+        nonlocal flips
+        if flips == 0:
+            view[offset + num_bytes // 2 + 3] ^= 0x40  # the second half holds the values; byte 3 is sign and exponent
+            flips += 1
+
+    worker.target.tamper = tamper
+    try:
+        yield lambda: flips
+    finally:
+        worker.target.tamper = None
+
+
+def print_report(report: Report, console: Console) -> None:
+    """The readable table."""
+    table = Table(title=f"kvrelay verify: {report.model}, float32, greedy, against Hugging Face generate")
+    for column in ("way of serving", "same", "of", "", "note"):
+        table.add_column(column)
+    for row in report.rows:
+        mark = "[green]ok[/]" if row.ok else "[red]FAIL[/]"
+        table.add_row(row.name, str(row.passed), str(row.total), mark, row.note)
+    console.print(table)
+    console.print(f"prompts: {', '.join(report.cases)}")
+
+
+def command(
+    model: Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id; default: the built-in model.")] = None,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="shm, tcp, nixl; may be given several times; default: all.")
+    ] = None,
+    max_model_len: Annotated[int, typer.Option(min=64, help="Context limit to verify up to, tokens.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,
+    backend: Annotated[str, typer.Option(help="Kernel backend: auto, cpu, reference, cuda.")] = "auto",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there.")] = None,
+) -> None:
+    """Compare every way of serving with Hugging Face, token for token. Exit code 1 on any difference."""
+    from kvrelay.engine.checkpoint import prepare_checkpoint
+
+    console = Console()
+    chosen = transport or list(TRANSPORTS)
+    for name in chosen:
+        if name not in TRANSPORTS:
+            console.print(f"unknown transport {name!r}; choose from {', '.join(TRANSPORTS)}", style="red")
+            raise typer.Exit(2)
+    settings = ModelSettings(source=model) if model else ModelSettings()
+    try:
+        with console.status("preparing the model") as status:
+            folder = prepare_checkpoint(settings, lambda what, share: status.update(f"{what} {share:.0%}"))
+            verifier = Verifier(
+                folder, max_model_len=max_model_len, num_output=tokens, backend=backend, progress=status.update
+            )
+            report = asyncio.run(verifier.run(chosen))
+    except KvrelayError as error:
+        console.print(f"[red]{type(error).__name__}[/]: {error}")
+        raise typer.Exit(1) from None
+    print_report(report, console)
+    if json_file is not None:
+        json_file.write_text(json.dumps({**asdict(report), "ok": report.ok}, indent=1))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(command)

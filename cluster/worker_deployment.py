@@ -1,0 +1,142 @@
+"""Prefill and decode workers as Ray Serve deployments: their life, their place in the registry, their health.
+
+Serve starts, watches, replaces and stops them; no request passes through Serve. Nothing heavy is
+imported before a replica starts, so that building the application stays cheap.
+"""
+
+import asyncio
+import logging
+import os
+from typing import Any
+
+import ray
+
+from kvrelay.cluster.autoscaling import UTILISATION, utilisation
+from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share, usable_cores
+from kvrelay.cluster.registry import WorkerRecord
+from kvrelay.cluster.registry_actor import Terms, connect_registry, keep_listed
+from kvrelay.config import Settings, cache_dir, settings_from
+from kvrelay.errors import EngineFailed
+
+logger = logging.getLogger(__name__)
+
+DRAIN_S = 30.0
+SHUTDOWN_S = DRAIN_S + 15.0
+
+
+class WorkerReplica:
+    """One worker process. The role's classes below name the class that does the work."""
+
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logging()
+        self._settings = settings_from(settings)
+        self._registry = connect_registry()
+        self._listing: asyncio.Task[None] | None = None
+        terms, model_dir = await asyncio.gather(
+            self._registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
+        )
+        self._lease = self._lease_cores(terms.planned_workers)
+        context = ray.get_runtime_context()
+        self._worker = await asyncio.to_thread(
+            self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
+        )
+        info = await self._worker.start()
+        self._record = WorkerRecord(
+            info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
+        )
+        self._listing = asyncio.create_task(keep_listed(self._registry, self._record), name="heartbeat")
+
+    def _lease_cores(self, planned: int) -> CoreLease | None:
+        """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
+        cluster, engine = self._settings.cluster, self._settings.engine
+        if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
+            return None
+        cores = usable_cores()
+        want = cluster.cores_per_worker or fair_share(len(cores), planned or cluster.prefill + cluster.decode)
+        return acquire_cores(cache_dir() / "cores", cores, want)
+
+    def _make(self, model_dir: Any, terms: Terms, node_id: str, actor_id: str | None) -> Any:
+        """The worker, not started. In a thread: this imports torch."""
+        from kvrelay.engine.checkpoint import model_name
+
+        return self._worker_class()(
+            self._settings, model_dir=model_dir, model_name=model_name(self._settings.model),
+            worker_id=f"{self.role}-{(actor_id or os.urandom(4).hex())[:8]}", node_id=node_id, secret=terms.secret,
+            host=terms.host or ray.util.get_node_ip_address(), cores=self._lease.cores if self._lease else None,
+        )  # fmt: skip
+
+    role = ""
+
+    @staticmethod
+    def _worker_class() -> Any:
+        raise NotImplementedError
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        if not self._worker.healthy():
+            raise EngineFailed(self._record.worker_id, "its engine has stopped")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What autoscaling.by_utilisation reads."""
+        load, info = self._worker.load(), self._worker.info
+        return {
+            UTILISATION: utilisation(
+                used_blocks=load.used_blocks, total_blocks=load.total_blocks, running=load.running,
+                waiting=load.waiting + load.receiving, max_running=info.max_running,
+                queued_tokens=load.queued_tokens, tokens_per_s=load.prefill_tokens_per_s,
+            )
+        }  # fmt: skip
+
+    async def __del__(self) -> None:
+        """Serve's way to ask for an end: take nothing new, finish what runs, let go of everything."""
+        if self._listing is None:
+            return
+        self._listing.cancel()
+        try:
+            await self._registry.leave.remote(self._record.worker_id, self._record.epoch)
+        except ray.exceptions.RayError as error:
+            logger.warning("worker %s could not sign off: %s", self._record.worker_id, error)
+        await self._worker.drain(DRAIN_S)
+        await self._worker.aclose()
+        if self._lease is not None:
+            self._lease.release()
+
+
+class PrefillReplica(WorkerReplica):
+    """A prefill worker."""
+
+    role = "prefill"
+
+    @staticmethod
+    def _worker_class() -> Any:
+        from kvrelay.prefill.worker import PrefillWorker
+
+        return PrefillWorker
+
+
+class DecodeReplica(WorkerReplica):
+    """A decode worker."""
+
+    role = "decode"
+
+    @staticmethod
+    def _worker_class() -> Any:
+        from kvrelay.decode.worker import DecodeWorker
+
+        return DecodeWorker
+
+
+def prepared_model(settings: Settings) -> Any:
+    """The checkpoint's folder on this machine; fetched and converted when it is not there yet."""
+    from kvrelay.engine.checkpoint import prepare_checkpoint
+
+    return prepare_checkpoint(settings.model)
+
+
+def configure_logging() -> None:
+    """kvrelay's own INFO lines go where Serve's replica logs go."""
+    own, serve = logging.getLogger("kvrelay"), logging.getLogger("ray.serve")
+    own.setLevel(logging.INFO)
+    for handler in serve.handlers:
+        if handler not in own.handlers:
+            own.addHandler(handler)

@@ -1,0 +1,193 @@
+"""What a checkpoint folder must hold: tensor names and shapes, whole files, a tokenizer that fits.
+
+Reads headers only. Pure Python: imports no torch, so a bad folder is refused before any worker starts.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.spec import ModelSpec, read_json
+from kvrelay.errors import CheckpointCorrupt, ModelNotFound
+
+_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
+_IGNORED = re.compile(
+    r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower)\.|rotary_emb\.inv_freq$"
+)
+ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the weight types that we read
+_INDEX = "model.safetensors.index.json"
+_DIGEST_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies and what it is called there. `dtype` is safetensors' name; bytes from `begin` to `end`."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the decoder needs (Hugging Face's names without prefix), with its shape."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
+        "norm.weight": (spec.hidden_size,),
+    }
+    if not spec.is_tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
+    layer_shapes = _layer_shapes(spec)
+    for layer in range(spec.num_layers):
+        shapes.update({f"layers.{layer}.{name}": shape for name, shape in layer_shapes.items()})
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
+    wide, narrow = spec.num_heads * dim, spec.num_kv_heads * dim
+    linears = (
+        ("self_attn.q_proj", wide, hidden, spec.has_qkv_bias),
+        ("self_attn.k_proj", narrow, hidden, spec.has_qkv_bias),
+        ("self_attn.v_proj", narrow, hidden, spec.has_qkv_bias),
+        ("self_attn.o_proj", hidden, wide, spec.has_o_bias),
+        ("mlp.gate_proj", ffn, hidden, spec.has_mlp_bias),
+        ("mlp.up_proj", ffn, hidden, spec.has_mlp_bias),
+        ("mlp.down_proj", hidden, ffn, spec.has_mlp_bias),
+    )
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, out_size, in_size, has_bias in linears:
+        shapes[f"{name}.weight"] = (out_size, in_size)
+        if has_bias:
+            shapes[f"{name}.bias"] = (out_size,)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if spec.sandwich_norms:
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+    shapes.update({f"{name}.weight": (hidden,) for name in norms})
+    if spec.has_qk_norm:
+        shapes.update({f"self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")})
+    return shapes
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The folder's weight files, in order. Raises ModelNotFound, CheckpointCorrupt naming what is missing."""
+    if (folder / _INDEX).exists():
+        names = sorted(set(read_json(folder / _INDEX).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise CheckpointCorrupt(str(folder), f"{_INDEX} names {missing[0] if missing else 'no file'}: not there")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelNotFound(str(folder), "no *.safetensors file in it")
+    return files
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The entries of a safetensors header, data_offsets from the start of the file, checked against its size."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise CheckpointCorrupt(str(path), f"truncated: {size} bytes cannot hold a header of {length}")
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [8 + length]
+        for entry in entries.values():
+            begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+            if begin > end or math.prod(entry["shape"]) * ITEMSIZES.get(entry["dtype"], 0) not in (0, end - begin):
+                raise ValueError("a tensor's bytes do not match its shape")
+            entry["data_offsets"] = [begin, end]
+            ends.append(end)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointCorrupt(str(path), f"not a safetensors file: {error}") from error
+    if size != max(ends):
+        raise CheckpointCorrupt(str(path), f"{size} bytes long, its header says {max(ends)}")
+    return entries
+
+
+def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Where each expected tensor lies.
+
+    Raises:
+        CheckpointCorrupt: a tensor is missing, unknown, doubled, or of the wrong shape; a file is damaged.
+        ModelNotFound: no weight files.
+    """
+    shapes = expected_shapes(spec)
+    found: dict[str, StoredTensor] = {}
+    for path in safetensors_files(folder):
+        for stored, entry in read_header(path).items():
+            name = _plain_name(stored, shapes)
+            if name is None:
+                if not (_IGNORED.search(stored) or (spec.is_tied and stored.endswith("lm_head.weight"))):
+                    raise CheckpointCorrupt(str(path), f"tensor {stored} has no place in a {spec.architecture} model")
+                continue
+            if entry["dtype"] not in ITEMSIZES:
+                raise CheckpointCorrupt(str(path), f"tensor {stored} is {entry['dtype']}: not plain floating point")
+            if name in found:
+                raise CheckpointCorrupt(str(path), f"tensor {stored} is also in {found[name].path.name}")
+            if list(entry["shape"]) != list(shapes[name]):
+                raise CheckpointCorrupt(
+                    str(path), f"tensor {stored} has shape {entry['shape']}, expected {list(shapes[name])}"
+                )
+            found[name] = StoredTensor(path, stored, entry["dtype"], shapes[name], *entry["data_offsets"])
+    if missing := shapes.keys() - found.keys():
+        raise CheckpointCorrupt(str(folder), f"tensor {min(missing)} is missing ({len(missing)} in all)")
+    return found
+
+
+def _plain_name(name: str, shapes: dict[str, tuple[int, ...]]) -> str | None:
+    """The name without its prefix where the decoder has such a tensor."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix) and name.removeprefix(prefix) in shapes:
+            return name.removeprefix(prefix)
+    return None
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be served. Raises ModelNotFound, CheckpointCorrupt, UnsupportedModel."""
+    spec = ModelSpec.from_folder(folder)
+    locate_tensors(folder, spec)
+    _check_tokenizer(folder, spec)
+
+
+def _check_tokenizer(folder: Path, spec: ModelSpec) -> None:
+    """A tokenizer is there, and its vocabulary (added tokens aside: Gemma 3 has one too many) fits the model."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
+            return
+        raise ModelNotFound(str(folder), "no tokenizer in it (tokenizer.json or tokenizer.model)")
+    vocab = (read_json(path).get("model") or {}).get("vocab") or {}
+    largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    if largest >= spec.vocab_size:
+        raise CheckpointCorrupt(
+            str(path), f"token id {largest} is outside the model's vocabulary of {spec.vocab_size}: another model's?"
+        )
+
+
+def model_digest(folder: Path) -> str:
+    """32 hex digits over the config, every weight file's header and size, and samples of its bytes.
+
+    Equal folders on two machines give equal digests; the whole is not read (milliseconds).
+    """
+    digest = blake2b(digest_size=16)
+    digest.update(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    for path in safetensors_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            digest.update(file.read(start - 8))
+            for sample in range(_DIGEST_SAMPLES):
+                file.seek(start + (size - start) * sample // _DIGEST_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,214 @@
+"""The decoder: one forward pass made of the parts that a ModelSpec lists, for every family.
+
+All arithmetic goes through the backend. Owns the packed weights and the rotary tables of one model.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.rope import cos_sin_table
+from kvrelay.engine.spec import ModelSpec
+from kvrelay.engine.weights import WeightReader
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, Linear
+
+_FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's packed weights. A norm that the family lacks is None."""
+
+    input_norm: Tensor
+    qkv: Linear
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    o: Linear
+    post_attention_norm: Tensor | None
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+    post_mlp_norm: Tensor | None
+
+
+class DecoderModel:
+    """A decoder-only transformer over a paged KV cache. Stateless between calls but for its rotary tables."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        backend: Backend,
+        dtype: torch.dtype,
+        *,
+        embedding: Tensor,
+        layers: Sequence[Layer],
+        final_norm: Tensor,
+        lm_head: Linear,
+        block_size: int = 16,
+    ) -> None:
+        self.spec, self.dtype = spec, dtype
+        self.attention_shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype)
+        self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
+        self._final_norm, self._lm_head = final_norm, lm_head
+        # Hugging Face rounds the scale to the model's dtype before it multiplies
+        self._embed_scale = None if spec.embed_scale is None else float(torch.tensor(spec.embed_scale, dtype=dtype))
+        self._cos_sin: tuple[Tensor, ...] = ()
+        self.reserve_positions(min(_FIRST_POSITIONS, spec.max_position))
+
+    @property
+    def num_positions(self) -> int:
+        """Rows that the rotary tables have now."""
+        return self._cos_sin[0].shape[0] if self._cos_sin else 0
+
+    def reserve_positions(self, num_positions: int) -> None:
+        """Make rotary tables for at least so many positions (before CUDA graphs are captured: tables may move)."""
+        if num_positions <= self.num_positions:
+            return
+        rows = max(num_positions, min(2 * self.num_positions, self.spec.max_position))
+        self._cos_sin = tuple(
+            cos_sin_table(rope, self.spec.head_dim, rows).to(self._backend.device) for rope in self.spec.ropes
+        )
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        plan: Any,
+        kv_layers: Sequence[Tensor],
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Compute this step's tokens, writing their keys and values into the cache.
+
+        Args:
+            token_ids: [T] int64.
+            batch: the step's metadata; `plan` is backend.plan(batch, self.attention_shape).
+            kv_layers: per layer [num_blocks, 2, block_size, num_kv_heads, head_dim].
+            on_layer: called with i when layer i's cache writes and compute have been issued.
+
+        Returns: [T, hidden] after the final norm.
+        """
+        spec, backend = self.spec, self._backend
+        self.reserve_positions(batch.max_context_len)
+        positions = batch.positions.to(backend.device)
+        slots = batch.slot_mapping.to(backend.device)
+        residual = backend.embed(token_ids.to(backend.device), self._embedding)
+        if self._embed_scale is not None:
+            residual = residual * self._embed_scale
+        x = backend.rms_norm(residual, self._layers[0].input_norm, spec.norm_eps)
+        for index, layer in enumerate(self._layers):
+            x = self._attend(layer, index, x, positions, slots, plan, kv_layers[index])
+            x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
+            x = layer.down(backend.gated_activation(layer.gate_up(x), spec.activation))
+            if layer.post_mlp_norm is not None:
+                x = backend.rms_norm(x, layer.post_mlp_norm, spec.norm_eps)
+            x, residual = backend.add_rms_norm(x, residual, self._norm_after(index), spec.norm_eps)
+            if on_layer is not None:
+                on_layer(index)
+        return x
+
+    def _norm_after(self, index: int) -> Tensor:
+        """The norm that follows layer `index`: the next layer's first, or the final one."""
+        return self._layers[index + 1].input_norm if index + 1 < len(self._layers) else self._final_norm
+
+    def _attend(
+        self, layer: Layer, index: int, x: Tensor, positions: Tensor, slots: Tensor, plan: Any, kv_layer: Tensor
+    ) -> Tensor:
+        """Self-attention of normed x [T, hidden] -> [T, hidden], storing this step's keys and values."""
+        spec, backend = self.spec, self._backend
+        num_q, num_kv = spec.num_heads, spec.num_kv_heads
+        heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
+        q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q = backend.rms_norm(q, layer.q_norm, spec.norm_eps)
+            k = backend.rms_norm(k, layer.k_norm, spec.norm_eps)
+        q, k = backend.rope(q, k, self._cos_sin[spec.layer_ropes[index]], positions)
+        backend.store_kv(k, v, kv_layer, slots)
+        out = backend.attention(
+            q,
+            kv_layer,
+            plan,
+            scale=spec.query_scale,
+            window=spec.layer_windows[index],
+            softcap=spec.attention_softcap,
+        )
+        x = layer.o(out.reshape(-1, num_q * spec.head_dim))
+        if layer.post_attention_norm is not None:
+            x = backend.rms_norm(x, layer.post_attention_norm, spec.norm_eps)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Scores over the vocabulary for rows of `forward`'s result: [R, hidden] -> [R, vocab] float32."""
+        logits = self._lm_head(hidden).float()
+        if (cap := self.spec.final_softcap) is not None:
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+
+class _Packer:
+    """Reads tensors and hands them to the backend; an original lives only until it is packed."""
+
+    def __init__(self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> None:
+        self._reader, self._spec, self._backend, self._dtype = reader, spec, backend, dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._reader.read(name, self._dtype, self._backend.device)
+
+    def norm(self, name: str) -> Tensor:
+        """The factor that rms_norm multiplies by; Gemma's 1 + w is folded in, in float32."""
+        if self._spec.norm_offset:
+            return self._reader.read(name, torch.float32, self._backend.device) + 1.0
+        return self.tensor(name)
+
+    def linear(self, *names: str) -> Linear:
+        """One packed product of several matrices stacked by rows, with their biases."""
+        weight = self._stack([f"{name}.weight" for name in names])
+        has_bias = f"{names[0]}.bias" in self._reader
+        return self._backend.pack_linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
+
+    def _stack(self, names: list[str]) -> Tensor:
+        parts = [self.tensor(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def layer(self, index: int) -> Layer:
+        at, spec = f"layers.{index}", self._spec
+        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
+        before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
+        sandwich = spec.sandwich_norms
+        return Layer(
+            input_norm=self.norm(f"{at}.input_layernorm.weight"),
+            qkv=self.linear(*(f"{attention}.{name}_proj" for name in "qkv")),
+            q_norm=self.norm(f"{attention}.q_norm.weight") if spec.has_qk_norm else None,
+            k_norm=self.norm(f"{attention}.k_norm.weight") if spec.has_qk_norm else None,
+            o=self.linear(f"{attention}.o_proj"),
+            post_attention_norm=self.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
+            mlp_norm=self.norm(f"{at}.{before_mlp}.weight"),
+            gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
+            down=self.linear(f"{mlp}.down_proj"),
+            post_mlp_norm=self.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
+        )
+
+
+def load_model(folder: Path, backend: Backend, dtype: torch.dtype, *, block_size: int = 16) -> DecoderModel:
+    """The model of a checkpoint folder, packed for `backend`. `block_size` is the KV cache's, in tokens.
+
+    Raises:
+        UnsupportedModel, CheckpointCorrupt, ModelNotFound: see ModelSpec.from_folder and WeightReader.
+    """
+    spec = ModelSpec.from_folder(folder)
+    with torch.no_grad(), WeightReader(folder, spec) as reader:
+        packer = _Packer(reader, spec, backend, dtype)
+        embedding = packer.tensor("embed_tokens.weight")
+        return DecoderModel(
+            spec,
+            backend,
+            dtype,
+            embedding=embedding,
+            layers=[packer.layer(index) for index in range(spec.num_layers)],
+            final_norm=packer.norm("norm.weight"),
+            lm_head=backend.pack_linear(embedding) if spec.is_tied else packer.linear("lm_head"),
+            block_size=block_size,
+        )

@@ -1,0 +1,130 @@
+"""The fast CPU backend: compiled kernels where a C compiler is at hand, torch elsewhere.
+
+float32 results of the compiled kernels do not depend on what else is in the batch, on how a prompt is cut
+into chunks, or on the number of threads: every sum runs in one fixed order, so alone equals batched bit for
+bit. With bfloat16 this holds as long as the linear kernel is the compiled one (see `describe`).
+"""
+
+import hashlib
+import logging
+import os
+
+import torch
+from torch import Tensor
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Linear, SamplingBatch
+from kvrelay.kernels.cpu_linear import Pack, choose_linear
+from kvrelay.kernels.native_cpu import SUPPORTED, NativeKernels, NativePlan
+from kvrelay.kernels.reference import ReferencePlan
+from kvrelay.kernels.selfcheck import first_wrong_kernel
+from kvrelay.kernels.torch_cpu import TorchCpuBackend
+from kvrelay.native import processor
+
+logger = logging.getLogger(__name__)
+
+
+def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
+    """The compiled kernels, or None and why not."""
+    try:
+        native = NativeKernels(num_threads)
+    except BackendUnavailable as error:
+        return None, error.why
+    wrong = first_wrong_kernel(native)
+    if wrong == "linear" and native.has_dot:
+        native.has_dot = False
+        wrong = first_wrong_kernel(native)
+    return (native, "") if wrong is None else (None, f"the compiled {wrong} kernel gives wrong results here")
+
+
+class CpuBackend:
+    """Kernels on `num_threads` cores; None takes those that this process may run on.
+
+    Sets torch's own thread count (process-wide) to the same number.
+    """
+
+    name = "cpu"
+
+    def __init__(self, num_threads: int | None = None) -> None:
+        self.device = torch.device("cpu")
+        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        torch.set_num_threads(self.num_threads)
+        self._torch = TorchCpuBackend()
+        self._native, self._why_not = _load(self.num_threads)
+        self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
+        if self._native is None:
+            logger.warning("compiled CPU kernels are off (%s); torch's are used, several times slower", self._why_not)
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen, in short words; linear kernels appear once a weight has been packed."""
+        native = self._native
+        kernels = f"torch ({self._why_not})" if native is None else f"native, panels of {native.panel_width}"
+        linears = {f"linear_{str(dtype).removeprefix('torch.')}": name for dtype, (name, _) in self._packers.items()}
+        dot = {} if native is None else {"bf16_dot": "yes" if native.has_dot else "no"}
+        return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears}
+
+    def _native_for(self, dtype: torch.dtype) -> NativeKernels | None:
+        return self._native if dtype in SUPPORTED else None
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        if weight.dtype not in self._packers:
+            key = hashlib.sha256(f"{processor()} {torch.__version__} {self.describe()}".encode()).hexdigest()[:12]
+            self._packers[weight.dtype] = choose_linear(self._native, weight.dtype, self.num_threads, key)
+        return self._packers[weight.dtype][1](weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return self._torch.embed(token_ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        native = self._native_for(x.dtype)
+        if native is None or weight.dtype not in SUPPORTED:
+            return self._torch.rms_norm(x, weight, eps)
+        return native.rms_norm(x, None, weight, eps)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        native = self._native_for(x.dtype)
+        if native is None or weight.dtype not in SUPPORTED or not residual.is_contiguous():
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        return native.rms_norm(x, residual, weight, eps), residual
+
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        native = self._native_for(q.dtype)
+        if native is None or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
+            return self._torch.rope(q, k, cos_sin, positions)
+        return native.rope(q, k, cos_sin, positions)
+
+    def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        native = self._native_for(gate_up.dtype)
+        return (native or self._torch).gated_activation(gate_up, kind)
+
+    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        native = self._native
+        if native is None or not kv_layer.is_contiguous() or k.dtype != kv_layer.dtype:
+            self._torch.store_kv(k, v, kv_layer, slot_mapping)
+        else:
+            native.store_kv(k, v, kv_layer, slot_mapping)
+
+    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:
+        native = self._native_for(shape.dtype)
+        return (native or self._torch).plan(batch, shape)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: NativePlan | ReferencePlan,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        if isinstance(plan, ReferencePlan):
+            return self._torch.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
+        assert self._native is not None and kv_layer.is_contiguous() and kv_layer.dtype == q.dtype
+        return self._native.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return (self._native or self._torch).sample(logits, batch)
+
+    def synchronize(self) -> None:
+        """Every CPU kernel has finished when it returns."""

@@ -1,0 +1,135 @@
+/* One token per row of logits: temperature, top-k, top-p, min-p, then the inverse CDF in id order at the row's number. */
+#include <stdlib.h>
+#include <string.h>
+#include "pool.h"
+#include "vec.h"
+
+#define BINS (1 << 15) /* weights are in [0, 1]: the high 16 bits of their float form sort them coarsely */
+
+typedef struct {
+    const float *logits;
+    const float *temperature, *top_p, *min_p;
+    const int64_t *top_k;
+    const double *uniform;
+    int64_t *out;
+    long vocab;
+} sample_job;
+
+static long argmax(const float *x, long n, float *value)
+{
+    vf top = vset(-INFINITY);
+    long i = 0, best = 0;
+    for (; i + VL <= n; i += VL) top = vmax(top, vload(x + i));
+    float most = vmaximum(top);
+    for (; i < n; i++) most = x[i] > most ? x[i] : most;
+    while (best < n - 1 && x[best] != most) best++;
+    *value = most;
+    return x[best] == most ? best : 0;
+}
+
+static uint32_t bits_of(float x)
+{
+    uint32_t u;
+    memcpy(&u, &x, 4);
+    return u;
+}
+
+static int descending(const void *a, const void *b)
+{
+    float x = *(const float *)a, y = *(const float *)b;
+    return (x < y) - (x > y);
+}
+
+/* The smallest kept weight: walk the bins from the top until `count` tokens or `mass` of weight are taken, then settle
+ * the last bin by sorting it. `spare` receives how many tokens equal to the threshold are kept (all for a count). */
+static float threshold(const float *w, long n, long count, double mass, float *sorted, long *spare)
+{
+    uint32_t *counts = thread_scratch(BINS * sizeof(uint32_t) + BINS * sizeof(double));
+    double *sums = (double *)(counts + BINS);
+    memset(counts, 0, BINS * (sizeof(uint32_t) + sizeof(double)));
+    for (long i = 0; i < n; i++) {
+        uint32_t bin = bits_of(w[i]) >> 16;
+        counts[bin]++;
+        sums[bin] += w[i];
+    }
+    long taken = 0, bin = BINS - 1, size = 0;
+    double sum = 0;
+    for (; bin > 0; bin--) {
+        if (counts[bin] > 0 && (count > 0 ? taken + counts[bin] >= count : sum + sums[bin] >= mass)) break;
+        taken += counts[bin];
+        sum += sums[bin];
+    }
+    for (long i = 0; i < n; i++)
+        if (bits_of(w[i]) >> 16 == (uint32_t)bin) sorted[size++] = w[i];
+    qsort(sorted, size, sizeof *sorted, descending);
+    *spare = n;
+    if (size == 0) return 0;
+    if (count > 0) return sorted[count - taken - 1 < size ? count - taken - 1 : size - 1];
+    long last = 0;
+    for (; last < size - 1; last++) {
+        sum += sorted[last];
+        if (sum >= mass) break;
+    }
+    long first = last;
+    while (first > 0 && sorted[first - 1] == sorted[last]) first--;
+    *spare = last - first + 1;
+    return sorted[last];
+}
+
+/* Zero what is below `least`, and all but the first `spare` of those equal to it. Returns what is left in sum. */
+static double keep_from(float *w, long n, float least, long spare)
+{
+    double sum = 0;
+    for (long i = 0; i < n; i++) {
+        if (w[i] < least || (w[i] == least && --spare < 0)) w[i] = 0;
+        sum += w[i];
+    }
+    return sum;
+}
+
+static double sum_of(const float *w, long n)
+{
+    double sum = 0;
+    for (long i = 0; i < n; i++) sum += w[i];
+    return sum;
+}
+
+static void sample_task(void *arg, long row)
+{
+    const sample_job *j = arg;
+    const float *x = j->logits + row * j->vocab;
+    const long n = j->vocab;
+    float most, unused;
+    long best = argmax(x, n, &most), spare;
+    j->out[row] = best;
+    if (!(j->temperature[row] > 0) || !(most > -INFINITY) || most == INFINITY) return;
+    float *w = malloc(2 * n * sizeof(float));
+    if (!w) return;
+    const float inverse = 1.0f / j->temperature[row];
+    long i = 0;
+    for (; i + VL <= n; i += VL) vstore(w + i, vexp((vload(x + i) - most) * inverse));
+    for (; i < n; i++) w[i] = vexp(vset((x[i] - most) * inverse))[0];
+    double total = sum_of(w, n);
+    if (j->top_k[row] > 0 && j->top_k[row] < n)
+        total = keep_from(w, n, threshold(w, n, j->top_k[row], 0, w + n, &spare), n);
+    if (j->top_p[row] < 1) {
+        unused = threshold(w, n, 0, j->top_p[row] * total, w + n, &spare);
+        total = keep_from(w, n, unused, spare);
+    }
+    if (j->min_p[row] > 0) total = keep_from(w, n, j->min_p[row], n);
+    double target = j->uniform[row] * total, sum = 0;
+    for (i = 0; i < n; i++) {
+        if (w[i] > 0) j->out[row] = i;
+        sum += w[i];
+        if (sum > target) break;
+    }
+    free(w);
+}
+
+/* logits [rows, vocab] contiguous -> out [rows]. */
+void kr_sample(pool *p, const float *logits, const float *temperature, const int64_t *top_k, const float *top_p,
+               const float *min_p, const double *uniform, int64_t *out, long rows, long vocab)
+{
+    sample_job j = {logits, temperature, top_p, min_p, top_k, uniform, out, vocab};
+    pool_run(p, sample_task, &j, rows);
+}

@@ -1,0 +1,211 @@
+"""The compiled CPU kernels (kernels/native/*.c) as functions of torch tensors.
+
+Owns the library and one pool of threads. Supports float32 and bfloat16; the callers check that. ctypes
+releases the interpreter's lock during every call. Idle pool threads sleep (they spin 40 us first).
+"""
+
+import ctypes
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.native import load_native
+
+SUPPORTED = frozenset((torch.float32, torch.bfloat16))
+_FOLDER = Path(__file__).parent / "native"
+_P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
+_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+    "kr_pool_create": ([_I], _P),
+    "kr_pool_destroy": ([_P], None),
+    "kr_panel_width": ([], _L),
+    "kr_has_dot": ([], _I),
+    "kr_pack": ([_P, _I, _P, _P, _L, _L], None),
+    "kr_linear": ([_P, _I, _P, _L, _P, _P, _P, _L, _L, _L], None),
+    "kr_rms_norm": ([_P, _I, _I, _P, _P, _P, _P, _L, _L, _L, _L, _L, _F], None),
+    "kr_rope": ([_P, _I, _P, _P, _P, _P, *[_L] * 8], None),
+    "kr_gate": ([_P, _I, _I, _P, _P, _L, _L, _L], None),
+    "kr_store_kv": ([_P, _P, _P, _P, *[_L] * 5], None),
+    "kr_attention_tile_tokens": ([_L], _L),
+    "kr_attention_tiles": ([_P, _L, _L, _P], _L),
+    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F], None),
+    "kr_sample": ([_P] * 8 + [_L, _L], None),
+}
+KIND_F32, KIND_BF16, KIND_DOT = 0, 1, 2
+
+
+@dataclass(frozen=True, slots=True)
+class NativePlan:
+    """One step's attention schedule; tensors on the CPU, contiguous. tiles: [num_tiles, 2] int32."""
+
+    query_starts: Tensor
+    context_lens: Tensor
+    tables: Tensor
+    tiles: Tensor
+    num_tiles: int
+    num_kv_heads: int
+    block_size: int
+    max_query_len: int
+    max_context_len: int
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x with a contiguous last dimension."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class NativeLinear:
+    """A weight in panels of outputs. Every row's sums run in one order, whatever the batch."""
+
+    def __init__(self, kernels: "NativeKernels", weight: Tensor, bias: Tensor | None, kind: int) -> None:
+        self.out_features, self.in_features = weight.shape
+        self._kernels, self._kind, self._dtype = kernels, kind, weight.dtype
+        panels = -(-self.out_features // kernels.panel_width)
+        self._packed = torch.empty(panels * kernels.panel_width * self.in_features, dtype=weight.dtype)
+        source = weight.contiguous()
+        kernels.lib.kr_pack(
+            kernels.pool, kind, source.data_ptr(), self._packed.data_ptr(), self.out_features, self.in_features
+        )
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._args = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype != self._dtype:
+            raise TypeError(f"the weight is {self._dtype}, x is {x.dtype}")
+        x = _rows(x)
+        num_rows, width = x.shape
+        assert width == self.in_features
+        out = torch.empty((num_rows, self.out_features), dtype=self._dtype)
+        kernels = self._kernels
+        kernels.lib.kr_linear(
+            kernels.pool, self._kind, x.data_ptr(), x.stride(0), out.data_ptr(), *self._args,
+            num_rows, self.out_features, width,
+        )  # fmt: skip
+        return out
+
+
+class NativeKernels:
+    """The library with its own pool of `num_threads` threads (the caller is one of them).
+
+    Raises:
+        BackendUnavailable: it cannot be compiled here, or is switched off.
+    """
+
+    def __init__(self, num_threads: int) -> None:
+        sources = sorted(_FOLDER.glob("*.c"))
+        self.lib = load_native("kernels", sources, sorted(_FOLDER.glob("*.h")))
+        for name, (arguments, result) in _SIGNATURES.items():
+            function = getattr(self.lib, name)
+            function.argtypes, function.restype = arguments, result
+        self.pool: int = self.lib.kr_pool_create(num_threads)
+        weakref.finalize(self, self.lib.kr_pool_destroy, self.pool)
+        self.panel_width: int = self.lib.kr_panel_width()
+        self.has_dot = bool(self.lib.kr_has_dot())
+
+    def linear_kind(self, dtype: torch.dtype, in_features: int) -> int:
+        """The packing that suits a weight: bf16 dot products where the processor has them."""
+        if dtype == torch.float32:
+            return KIND_F32
+        return KIND_DOT if self.has_dot and in_features % 2 == 0 else KIND_BF16
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
+        return NativeLinear(self, weight, bias, self.linear_kind(weight.dtype, weight.shape[1]))
+
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """rms_norm of x (or of x + residual, which is left in residual; contiguous) with any leading shape."""
+        x = _rows(x)
+        columns = x.shape[-1]
+        if x.dim() == 2:
+            inner, outer_stride, inner_stride = 1, x.stride(0), 0
+        elif x.dim() == 3:
+            inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
+        else:
+            x = x.contiguous()
+            inner, outer_stride, inner_stride = 1, columns, 0
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self.lib.kr_rms_norm(
+            self.pool, x.dtype == torch.float32, weight.dtype == torch.float32, x.data_ptr(),
+            None if residual is None else residual.data_ptr(), out.data_ptr(), weight.data_ptr(),
+            x.numel() // columns, columns, inner, outer_stride, inner_stride, eps,
+        )  # fmt: skip
+        return out
+
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """In place when q and k have contiguous heads."""
+        q, k = _rows(q), _rows(k)
+        self.lib.kr_rope(
+            self.pool, q.dtype == torch.float32, q.data_ptr(), k.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
+            q.shape[0], q.shape[1], k.shape[1], q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[1],
+        )  # fmt: skip
+        return q, k
+
+    def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        gate_up = _rows(gate_up)
+        num_rows, features = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((num_rows, features), dtype=gate_up.dtype)
+        self.lib.kr_gate(
+            self.pool, gate_up.dtype == torch.float32, kind == "gelu_tanh", gate_up.data_ptr(), out.data_ptr(),
+            num_rows, features, gate_up.stride(0),
+        )  # fmt: skip
+        return out
+
+    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        heads, head_dim = k.shape[1:]
+        k = k if k.stride()[1:] == (head_dim, 1) else k.contiguous()
+        v = v if v.stride()[1:] == (head_dim, 1) else v.contiguous()
+        item = k.element_size()
+        self.lib.kr_store_kv(
+            k.data_ptr(), v.data_ptr(), kv_layer.data_ptr(), slot_mapping.data_ptr(), k.shape[0],
+            k.stride(0) * item, v.stride(0) * item, kv_layer.shape[2], heads * head_dim * item,
+        )  # fmt: skip
+
+    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan:
+        starts = batch.query_starts.to(torch.int32).contiguous()
+        tile_tokens = self.lib.kr_attention_tile_tokens(shape.num_heads // shape.num_kv_heads)
+        num_sequences = batch.context_lens.shape[0]
+        room = int(starts[-1]) // tile_tokens + num_sequences
+        tiles = torch.empty((room, 2), dtype=torch.int32)
+        num_tiles = self.lib.kr_attention_tiles(starts.data_ptr(), num_sequences, tile_tokens, tiles.data_ptr())
+        return NativePlan(
+            starts,
+            batch.context_lens.to(torch.int32).contiguous(),
+            batch.block_tables.to(torch.int32).contiguous(),
+            tiles,
+            num_tiles,
+            shape.num_kv_heads,
+            shape.block_size,
+            batch.max_query_len,
+            batch.max_context_len,
+        )
+
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, plan: NativePlan, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        q = _rows(q)
+        num_tokens, heads, head_dim = q.shape
+        out = torch.empty((num_tokens, heads, head_dim), dtype=q.dtype)
+        self.lib.kr_attention(
+            self.pool, q.dtype == torch.float32, q.data_ptr(), out.data_ptr(), kv_layer.data_ptr(),
+            plan.query_starts.data_ptr(), plan.context_lens.data_ptr(), plan.tables.data_ptr(), plan.tables.shape[1],
+            plan.tiles.data_ptr(), plan.num_tiles, heads, plan.num_kv_heads, head_dim, plan.block_size,
+            q.stride(0), q.stride(1), plan.max_query_len, plan.max_context_len, window or 0, scale, softcap or 0.0,
+        )  # fmt: skip
+        return out
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        logits = logits.contiguous()
+        out = torch.empty(logits.shape[0], dtype=torch.int64)
+        settings = [
+            batch.temperature.to(torch.float32).contiguous(),
+            batch.top_k.to(torch.int64).contiguous(),
+            batch.top_p.to(torch.float32).contiguous(),
+            batch.min_p.to(torch.float32).contiguous(),
+            batch.uniform.to(torch.float64).contiguous(),
+        ]
+        self.lib.kr_sample(
+            self.pool, logits.data_ptr(), *(t.data_ptr() for t in settings), out.data_ptr(), *logits.shape
+        )
+        return out

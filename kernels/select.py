@@ -1,0 +1,77 @@
+"""Which backend runs here: asked for by name, or the best one that works. Logs the choice once per process.
+
+Imports torch only; each backend's own dependencies are imported when it is chosen.
+"""
+
+import functools
+import logging
+from typing import Literal
+
+import torch
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kernels.backend import Backend
+
+logger = logging.getLogger(__name__)
+
+Name = Literal["auto", "reference", "cpu", "cuda"]
+
+
+@functools.lru_cache(maxsize=64)
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
+
+
+def why_no_cuda() -> str | None:
+    """None when the CUDA backend can run here, else the reason."""
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        import flashinfer  # noqa: F401
+    except (ImportError, OSError) as error:
+        return f"flashinfer does not import ({error}); pip install '.[cuda]'"
+    return None
+
+
+def _resolve(name: str, device: str) -> tuple[str, str]:
+    """The backend's name and its device ("auto" resolved). Raises BackendUnavailable."""
+    if name == "auto":
+        name = "cpu" if device == "cpu" or why_no_cuda() is not None else "cuda"
+        if name == "cpu" and device.startswith("cuda"):
+            raise BackendUnavailable("cuda", why_no_cuda() or "unknown")
+    if name == "cuda" and (why := why_no_cuda()) is not None:
+        raise BackendUnavailable("cuda", why)
+    if name == "cpu" and device.startswith("cuda"):
+        raise BackendUnavailable("cpu", f"it does not run on {device}")
+    if device == "auto":
+        device = "cuda" if name == "cuda" else "cpu"
+    return name, device
+
+
+def select_backend(name: Name = "auto", device: str = "auto", num_threads: int | None = None) -> Backend:
+    """The backend called `name` on `device` ("auto", "cpu", "cuda", "cuda:<n>").
+
+    auto takes CUDA when torch sees a device and FlashInfer imports, else the CPU. `num_threads`
+    matters on the CPU only; None means as many as this process may run on.
+
+    Raises:
+        BackendUnavailable: an explicit choice cannot run here; says why.
+    """
+    if name not in ("auto", "reference", "cpu", "cuda"):
+        raise BackendUnavailable(name, "the backends are auto, reference, cpu and cuda")
+    chosen, place = _resolve(name, device)
+    if name == "auto" and chosen == "cpu":
+        _log_once(f"kernel backend cpu (no cuda: {why_no_cuda() or 'device is cpu'})")
+    else:
+        _log_once(f"kernel backend {chosen} on {place}")
+    if chosen == "cuda":
+        from kvrelay.kernels.cuda import CudaBackend
+
+        return CudaBackend(place)
+    if chosen == "cpu":
+        from kvrelay.kernels.cpu import CpuBackend
+
+        return CpuBackend(num_threads)
+    from kvrelay.kernels.reference import ReferenceBackend
+
+    return ReferenceBackend(place)

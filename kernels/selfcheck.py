@@ -1,0 +1,111 @@
+"""A few milliseconds of proof that the compiled kernels are right on this processor, before any request.
+
+The C code has paths for processors that its authors could not try; a wrong one is switched off, not served.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.native_cpu import NativeKernels
+from kvrelay.kernels.reference import ReferenceBackend
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+def _near(found: Tensor, expected: Tensor) -> bool:
+    tolerance = 1e-4 if found.dtype == torch.float32 else 4e-2
+    return torch.allclose(found.float(), expected.float(), atol=tolerance, rtol=tolerance)
+
+
+def _random(generator: torch.Generator, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator).to(dtype)
+
+
+def _linear(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(1)
+    weight, bias = _random(generator, dtype, 150, 70) / 8, _random(generator, dtype, 150)
+    packed = native.pack_linear(weight, bias)
+    inputs = [_random(generator, dtype, rows, 70) for rows in (1, 2, 3, 4, 5, 6, 13)]
+    wide = [reference.pack_linear(weight.float(), bias.float())(x.float()) for x in inputs]
+    return all(_near(packed(x), expected) for x, expected in zip(inputs, wide, strict=True))
+
+
+def _norm(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(2)
+    x, weight = _random(generator, dtype, 3, 77), torch.rand(77, generator=generator)
+    return _near(native.rms_norm(x, None, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
+
+
+def _rope(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(3)
+    q, k = _random(generator, dtype, 3, 4, 48), _random(generator, dtype, 3, 2, 48)
+    table, positions = torch.rand(8, 40, generator=generator), torch.tensor([0, 5, 7])
+    expected = reference.rope(q, k, table, positions)
+    found = native.rope(q.clone(), k.clone(), table, positions)
+    return all(_near(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _activation(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    gate_up = 4 * _random(torch.Generator().manual_seed(4), dtype, 3, 2 * 37)
+    return all(
+        _near(native.gated_activation(gate_up, kind), reference.gated_activation(gate_up, kind))
+        for kind in ("silu", "gelu_tanh")
+    )
+
+
+def _attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(5)
+    kv = _random(generator, dtype, 48, 2, 16, 2, 40)
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=40, block_size=16, dtype=dtype)
+    tables = torch.randperm(48, generator=generator).to(torch.int32).view(2, 24)[:, :24]
+    batch = AttentionBatch(
+        query_starts=torch.tensor([0, 1, 21], dtype=torch.int32),
+        context_lens=torch.tensor([150, 70], dtype=torch.int32),
+        block_tables=tables.contiguous(),
+        slot_mapping=torch.arange(21),
+        positions=torch.arange(21),
+        num_decode=1,
+        max_query_len=20,
+        max_context_len=150,
+    )
+    q = _random(generator, dtype, 21, 6, 40)
+
+    def run(kernels: NativeKernels | ReferenceBackend, window: int | None, softcap: float | None) -> Tensor:
+        plan = kernels.plan(batch, shape)
+        return kernels.attention(q, kv, plan, scale=0.2, window=window, softcap=softcap)  # type: ignore[arg-type]
+
+    return all(_near(run(native, w, c), run(reference, w, c)) for w, c in ((None, None), (30, 5.0)))
+
+
+def _sampling(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    logits = 4 * torch.randn(4, 333, generator=torch.Generator().manual_seed(6))
+    batch = SamplingBatch(
+        temperature=torch.tensor([0.0, 1.0, 0.7, 1.3]),
+        top_k=torch.tensor([0, 0, 20, 0]),
+        top_p=torch.tensor([1.0, 0.9, 1.0, 1.0]),
+        min_p=torch.tensor([0.0, 0.0, 0.0, 0.05]),
+        uniform=torch.tensor([0.3, 0.6, 0.1, 0.8], dtype=torch.float64),
+    )
+    return torch.equal(native.sample(logits, batch), reference.sample(logits, batch))
+
+
+_CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool]] = {
+    "linear": _linear,
+    "norm": _norm,
+    "rope": _rope,
+    "activation": _activation,
+    "attention": _attention,
+    "sampling": _sampling,
+}
+
+
+def first_wrong_kernel(native: NativeKernels) -> str | None:
+    """The name of the first kernel that disagrees with the reference, or None."""
+    reference = ReferenceBackend("cpu")
+    for name, check in _CHECKS.items():
+        if not all(check(native, reference, dtype) for dtype in _DTYPES):
+            return name
+    return None

@@ -1,0 +1,88 @@
+"""Builds C sources with the machine's compiler, once, and loads the result.
+
+Owns the cache of compiled libraries: keyed by sources, flags, compiler and processor, written under
+a lock and put in place by one rename, so that workers starting together compile once.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from kvrelay.config import cache_dir, native_disabled
+from kvrelay.errors import BackendUnavailable
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w")
+_TARGETS = (("-march=native",), ("-mcpu=native",), ())
+_TIMEOUT_S = 180.0
+
+
+def load_native(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ctypes.CDLL:
+    """The shared library made of C `sources`, compiled now unless the cache has it.
+
+    Raises:
+        BackendUnavailable: KVRELAY_NATIVE=0, no C compiler, or it failed; the text says which.
+    """
+    if native_disabled():
+        raise BackendUnavailable(name, "KVRELAY_NATIVE=0")
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    if compiler is None:
+        raise BackendUnavailable(name, "no C compiler (cc, gcc or clang) on the PATH")
+    try:
+        path = _built(name, compiler, sources, headers)
+        return ctypes.CDLL(str(path))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendUnavailable(name, str(error)) from error
+
+
+def processor() -> str:
+    """The processor's architecture and feature flags, in one line."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()} {features}"
+
+
+def _digest(compiler: str, sources: Sequence[Path], headers: Sequence[Path]) -> str:
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
+    parts = [version, processor(), repr(_FLAGS), repr(_TARGETS)]
+    parts += [f"{path.name}\0{path.read_text()}" for path in sorted((*sources, *headers))]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _built(name: str, compiler: str, sources: Sequence[Path], headers: Sequence[Path]) -> Path:
+    folder = cache_dir() / "native"
+    target = folder / f"{name}-{_digest(compiler, sources, headers)}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            logger.info("compiling %s with %s (once)", name, compiler)
+            _compile(compiler, sources, target)
+    return target
+
+
+def _compile(compiler: str, sources: Sequence[Path], target: Path) -> None:
+    """All sources to `target` for this very processor; falls back to the compiler's default target."""
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
+        product = Path(scratch) / target.name
+        for architecture in _TARGETS:
+            command = [compiler, *_FLAGS, *architecture, "-shared", *map(str, sources), "-o", str(product), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            if done.returncode == 0:
+                os.replace(product, target)
+                return
+    raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")

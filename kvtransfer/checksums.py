@@ -1,0 +1,88 @@
+"""Checksums of regions: what proves that a block arrived as it left.
+
+Host memory: xxh3-64. CUDA memory: a position-weighted 64-bit sum computed on the device, so
+that no KV crosses PCIe for it (not verified on hardware yet). Both ends must use the same kind;
+the kind follows from where the pool lies and is compared when they connect.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvrelay.kvtransfer.plans import Offsets, region_offsets
+from kvrelay.types import KvMemory
+
+Checksums = NDArray[np.uint64]
+_YIELD_BYTES = 4 << 20
+_MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
+
+
+def xxh3_regions(view: memoryview, offsets: Offsets, num_bytes: int) -> Checksums:
+    """xxh3-64 of `view[offset : offset + num_bytes]` for each offset.
+
+    xxhash holds the interpreter lock below 64 KiB: the engine's thread gets it every 4 MiB.
+    """
+    digest = xxhash.xxh3_64_intdigest
+    step = max(_YIELD_BYTES // max(num_bytes, 1), 1)
+    values: list[int] = []
+    starts = offsets.tolist()
+    for first in range(0, len(starts), step):
+        if first:
+            time.sleep(1e-6)
+        values += [digest(view[start : start + num_bytes]) for start in starts[first : first + step]]
+    return np.array(values, dtype="<u8")
+
+
+def weighted_sum_regions(words: Any, layers: range, blocks: list[int]) -> Checksums:
+    """Position-weighted sum of each region's 64-bit words, wrapping at 2**64.
+
+    Args:
+        words: torch int64 tensor [num_layers, num_blocks, words of a region], any device.
+
+    Every weight is odd, so a single changed bit always changes the sum.
+    """
+    import torch
+
+    weights = torch.arange(words.shape[2], device=words.device, dtype=torch.int64) * 2 + 1
+    index = torch.tensor(blocks, device=words.device, dtype=torch.int64)
+    sums = [((words[layer].index_select(0, index) ^ _MIX) * weights).sum(-1) for layer in layers]
+    return torch.stack(sums).ravel().cpu().numpy().view(np.uint64)
+
+
+def _device_words(memory: KvMemory) -> Any:
+    """The CUDA pool as int64 words [num_layers, num_blocks, words]. `owner` must be the pool's tensor."""
+    import torch
+
+    if not isinstance(memory.owner, torch.Tensor):
+        raise TypeError("a CUDA pool's owner must be its tensor")
+    layout = memory.layout
+    flat = memory.owner.reshape(-1).view(torch.int64)
+    return flat.view(layout.num_layers, layout.num_blocks, layout.region_bytes // 8)
+
+
+def kind_of(memory: KvMemory, checks: str) -> str:
+    """Which checksums this pool makes under `settings.checks`: "xxh3", "sum64" or "off"."""
+    if checks == "off":
+        return "off"
+    return "sum64" if memory.view is None else "xxh3"
+
+
+def checksums_of(memory: KvMemory, layers: range, blocks: list[int]) -> Checksums:
+    """One checksum per (layer, block), layer-major."""
+    layout = memory.layout
+    if memory.view is None:
+        return weighted_sum_regions(_device_words(memory), layers, blocks)
+    return xxh3_regions(memory.view, region_offsets(layout, blocks, layers), layout.region_bytes)
+
+
+def pack(checksums: Checksums) -> bytes:
+    """As little-endian u64, for a message."""
+    return checksums.astype("<u8", copy=False).tobytes()
+
+
+def unpack(data: bytes) -> Checksums:
+    """Raises ValueError when `data` is no whole number of u64."""
+    return np.frombuffer(data, dtype="<u8")

@@ -1,0 +1,156 @@
+"""Messages between source (prefill) and target (decode): typed msgpack over kvrelay.plane.
+
+The source connects. `nonce` (of the ticket) names the transfer in every message. Nothing here
+comes from a client. Durations only, never timestamps.
+
+    source                          target
+    Hello                      ->                 compares fingerprints, picks and connects a transport
+                               <-   HelloReply | Rejected
+    Open, Announce...          ->                 reads regions as they are announced
+    Renew (every lease/3)      ->                 renews the leases
+    Commit                     ->                 waits for its reads, verifies
+                               <-   ReadDone
+    Confirmed                  ->                 only if the source still holds those very blocks
+                               <-   Committed
+    Cancel                     ->   (any time)
+                               <-   Refusal       (any time)
+"""
+
+from typing import Union
+
+import msgspec
+
+from kvrelay.types import Fingerprint
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages."""
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """One transport over which the source's pool can be read."""
+
+    name: str
+    descriptor: bytes
+
+
+class Hello(_Message, frozen=True, tag="hello"):
+    """First message of the source."""
+
+    protocol: int
+    worker_id: str
+    epoch: str
+    fingerprint: Fingerprint
+    host_id: str  # equal on one host
+    device: str
+    num_blocks: int  # of the source's pool
+    checksums: str  # "xxh3" | "sum64" | "off": see checksums.py
+    offers: list[Offer]
+
+
+class Open(_Message, frozen=True, tag="open"):
+    """Begin the transfer that this ticket admits."""
+
+    nonce: bytes
+    request_id: str
+    ticket: bytes
+
+
+class Announce(_Message, frozen=True, tag="announce"):
+    """These blocks are final in these layers. `checksums`: u64 little-endian, layer-major, or empty."""
+
+    nonce: bytes
+    first_index: int
+    block_ids: list[int]
+    first_layer: int
+    num_layers: int
+    checksums: bytes = b""
+
+
+class Commit(_Message, frozen=True, tag="commit"):
+    """Everything has been announced; `payload` is for the decode worker."""
+
+    nonce: bytes
+    payload: bytes
+
+
+class Renew(_Message, frozen=True, tag="renew"):
+    """The source still works on these."""
+
+    nonces: list[bytes]
+
+
+class Confirmed(_Message, frozen=True, tag="confirmed"):
+    """The source held the announced blocks, unchanged, until after the last read."""
+
+    nonce: bytes
+
+
+class Cancel(_Message, frozen=True, tag="cancel"):
+    """The source gave up; its blocks may be re-used from now on."""
+
+    nonce: bytes
+    reason: str
+
+
+class HelloReply(_Message, frozen=True, tag="hello-reply"):
+    """Accepted; the target reads over `transport`."""
+
+    worker_id: str
+    epoch: str
+    transport: str
+    why: str
+
+
+class Rejected(_Message, frozen=True, tag="rejected"):
+    """Not accepted; the connection ends."""
+
+    reason: str
+    detail: str
+
+
+class Refusal(_Message, frozen=True, tag="refusal"):
+    """The transfer ended at the target, which will not commit it. `kind` names the error class."""
+
+    nonce: bytes
+    kind: str
+    why: str
+
+
+class ReadDone(_Message, frozen=True, tag="read-done"):
+    """Every region has been read and verified."""
+
+    nonce: bytes
+
+
+class Committed(_Message, frozen=True, tag="committed"):
+    """The target's sequence owns the blocks."""
+
+    nonce: bytes
+    num_bytes: int
+    seconds: float
+
+
+ToTarget = Union[Hello, Open, Announce, Commit, Renew, Confirmed, Cancel]
+ToSource = Union[HelloReply, Rejected, Refusal, ReadDone, Committed]
+
+_encoder = msgspec.msgpack.Encoder()
+_to_target = msgspec.msgpack.Decoder(ToTarget)
+_to_source = msgspec.msgpack.Decoder(ToSource)
+
+
+def encode(message: ToTarget | ToSource) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_to_target(frame: bytes) -> ToTarget:
+    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
+    message: ToTarget = _to_target.decode(frame)
+    return message
+
+
+def decode_to_source(frame: bytes) -> ToSource:
+    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
+    message: ToSource = _to_source.decode(frame)
+    return message

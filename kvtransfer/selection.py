@@ -1,0 +1,68 @@
+"""Which transport carries a pair's blocks. The decision is pure; the table of transports is here too."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.transports.loopback import LOOPBACK
+from kvrelay.kvtransfer.transports.nixl import NIXL
+from kvrelay.kvtransfer.transports.shm import SHM
+from kvrelay.kvtransfer.transports.tcp import TCP
+from kvrelay.types import KvMemory
+
+TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, NIXL, TCP)})
+
+
+def is_cuda(device: str) -> bool:
+    """Whether a pool on this device is in a GPU's memory."""
+    return device.startswith("cuda")
+
+
+def offered(setting: str, memory: KvMemory, transports: Mapping[str, Transport]) -> list[str]:
+    """Transports that this pool can use under `setting`, best first.
+
+    "auto" leaves NIXL out for host memory: creating an agent takes half a second, and the
+    other paths are faster there. Raises BackendUnavailable when a forced one cannot be used.
+    """
+    if setting != "auto":
+        if setting not in transports:
+            raise BackendUnavailable(setting, "there is no such transport")
+        if why := transports[setting].why_not(memory):
+            raise BackendUnavailable(setting, why)
+        return [setting]
+    wanted = [name for name in transports if (name == "nixl") == is_cuda(memory.device)]
+    names = [name for name in wanted if transports[name].why_not(memory) is None]
+    if not names:
+        reasons = "; ".join(f"{name}: {transports[name].why_not(memory)}" for name in wanted)
+        raise BackendUnavailable("KV transport", reasons)
+    return names
+
+
+def rank(
+    source_offers: Sequence[str],
+    target_offers: Sequence[str],
+    *,
+    is_same_host: bool,
+    source_device: str,
+    target_device: str,
+) -> list[tuple[str, str]]:
+    """(transport, why) to try in this order; empty when the two have none in common."""
+    both = [name for name in target_offers if name in source_offers]
+    forced = len(target_offers) == 1 or len(source_offers) == 1
+    ranked: list[tuple[str, str]] = []
+    for name in both:
+        if forced:
+            why = "the only one that both sides offer"
+        elif name == "loopback":
+            why = "same process"
+        elif name == "shm":
+            why = "same host, pool in shared memory"
+        elif name == "nixl":
+            why = "a pool is on a GPU" if is_cuda(source_device) or is_cuda(target_device) else "both sides offer it"
+        else:
+            why = "different hosts" if not is_same_host else "no faster way between these two"
+        if name in ("loopback", "shm") and not is_same_host:
+            continue
+        ranked.append((name, why))
+    return ranked

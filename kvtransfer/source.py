@@ -1,0 +1,324 @@
+"""KvSource: the prefill worker's end of the KV plane. Announces; never writes anyone's memory.
+
+Blocks stay this worker's until commit() ended or cancel() was called; the target's last step
+asks whether they still were, so a block that was let go of early is never decoded from.
+"""
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvrelay.config import TransferSettings
+from kvrelay.errors import (
+    BackendUnavailable,
+    ChecksumMismatch,
+    LeaseExpired,
+    PeerLost,
+    TransferError,
+    TransferRefused,
+    TransferTimeout,
+)
+from kvrelay.kvtransfer.checksums import checksums_of, kind_of, pack
+from kvrelay.kvtransfer.messages import (
+    Announce,
+    Cancel,
+    Commit,
+    Committed,
+    Confirmed,
+    Hello,
+    Offer,
+    Open,
+    ReadDone,
+    Refusal,
+    ToSource,
+)
+from kvrelay.kvtransfer.selection import TRANSPORTS, offered
+from kvrelay.kvtransfer.source_link import TargetLink
+from kvrelay.kvtransfer.tickets import TRANSFER_PROTOCOL, Reason, Ticket, open_ticket, reason_of, refusal
+from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id
+from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+from kvrelay.kvtransfer.types import TransferResult, TransferStats
+from kvrelay.types import Fingerprint, KvMemory
+
+logger = logging.getLogger(__name__)
+
+_KINDS: dict[str, type[TransferError]] = {
+    kind.__name__: kind for kind in (TransferRefused, TransferTimeout, LeaseExpired, ChecksumMismatch, PeerLost)
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Announcement:
+    first_index: int
+    block_ids: list[int]
+    layers: range
+
+
+class SourceTransfer:
+    """One transfer of this source. Made by KvSource.open; used on its loop only."""
+
+    def __init__(self, source: "KvSource", ticket: Ticket, data: bytes, link: TargetLink) -> None:
+        self.ticket = ticket
+        self._source, self._data, self._link = source, data, link
+        self._outbox: asyncio.Queue[_Announcement | bytes] = asyncio.Queue()  # bounded by the ticket's regions
+        self._generations: dict[int, int] = {}  # of every announced block, when it was announced
+        self._outcome: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
+        self._commit_at = 0.0
+        self._task = asyncio.create_task(self._run(), name=f"kv transfer of {ticket.request_id}")
+
+    @property
+    def request_id(self) -> str:
+        return self.ticket.request_id
+
+    @property
+    def error(self) -> TransferError | None:
+        """What ended the transfer, if something did: prefilling on is then of no use to the target."""
+        failed = self._outcome.exception() if self._outcome.done() else None
+        return failed if isinstance(failed, TransferError) else None
+
+    def announce(self, first_index: int, block_ids: Sequence[int], layers: range) -> None:
+        """Blocks first_index... of the sequence are final in `layers`; those that the target has are skipped.
+
+        Never raises for a transfer that has ended; commit() tells. Raises ValueError on block ids
+        outside this pool, or beyond the ticket.
+        """
+        if self._outcome.done():
+            return
+        skip = max(self.ticket.first_block - first_index, 0)
+        blocks = list(block_ids[skip:])
+        if first_index + len(block_ids) > self.ticket.num_blocks:
+            raise ValueError(f"{self.request_id}: announced beyond the {self.ticket.num_blocks} blocks of the ticket")
+        if not blocks or not len(layers):
+            return
+        if min(blocks) < 0 or max(blocks) >= self._source.memory.layout.num_blocks:
+            raise ValueError(f"{self.request_id}: announced a block that is not in the pool")
+        for block in blocks:
+            self._generations.setdefault(block, self._source.generation_of(block))
+        self._outbox.put_nowait(_Announcement(first_index + skip, blocks, layers))
+
+    async def commit(self, payload: bytes) -> TransferResult:
+        """Everything is announced; `payload` goes to the decode worker. Ends when that has the blocks.
+
+        Raises: TransferRefused, TransferTimeout (after deadline_s from here), PeerLost,
+        ChecksumMismatch, LeaseExpired. In every case the blocks may be re-used afterwards.
+        """
+        self._commit_at = time.monotonic()
+        self._outbox.put_nowait(payload)
+        try:
+            deadline_s = self._source.settings.deadline_s
+            done, _ = await asyncio.wait({self._outcome}, timeout=deadline_s)
+        except asyncio.CancelledError:
+            self.cancel("the commit was cancelled")
+            raise
+        if not done:
+            late = TransferTimeout(self.request_id, f"the target did not finish within {deadline_s:g} s")
+            self._end(late, is_told=True)
+        return self._outcome.result()
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Give up: tell the target, wait for nothing. Idempotent; no effect once ended."""
+        self._end(refusal(self.request_id, Reason.CANCELLED, reason), is_told=True)
+
+    # ---- called by the link
+
+    def on_message(self, message: ToSource) -> None:
+        match message:
+            case ReadDone():
+                self._confirm()
+            case Refusal(kind=kind, why=why):
+                self._end(_KINDS.get(kind, TransferRefused)(self.request_id, why))
+            case Committed(num_bytes=num_bytes, seconds=seconds):
+                exposed_s = time.monotonic() - self._commit_at
+                blocks = len(self.ticket.target_blocks)
+                self._end(TransferResult(self._link.transport, blocks, num_bytes, seconds, exposed_s))
+
+    def on_lost(self, error: TransferError) -> None:
+        self._end(error)
+
+    def _confirm(self) -> None:
+        """The target has read everything: say so only if every announced block was ours throughout."""
+        for block, generation in self._generations.items():
+            if self._source.generation_of(block) != generation:
+                why = f"block {block} of the source was re-used"
+                self._end(refusal(self.request_id, Reason.STALE_GENERATION, why), is_told=True)
+                return
+        self._link.tell(Confirmed(nonce=self.ticket.nonce))
+
+    # ---- inside
+
+    async def _run(self) -> None:
+        """Connect, open, then send announcements in order as their checksums become ready."""
+        try:
+            await self._link.ready(self.request_id)
+            nonce = self.ticket.nonce
+            await self._link.send(self.request_id, Open(nonce=nonce, request_id=self.request_id, ticket=self._data))
+            while True:
+                item = await self._outbox.get()
+                if isinstance(item, bytes):
+                    await self._link.send(self.request_id, Commit(nonce=nonce, payload=item))
+                    return
+                await self._send(item)
+        except TransferError as error:
+            self._end(error)
+        except Exception as error:  # a process edge: the request fails, the worker lives
+            logger.exception("transfer of %s failed", self.request_id)
+            self._end(refusal(self.request_id, Reason.CANCELLED, f"the source failed: {error}"), is_told=True)
+
+    async def _send(self, item: _Announcement) -> None:
+        message = Announce(
+            nonce=self.ticket.nonce, first_index=item.first_index, block_ids=item.block_ids,
+            first_layer=item.layers.start, num_layers=len(item.layers), checksums=await self._source.checksums(item),
+        )  # fmt: skip
+        await self._link.send(self.request_id, message)
+
+    def _end(self, outcome: TransferResult | TransferError, *, is_told: bool = False) -> None:
+        if self._outcome.done():
+            return
+        self._link.remove(self)
+        if is_told:
+            why = outcome.why if isinstance(outcome, TransferError) else ""
+            self._link.tell(Cancel(nonce=self.ticket.nonce, reason=why))
+        if isinstance(outcome, TransferResult):
+            self._outcome.set_result(outcome)
+        else:
+            self._outcome.set_exception(outcome)
+            self._outcome.exception()  # seen: whoever cancels need not ask
+            self._task.cancel()
+        self._source.on_ended(self, outcome)
+
+
+class KvSource:
+    """Exports one pool and opens transfers out of it. One for each prefill worker."""
+
+    def __init__(
+        self,
+        memory: KvMemory,
+        worker_id: str,
+        epoch: str,
+        fingerprint: Fingerprint,
+        secret: bytes,
+        settings: TransferSettings,
+        *,
+        host: str,
+        generation_of: Callable[[int], int],
+        transports: Mapping[str, Transport] = TRANSPORTS,
+    ) -> None:
+        self.memory, self.settings, self.generation_of = memory, settings, generation_of
+        self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
+        self._secret, self._host, self._transports = secret, host, transports
+        self._exporters: dict[str, Exporter] = {}
+        self._links: dict[tuple[str, int, str, str], TargetLink] = {}
+        self._open: set[SourceTransfer] = set()
+        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-checksums")
+        self._stats = TransferStats()
+
+    async def start(self) -> None:
+        """Make the pool readable. Raises BackendUnavailable when a forced transport cannot be used."""
+        for name in offered(self.settings.transport, self.memory, self._transports):
+            exporter = self._transports[name].make_exporter(self.memory, self._secret, self._host)
+            try:
+                await exporter.start()
+            except BackendUnavailable as error:
+                if self.settings.transport != "auto":
+                    raise
+                logger.warning("KV transport %s is left out: %s", name, error.why)
+                continue
+            self._exporters[name] = exporter
+        if not self._exporters:
+            raise BackendUnavailable("KV transport", "no transport could be started")
+
+    async def aclose(self) -> None:
+        """Cancel what is open, close connections, stop exporting."""
+        for transfer in list(self._open):
+            transfer.cancel("the source is shutting down")
+        for link in list(self._links.values()):
+            await link.aclose()
+        for exporter in self._exporters.values():
+            await exporter.aclose()
+        self._exporters.clear()
+        self._hasher.shutdown(wait=False)
+
+    @property
+    def transports(self) -> list[str]:
+        """Names of the transports on offer, best first."""
+        return list(self._exporters)
+
+    def stats(self) -> TransferStats:
+        """Counts so far, as a copy."""
+        by_reason = self._stats.refusals_by_reason.copy()
+        return dataclasses.replace(self._stats, open_transfers=len(self._open), refusals_by_reason=by_reason)
+
+    def open(self, request_id: str, ticket: bytes) -> SourceTransfer:
+        """Begin the transfer that `ticket` admits; connects in the background.
+
+        Raises TransferRefused: bad_mac, out_of_range, used, unknown (another request's), or
+        fingerprint with the field that differs.
+        """
+        try:
+            content = open_ticket(ticket, self._secret)
+            if content.request_id != request_id:
+                raise refusal(request_id, Reason.UNKNOWN, f"the ticket is for {content.request_id}")
+            if difference := self._fingerprint.first_difference(content.fingerprint):
+                raise refusal(request_id, Reason.FINGERPRINT, difference)
+            if any(transfer.ticket.nonce == content.nonce for transfer in self._open):
+                raise refusal(request_id, Reason.USED, "a transfer with this ticket is open")
+        except TransferRefused as error:
+            self._stats.refuse(str(reason_of(error)))
+            raise TransferRefused(request_id, error.why) from None
+        link = self._link_to(content)
+        transfer = SourceTransfer(self, content, ticket, link)
+        link.add(transfer)
+        self._open.add(transfer)
+        self._tell_exporters()
+        return transfer
+
+    def _link_to(self, ticket: Ticket) -> TargetLink:
+        key = (ticket.target_host, ticket.target_port, ticket.target_worker, ticket.target_epoch)
+        if key not in self._links:
+            link = TargetLink(ticket, self._hello(), self._secret, lambda link: self._forget(key, link))
+            self._links[key] = link
+            link.start()
+        return self._links[key]
+
+    def _forget(self, key: tuple[str, int, str, str], link: TargetLink) -> None:
+        if self._links.get(key) is link:
+            del self._links[key]
+
+    def _hello(self) -> Hello:
+        return Hello(
+            protocol=TRANSFER_PROTOCOL, worker_id=self._worker_id, epoch=self._epoch, fingerprint=self._fingerprint,
+            host_id=host_id(), device=self.memory.device, num_blocks=self.memory.layout.num_blocks,
+            checksums=kind_of(self.memory, self.settings.checks),
+            offers=[Offer(name, exporter.describe()) for name, exporter in self._exporters.items()],
+        )  # fmt: skip
+
+    async def checksums(self, item: _Announcement) -> bytes:
+        """Packed checksums of an announcement's regions; on a thread unless they are few."""
+        if self.settings.checks == "off":
+            return b""
+        size = len(item.block_ids) * len(item.layers) * self.memory.layout.region_bytes
+        if size <= INLINE_BYTES and self.memory.view is not None:
+            return pack(checksums_of(self.memory, item.layers, item.block_ids))
+        work = asyncio.get_running_loop().run_in_executor(
+            self._hasher, checksums_of, self.memory, item.layers, item.block_ids
+        )
+        return pack(await work)
+
+    def on_ended(self, transfer: SourceTransfer, outcome: TransferResult | TransferError) -> None:
+        """A transfer is over (called by it, once)."""
+        self._open.discard(transfer)
+        self._tell_exporters()
+        if isinstance(outcome, TransferResult):
+            self._stats.count(outcome)
+            return
+        reason = reason_of(outcome) if isinstance(outcome, TransferRefused) else type(outcome).__name__
+        if reason is not Reason.CANCELLED:
+            self._stats.refuse(str(reason))
+
+    def _tell_exporters(self) -> None:
+        for exporter in self._exporters.values():
+            exporter.set_busy(len(self._open))

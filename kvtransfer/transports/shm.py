@@ -1,0 +1,214 @@
+"""Shared memory: the target maps the source's pool (a memfd) and copies out of it.
+
+The map is read-only and outlives the source's process, so that a source killed in the middle
+of a copy cannot crash the target. The descriptor is opened through /proc; where that is refused
+(another user, another PID namespace), it comes over an abstract Unix socket instead.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import logging
+import mmap
+import os
+import secrets
+import socket
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kvtransfer.plans import CopyList
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, host_id
+from kvrelay.kvtransfer.transports.copying import Bytes, copy_all
+from kvrelay.kvtransfer.transports.threaded import ReadThread
+from kvrelay.types import KvMemory
+
+logger = logging.getLogger(__name__)
+
+_PROOF_BYTES = hashlib.sha256().digest_size
+_TIMEOUT_S = 2.0
+
+
+class _Descriptor(msgspec.Struct, frozen=True):
+    host: str  # host_id()
+    pid: int
+    fd: int
+    device: int  # st_dev and st_ino of the memfd: a re-used pid or descriptor shows
+    inode: int
+    num_bytes: int
+    nonce: bytes
+    nonce_fd: int  # a second memfd that holds the nonce
+
+
+def _proof(secret: bytes, nonce: bytes) -> bytes:
+    return hmac.digest(secret, b"kvrelay-shm-v1\0" + nonce, hashlib.sha256)
+
+
+def _socket_name(nonce: bytes) -> str:
+    return f"\0kvrelay-{nonce.hex()}"
+
+
+class ShmExporter:
+    """Tells readers where the memfd is, and hands it to those that prove the cluster's secret."""
+
+    def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
+        assert memory.memfd is not None
+        self._memory, self._memfd, self._secret = memory, memory.memfd, secret
+        self._nonce = secrets.token_bytes(16)
+        self._nonce_fd: int | None = None
+        self._listener: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        try:
+            self._nonce_fd = os.memfd_create("kvrelay-nonce", os.MFD_CLOEXEC)
+            os.write(self._nonce_fd, self._nonce)
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._listener.setblocking(False)
+            self._listener.bind(_socket_name(self._nonce))
+            self._listener.listen(16)
+        except OSError as error:
+            await self.aclose()
+            raise BackendUnavailable("shm", str(error)) from error
+        self._task = asyncio.create_task(self._serve(self._listener), name="kv-shm-descriptors")
+
+    def describe(self) -> bytes:
+        assert self._nonce_fd is not None
+        stat = os.fstat(self._memfd)
+        return msgspec.msgpack.encode(
+            _Descriptor(
+                host=host_id(), pid=os.getpid(), fd=self._memfd, device=stat.st_dev, inode=stat.st_ino,
+                num_bytes=self._memory.layout.num_bytes, nonce=self._nonce, nonce_fd=self._nonce_fd,
+            )
+        )  # fmt: skip
+
+    async def _serve(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            peer, _ = await loop.sock_accept(listener)
+            with peer, contextlib.suppress(OSError, TimeoutError):
+                await self._hand_over(peer)
+
+    async def _hand_over(self, peer: socket.socket) -> None:
+        async with asyncio.timeout(_TIMEOUT_S):
+            proof = await asyncio.get_running_loop().sock_recv(peer, _PROOF_BYTES)
+        if hmac.compare_digest(proof, _proof(self._secret, self._nonce)):
+            socket.send_fds(peer, [b"k"], [self._memfd])
+        else:
+            logger.warning("a process without the cluster's secret asked for the KV pool")
+
+    def set_busy(self, num_open: int) -> None:
+        """Needs no progress."""
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+        if self._nonce_fd is not None:
+            os.close(self._nonce_fd)
+            self._nonce_fd = None
+
+
+def _is_pool(fd: int, wanted: _Descriptor) -> bool:
+    stat = os.fstat(fd)
+    return (stat.st_dev, stat.st_ino) == (wanted.device, wanted.inode) and stat.st_size >= wanted.num_bytes
+
+
+def _open_through_proc(wanted: _Descriptor) -> int:
+    """The pool's descriptor from the source's table. Raises OSError when refused or not the same process."""
+    folder = Path(f"/proc/{wanted.pid}/fd")
+    if (folder / str(wanted.nonce_fd)).read_bytes() != wanted.nonce:
+        raise OSError(f"process {wanted.pid} is not the source")
+    fd = os.open(folder / str(wanted.fd), os.O_RDONLY | os.O_CLOEXEC)
+    if _is_pool(fd, wanted):
+        return fd
+    os.close(fd)
+    raise OSError(f"descriptor {wanted.fd} of process {wanted.pid} is not the pool")
+
+
+def _ask_for_it(wanted: _Descriptor, secret: bytes) -> int:
+    """The pool's descriptor over the source's Unix socket. Blocking. Raises OSError."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
+        peer.settimeout(_TIMEOUT_S)
+        peer.connect(_socket_name(wanted.nonce))
+        peer.sendall(_proof(secret, wanted.nonce))
+        _, fds, _, _ = socket.recv_fds(peer, 1, 1)
+    if not fds:
+        raise OSError("the source refused to hand over its pool")
+    if _is_pool(fds[0], wanted):
+        return fds[0]
+    os.close(fds[0])
+    raise OSError("the source handed over something else")
+
+
+class ShmReader:
+    """Maps the source's pool once and copies on a thread of its own."""
+
+    max_in_flight = 1
+
+    def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
+        assert memory.view is not None
+        self._target: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
+        self._secret = secret
+        self._source: Bytes | None = None
+        self._thread = ReadThread("kv-shm")
+
+    async def connect(self, descriptor: bytes) -> None:
+        try:
+            wanted = msgspec.msgpack.decode(descriptor, type=_Descriptor)
+            if not wanted.host or wanted.host != host_id():
+                raise TransportError("the source is on another host")
+            fd = await asyncio.to_thread(self._open, wanted)
+        except (msgspec.DecodeError, OSError) as error:
+            raise TransportError(f"cannot map the source's pool: {error}") from error
+        try:
+            mapping = mmap.mmap(fd, wanted.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransportError(f"cannot map the source's pool: {error}") from error
+        finally:
+            os.close(fd)
+        self._source = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping alive
+
+    def _open(self, wanted: _Descriptor) -> int:
+        try:
+            return _open_through_proc(wanted)
+        except OSError as error:
+            logger.debug("/proc refused the pool (%s); asking the source", error)
+            return _ask_for_it(wanted, self._secret)
+
+    def read(self, copies: CopyList) -> "asyncio.Future[None]":
+        return self._thread.submit(self._copy, copies)
+
+    def _copy(self, copies: CopyList) -> None:
+        assert self._source is not None
+        check_bounds(copies, len(self._source), len(self._target))
+        copy_all(self._source, self._target, copies)
+
+    def abandon(self, read: "asyncio.Future[None]") -> None:
+        """A copy ends by itself within milliseconds."""
+
+    @property
+    def in_flight(self) -> int:
+        return self._thread.in_flight
+
+    async def aclose(self) -> None:
+        await self._thread.aclose()
+        self._source = None
+
+
+def _why_not(memory: KvMemory) -> str | None:
+    if memory.view is None or memory.memfd is None:
+        return "the pool is not a shared mapping in host memory"
+    if not hasattr(os, "memfd_create"):
+        return "this system has no memfd"
+    return None
+
+
+SHM = Transport("shm", ShmExporter, ShmReader, _why_not)

@@ -1,0 +1,57 @@
+"""A Reader whose reads run one after the other on a thread of its own, or at once when tiny."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvrelay.kvtransfer.plans import CopyList
+from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+
+
+class ReadThread:
+    """Runs blocking reads off the loop; knows how many are under way. The thread starts with the first."""
+
+    def __init__(self, name: str, *, inline_bytes: int = INLINE_BYTES) -> None:
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._inline_bytes = inline_bytes
+        self.in_flight = 0
+
+    def submit(self, work: Callable[[CopyList], None], copies: CopyList) -> "asyncio.Future[None]":
+        """`work(copies)` as a future that ends when the work has. OSError becomes TransportError."""
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[None] = loop.create_future()
+        self.in_flight += 1
+        if copies.total_bytes <= self._inline_bytes:
+            self._finish(done, self._run(work, copies))
+            return done
+
+        def run() -> None:
+            error = self._run(work, copies)
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(self._finish, done, error)
+
+        self._executor.submit(run)
+        return done
+
+    def _run(self, work: Callable[[CopyList], None], copies: CopyList) -> Exception | None:
+        try:
+            work(copies)
+        except TransportError as error:
+            return error
+        except (OSError, ValueError) as error:
+            return TransportError(str(error) or type(error).__name__)
+        return None
+
+    def _finish(self, done: "asyncio.Future[None]", error: Exception | None) -> None:
+        self.in_flight -= 1
+        if done.cancelled():
+            return
+        if error is None:
+            done.set_result(None)
+        else:
+            done.set_exception(error)
+
+    async def aclose(self) -> None:
+        """Wait for the thread to end; its work is bounded by memory speed or by a closed socket."""
+        await asyncio.to_thread(self._executor.shutdown, True)

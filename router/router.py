@@ -1,0 +1,158 @@
+"""The router: one synchronous call picks workers and counts the request as theirs at once.
+
+Owns the prefix index and the accounts of every worker; the choice itself is policy.choose. Pure: the
+caller passes the time. Never imports torch, Ray, sockets, a clock or a random source. Not for use from
+several threads. How many requests may be in flight at all (settings.max_inflight) is the caller's.
+"""
+
+from kvrelay.config import RouterSettings
+from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
+from kvrelay.router.cost import CostModel
+from kvrelay.router.policy import Context, Option, choose
+from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.router.types import Decision, IndexState, Refusal, RouteRequest, WorkerView
+from kvrelay.types import Role
+from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, WorkerInfo
+
+HASHES_PER_BLOCK = 16
+"""A worker may announce so many hashes per block of its pool (lower tiers included) before it is DEGRADED."""
+_SMOOTHING = 0.2
+
+
+class Router:
+    """Chooses workers and keeps count of what was sent to them.
+
+    Every `Decision` must be followed, however the request ends, by one `on_end`.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        block_size: int,
+        max_waiting: int = 256,
+        model: CostModel | None = None,
+    ) -> None:
+        """`max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit)."""
+        self._settings, self._block_size, self._max_waiting = settings, block_size, max_waiting
+        self._model = model or CostModel()
+        self._accounts: dict[str, WorkerAccount] = {}
+        self._index = PrefixIndex()
+        self._ledger = Ledger()
+        self._prefill_rate = self._model.default_prefill_tokens_per_s
+        self._prediction_error_s = 0.0
+
+    @property
+    def prediction_error_s(self) -> float:
+        """Moving average of observed minus predicted time to first token, seconds."""
+        return self._prediction_error_s
+
+    # ---- what workers say
+
+    def worker_up(self, info: WorkerInfo) -> None:
+        """A worker connected: new, restarted (new epoch: starts empty), or reconnected (its index is STALE)."""
+        known = self._accounts.get(info.worker_id)
+        if known is not None and known.info.epoch == info.epoch:
+            known.info = info
+            self._index.mark_stale(info.worker_id)
+            return
+        self._accounts[info.worker_id] = WorkerAccount(info)
+        self._index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks)
+
+    def worker_down(self, worker_id: str) -> None:
+        """Forget a worker; its requests stay counted nowhere, and their `on_end` changes nothing else."""
+        self._accounts.pop(worker_id, None)
+        self._index.remove_worker(worker_id)
+
+    def apply_load(self, worker_id: str, report: LoadReport, now_s: float) -> None:
+        """A worker's load; what comes after its death is ignored."""
+        account = self._accounts.get(worker_id)
+        if account is None:
+            return
+        account.apply_report(report, now_s)
+        measured = account.load().prefill_tokens_per_s
+        if measured:
+            self._prefill_rate += _SMOOTHING * (measured - self._prefill_rate)
+
+    def apply_events(self, worker_id: str, events: KvEvents) -> bool:
+        """Blocks stored and removed. False: something is missing, ask the worker for a snapshot."""
+        return self._index.apply_events(worker_id, events.seq, events.stored, events.removed)
+
+    def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> None:
+        """Everything that a worker has cached: heals its index."""
+        self._index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes)
+
+    # ---- what requests do
+
+    def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
+        """Choose, and count the request from now on. An earlier attempt of the same id ends first."""
+        self._ledger.end(request.request_id)
+        options = self._options(request)
+        prefills = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.PREFILL]
+        decodes = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.DECODE]
+        ctx = Context(
+            request, self._settings, self._model, self._block_size, self._max_waiting, self._prefill_rate, pressure=0
+        )
+        choice = choose(ctx, prefills, decodes)
+        if isinstance(choice, Decision):
+            self._reserve(request, choice, now_s)
+        return choice
+
+    def on_first_token(self, request_id: str, now_s: float) -> None:
+        """The prompt is computed: its tokens no longer queue anywhere. Idempotent."""
+        error_s = self._ledger.first_token(request_id, now_s)
+        if error_s is not None:
+            self._prediction_error_s += _SMOOTHING * (error_s - self._prediction_error_s)
+
+    def on_end(self, request_id: str) -> None:
+        """The request ended, however it did: nothing is counted for it any more. Idempotent."""
+        self._ledger.end(request_id)
+
+    def workers(self) -> list[WorkerView]:
+        """Every live worker, by id."""
+        return [self._view(worker_id) for worker_id in sorted(self._accounts)]
+
+    def _options(self, request: RouteRequest) -> list[Option]:
+        """All live workers with what they hold, and will hold, of the prompt."""
+        matched = self._index.match(request.block_hashes)
+        coming = dict(matched)
+        for account, blocks in self._ledger.pending_matches(request.block_hashes):
+            worker_id = account.info.worker_id
+            if self._accounts.get(worker_id) is account and self._index.state(worker_id) is not IndexState.STALE:
+                coming[worker_id] = max(blocks, coming.get(worker_id, 0))
+        size = self._block_size
+        return [
+            Option(account.load(), matched.get(worker_id, 0) * size, coming.get(worker_id, 0) * size)
+            for worker_id, account in self._accounts.items()
+        ]
+
+    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
+        compute = self._accounts[decision.prefill or decision.decode or ""]
+        decode = self._accounts[decision.decode] if decision.decode is not None else None
+        held = decision.cached_tokens_decode // self._block_size
+        self._ledger.assign(
+            Assignment(
+                request_id=request.request_id,
+                block_hashes=request.block_hashes,
+                compute=compute,
+                compute_tokens=request.num_tokens - decision.cached_tokens_prefill,
+                decode=decode,
+                decode_blocks=-(-(request.num_tokens + 1) // self._block_size) - held if decode else 0,
+                assigned_at_s=now_s,
+                predicted_ttft_s=decision.predicted_ttft_s,
+            )
+        )
+
+    def _view(self, worker_id: str) -> WorkerView:
+        account = self._accounts[worker_id]
+        return WorkerView(
+            worker_id=worker_id,
+            role=account.info.role,
+            epoch=account.info.epoch,
+            index_state=self._index.state(worker_id),
+            indexed_blocks=self._index.num_blocks(worker_id),
+            assigned_requests=account.own_sequences,
+            assigned_tokens=account.own_tokens,
+            reported_at_s=account.reported_at_s,
+            load=account.load(),
+        )

@@ -1,0 +1,137 @@
+"""What goes into a routing decision and what comes out: frozen records, no behaviour beyond arithmetic.
+
+Never imports torch, Ray, sockets, a clock or a random source.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import Literal
+
+Path = Literal["disaggregated", "local", "prefill_only"]
+RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long"]
+
+TERM_NAMES = (
+    "prefill_compute",  # the uncached prompt tokens, at the computing worker's speed
+    "prefill_queue",  # the prompt tokens ahead of them there
+    "prefill_pressure",  # delay caused to those who queue behind, when every prefill worker has a queue
+    "handoff",  # reserve round trip and hand-over to another worker
+    "transfer",  # the part of the KV transfer that prefill does not hide
+    "decode_load",  # sequences already on the decode worker
+    "decode_memory",  # share of its free blocks that the request takes
+    "decode_wait",  # predicted wait for blocks that are not free yet
+    "stall",  # delay that a prefill on the decode worker causes to its running sequences
+)
+"""Every term of a score, in seconds. Which of them are seconds of the request's own TTFT: see TTFT_TERMS."""
+
+TTFT_TERMS = ("prefill_compute", "prefill_queue", "handoff", "decode_wait")
+
+
+class IndexState(enum.StrEnum):
+    """How far the index of one worker's cached blocks can be trusted."""
+
+    EXACT = "exact"  # snapshot and every event since
+    DEGRADED = "degraded"  # may lack blocks; what it claims is still announced by the worker
+    STALE = "stale"  # an event is missing, or no snapshot yet: never gives a hit
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """What the router may know of a sequence: no token ids, no text.
+
+    `block_hashes` are the chained hashes of the full blocks of its `num_tokens` tokens.
+    `max_tokens` bounds the output that may follow. `excluded` are workers not to be tried (again).
+    `force` overrides where the prompt is computed: "local" on the decode worker, "remote" on a prefill worker.
+    """
+
+    request_id: str
+    block_hashes: tuple[bytes, ...]
+    num_tokens: int
+    max_tokens: int
+    needs_decode: bool = True
+    excluded: frozenset[str] = frozenset()
+    force: Literal["local", "remote"] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateScore:
+    """One way that was considered. `parts` are the values of TERM_NAMES, in that order; they add up to `score`."""
+
+    prefill: str | None
+    decode: str | None
+    path: Path
+    score: float
+    parts: tuple[float, ...]
+
+    @property
+    def terms(self) -> dict[str, float]:
+        return dict(zip(TERM_NAMES, self.parts, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where the request goes, and why. Its load is counted from now until `Router.on_end`.
+
+    `prefill` is None for the local path, `decode` is None for prefill_only. `candidates` holds the
+    best pairs (and local or prefill-only choices) that were scored in full, best first.
+    """
+
+    request_id: str
+    prefill: str | None
+    decode: str | None
+    path: Path
+    predicted_ttft_s: float
+    cached_tokens_prefill: int  # of the prompt, expected in the computing worker's cache
+    cached_tokens_decode: int  # of the prompt, held by the decode worker: not transferred
+    terms: dict[str, float]
+    candidates: tuple[CandidateScore, ...]
+
+    @property
+    def score(self) -> float:
+        return sum(self.terms.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """No worker can take the request. Nothing is counted for it."""
+
+    reason: RefusalReason
+    message: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    """One worker's load as the cost sees it: last report and our own assignments together.
+
+    Rates are 0 while unmeasured. `turn` grows with each assignment: the tie-breaker.
+    """
+
+    worker_id: str
+    node_id: str
+    max_model_len: int
+    num_blocks: int
+    kv_bytes_per_token: int
+    prefill_tokens_per_s: float
+    decode_step_s: float
+    kv_bytes_per_s: float
+    queued_tokens: int  # prompt tokens not yet computed
+    queued_requests: int  # prompts not yet computed
+    sequences: int  # running, waiting or receiving
+    waiting: int  # of those, in line
+    free_blocks: int
+    turn: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerView:
+    """One worker as `kvrelay status` shows it."""
+
+    worker_id: str
+    role: str
+    epoch: str
+    index_state: IndexState
+    indexed_blocks: int
+    assigned_requests: int  # by this router, not ended
+    assigned_tokens: int  # by this router, not yet computed
+    reported_at_s: float | None  # on the caller's clock; None before the first report
+    load: WorkerLoad

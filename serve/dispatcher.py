@@ -1,0 +1,242 @@
+"""The ingress's side of the request plane: links to the workers, and the sequences that run there.
+
+Owns which worker is connected, which attempt a message belongs to, and the admission limit. One
+sequence's life is sequence_life.py; the choice of workers is the router's. Imports no HTTP.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Literal
+
+from kvrelay import wire
+from kvrelay.config import Settings
+from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
+from kvrelay.router.router import Router
+from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.serve.attempt import Attempt, WorkerGone
+from kvrelay.serve.explain import Explain
+from kvrelay.serve.sequence_life import SequenceLife
+from kvrelay.serve.stats import ServeStats
+from kvrelay.serve.worker_link import Member, WorkerLink
+from kvrelay.wire import SequenceRequest, TokenOutput
+
+__all__ = ["Dispatcher", "Member"]
+
+logger = logging.getLogger(__name__)
+
+Force = Literal["local", "remote"] | None
+RETRY_AFTER_FULL_S = 1.0
+
+
+class Dispatcher:
+    """Runs sequences on whichever workers are members. Lives on one event loop."""
+
+    def __init__(
+        self, router: Router, secret: bytes, settings: Settings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.router, self.settings, self.clock = router, settings, clock
+        self.stats = ServeStats()
+        self._secret = secret
+        self._links: dict[str, WorkerLink] = {}
+        self._retired: set[WorkerLink] = set()
+        self._attempts: dict[str, Attempt] = {}
+        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._query_ids = itertools.count(1)
+        self._changed = asyncio.Event()
+        self._is_open = False
+
+    # ---- life and membership
+
+    async def start(self) -> None:
+        """From now on members are connected to."""
+        self._is_open = True
+        for link in self._links.values():
+            link.start()
+
+    async def aclose(self) -> None:
+        """Drop every connection; sequences that still run fail with WorkerLost."""
+        self._is_open = False
+        links = [*self._links.values(), *self._retired]
+        self._links, self._retired = {}, set()
+        await asyncio.gather(*(link.aclose() for link in links))
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Connect to the new ones; the vanished get no new work and are dropped when they hold none."""
+        listed = {member.worker_id: member for member in members}
+        for worker_id, link in list(self._links.items()):
+            if listed.get(worker_id) != link.member:
+                self._retire(self._links.pop(worker_id))
+        for worker_id, member in listed.items():
+            if worker_id not in self._links:
+                link = self._links[worker_id] = WorkerLink(member, self._secret, self)
+                if self._is_open:
+                    link.start()
+
+    def _retire(self, link: WorkerLink) -> None:
+        if self._is_open:
+            self._retired = {known for known in self._retired if known.is_up}
+            self._retired.add(link)
+            link.retire()
+        self.router.worker_down(link.worker_id)
+        self._notify()
+
+    def live_workers(self) -> list[tuple[wire.WorkerInfo, wire.LoadReport]]:
+        """Every connected member and its last load report."""
+        empty = wire.LoadReport(seq=0)
+        return [(link.info, link.load or empty) for link in self._links.values() if link.info is not None]
+
+    def max_model_len(self) -> int | None:
+        """The longest sequence that every connected worker can hold, tokens; None without workers."""
+        return min((info.max_model_len for info, _ in self.live_workers()), default=None)
+
+    def is_ready(self) -> bool:
+        """Whether a decode worker is connected (one can serve alone)."""
+        return any(info.role == "decode" for info, _ in self.live_workers())
+
+    async def wait_for(self, condition: Callable[["Dispatcher"], bool]) -> None:
+        """Wait until `condition` holds; looked at whenever a worker comes or goes."""
+        while not condition(self):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+
+    # ---- LinkOwner
+
+    def link_up(self, link: WorkerLink, info: wire.WorkerInfo) -> str | None:
+        """Take a worker, unless it cannot work with us or with those who are here."""
+        block_size = self.settings.engine.block_size
+        if info.block_size != block_size:
+            return f"its blocks have {info.block_size} tokens, ours {block_size}"
+        for other, _ in self.live_workers():
+            if other.fingerprint != info.fingerprint:
+                return f"it serves {info.fingerprint}, but worker {other.worker_id} serves {other.fingerprint}"
+        if self._links.get(link.worker_id) is link:
+            self.router.worker_up(info)
+        logger.info("worker %s (%s) is up", info.worker_id, info.role)
+        asyncio.get_running_loop().call_soon(self._notify)
+        return None
+
+    def link_down(self, link: WorkerLink, why: str) -> None:
+        """Everything that the worker held is lost."""
+        logger.info("worker %s is gone: %s", link.worker_id, why)
+        self._retired.discard(link)
+        if self._links.get(link.worker_id, link) is link:
+            self.router.worker_down(link.worker_id)
+        for attempt in list(self._attempts.values()):
+            if link.worker_id in attempt.holders:
+                attempt.inbox.put((link.worker_id, WorkerGone(why)))
+        self._notify()
+
+    def holds(self, worker_id: str) -> bool:
+        return any(worker_id in attempt.holders for attempt in self._attempts.values())
+
+    def deliver(self, link: WorkerLink, message: wire.FromWorker) -> None:
+        """Hand a worker's message to whom it concerns; what nobody waits for any more is dropped."""
+        worker_id = link.worker_id
+        if isinstance(message, wire.Tokens):
+            attempts = self._attempts
+            for output in message.outputs:
+                attempt = attempts.get(output.request_id)
+                if attempt is not None:
+                    attempt.inbox.put((worker_id, output))
+        elif isinstance(message, wire.Reserved | wire.Refused | wire.Failed | wire.Transferred):
+            attempt = self._attempts.get(message.request_id)
+            if attempt is not None:
+                attempt.inbox.put((worker_id, message))
+        elif isinstance(message, wire.Status):
+            query = self._queries.pop(message.query_id, None)
+            if query is not None and not query.done():
+                query.set_result(message.json)
+        elif self._links.get(worker_id) is link:
+            self._deliver_event(link, message)
+
+    def _deliver_event(self, link: WorkerLink, message: wire.FromWorker) -> None:
+        if isinstance(message, wire.LoadReport):
+            link.load = message
+            self.router.apply_load(link.worker_id, message, self.clock())
+        elif isinstance(message, wire.KvEvents):
+            if not self.router.apply_events(link.worker_id, message):
+                link.send(wire.Subscribe())
+        elif isinstance(message, wire.KvSnapshot):
+            self.router.apply_snapshot(link.worker_id, message)
+
+    # ---- questions to workers
+
+    async def status(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
+        """A worker's own account of its state, JSON. Raises WorkerLost."""
+        query_id = next(self._query_ids)
+        return await self._ask(worker_id, wire.StatusQuery(query_id=query_id), query_id, timeout_s)
+
+    async def reset_cache(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
+        """Make a worker forget its unused cached blocks; answers its state. Raises WorkerLost."""
+        query_id = next(self._query_ids)
+        return await self._ask(worker_id, wire.CacheReset(query_id=query_id), query_id, timeout_s)
+
+    async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> bytes:
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._queries[query_id] = answer
+        try:
+            self.send(worker_id, message)
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except (ConnectionLost, TimeoutError) as error:
+            raise WorkerLost(worker_id, str(error) or "it did not answer") from error
+        finally:
+            self._queries.pop(query_id, None)
+
+    # ---- sequences
+
+    def open(self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None) -> SequenceLife:
+        """Admit one sequence; `close` it in a `finally`. Raises Overloaded when too many run."""
+        limit = self.settings.router.max_inflight
+        if self.stats.running >= limit:
+            self.stats.outcomes["overloaded"] += 1
+            raise Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
+        return SequenceLife(self, request, force=force, explain=explain)
+
+    async def generate(
+        self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """One sequence's tokens, in order, each once. Close the generator to abort.
+
+        Raises: Overloaded, InvalidRequest, RequestError (503, 504), WorkerLost, EngineFailed.
+        """
+        life = self.open(request, force=force, explain=explain)
+        try:
+            while (output := await life.next()) is not None:
+                yield output
+        finally:
+            life.close("client")
+
+    # ---- for SequenceLife
+
+    def route(self, request: RouteRequest) -> Decision | Refusal:
+        return self.router.select_and_reserve(request, self.clock())
+
+    def attach(self, attempt: Attempt) -> None:
+        self._attempts[attempt.id] = attempt
+
+    def detach(self, attempt: Attempt, reason: str) -> None:
+        """The one release path: whoever may still hold something is told to let go."""
+        if self._attempts.pop(attempt.id, None) is None:
+            return
+        self.router.on_end(attempt.id)
+        for worker_id in attempt.holders:
+            try:
+                self.send(worker_id, wire.Abort(request_id=attempt.id, reason=reason))
+            except ConnectionLost:
+                logger.debug("request %s: worker %s is gone, nothing to abort", attempt.id, worker_id)
+
+    def send(self, worker_id: str, message: wire.ToWorker) -> None:
+        """Raises ConnectionLost when the worker is not connected."""
+        link = self._links.get(worker_id)
+        if link is None or not link.is_up:
+            link = next((old for old in self._retired if old.worker_id == worker_id and old.is_up), link)
+        if link is None:
+            raise ConnectionLost(f"worker {worker_id} is not a member")
+        link.send(message)

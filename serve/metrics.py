@@ -1,0 +1,107 @@
+"""/metrics: the ingress's own figures and the workers' load reports, made when Prometheus asks."""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvrelay import metrics
+from kvrelay.serve.dispatcher import Dispatcher
+from kvrelay.serve.stats import Histogram, ServeStats
+from kvrelay.wire import LoadReport, WorkerInfo
+
+
+def _histogram(name: str, documentation: str, histogram: Histogram) -> HistogramMetricFamily:
+    family = HistogramMetricFamily(name, documentation)
+    buckets = [("+Inf" if bound == float("inf") else str(bound), count) for bound, count in histogram.cumulative()]
+    family.add_metric([], buckets, histogram.total)
+    return family
+
+
+def _counter(name: str, documentation: str, value: float) -> CounterMetricFamily:
+    return CounterMetricFamily(name.removesuffix("_total"), documentation, value=value)
+
+
+class _Table:
+    """Families with labels, filled worker by worker."""
+
+    def __init__(self) -> None:
+        self.families: dict[str, GaugeMetricFamily | CounterMetricFamily] = {}
+
+    def add(self, name: str, documentation: str, labels: dict[str, str], value: float) -> None:
+        family = self.families.get(name)
+        if family is None:
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name.removesuffix("_total"), documentation, labels=list(labels))
+            self.families[name] = family
+        family.add_metric(list(labels.values()), value)
+
+
+def _own(stats: ServeStats) -> Iterable[Metric]:
+    yield _histogram(metrics.REQUEST_TTFT_SECONDS, "Time to a sequence's first token.", stats.ttft_s)
+    yield _histogram(metrics.REQUEST_ITL_SECONDS, "Gaps between tokens.", stats.itl_s)
+    yield _histogram(metrics.REQUEST_TPOT_SECONDS, "Mean time per token after the first.", stats.tpot_s)
+    yield _histogram(metrics.REQUEST_SECONDS, "A sequence's whole time.", stats.total_s)
+    yield _histogram(metrics.KVTRANSFER_SECONDS, "KV transfers, first byte to verified.", stats.transfer_s)
+    yield GaugeMetricFamily(metrics.REQUESTS_RUNNING, "Sequences in flight.", value=stats.running)
+    yield _counter(metrics.REQUEST_RETRIES_TOTAL, "Attempts after a worker's fault.", stats.retries)
+    yield _counter(metrics.PROMPT_TOKENS_TOTAL, "Prompt tokens.", stats.prompt_tokens)
+    yield _counter(metrics.OUTPUT_TOKENS_TOTAL, "Output tokens.", stats.output_tokens)
+    yield _counter(
+        metrics.ROUTER_CACHED_PREFIX_TOKENS_TOTAL, "Prompt tokens found in a cache.", stats.cached_prefix_tokens
+    )
+
+
+def _counted(stats: ServeStats, table: _Table) -> None:
+    for outcome, count in stats.outcomes.items():
+        table.add(metrics.REQUESTS_TOTAL, "Sequences by how they ended.", {"outcome": outcome}, count)
+    for path, count in stats.decisions.items():
+        table.add(metrics.ROUTER_DECISIONS_TOTAL, "Routing decisions by path.", {"path": path}, count)
+
+
+def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
+    who = {"worker": info.worker_id, "role": info.role}
+    blocks = {
+        "free": load.free_blocks - load.cached_blocks,
+        "cached": load.cached_blocks,
+        "used": load.used_blocks,
+        "leased": load.leased_blocks,
+        "quarantined": load.quarantined_blocks,
+    }
+    for state, count in blocks.items():
+        table.add(metrics.KV_BLOCKS, "KV blocks by state.", {**who, "state": state}, count)
+    for state, count in (("running", load.running), ("waiting", load.waiting), ("receiving", load.receiving)):
+        table.add(metrics.WORKER_SEQUENCES, "Sequences on a worker.", {**who, "state": state}, count)
+    table.add(metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", who, load.queued_tokens)
+    table.add(metrics.WORKER_STEP_SECONDS, "Moving average of a step.", who, load.step_s)
+    table.add(metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences pre-empted.", who, load.preemptions)
+    table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", who, load.kv_refusals)
+    transport = {"worker": info.worker_id, "transport": load.transport or "none"}
+    table.add(metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", transport, load.kv_bytes)
+
+
+class ServeCollector(Collector):
+    """Reads the dispatcher's figures; holds none of its own."""
+
+    def __init__(self, dispatcher: Dispatcher) -> None:
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _own(self._dispatcher.stats)
+        table = _Table()
+        _counted(self._dispatcher.stats, table)
+        roles = {"prefill": 0, "decode": 0}
+        for info, load in self._dispatcher.live_workers():
+            _worker(info, load, table)
+            roles[info.role] = roles.get(info.role, 0) + 1
+        for role, count in roles.items():
+            table.add(metrics.WORKERS, "Connected workers.", {"role": role}, count)
+        yield from table.families.values()
+
+
+def make_registry(dispatcher: Dispatcher) -> CollectorRegistry:
+    """A registry of its own, so that nothing else in the process shows up in it."""
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(ServeCollector(dispatcher))
+    return registry

@@ -1,0 +1,173 @@
+"""What clients send: the bodies of /v1/completions and /v1/chat/completions, checked field by field.
+
+Types are strict (no "5" for 5); numbers are finite. Fields that OpenAI or vLLM have and that
+change nothing here are accepted; what cannot be honoured is refused by name, in sampling.py.
+"""
+
+import logging
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvrelay.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+INT32_MAX = 2**31 - 1
+
+_seen_unknown: set[str] = set()
+_MAX_SEEN = 256
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_stops),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_unknown(cls, data: Any) -> Any:
+        """Unknown fields are ignored, as other servers do; each name is logged once."""
+        if isinstance(data, dict):
+            for name in data.keys() - cls.model_fields.keys() - _seen_unknown:
+                if len(_seen_unknown) < _MAX_SEEN:
+                    _seen_unknown.add(name)
+                    logger.debug("ignoring the unknown request field %.64r", name)
+        return data
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class Common(_Body):
+    """What both bodies have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Real, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Real, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    user: str | None = None
+    # known, and refused unless they say "nothing special":
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    prompt_logprobs: int | None = None
+    # known, and without effect here:
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    priority: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+
+
+class CompletionBody(Common):
+    """POST /v1/completions."""
+
+    prompt: Any
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+
+
+class ContentPart(_Body):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class ChatBody(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    prediction: Any = None
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from pydantic's location; the names of union branches are left out."""
+    place = ""
+    for part in location:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool") and not part.startswith("list"):
+            place += f".{part}" if place else part
+    return place
+
+
+B = TypeVar("B", bound=Common)
+
+
+def parse(body_type: type[B], body: bytes) -> B:
+    """The checked body. Raises InvalidRequest naming the first field at fault."""
+    try:
+        return body_type.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        raise InvalidRequest(f"the body is not valid JSON: {first['msg']}", None, 400, "invalid_json")
+    place = _place(first["loc"])
+    message = f"{place}: {first['msg']}" if place else f"the body must be a JSON object: {first['msg']}"
+    raise InvalidRequest(message, place or None, 400, "missing" if first["type"] == "missing" else "invalid_value")

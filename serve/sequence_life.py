@@ -1,0 +1,352 @@
+"""One sequence from routing to its last token: route, reserve, prefill, transfer, decode, and again on a fault.
+
+Owns the sequence's order of tokens and its attempts. Whatever ends it, `close` releases it.
+Imports no HTTP and no sockets.
+"""
+
+import asyncio
+import logging
+from dataclasses import replace
+from typing import Literal, Protocol
+
+import msgspec
+
+from kvrelay import wire
+from kvrelay.config import Settings
+from kvrelay.errors import (
+    ConnectionLost,
+    EngineFailed,
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+    ProtocolError,
+    RequestError,
+    WorkerLost,
+)
+from kvrelay.hashing import block_hashes
+from kvrelay.router.router import Router
+from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
+from kvrelay.serve.explain import Explain
+from kvrelay.serve.stats import ServeStats
+from kvrelay.serve.token_order import TokenOrder
+
+logger = logging.getLogger(__name__)
+
+RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
+MAX_REFUSALS = 4
+
+
+class Unavailable(RequestError):
+    """No worker can serve now; one may soon. HTTP 503."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super(RequestError, self).__init__(message, retry_after_s)
+        self.message, self.param, self.status, self.code = message, None, 503, "no_workers"
+        self.retry_after_s = retry_after_s
+
+
+class Carrier(Protocol):
+    """What a sequence needs of the dispatcher."""
+
+    settings: Settings
+    stats: ServeStats
+    router: Router
+
+    def clock(self) -> float: ...
+    def route(self, request: RouteRequest) -> Decision | Refusal: ...
+    def attach(self, attempt: Attempt) -> None: ...
+    def detach(self, attempt: Attempt, reason: str) -> None: ...
+    def send(self, worker_id: str, message: wire.ToWorker) -> None: ...
+
+
+class SequenceLife:
+    """`next` gives tokens until None; `close` must be called, and may be called at any time."""
+
+    def __init__(
+        self,
+        carrier: Carrier,
+        request: wire.SequenceRequest,
+        *,
+        force: Literal["local", "remote"] | None,
+        explain: Explain | None,
+    ) -> None:
+        self._carrier, self._request, self._force, self._explain = carrier, request, force, explain
+        self._order = TokenOrder(request.request_id, request.sampling.max_tokens)
+        self._attempt: Attempt | None = None
+        self._attempts_made = self._faults = self._refusals = self._transfer_faults = 0
+        self._excluded: frozenset[str] = frozenset()
+        self._last_failure: AttemptFailed | None = None
+        self._outcome: str | None = None
+        self._started_s = carrier.clock()
+        self._first_s = self._last_s = 0.0
+        self._time_is_up = False
+        self._deadline = asyncio.get_running_loop().call_later(
+            carrier.settings.serve.request_timeout_s, self._on_deadline
+        )
+        carrier.stats.running += 1
+        carrier.stats.prompt_tokens += request.num_prompt_tokens
+
+    async def next(self) -> wire.TokenOutput | None:
+        """All tokens that are ready, waiting for the first of them; None after the last.
+
+        Raises: Overloaded, InvalidRequest, RequestError (503, 504), WorkerLost, EngineFailed.
+        """
+        try:
+            while True:
+                if (output := self._order.take()) is not None:
+                    self._count(output)
+                    return output
+                if self._order.finish_reason is not None:
+                    self.close(self._order.finish_reason)
+                    return None
+                await self._advance()
+        except KvrelayError as error:
+            self.close("overloaded" if isinstance(error, Overloaded) else "error")
+            raise
+
+    def close(self, outcome: str) -> None:
+        """Release everything on every worker. The first call's outcome counts. Never waits."""
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        self._deadline.cancel()
+        self._end_attempt("client" if outcome == "client" else outcome)
+        stats, now_s, num_tokens = self._carrier.stats, self._carrier.clock(), len(self._order.tokens)
+        stats.running -= 1
+        stats.outcomes[outcome] += 1
+        stats.total_s.observe(now_s - self._started_s)
+        if num_tokens > 1 and outcome in ("stop", "length"):
+            stats.tpot_s.observe((self._last_s - self._first_s) / (num_tokens - 1))
+
+    # ---- one step
+
+    async def _advance(self) -> None:
+        try:
+            if self._attempt is None:
+                await self._begin()
+            else:
+                await self._pump(self._attempt)
+        except AttemptFailed as failure:
+            self._end_attempt(f"retry: {failure.code}")
+            self._consider_retry(failure)
+
+    async def _begin(self) -> None:
+        attempt = self._attempt = self._route()
+        decision, request = attempt.decision, attempt.request
+        if decision.path == "disaggregated":
+            assert decision.prefill is not None and decision.decode is not None
+            ticket = await self._reserve(attempt, decision.decode)
+            self._submit(attempt, decision.prefill, wire.Prefill(request=request, ticket=ticket))
+        elif decision.path == "local":
+            assert decision.decode is not None
+            self._submit(attempt, decision.decode, wire.Generate(request=request))
+        else:
+            assert decision.prefill is not None
+            self._submit(attempt, decision.prefill, wire.Prefill(request=request))
+
+    def _route(self) -> Attempt:
+        """Choose workers and count the sequence as theirs. Raises the error that ends it when none is left."""
+        began_s = self._carrier.clock()
+        request = self._continuation()
+        decision = self._select(request)
+        if isinstance(decision, Refusal):
+            raise self._refused_by_router(decision)
+        attempt = Attempt(request, decision)
+        self._carrier.attach(attempt)
+        self._carrier.stats.decisions[decision.path] += 1
+        if self._explain is not None:
+            self._explain.route_s += self._carrier.clock() - began_s
+            self._explain.decisions.append(decision)
+        return attempt
+
+    def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
+        remaining = request.sampling.max_tokens - request.num_output_tokens
+        query = RouteRequest(
+            request_id=request.request_id,
+            block_hashes=tuple(request.block_hashes),
+            num_tokens=len(request.token_ids),
+            max_tokens=remaining,
+            needs_decode=remaining > 1,
+            excluded=self._excluded,
+            force=self._force or ("local" if self._transfer_faults > 1 else None),
+        )
+        choice = self._carrier.route(query)
+        may_try_again = isinstance(choice, Refusal) and self._excluded and not self._refusals
+        if may_try_again:  # better a worker that failed once than none
+            return self._carrier.route(replace(query, excluded=frozenset()))
+        return choice
+
+    def _continuation(self) -> wire.SequenceRequest:
+        """The sequence as it now stands: the prompt, then what was emitted, under an id of its own."""
+        self._attempts_made += 1
+        if self._attempts_made == 1:
+            return self._request
+        original, emitted = self._request, self._order.tokens
+        self._order.forget_early()
+        token_ids = original.token_ids + emitted
+        sampling = original.sampling
+        if emitted and sampling.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return wire.SequenceRequest(
+            request_id=f"{original.request_id}~{self._attempts_made}",
+            token_ids=token_ids,
+            num_prompt_tokens=original.num_prompt_tokens,
+            block_hashes=list(block_hashes(token_ids, self._carrier.settings.engine.block_size, original.salt)),
+            sampling=sampling,
+            salt=original.salt,
+        )
+
+    async def _reserve(self, attempt: Attempt, worker_id: str) -> bytes:
+        """Blocks on the decode worker, before any compute is spent."""
+        wait_s = self._carrier.settings.router.reserve_timeout_s
+        began_s = self._carrier.clock()
+        self._submit(attempt, worker_id, wire.Reserve(request=attempt.request, timeout_s=wait_s))
+        too_late = (worker_id, TimeIsUp("reservation"))
+        timer = asyncio.get_running_loop().call_later(wait_s + RESERVE_GRACE_S, attempt.inbox.put, too_late)
+        try:
+            while attempt.ticket is None:
+                await self._pump(attempt)
+        finally:
+            timer.cancel()
+        if self._explain is not None:
+            self._explain.reserve_s += self._carrier.clock() - began_s
+        return attempt.ticket
+
+    def _submit(self, attempt: Attempt, worker_id: str, message: wire.ToWorker) -> None:
+        attempt.holders.add(worker_id)
+        if self._explain is not None and self._explain.first_token_s is None:
+            self._explain.dispatched_s = self._carrier.clock()
+        try:
+            self._carrier.send(worker_id, message)
+        except ConnectionLost as error:
+            attempt.holders.discard(worker_id)
+            raise AttemptFailed(worker_id, "lost", str(error)) from error
+
+    # ---- what comes back
+
+    async def _pump(self, attempt: Attempt) -> None:
+        if self._time_is_up:
+            self._raise_deadline()
+        for worker_id, message in await attempt.inbox.get_all():
+            self._handle(attempt, worker_id, message)
+            if self._order.finish_reason is not None:
+                return
+
+    def _handle(self, attempt: Attempt, worker_id: str, message: object) -> None:
+        if isinstance(message, wire.TokenOutput):
+            self._on_tokens(attempt, worker_id, message)
+        elif isinstance(message, wire.Reserved):
+            attempt.ticket = message.ticket
+            if self._explain is not None:
+                self._explain.held_tokens = message.held_tokens
+        elif isinstance(message, wire.Transferred):
+            self._on_transferred(attempt, message)
+        elif isinstance(message, wire.Refused):
+            attempt.holders.discard(worker_id)
+            raise AttemptFailed(worker_id, message.reason, message.message, retry_after_s=message.retry_after_s)
+        elif isinstance(message, wire.Failed):
+            attempt.holders.discard(worker_id)
+            raise AttemptFailed(worker_id, message.code, message.message, retryable=message.retryable)
+        elif isinstance(message, WorkerGone):
+            if worker_id in attempt.holders:
+                attempt.holders.discard(worker_id)
+                raise AttemptFailed(worker_id, "lost", message.why)
+        elif isinstance(message, TimeIsUp):
+            self._on_time_is_up(attempt, worker_id, message)
+
+    def _on_tokens(self, attempt: Attempt, worker_id: str, output: wire.TokenOutput) -> None:
+        try:
+            self._order.add(output)
+        except ProtocolError as error:
+            raise AttemptFailed(worker_id, "engine", str(error), retryable=False) from error
+        if not attempt.has_first_token and worker_id == (attempt.decision.prefill or attempt.decision.decode):
+            attempt.has_first_token = True
+            self._on_first_token(attempt, output)
+        if worker_id == attempt.decision.decode and attempt.decision.prefill is not None:
+            attempt.holders.discard(attempt.decision.prefill)  # decoding means that the blocks have arrived
+        if output.finish_reason is not None:
+            attempt.holders.discard(worker_id)
+
+    def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
+        now_s = self._carrier.clock()
+        self._carrier.router.on_first_token(attempt.id, now_s)
+        self._carrier.stats.cached_prefix_tokens += output.cached_tokens or 0
+        if self._explain is not None:
+            self._explain.on_first_token(output, now_s)
+
+    def _on_transferred(self, attempt: Attempt, message: wire.Transferred) -> None:
+        if attempt.decision.prefill is not None:
+            attempt.holders.discard(attempt.decision.prefill)
+        self._carrier.stats.transfer_s.observe(message.seconds)
+        if self._explain is not None:
+            self._explain.transfer = message
+
+    def _count(self, output: wire.TokenOutput) -> None:
+        stats, now_s, count = self._carrier.stats, self._carrier.clock(), len(output.token_ids)
+        stats.output_tokens += count
+        if self._last_s == 0.0:
+            self._first_s = now_s
+            stats.ttft_s.observe(now_s - self._started_s)
+        elif count:
+            stats.itl_s.observe((now_s - self._last_s) / count, count)
+        self._last_s = now_s
+
+    # ---- time and faults
+
+    def _on_deadline(self) -> None:
+        self._time_is_up = True
+        if self._attempt is not None:
+            self._attempt.inbox.put(("", TimeIsUp("request")))
+
+    def _on_time_is_up(self, attempt: Attempt, worker_id: str, message: TimeIsUp) -> None:
+        if message.what == "request":
+            self._raise_deadline()
+        if attempt.ticket is None:
+            raise AttemptFailed(worker_id, "full", "no answer to the reservation")
+
+    def _raise_deadline(self) -> None:
+        limit_s = self._carrier.settings.serve.request_timeout_s
+        raise RequestError(f"the request took longer than {limit_s:g} s", None, 504, "timeout")
+
+    def _end_attempt(self, reason: str) -> None:
+        if self._attempt is not None:
+            self._carrier.detach(self._attempt, reason)
+            self._attempt = None
+
+    def _consider_retry(self, failure: AttemptFailed) -> None:
+        """Return when another attempt is to be made. Raises the error that ends the sequence."""
+        logger.info(
+            "request %s: worker %s: %s: %s", self._request.request_id, failure.worker_id, failure.code, failure.why
+        )
+        self._last_failure = failure
+        self._excluded |= {failure.worker_id}
+        if failure.code in ("too_long",):
+            raise InvalidRequest(failure.why or "too long for the cluster", None, 400, "context_length_exceeded")
+        if failure.code in ("full", "draining", "duplicate"):
+            self._refusals += 1
+            limit = 1 if failure.code == "full" else MAX_REFUSALS
+            if self._refusals > limit:
+                raise Overloaded("the cluster is full", failure.retry_after_s)
+            return
+        self._faults += 1
+        self._transfer_faults += failure.code in ("transfer", "lease", "invalid")
+        if not failure.retryable or self._faults > self._carrier.settings.router.retry_budget:
+            raise _error_of(failure)
+        self._carrier.stats.retries += 1
+
+    def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
+        if refusal.reason == "too_long":
+            return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
+        if refusal.reason == "full" or self._refusals:
+            return Overloaded(
+                refusal.message if refusal.reason == "full" else "the cluster is full", refusal.retry_after_s
+            )
+        if self._last_failure is not None:
+            return _error_of(self._last_failure)
+        return Unavailable(refusal.message, refusal.retry_after_s)
+
+
+def _error_of(failure: AttemptFailed) -> KvrelayError:
+    kind = WorkerLost if failure.code == "lost" else EngineFailed
+    return kind(failure.worker_id, failure.why)

@@ -1,0 +1,274 @@
+"""Fakes that make tests instant: a byte tokenizer, and workers that speak kvrelay.wire but compute nothing.
+
+A fake worker's output depends on the prompt, the seed and the position alone, as a real one's
+does, so that any worker can continue any stream. It counts what it holds: a test that ends with
+`holding` not empty has found a leak.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from kvrelay import plane, wire
+from kvrelay.errors import ConnectionLost
+from kvrelay.serve.detokenizer import ByteDetokenizer
+from kvrelay.serve.worker_link import Member
+from kvrelay.types import Role
+from kvrelay.wire import SequenceRequest, TokenLogprob, TokenOutput
+
+SECRET = b"the secret of the tests"
+EOS = 256
+VOCAB_SIZE = 258
+BLOCK_SIZE = 16
+
+
+class ByteCodec:
+    """Every byte is a token; 256 is the end of a text, 257 is special too."""
+
+    vocab_size = VOCAB_SIZE
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def chat_text(self, messages, *, add_generation_prompt: bool = True, **variables) -> str:
+        text = "".join(f"<{message['role']}>{message['content']}\n" for message in messages)
+        return text + ("<assistant>" if add_generation_prompt else "")
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return b"".join(self._visible(token) or b"" for token in token_ids).decode(errors="replace")
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else f"<|{token_id}|>".encode()
+
+    def _visible(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else None
+
+    def detokenizer(self, *, skip_special_tokens: bool = True) -> ByteDetokenizer:
+        return ByteDetokenizer(self._visible if skip_special_tokens else self.token_bytes)
+
+
+Script = Callable[[SequenceRequest, int], int]
+
+
+def alphabet(request: SequenceRequest, position: int) -> int:
+    """The default script: letters that depend on prompt, seed and position."""
+    prompt = request.token_ids[: request.num_prompt_tokens]
+    return ord("a") + (sum(prompt) + request.sampling.seed + position) % 26
+
+
+def scripted(text: str | bytes, *, then_eos: bool = False) -> Script:
+    """A script that says `text`, over and over or once and then EOS."""
+    data = text.encode() if isinstance(text, str) else text
+
+    def script(request: SequenceRequest, position: int) -> int:
+        if then_eos and position >= len(data):
+            return EOS
+        return data[position % len(data)]
+
+    return script
+
+
+def expected_tokens(script: Script, request: SequenceRequest) -> list[int]:
+    """All that a sequence will say, whoever computes it."""
+    tokens: list[int] = []
+    while len(tokens) < request.sampling.max_tokens:
+        tokens.append(script(request, len(tokens)))
+        if tokens[-1] == EOS and not request.sampling.ignore_eos:
+            break
+    return tokens
+
+
+class FakeWorker:
+    """One worker on a real socket. `peers` are the decode workers that its transfers reach."""
+
+    def __init__(
+        self, worker_id: str, role: Role, script: Script = alphabet, *, claims_to_be: str = "", **info: object
+    ) -> None:
+        self.worker_id, self.role, self.script = worker_id, role, script
+        self.received: list[wire.ToWorker] = []
+        self.holding: set[str] = set()
+        self.peers: dict[str, FakeWorker] = {}
+        self.answers: list[Callable[[wire.ToWorker], wire.FromWorker | None]] = []  # consulted first, once each
+        self.pause_at: int | None = None  # waits before it sends this position
+        self.resume = asyncio.Event()
+        self.paused = asyncio.Event()
+        self.hold_first_token = asyncio.Event()
+        self.hold_first_token.set()
+        self.cached_tokens = 0
+        self.tokens_per_message = 1
+        self.num_greetings = 0
+        self._name, self._info = claims_to_be or worker_id, info
+        self._server = plane.Server(self._serve, SECRET)
+        self._connections: dict[str, plane.Connection] = {}
+        self._all_connections: set[plane.Connection] = set()
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._reserved: dict[str, SequenceRequest] = {}
+        self.changed = asyncio.Condition()
+
+    async def start(self) -> Member:
+        self.port = await self._server.start("127.0.0.1")
+        return Member(self.worker_id, self.role.value, "127.0.0.1", self.port)
+
+    async def aclose(self) -> None:
+        for task in list(self._tasks.values()):
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+        await self._server.aclose()
+
+    async def kill(self) -> None:
+        """Die as a process does: every connection ends, nothing is said."""
+        for connection in self._all_connections:
+            connection.abort()
+        await self.aclose()
+
+    def info(self) -> wire.WorkerInfo:
+        fields: dict[str, object] = {
+            "worker_id": self._name, "role": self.role.value, "epoch": "e1", "host": "127.0.0.1",
+            "port": self.port, "node_id": "n1", "model": "fake", "fingerprint": "fake fp32", "block_size": BLOCK_SIZE,
+            "num_blocks": 1024, "max_model_len": 1024, "max_running": 64, "kv_bytes_per_token": 1024,
+            "device": "cpu", "transports": ["fake"],
+        }  # fmt: skip
+        return wire.WorkerInfo(**{**fields, **self._info})  # type: ignore[arg-type]
+
+    async def until(self, condition: Callable[["FakeWorker"], bool]) -> None:
+        """Wait for something that this worker received or let go of."""
+        async with self.changed, asyncio.timeout(10):
+            await self.changed.wait_for(lambda: condition(self))
+
+    def count(self, kind: type) -> int:
+        return sum(isinstance(message, kind) for message in self.received)
+
+    # ---- the protocol
+
+    async def _serve(self, connection: plane.Connection) -> None:
+        self._all_connections.add(connection)
+        self.num_greetings += 1
+        async with self.changed:
+            self.changed.notify_all()
+        connection.send_nowait(wire.encode(wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=self.info())))
+        try:
+            while True:
+                message = wire.decode_to_worker(await connection.receive())
+                self.received.append(message)
+                self._handle(connection, message)
+                async with self.changed:
+                    self.changed.notify_all()
+        finally:
+            self._all_connections.discard(connection)
+
+    def _handle(self, connection: plane.Connection, message: wire.ToWorker) -> None:
+        if isinstance(message, wire.Abort):
+            self.end(message.request_id)
+        elif isinstance(message, wire.Subscribe):
+            self._send(connection, wire.KvSnapshot(seq=0, hashes=[]))
+            self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
+        elif isinstance(message, wire.StatusQuery | wire.CacheReset):
+            self._send(connection, wire.Status(query_id=message.query_id, json=b"{}"))
+        else:
+            self._take(connection, message)
+
+    def _take(self, connection: plane.Connection, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
+        request = message.request
+        if self.answers and (answer := self.answers.pop(0)(message)) is not None:
+            self._send(connection, answer)
+            return
+        self.holding.add(request.request_id)
+        self._connections[request.request_id] = connection
+        if isinstance(message, wire.Reserve):
+            self._reserved[request.request_id] = request
+            ticket = self.worker_id.encode()
+            self._send(connection, wire.Reserved(request_id=request.request_id, ticket=ticket, held_tokens=0))
+        elif isinstance(message, wire.Generate):
+            self._spawn(request, self._say(request, request.num_output_tokens, None))
+        else:
+            self._spawn(request, self._prefill(request, message.ticket))
+
+    def _spawn(self, request: SequenceRequest, coroutine) -> None:
+        self._tasks[request.request_id] = asyncio.create_task(coroutine)
+
+    async def _prefill(self, request: SequenceRequest, ticket: bytes | None) -> None:
+        peer = self.peers[ticket.decode()] if ticket is not None else None
+        await self.hold_first_token.wait()
+        first = request.num_output_tokens
+        is_over = await self._say(request, first, first + 1)
+        if peer is not None and not is_over:
+            peer.commit(request.request_id)
+        self.end(request.request_id)
+
+    def commit(self, request_id: str) -> None:
+        """The prompt's KV has arrived here; go on from position 1."""
+        request, connection = self._reserved.pop(request_id, None), self._connections.get(request_id)
+        if request is None or connection is None:
+            return
+        transferred = wire.Transferred(
+            request_id=request_id, transport="fake", blocks=1, num_bytes=64, seconds=0.001, exposed_s=0.0
+        )
+        self._send(connection, transferred)
+        self._spawn(request, self._say(request, request.num_output_tokens + 1, None))
+
+    async def _say(self, request: SequenceRequest, start: int, stop: int | None) -> bool:
+        """Send tokens from position `start` on. True when the sequence has ended."""
+        tokens = expected_tokens(self.script, request)
+        last = len(tokens) if stop is None else min(stop, len(tokens))
+        position = start
+        while position < last:
+            if self.pause_at is not None and position >= self.pause_at:
+                self.paused.set()
+                await self.resume.wait()
+            count = min(self.tokens_per_message, last - position)
+            self.send_output(request, tokens, position, count, is_first=position == request.num_output_tokens)
+            position += count
+            await asyncio.sleep(0)
+        is_over = position >= len(tokens)
+        if is_over:
+            self.end(request.request_id)
+        return is_over
+
+    def send_output(
+        self, request: SequenceRequest, tokens: list[int], position: int, count: int, *, is_first: bool
+    ) -> None:
+        said = tokens[position : position + count]
+        is_last = position + count == len(tokens)
+        top = request.sampling.logprobs
+        output = TokenOutput(
+            request_id=request.request_id, position=position, token_ids=said,
+            logprobs=[] if top is None else [_logprob(token, top) for token in said],
+            finish_reason=("stop" if said[-1] == EOS and not request.sampling.ignore_eos else "length") if is_last else None,
+            stop_token=EOS if is_last and said[-1] == EOS and not request.sampling.ignore_eos else None,
+        )  # fmt: skip
+        if is_first:
+            asked = request.sampling.prompt_logprobs
+            prompt = request.token_ids[1 : request.num_prompt_tokens]
+            output = wire.msgspec.structs.replace(
+                output,
+                cached_tokens=self.cached_tokens,
+                prompt_logprobs=[] if asked is None else [_logprob(token, asked) for token in prompt],
+                timings=wire.Timings(queue_s=0.0001, compute_s=0.0002, num_chunks=1),
+            )
+        connection = self._connections.get(request.request_id)
+        if connection is not None:
+            self._send(connection, wire.Tokens(outputs=[output]))
+
+    def say_raw(self, message: wire.FromWorker) -> None:
+        """Send something on every connection, however wrong it is."""
+        for connection in self._all_connections:
+            self._send(connection, message)
+
+    def end(self, request_id: str) -> None:
+        """Let go of a sequence."""
+        self.holding.discard(request_id)
+        self._reserved.pop(request_id, None)
+        task = self._tasks.get(request_id)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+
+    @staticmethod
+    def _send(connection: plane.Connection, message: wire.FromWorker) -> None:
+        try:
+            connection.send_nowait(wire.encode(message))
+        except ConnectionLost:
+            pass
+
+
+def _logprob(token: int, top: int) -> TokenLogprob:
+    """-0.5 for the token itself, and worse ones for those after it."""
+    return TokenLogprob(token, -0.5, [((token + step) % 256, -0.5 - step) for step in range(top)])

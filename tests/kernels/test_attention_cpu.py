@@ -1,0 +1,87 @@
+"""Paged attention: every CPU path against the definition, over shapes, windows, caps and batch mixes."""
+
+import dataclasses
+
+import pytest
+import torch
+from tests.kernels.kernel_cases import Case, make_step, only, run_attention, step_and_answer
+from torch.nn import functional as F
+
+BF16 = torch.bfloat16
+CASES = {
+    "one token": Case(((1, 1),)),
+    "decode at block borders": Case(((1, 15), (1, 16), (1, 17), (1, 1), (1, 64), (1, 65))),
+    "long decode over partitions": Case(((1, 511), (1, 512), (1, 513), (1, 1100))),
+    "whole prompt": Case(((37, 37),)),
+    "chunk after a cached prefix": Case(((20, 150),)),
+    "long chunk over partitions": Case(((30, 1030),)),
+    "mixed": Case(((1, 33), (1, 700), (5, 5), (16, 48), (17, 49), (40, 40))),
+    "window in decode and chunk": Case(((1, 90), (1, 5), (30, 80)), window=20),
+    "window of one": Case(((1, 70), (5, 9)), window=1),
+    "long window": Case(((1, 1200), (9, 900)), window=600),
+    "softcap": Case(((1, 90), (30, 80)), softcap=5.0),
+    "window and softcap": Case(((1, 600), (30, 80)), window=33, softcap=20.0),
+    "no GQA": Case(((1, 40), (9, 20)), heads=4, kv_heads=4),
+    "MQA": Case(((1, 40), (9, 20)), heads=8, kv_heads=1),
+    "wide group": Case(((1, 40), (3, 20)), heads=60, kv_heads=1, head_dim=16),
+    "head 80": Case(((1, 40), (9, 20)), head_dim=80),
+    "head 96": Case(((1, 40), (9, 20)), head_dim=96),
+    "head 128": Case(((1, 40), (9, 20)), head_dim=128),
+    "head 256": Case(((1, 40), (9, 20)), heads=4, kv_heads=1, head_dim=256),
+    "head 20": Case(((1, 40), (9, 20)), head_dim=20),
+    "block of 1": Case(((1, 40), (9, 20)), block_size=1),
+    "block of 32": Case(((1, 31), (1, 32), (1, 33), (9, 70)), block_size=32),
+    "block of 128": Case(((1, 200), (9, 130)), block_size=128),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_attention_follows_its_definition(cpu, name, dtype):
+    step, expected = step_and_answer(dataclasses.replace(CASES[name], dtype=dtype))
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(run_attention(cpu, step).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_reference_follows_the_definition_too(reference, name):
+    step, expected = step_and_answer(CASES[name])
+    torch.testing.assert_close(run_attention(reference, step).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_reference_equals_torchs_causal_attention(reference):
+    step = make_step(Case(((48, 48),), heads=4, kv_heads=4))
+    table = step.batch.block_tables[0].long()
+    k, v = step.kv_layer[table].transpose(0, 1).flatten(1, 2)
+    q, k, v = (t.transpose(0, 1) for t in (step.q, k, v))
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.125).transpose(0, 1)
+    torch.testing.assert_close(run_attention(reference, step), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_sequence_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compiled_2_threads, dtype, window):
+    case = Case(((1, 33), (1, 1300), (5, 5), (16, 48), (40, 600)), dtype=dtype, window=window)
+    step = make_step(case)
+    together = run_attention(compiled, step)
+    assert torch.equal(together, run_attention(compiled_2_threads, step))
+    for s in range(5):
+        rows = slice(int(step.batch.query_starts[s]), int(step.batch.query_starts[s + 1]))
+        for backend in (compiled, compiled_2_threads):
+            assert torch.equal(run_attention(backend, only(step, s)), together[rows])
+
+
+def test_a_prompt_cut_into_chunks_and_single_tokens_equals_the_whole_bit_for_bit(compiled, compiled_2_threads):
+    step = make_step(Case(((600, 600),)))
+    whole = run_attention(compiled, step)
+    for cut in (slice(0, 7), slice(7, 200), slice(511, 514), slice(599, 600), slice(64, 65)):
+        assert torch.equal(run_attention(compiled_2_threads, only(step, 0, cut)), whole[cut])
+
+
+def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
+    step = make_step(Case(((1, 33), (9, 20))))
+    fused = torch.cat((step.q.flatten(1), torch.zeros(10, 77)), dim=1)
+    view = fused[:, : 6 * 64].unflatten(1, (6, 64))
+    plan = cpu.plan(step.batch, step.case.shape)
+    found = cpu.attention(view, step.kv_layer, plan, scale=0.125, window=None, softcap=None)
+    assert torch.equal(found, run_attention(cpu, step))

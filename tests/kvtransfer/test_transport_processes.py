@@ -1,0 +1,184 @@
+"""The same transports between two processes, one of which may die or freeze."""
+
+import asyncio
+import signal
+
+import numpy as np
+import pytest
+
+from kvrelay.errors import LeaseExpired, PeerLost, TransferTimeout
+
+pytestmark = pytest.mark.slow
+
+TRANSPORTS = ["shm", "tcp", "nixl"]
+BLOCKS = [5, 2, 9, 63, 0, 31, 30, 29]
+
+
+async def begin(kv, target, peer, request_id, blocks, layers=(0, 4)):
+    """Grant, and let the source in the other process open and announce."""
+    ticket = target.grant(request_id, 0, blocks, len(blocks))
+    peer.tell("open", request_id=request_id, ticket=ticket.hex())
+    peer.tell("announce", request_id=request_id, blocks=blocks, layers=layers)
+
+
+async def first_region(target):
+    seen = asyncio.Event()
+    target.tamper = lambda *_: seen.set()
+    await seen.wait()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_blocks_cross_processes_unchanged(kv, transport):
+    peer = await kv.process("source", transport=transport)
+    target = await kv.target(transport)
+    for request_id in ("r1", "r2"):
+        await begin(kv, target, peer, request_id, BLOCKS)
+        peer.tell("commit", request_id=request_id)
+        payload, result = await target.event("commit", request_id)
+        assert payload == f"payload of {request_id}".encode()
+        assert result.transport == transport
+        assert (await peer.hear("committed"))["num_bytes"] == result.num_bytes
+    peer.tell("digest", blocks=BLOCKS)
+    assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
+
+
+async def test_auto_takes_shared_memory_between_processes_of_one_host(kv):
+    peer = await kv.process("source", transport="auto")
+    target = await kv.target("auto")
+    await begin(kv, target, peer, "r1", BLOCKS)
+    peer.tell("commit", request_id="r1")
+    assert (await target.event("commit", "r1"))[1].transport == "shm"
+
+
+async def test_auto_goes_over_tcp_when_shared_memory_is_refused(kv, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not here")
+
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._ask_for_it", refuse)
+    peer = await kv.process("source", transport="auto")
+    target = await kv.target("auto")
+    await begin(kv, target, peer, "r1", BLOCKS)
+    peer.tell("commit", request_id="r1")
+    assert (await target.event("commit", "r1"))[1].transport == "tcp"
+
+
+async def test_the_pool_comes_over_a_unix_socket_when_proc_is_refused(kv, monkeypatch):
+    def refuse(*_):
+        raise PermissionError("not here")
+
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
+    peer = await kv.process("source", transport="shm")
+    target = await kv.target("shm")
+    await begin(kv, target, peer, "r1", BLOCKS)
+    peer.tell("commit", request_id="r1")
+    await target.event("commit", "r1")
+    peer.tell("digest", blocks=BLOCKS)
+    assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_killed_source_fails_and_releases_within_two_seconds(kv, transport):
+    peer = await kv.process("source", transport=transport)
+    target = await kv.target(transport)
+    await begin(kv, target, peer, "r1", BLOCKS, layers=(0, 2))
+    await first_region(target)
+    await begin(kv, target, peer, "r2", list(range(32, 60)))
+    peer.signal(signal.SIGKILL)
+    async with asyncio.timeout(2):
+        for request_id in ("r1", "r2"):
+            assert isinstance(await target.event("failed", request_id), (PeerLost, LeaseExpired))
+            await target.event("released", request_id)
+    assert target.quarantined_blocks() == 0
+
+
+async def test_a_source_frozen_in_the_middle_of_a_read_is_let_go_of(kv):
+    peer = await kv.process("source", transport="tcp", fill=3)
+    target = await kv.target("tcp", lease_s=0.5)
+    await begin(kv, target, peer, "r1", BLOCKS, layers=(0, 2))
+    await first_region(target)
+    peer.signal(signal.SIGSTOP)
+    assert isinstance(await target.event("failed", "r1"), LeaseExpired)
+    await target.event("released", "r1")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_killed_target_is_a_lost_peer_for_the_source(kv, transport):
+    peer = await kv.process("target", transport=transport)
+    source = await kv.source(transport)
+    peer.tell("grant", request_id="r1", blocks=BLOCKS)
+    ticket = bytes.fromhex((await peer.hear("ticket"))["ticket"])
+    transfer = source.open("r1", ticket)
+    transfer.announce(0, BLOCKS, range(0, 2))
+    await transfer._link.ready("r1")
+    peer.signal(signal.SIGSTOP)
+    commit = asyncio.create_task(transfer.commit(b""))
+    peer.signal(signal.SIGKILL)
+    async with asyncio.timeout(2):
+        with pytest.raises(PeerLost):
+            await commit
+    assert source.stats().open_transfers == 0
+
+
+async def test_a_restarted_source_is_served_anew(kv):
+    target = await kv.target("nixl")
+    for epoch in ("p1", "p2"):
+        peer = await kv.process("source", transport="nixl", epoch=epoch, fill=ord(epoch[1]))
+        await begin(kv, target, peer, epoch, BLOCKS)
+        peer.tell("commit", request_id=epoch)
+        await target.event("commit", epoch)
+        peer.tell("digest", blocks=BLOCKS)
+        assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
+        peer.signal(signal.SIGKILL)
+
+
+async def test_a_nixl_read_of_a_frozen_source_stays_in_quarantine_until_it_lands(kv, monkeypatch):
+    """Over TCP a READ needs the owner: frozen, it stays PROC; woken, it writes. Nobody may have the blocks meanwhile."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("UCX_NET_DEVICES", "lo")
+    peer = await kv.process("source", transport="nixl", fill=4)
+    target = await kv.target("nixl", lease_s=2.0, deadline_s=0.5)
+    await begin(kv, target, peer, "warm", [1])
+    peer.tell("commit", request_id="warm")
+    await target.event("commit", "warm")
+    blocks = list(range(8, 60))
+    ticket = target.grant("r1", 0, blocks, len(blocks))
+    frozen = asyncio.Event()
+    make_reader = target.make_reader
+    assert make_reader is not None
+    link = None
+    original = type(target)._carry
+
+    async def freeze_first(self, link, grant, unit):
+        peer.signal(signal.SIGSTOP)
+        frozen.set()
+        await original(self, link, grant, unit)
+
+    monkeypatch.setattr(type(target), "_carry", freeze_first)
+    peer.tell("open", request_id="r1", ticket=ticket.hex())
+    peer.tell("announce", request_id="r1", blocks=blocks, layers=(0, 4))
+    await frozen.wait()
+    assert isinstance(await target.event("failed", "r1"), TransferTimeout)
+    assert target.quarantined_blocks() == len(blocks)
+    assert target.kinds("r1") == ["failed"]
+    before = kv.lib.regions(target.memory)[:, blocks].copy()
+    peer.signal(signal.SIGCONT)
+    await target.event("released", "r1")
+    after = kv.lib.regions(target.memory)[:, blocks]
+    assert target.quarantined_blocks() == 0
+    assert link is None
+    assert not np.array_equal(before, after)  # the late write did land: only the quarantine kept it harmless
+
+
+async def test_idle_sides_use_almost_no_cpu(kv):
+    """Both ends of a NIXL pair with nothing in flight: the stock agent would use a whole core here."""
+    peer = await kv.process("source", transport="nixl")
+    target = await kv.target("nixl")
+    await begin(kv, target, peer, "r1", BLOCKS)
+    peer.tell("commit", request_id="r1")
+    await target.event("commit", "r1")
+    peer.tell("cpu")
+    before = (await peer.hear("cpu"))["seconds"]
+    await asyncio.sleep(2)
+    peer.tell("cpu")
+    assert (await peer.hear("cpu"))["seconds"] - before <= 0.1

@@ -1,0 +1,128 @@
+"""A whole ingress over fake workers on real sockets: every test of serve/ that needs a cluster uses this."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from kvrelay.config import Settings, settings_from
+from kvrelay.hashing import block_hashes
+from kvrelay.router.router import Router
+from kvrelay.serve.app import ModelCard, create_app
+from kvrelay.serve.dispatcher import Dispatcher
+from kvrelay.types import Role
+from kvrelay.wire import Sampling, SequenceRequest, TokenOutput
+from tests.fakes import SECRET, ByteCodec, FakeWorker, Script, alphabet
+
+MODEL = "fake-model"
+
+
+class Cluster:
+    """Fake workers, a dispatcher connected to them, and the app in front."""
+
+    def __init__(self, prefill: int, decode: int, settings: Settings, script: Script) -> None:
+        self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script) for i in range(prefill)]
+        self.decode = [FakeWorker(f"d{i}", Role.DECODE, script) for i in range(decode)]
+        self.settings = settings
+        router = Router(settings.router, block_size=settings.engine.block_size)
+        self.dispatcher = Dispatcher(router, SECRET, settings)
+        self.app = create_app(self.dispatcher, ByteCodec(), settings, ModelCard(MODEL, 512, 1700000000))
+        self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
+
+    @property
+    def workers(self) -> list[FakeWorker]:
+        return [*self.prefill, *self.decode]
+
+    async def start(self) -> None:
+        members = [await worker.start() for worker in self.workers]
+        for worker in self.prefill:
+            worker.peers = {peer.worker_id: peer for peer in self.decode}
+        await self.dispatcher.start()
+        self.dispatcher.set_members(members)
+        async with asyncio.timeout(10):
+            await self.dispatcher.wait_for(lambda d: len(d.live_workers()) == len(members))
+
+    async def aclose(self) -> None:
+        await self.client.aclose()
+        await self.dispatcher.aclose()
+        for worker in self.workers:
+            await worker.aclose()
+
+    async def all_released(self) -> None:
+        """Fails after 10 s if some worker still holds something."""
+        for worker in self.workers:
+            await worker.until(lambda w: not w.holding)
+        assert self.dispatcher.stats.running == 0
+        assert all(view.assigned_requests == 0 for view in self.dispatcher.router.workers())
+
+
+ClusterFactory = Callable[..., Any]
+
+
+@pytest.fixture
+async def make_cluster() -> AsyncIterator[ClusterFactory]:
+    """Make a running cluster: `await make_cluster(prefill=1, decode=1, script=..., serve={...}, router={...})`."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def make(
+            prefill: int = 1, decode: int = 1, script: Script = alphabet, **sections: dict[str, Any]
+        ) -> Cluster:
+            sections["router"] = {"local_prefill_tokens": 0} | sections.get("router", {})
+            cluster = Cluster(prefill, decode, settings_from(sections), script)
+            stack.push_async_callback(cluster.aclose)
+            await cluster.start()
+            return cluster
+
+        yield make
+
+
+@pytest.fixture
+async def serve_http() -> AsyncIterator[Callable[[Any], Any]]:
+    """Serve an app on a free loopback port: `url = await serve_http(app)`."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(app: Any) -> str:
+            config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none")
+            server = uvicorn.Server(config)
+            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
+            task = asyncio.create_task(server._serve())
+
+            async def stop() -> None:
+                server.should_exit = server.force_exit = True
+                await task
+
+            stack.push_async_callback(stop)
+            async with asyncio.timeout(10):
+                while not server.started:
+                    await asyncio.sleep(0.01)
+            return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+
+        yield start
+
+
+def sequence(
+    prompt: str = "hello world", *, max_tokens: int = 8, request_id: str = "r1", **sampling: Any
+) -> SequenceRequest:
+    tokens = list(prompt.encode())
+    return SequenceRequest(
+        request_id=request_id,
+        token_ids=tokens,
+        num_prompt_tokens=len(tokens),
+        block_hashes=list(block_hashes(tokens, 16)),
+        sampling=Sampling(max_tokens=max_tokens, **sampling),
+    )
+
+
+async def collect(stream: AsyncIterator[TokenOutput]) -> tuple[list[int], str | None]:
+    """All tokens and the finish reason; positions are checked on the way."""
+    tokens: list[int] = []
+    reason = None
+    async for output in stream:
+        assert output.position == len(tokens), "a token was lost or doubled"
+        tokens += output.token_ids
+        reason = output.finish_reason
+    return tokens, reason

@@ -1,0 +1,156 @@
+"""Settings: sizes, YAML, overrides, and errors that name the key and its nearest neighbour."""
+
+import pytest
+from pydantic import ValidationError
+
+from kvrelay.config import (
+    ModelSettings,
+    Settings,
+    cache_dir,
+    hub_offline,
+    load_settings,
+    native_disabled,
+    parse_bytes,
+    settings_from,
+)
+from kvrelay.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (4096, 4096),
+        ("4096", 4096),
+        ("1k", 1024),
+        ("512MiB", 512 << 20),
+        ("512 MiB", None),
+        ("2g", 2 << 30),
+        ("2GB", 2 << 30),
+        ("1.5GB", 3 << 29),
+        (" 1TiB ", 1 << 40),
+        ("", None),
+        ("MiB", None),
+        ("lots", None),
+        ("1e", None),
+    ],
+)
+def test_sizes(text, expected):
+    if expected is not None:
+        assert parse_bytes(text) == expected
+        return
+    try:
+        size = parse_bytes(text)
+    except ConfigError as error:
+        assert repr(text) in str(error)
+    else:
+        assert (text, size) == ("512 MiB", 512 << 20)  # a space is harmless
+
+
+def test_the_defaults_are_valid_and_frozen():
+    settings = Settings()
+    assert settings.engine.kv_memory_bytes == 256 << 20
+    with pytest.raises(ValidationError, match="frozen"):
+        settings.engine.block_size = 32  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"engine": {"blok_size": 16}}, "unknown setting engine.blok_size; did you mean engine.block_size?"),
+        ({"engin": {}}, "unknown setting engin; did you mean engine?"),
+        ({"router": {"local_prefill_token": 1}}, "did you mean router.local_prefill_tokens?"),
+        ({"zzz": 1}, "unknown setting zzz"),
+    ],
+)
+def test_an_unknown_key_is_told_with_its_nearest_neighbour(data, message):
+    with pytest.raises(ConfigError) as caught:
+        settings_from(data)
+    assert message in str(caught.value)
+
+
+def test_a_key_like_no_other_gets_no_hint():
+    with pytest.raises(ConfigError) as caught:
+        settings_from({"zzz": 1})
+    assert "did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "key"),
+    [
+        ({"engine": {"block_size": 24}}, "engine"),
+        ({"engine": {"block_size": 0}}, "engine"),
+        ({"engine": {"block_size": 1024}}, "engine"),
+        ({"engine": {"token_budget": 1}}, "engine.token_budget"),
+        ({"serve": {"port": 70000}}, "serve.port"),
+        ({"transfer": {"transport": "carrier-pigeon"}}, "transfer.transport"),
+        ({"transfer": {"lease_s": 0}}, "transfer.lease_s"),
+        ({"cluster": {"decode": 0}}, "cluster.decode"),
+        ({"model": {"dtype": "int3"}}, "model.dtype"),
+        ({"cluster": {"prefill": "many"}}, "cluster.prefill"),
+        ({"engine": {"kv_memory": "lots"}}, "lots"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_name(data, key):
+    with pytest.raises(ConfigError) as caught:
+        settings_from(data)
+    assert key in str(caught.value)
+
+
+def test_yaml_then_overrides(tmp_path):
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("cluster:\n  prefill: 2\n  decode: 3\nengine:\n  kv_memory: 1GiB\n")
+    settings = load_settings(path, {"cluster": {"decode": 5, "prefill": None}, "serve": {"port": None}})
+    assert (settings.cluster.prefill, settings.cluster.decode) == (2, 5)
+    assert settings.engine.kv_memory_bytes == 1 << 30
+    assert settings.serve.port == 8000
+
+
+def test_an_override_needs_no_file():
+    assert load_settings(None, {"serve": {"port": 9000}}).serve.port == 9000
+
+
+@pytest.mark.parametrize("text", ["", "{}", "# nothing\n"])
+def test_an_empty_file_is_the_default(tmp_path, text):
+    path = tmp_path / "empty.yaml"
+    path.write_text(text)
+    assert load_settings(path) == Settings()
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "just text", "a: [1", "\t- x"])
+def test_yaml_that_is_no_configuration_is_refused_with_its_path(tmp_path, text):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path)
+    assert "bad.yaml" in str(caught.value)
+
+
+def test_yaml_cannot_run_code(tmp_path):
+    path = tmp_path / "evil.yaml"
+    path.write_text("model: !!python/object/apply:os.getcwd []\n")
+    with pytest.raises(ConfigError):
+        load_settings(path)
+
+
+def test_a_missing_file_is_refused_with_its_path(tmp_path):
+    with pytest.raises(ConfigError) as caught:
+        load_settings(tmp_path / "none.yaml")
+    assert "none.yaml" in str(caught.value)
+
+
+def test_the_cache_folder_is_the_settings_then_ours_then_xdgs(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.delenv("KVRELAY_CACHE", raising=False)
+    assert cache_dir() == tmp_path / "xdg" / "kvrelay"
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "env"))
+    assert cache_dir() == tmp_path / "env"
+    assert cache_dir(ModelSettings(cache_dir=str(tmp_path / "set"))) == tmp_path / "set"
+
+
+def test_switches_of_the_environment(monkeypatch):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "KVRELAY_NATIVE"):
+        monkeypatch.delenv(name, raising=False)
+    assert (hub_offline(), native_disabled()) == (False, False)
+    monkeypatch.setenv("TRANSFORMERS_OFFLINE", "true")
+    monkeypatch.setenv("KVRELAY_NATIVE", "0")
+    assert (hub_offline(), native_disabled()) == (True, True)

@@ -1,0 +1,254 @@
+"""The framed plane: who knows the secret is heard, everybody else is not; a lost peer shows at once."""
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvrelay import plane
+from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
+
+SECRET = b"the cluster's secret"
+HOST = "127.0.0.1"
+
+
+async def echo(connection):
+    while True:
+        await connection.send(await connection.receive())
+
+
+@asynccontextmanager
+async def serving(handler=echo, secret=SECRET):
+    server = plane.Server(handler, secret)
+    port = await server.start(HOST)
+    try:
+        async with asyncio.timeout(20):
+            yield port
+    finally:
+        await server.aclose()
+
+
+@asynccontextmanager
+async def connected(port, secret=SECRET):
+    connection = await plane.connect(HOST, port, secret)
+    try:
+        yield connection
+    finally:
+        await connection.aclose()
+
+
+@asynccontextmanager
+async def raw_server(talk):
+    """A server that does not speak our protocol; its connections are over when this ends."""
+    ended: list[asyncio.Task[None]] = []
+
+    async def accept(reader, writer):
+        ended.append(asyncio.current_task())
+        try:
+            await talk(reader, writer)
+        finally:
+            writer.close()
+
+    server = await asyncio.start_server(accept, HOST, 0)
+    try:
+        yield server.sockets[0].getsockname()[1]
+    finally:
+        server.close()
+        await asyncio.gather(*ended)
+
+
+@pytest.mark.parametrize("frame", [b"", b"x", b"y" * 3_000_000], ids=len)
+async def test_a_frame_comes_back_as_sent(frame):
+    async with serving() as port, connected(port) as connection:
+        await connection.send(frame)
+        assert await connection.receive() == frame
+
+
+async def test_frames_keep_their_order_and_bounds():
+    async with serving() as port, connected(port) as connection:
+        frames = [bytes([i]) * i for i in range(50)]
+        for frame in frames:
+            connection.send_nowait(frame)
+        assert [await connection.receive() for _ in frames] == frames
+
+
+async def test_a_wrong_secret_is_refused_and_its_frames_reach_nobody(caplog):
+    heard = []
+
+    async def handler(connection):
+        heard.append(await connection.receive())
+
+    with caplog.at_level(logging.WARNING):
+        async with serving(handler) as port:
+            with pytest.raises((AuthenticationFailed, ConnectionLost)):
+                await plane.connect(HOST, port, b"a guess")
+            async with connected(port) as good:
+                await good.send(b"hello")
+                with pytest.raises(ConnectionLost):
+                    await good.receive()
+    assert heard == [b"hello"]
+    assert any("refused" in record.message for record in caplog.records)
+
+
+async def test_a_server_with_another_secret_is_not_trusted():
+    """The client asks for proof as well: whoever took over the port learns nothing it can use."""
+    async with serving(secret=b"another cluster") as port:
+        with pytest.raises((AuthenticationFailed, ConnectionLost)):
+            await plane.connect(HOST, port, SECRET)
+
+
+async def test_another_protocol_is_refused():
+    async def http(reader, writer):
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n" + b"x" * 100)
+        await reader.read(1)
+
+    async with raw_server(http) as port:
+        with pytest.raises(ProtocolError, match="does not speak"):
+            await plane.connect(HOST, port, SECRET)
+
+
+async def test_a_replayed_proof_is_worthless():
+    """Nonces are new each time: bytes recorded from a good client do not open a second connection."""
+    async with serving() as port:
+        recorded = await record_a_good_client(port)
+        reader, writer = await asyncio.open_connection(HOST, port)
+        try:
+            writer.write(recorded)
+            answer = await reader.read()  # until the server closes
+        finally:
+            writer.close()
+        assert len(answer) <= len(plane._MAGIC) + plane._NONCE_BYTES + 32  # its nonce and proof, never an echo
+
+
+async def record_a_good_client(port):
+    """What an authenticated client sends first, frame included, as seen by someone on the path."""
+    seen = bytearray()
+
+    async def relay(source, target, keep):
+        while data := await source.read(1 << 16):
+            if keep:
+                seen.extend(data)
+            target.write(data)
+            await target.drain()
+        target.close()
+
+    async def between(reader, writer):
+        to_server, from_client = await asyncio.open_connection(HOST, port)
+        await asyncio.gather(relay(reader, from_client, True), relay(to_server, writer, False))
+
+    async with raw_server(between) as tapped, connected(tapped) as connection:
+        await connection.send(b"order 66")
+        assert await connection.receive() == b"order 66"
+    return bytes(seen)
+
+
+async def test_a_huge_frame_is_refused_before_it_is_read(monkeypatch):
+    seen = asyncio.get_running_loop().create_future()
+
+    async def handler(connection):
+        try:
+            await connection.receive()
+        except ProtocolError as error:
+            seen.set_result(str(error))
+
+    monkeypatch.setattr(plane, "MAX_FRAME_BYTES", 1000)
+    async with serving(handler) as port, connected(port) as connection:
+        connection.send_nowait(b"x" * 1001)
+        assert "1001 bytes" in await seen
+        with pytest.raises(ConnectionLost):
+            await connection.receive()
+
+
+async def test_a_peer_that_goes_is_noticed():
+    async def leave(connection):
+        await connection.send(b"bye")
+
+    async with serving(leave) as port, connected(port) as connection:
+        assert await connection.receive() == b"bye"
+        with pytest.raises(ConnectionLost):
+            await connection.receive()
+
+
+async def test_a_frame_cut_short_is_a_lost_connection():
+    async def half(connection):
+        connection._writer.write((100).to_bytes(4, "little") + b"only this")
+        await connection._writer.drain()
+
+    async with serving(half) as port, connected(port) as connection:
+        with pytest.raises(ConnectionLost):
+            await connection.receive()
+
+
+async def test_closing_sends_what_is_queued():
+    got = asyncio.get_running_loop().create_future()
+
+    async def handler(connection):
+        got.set_result(await connection.receive())
+
+    async with serving(handler) as port:
+        connection = await plane.connect(HOST, port, SECRET)
+        connection.send_nowait(b"last words")
+        await connection.aclose()
+        assert await got == b"last words"
+        with pytest.raises(ConnectionLost):
+            connection.send_nowait(b"too late")
+
+
+async def test_a_peer_that_does_not_read_is_dropped_not_buffered_for(monkeypatch):
+    release = asyncio.Event()
+
+    async def deaf(connection):
+        await release.wait()
+
+    monkeypatch.setattr(plane, "MAX_BUFFERED_BYTES", 1 << 20)
+    async with serving(deaf) as port, connected(port) as connection:
+        with pytest.raises(ConnectionLost, match="too slowly"):
+            for _ in range(100):
+                connection.send_nowait(b"x" * (1 << 20))
+        release.set()
+
+
+async def test_nobody_there_is_a_lost_connection():
+    async with serving() as port:
+        pass
+    with pytest.raises(ConnectionLost):
+        await plane.connect(HOST, port, SECRET)
+
+
+async def test_a_silent_server_times_out():
+    async def mute(reader, writer):
+        while await reader.read(1 << 10):
+            pass
+
+    async with raw_server(mute) as port:
+        with pytest.raises(ConnectionLost, match="timed out"):
+            await plane.connect(HOST, port, SECRET, timeout_s=0.05)
+
+
+async def test_a_handler_that_fails_costs_only_its_own_connection(caplog):
+    async def moody(connection):
+        if await connection.receive() == b"bad":
+            raise ValueError("a bug")
+        await connection.send(b"good")
+
+    async with serving(moody) as port, connected(port) as first, connected(port) as second:
+        await first.send(b"bad")
+        with pytest.raises(ConnectionLost):
+            await first.receive()
+        await second.send(b"fine")
+        assert await second.receive() == b"good"
+    assert "a bug" in caplog.text
+
+
+async def test_closing_the_server_ends_its_connections():
+    server = plane.Server(echo, SECRET)
+    port = await server.start(HOST)
+    connection = await plane.connect(HOST, port, SECRET)
+    await connection.send(b"x")
+    await connection.receive()
+    await server.aclose()
+    with pytest.raises(ConnectionLost):
+        await connection.receive()
+    await server.aclose()  # again: nothing to do
+    await connection.aclose()
