@@ -4,7 +4,8 @@
         [--concurrency 1 4 16 32] [--input 128] [--output 64] [--shared-prefix 0] [--chat] [--json FILE]
 
 Every server gets the same prompts and lengths, each shape is run --rounds times in turn (ABAB, not
-AABB) and medians count; the last columns are ratios to the first server. Load one server at a time:
+AABB) and medians count; the last columns are ratios to the first server. Prompts never repeat, within
+a run or (the seed is the time, unless given) between runs, so prefix caches help nobody. Load one server at a time:
 the others must be idle, and no two servers may spin on the same cores.
 
 Starting peers (a folder with config.json and safetensors; `kvrelay serve` prints where its model lies):
@@ -18,6 +19,7 @@ Starting peers (a folder with config.json and safetensors; `kvrelay serve` print
 import argparse
 import asyncio
 import statistics
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +75,7 @@ async def run(options: argparse.Namespace) -> None:
                 found[name].append(await one_round(target, concurrency, options.seed + seed, options))
         rows += _rows(concurrency, found)
     shape = f"{options.input} in ({options.shared_prefix} shared), {options.output} out"
-    show(f"closed loop, {shape}, medians of {options.rounds}", rows, options.json)
+    show(f"closed loop, {shape}, medians of {options.rounds}, seed {options.seed}", rows, options.json)
 
 
 def _rows(concurrency: int, found: dict[str, list[Summary]]) -> list[dict[str, Any]]:
@@ -104,7 +106,7 @@ def main() -> None:
     parser.add_argument("--shared-prefix", type=int, default=0)
     parser.add_argument("--per-client", type=int, default=3, help="requests of each client in a round")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 31))
     parser.add_argument("--low", type=int, default=1000, help="lowest token id of prompts")
     parser.add_argument("--high", type=int, default=30000)
     parser.add_argument("--chat", action="store_true", help="/v1/chat/completions with text")

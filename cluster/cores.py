@@ -7,7 +7,6 @@ died, and two clusters of one user on one machine do not meet either. Imports no
 import fcntl
 import os
 from pathlib import Path
-from typing import IO
 
 _MAX_SHARERS = 64
 
@@ -15,13 +14,13 @@ _MAX_SHARERS = 64
 class CoreLease:
     """Cores held by this process until `release` or its death."""
 
-    def __init__(self, cores: tuple[int, ...], locks: list[IO[bytes]]) -> None:
+    def __init__(self, cores: tuple[int, ...], locks: list[int]) -> None:
         self.cores, self._locks = cores, locks
 
     def release(self) -> None:
         """Give the cores back. Idempotent."""
         while self._locks:
-            self._locks.pop().close()
+            os.close(self._locks.pop())
 
 
 def fair_share(num_cores: int, num_workers: int) -> int:
@@ -42,7 +41,7 @@ def acquire_cores(folder: Path, cores: tuple[int, ...], want: int) -> CoreLease:
         want: cut to the number of cores.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    taken: dict[int, IO[bytes]] = {}
+    taken: dict[int, int] = {}
     for layer in range(_MAX_SHARERS):  # layer n holds a core's n-th sharer
         for core in cores:
             if len(taken) == min(want, len(cores)):
@@ -52,11 +51,11 @@ def acquire_cores(folder: Path, cores: tuple[int, ...], want: int) -> CoreLease:
     return CoreLease(tuple(sorted(taken)), list(taken.values()))
 
 
-def _try_lock(path: Path) -> IO[bytes] | None:
-    lock = path.open("ab")
+def _try_lock(path: Path) -> int | None:
+    lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        lock.close()
+        os.close(lock)
         return None
     return lock

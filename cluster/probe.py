@@ -13,14 +13,19 @@ TIMEOUT_S = 120.0
 
 
 def request_json(
-    method: str, url: str, body: dict[str, Any] | None = None, *, headers: dict[str, str] | None = None, timeout_s: float
+    method: str,
+    url: str,
+    body: dict[str, Any] | None = None,
+    *,
+    headers: dict[str, str] | None = None,
+    timeout_s: float,
 ) -> dict[str, Any]:
     """The JSON answer. Raises ClusterError with the server's message, or why there was none."""
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return dict(json.loads(answer.read()))
+            return dict(json.loads(answer.read() or b"{}"))
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
         try:

@@ -1,50 +1,49 @@
-"""Finds and ends every process of one `kvrelay serve`, however deep or orphaned.
+"""Finds and ends every process that this one has started, however deep or orphaned. Linux, like Ray's own control.
 
-All of them inherit a mark in their environment. Linux only, like Ray's own process control here.
+Ray's processes rewrite their title and with it their environment, so a mark there does not last;
+instead this process adopts the orphans among its descendants (a "child subreaper").
 """
 
+import ctypes
 import os
-import secrets
 import time
 
 import psutil
 
-MARK = "KVRELAY_SESSION"
+_PR_SET_CHILD_SUBREAPER = 36
 
 
-def mark_this_process() -> str:
-    """Set a new mark, which every process started from now on inherits; returns it."""
-    mark = secrets.token_hex(8)
-    os.environ[MARK] = mark
-    return mark
+def adopt_orphans() -> None:
+    """From now on a descendant whose parent dies becomes our child instead of init's."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def marked(mark: str) -> list[psutil.Process]:
-    """Every living process with this mark but the calling one."""
-    found = []
-    for process in psutil.process_iter():
-        if process.pid == os.getpid():
-            continue
+def descendants() -> list[psutil.Process]:
+    """Every living process below this one; dead ones are buried on the way."""
+    living = []
+    for process in psutil.Process().children(recursive=True):
         try:
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-        except psutil.Error:
+            if process.status() != psutil.STATUS_ZOMBIE:
+                living.append(process)
+            elif process.ppid() == os.getpid():
+                os.waitpid(process.pid, os.WNOHANG)
+        except (psutil.Error, OSError):
             continue
-    return found
+    return living
 
 
-def end_marked(mark: str, *, grace_s: float) -> list[int]:
-    """Wait `grace_s` for the marked processes to go, then kill them; the ids of those killed."""
+def end_descendants(*, grace_s: float) -> list[int]:
+    """Wait `grace_s` for the descendants to go by themselves, then kill what is left; the ids of those killed."""
     deadline_s = time.monotonic() + grace_s
-    while (left := marked(mark)) and time.monotonic() < deadline_s:
-        psutil.wait_procs(left, timeout=0.2)
+    while descendants() and time.monotonic() < deadline_s:
+        time.sleep(0.05)
     killed: list[int] = []
-    while left := marked(mark):
+    while left := descendants():
         for process in left:
             try:
                 process.kill()
                 killed.append(process.pid)
             except psutil.Error:
                 continue
-        psutil.wait_procs(left, timeout=1.0)
+        time.sleep(0.02)
     return killed

@@ -6,6 +6,7 @@ What the user has set stays. Measured effects are in docs/configuration.md; a cl
 """
 
 import os
+from pathlib import Path
 
 DIRECT_PORTS = 16  # ingress replicas on one machine listen at port, port + 1, ...
 
@@ -68,3 +69,12 @@ def set_ray_environment(port: int) -> None:
     }
     for name, value in {**_QUIET, **_IDLE, **_MEMORY, **serve}.items():
         os.environ.setdefault(name, value)
+
+
+def ray_auth_headers() -> dict[str, str]:
+    """What a client of the dashboard sends when Ray's token authentication may be on; Ray's own order of places."""
+    token = os.environ.get("RAY_AUTH_TOKEN")
+    if not token:
+        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        token = path.read_text().strip() if path.is_file() else None
+    return {"authorization": f"Bearer {token}"} if token else {}

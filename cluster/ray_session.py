@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.processes import end_marked, mark_this_process
-from kvrelay.cluster.ray_env import set_ray_environment
-from kvrelay.cluster.serve_config import APP_NAME, serve_config
+from kvrelay.cluster.probe import request_json
+from kvrelay.cluster.processes import adopt_orphans, end_descendants
+from kvrelay.cluster.ray_env import ray_auth_headers, set_ray_environment
+from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
 from kvrelay.config import Settings
 
 logger = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; KV never passes through it
 POLL_S = 0.25
-STOP_GRACE_S = 5.0
+STOP_GRACE_S = 2.0
 Report = Callable[[str, str], None]  # part of the cluster, and its state in a few words
 
 
@@ -33,7 +34,6 @@ class RaySession:
 
     def __init__(self, settings: Settings, *, address: str | None = None) -> None:
         self._settings, self._address = settings, address
-        self._mark: str | None = None
         self._folder: Path | None = None
         self._has_ray = False
         self.dashboard_url = ""
@@ -42,8 +42,9 @@ class RaySession:
     # ---- start
 
     def check_ports(self) -> None:
-        """Raises ClusterError when the API's port is taken."""
+        """Before anything is started. Raises ClusterError when the API's port is taken."""
         serve = self._settings.serve
+        adopt_orphans()
         if self._address is None and not is_free(serve.host, serve.port):
             raise ClusterError(
                 f"port {serve.port} is taken by another program; choose another with --port, "
@@ -52,7 +53,6 @@ class RaySession:
 
     def start_ray(self) -> None:
         """Start Ray here (or join `address`). Takes seconds. Raises ClusterError."""
-        self._mark = mark_this_process()
         if self._address is None:
             set_ray_environment(self._settings.serve.port)
         import ray
@@ -80,7 +80,6 @@ class RaySession:
     def deploy(self) -> None:
         """Give Serve the application; returns before its replicas run. Raises ClusterError."""
         from ray import serve
-        from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
 
         from kvrelay.cluster.registry_actor import connect_registry
 
@@ -89,10 +88,7 @@ class RaySession:
             connect_registry(self._settings.cluster.secret, LOOPBACK)
             serve.start(http_options=config["http_options"], proxy_location=config["proxy_location"],
                         logging_config={"enable_access_log": False})  # fmt: skip
-        try:
-            ServeSubmissionClient(self.dashboard_url).deploy_applications(config)
-        except (RuntimeError, ConnectionError) as error:
-            raise ClusterError(f"Ray Serve refused the application: {error}") from error
+        request_json("PUT", self.dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
 
     def wait_until_running(self, report: Report) -> None:
         """Wait until every replica runs, reporting counts. Raises ClusterError with the replica's own error."""
@@ -116,7 +112,7 @@ class RaySession:
 
         if get_authentication_mode() != AuthenticationMode.TOKEN:
             return None
-        return "asks for the token in ~/.ray/auth_token ($RAY_AUTH_TOKEN where set)"
+        return "its token: ~/.ray/auth_token; for Ray's own commands: export RAY_AUTH_MODE=token"
 
     # ---- stop
 
@@ -130,14 +126,12 @@ class RaySession:
                 self._delete_application()
             with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
                 ray.shutdown()
-        if self._mark is not None:
-            end_marked(self._mark, grace_s=STOP_GRACE_S)
+        end_descendants(grace_s=STOP_GRACE_S)
         return self._remove_folder(keep_logs=keep_logs)
 
     def kill(self) -> None:
         """The impatient `stop`."""
-        if self._mark is not None:
-            end_marked(self._mark, grace_s=0.0)
+        end_descendants(grace_s=0.0)
         self._remove_folder(keep_logs=False)
 
     def _delete_application(self) -> None:

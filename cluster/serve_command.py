@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.prepare import Preparation
 from kvrelay.cluster.ray_session import RaySession
 from kvrelay.config import Settings
+
+ONE_PRESS_S = 0.5  # terminals, make and timeout may deliver one Ctrl-C twice
 
 
 class StopRequested(BaseException):
@@ -79,24 +82,26 @@ def serve(settings: Settings, console: Console, *, address: str | None) -> int:
 
 def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
     """First SIGINT or SIGTERM: StopRequested in the main thread. After the returned call: the next one kills."""
-    is_stopping = False
+    asked_s: float | None = None
 
     def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal is_stopping
-        if is_stopping:
+        nonlocal asked_s
+        if asked_s is None:
+            asked_s = time.monotonic()
+            raise StopRequested
+        if time.monotonic() - asked_s > ONE_PRESS_S:
             console.print("[yellow]killing everything[/yellow]")
             session.kill()
+            sys.stdout.flush()
             os._exit(130)
-        is_stopping = True
-        raise StopRequested
 
     def install() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, handle)
 
     def stopping() -> None:
-        nonlocal is_stopping
-        is_stopping = True
+        nonlocal asked_s
+        asked_s = asked_s or time.monotonic()
         install()
         console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
 
@@ -170,7 +175,9 @@ def _running(settings: Settings, session: RaySession, model: str) -> state_file.
 def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
     url = api_url(settings)
     key = ' -H "Authorization: Bearer $KEY"' if settings.serve.api_key else ""
-    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
+    body = (
+        f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
+    )
     lines = [f"API        {url}/v1", f"dashboard  {session.dashboard_url}"]
     if token := session.dashboard_token_hint():
         lines.append(f"           {token}")

@@ -10,6 +10,8 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
 
 APP_NAME = "kvrelay"
+APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
+DEPLOY_S = 120.0
 IMPORT_PATH = "kvrelay.cluster.app:build"
 
 

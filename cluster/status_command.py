@@ -11,7 +11,8 @@ from rich.table import Table
 from kvrelay.cluster import state_file
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.probe import auth_headers, request_json
-from kvrelay.cluster.serve_config import APP_NAME, scaled
+from kvrelay.cluster.ray_env import ray_auth_headers
+from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 
 DEFAULT_API = "http://127.0.0.1:8000"
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
@@ -30,16 +31,7 @@ def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
 
 def serve_details(dashboard_url: str) -> dict[str, Any]:
     """Serve's own account of itself. Raises ClusterError."""
-    return dict(_dashboard(dashboard_url).get_serve_details())
-
-
-def _dashboard(url: str) -> Any:
-    from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
-
-    try:
-        return ServeSubmissionClient(url)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise ClusterError(f"Ray's dashboard does not answer at {url}: {str(error).splitlines()[0]}") from error
+    return request_json("GET", dashboard_url + APPLICATIONS, headers=ray_auth_headers(), timeout_s=TIMEOUT_S)
 
 
 def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, Any]:
@@ -96,7 +88,9 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
     table = Table("worker", "address", "pid", "running", "waiting", "KV blocks used/cached/total", "KV over", "moved")
     for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
         if not worker.get("is_up"):
-            table.add_row(worker["worker_id"], worker["address"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]")
+            table.add_row(
+                worker["worker_id"], worker["address"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]"
+            )
             continue
         load, info = worker.get("load", {}), worker.get("info", {})
         blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
@@ -108,15 +102,14 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
 
 def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait: bool) -> None:
     """Change replica counts on the running application; nothing else restarts. Raises ClusterError."""
-    client = _dashboard(dashboard_url)
-    details = client.get_serve_details()
-    client.deploy_applications(scaled(details, counts))
+    config = scaled(serve_details(dashboard_url), counts)
+    request_json("PUT", dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
     told = ", ".join(f"{name} {count}" for name, count in counts.items())
     if not wait:
         console.print(f"asked for {told}", highlight=False)
         return
     deadline_s = time.monotonic() + SETTLE_S
-    while not _has_settled(client.get_serve_details(), counts):
+    while not _has_settled(serve_details(dashboard_url), counts):
         if time.monotonic() > deadline_s:
             raise ClusterError(f"not yet at {told}; see kvrelay status")
         time.sleep(0.5)

@@ -7,6 +7,7 @@ in flight: with checks on it must be refused, with checks off it must change the
 import asyncio
 import json
 import logging
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -255,7 +256,7 @@ class Verifier:
     async def _flipped_row(self, cluster: "LocalCluster", transport: str) -> None:
         """One flipped bit in a transferred block must be refused."""
         row = self.report.row(f"flipped bit refused ({transport})")
-        case = next(case for case in self.cases if case.name == "3 blocks")
+        case = next(case for case in self.cases if case.name == "one block")
         with flipped_bit(cluster.inside[0]) as flips:
             try:
                 tokens, _ = await self._serve(cluster, case, "remote")
@@ -270,7 +271,7 @@ class Verifier:
 
         self._progress("negative control with checks off")
         row = self.report.row("flipped bit with checks off changes the answer")
-        index = next(i for i, case in enumerate(self.cases) if case.name == "3 blocks")
+        index = next(i for i, case in enumerate(self.cases) if case.name == "one block")
         async with local_cluster(self._settings(transport, "off"), self._model_dir) as cluster:
             with flipped_bit(cluster.inside[0]) as flips:
                 tokens, _ = await self._serve(cluster, self.cases[index], "remote")
@@ -319,34 +320,50 @@ def command(
     ] = None,
     max_model_len: Annotated[int, typer.Option(min=64, help="Context limit to verify up to, tokens.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,
+    family: Annotated[
+        list[str] | None, typer.Option(help="Instead of a model, tiny random weights of a family, or 'all' of them.")
+    ] = None,
     backend: Annotated[str, typer.Option(help="Kernel backend: auto, cpu, reference, cuda.")] = "auto",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there.")] = None,
 ) -> None:
     """Compare every way of serving with Hugging Face, token for token. Exit code 1 on any difference."""
-    from kvrelay.engine.checkpoint import prepare_checkpoint
-
     console = Console()
     chosen = transport or list(TRANSPORTS)
     for name in chosen:
         if name not in TRANSPORTS:
             console.print(f"unknown transport {name!r}; choose from {', '.join(TRANSPORTS)}", style="red")
             raise typer.Exit(2)
-    settings = ModelSettings(source=model) if model else ModelSettings()
+    reports: list[Report] = []
     try:
-        with console.status("preparing the model") as status:
-            folder = prepare_checkpoint(settings, lambda what, share: status.update(f"{what} {share:.0%}"))
-            verifier = Verifier(
-                folder, max_model_len=max_model_len, num_output=tokens, backend=backend, progress=status.update
-            )
-            report = asyncio.run(verifier.run(chosen))
+        with console.status("preparing the model") as status, tempfile.TemporaryDirectory() as scratch:
+            for folder in _folders(model, family, Path(scratch), status.update):
+                verifier = Verifier(
+                    folder, max_model_len=max_model_len, num_output=tokens, backend=backend, progress=status.update
+                )
+                reports.append(asyncio.run(verifier.run(chosen)))
+                print_report(reports[-1], console)
     except KvrelayError as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}")
         raise typer.Exit(1) from None
-    print_report(report, console)
     if json_file is not None:
-        json_file.write_text(json.dumps({**asdict(report), "ok": report.ok}, indent=1))
-    if not report.ok:
+        json_file.write_text(json.dumps([{**asdict(report), "ok": report.ok} for report in reports], indent=1))
+    if not all(report.ok for report in reports):
         raise typer.Exit(1)
+
+
+def _folders(
+    model: str | None, families: list[str] | None, scratch: Path, tell: Callable[[str], None]
+) -> Iterator[Path]:
+    """The checkpoint folders to verify, one after the other."""
+    from kvrelay.engine.checkpoint import prepare_checkpoint
+    from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
+
+    if not families:
+        settings = ModelSettings(source=model) if model else ModelSettings()
+        yield prepare_checkpoint(settings, lambda what, share: tell(f"{what} {share:.0%}"))
+        return
+    for name in TINY_CONFIGS if "all" in families else families:
+        yield tiny_checkpoint(name, scratch / f"tiny-{name}")
 
 
 if __name__ == "__main__":

@@ -10,19 +10,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay.kernels import sampling
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Linear, SamplingBatch
 
 
-@dataclass(frozen=True, slots=True)
 class ReferenceLinear:
     """A weight [out, in] as it came."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features = weight.shape[0]
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -72,9 +68,7 @@ def causal_mask(num_queries: int, context_len: int, window: int | None, device: 
     return mask if window is None else mask & (key > query - window)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None) -> Tensor:
     """Softmax attention in float32: q [Q, heads, d] over k, v [C, kv_heads, d] -> [Q, heads, d] float32."""
     group = q.shape[1] // k.shape[1]
     k = k.float().repeat_interleave(group, dim=1)
@@ -98,7 +92,7 @@ class ReferenceBackend:
         """What was chosen, in short words."""
         return {"backend": self.name, "device": str(self.device)}
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> ReferenceLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(weight.to(self.device), None if bias is None else bias.to(self.device))
 
     def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
@@ -134,7 +128,14 @@ class ReferenceBackend:
         return plan_sequences(batch, shape, self.device)
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, window: int | None, softcap: float | None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: ReferencePlan,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         for sequence in plan.sequences:

@@ -3,15 +3,11 @@
 Same results as the reference up to rounding; faster where torch has a fused kernel.
 """
 
-import logging
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan, attend, causal_mask, gather_kv
-
-logger = logging.getLogger(__name__)
 
 
 class TorchCpuBackend(ReferenceBackend):
@@ -23,7 +19,14 @@ class TorchCpuBackend(ReferenceBackend):
         super().__init__("cpu")
 
     def attention(
-        self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, window: int | None, softcap: float | None
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: ReferencePlan,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         for sequence in plan.sequences:
@@ -39,6 +42,6 @@ class TorchCpuBackend(ReferenceBackend):
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """torch's fused attention of q [Q, heads, d] over k, v [C, kv_heads, d]; mask [Q, C] is bottom-right causal."""
-    heads_first = [t.transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True)
+    q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))  # heads first
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
     return out.squeeze(0).transpose(0, 1)

@@ -178,6 +178,9 @@ def load_settings(path: str | Path | None, overrides: dict[str, dict[str, Any]] 
             raise ConfigError(f"{path}: {error}") from error
         if not isinstance(data, dict):
             raise ConfigError(f"{path}: expected sections such as model:, engine:, cluster:")
+    data = {
+        section: values for section, values in data.items() if values is not None
+    }  # "engine:" with all commented out
     for section, values in (overrides or {}).items():
         given = {key: value for key, value in values.items() if value is not None}
         if given:

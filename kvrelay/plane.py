@@ -155,8 +155,9 @@ class Server:
         except (ConnectionLost, OSError, asyncio.IncompleteReadError):
             logger.debug("%s is gone", connection.peer)
         except asyncio.CancelledError:
-            if self._server is not None and self._server.is_serving():
-                raise
+            logger.debug(
+                "%s: closed by us", connection.peer
+            )  # the task ends here; asyncio's streams log it as an error
         except Exception:
             logger.exception("handler of %s failed", connection.peer)
         finally:

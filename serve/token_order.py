@@ -56,7 +56,9 @@ class TokenOrder:
         if output.position + len(output.token_ids) > self._limit or output.position < 0:
             raise ProtocolError(f"position {output.position} is past the limit of {self._limit} tokens")
         if output.position > len(self.tokens):
-            self._early[output.position] = output
+            known = self._early.get(output.position)
+            if known is None or len(known.token_ids) <= len(output.token_ids):
+                self._early[output.position] = output
             return
         self._append(output)
         while self._early and (first := min(self._early)) <= len(self.tokens):

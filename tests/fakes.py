@@ -6,7 +6,10 @@ does, so that any worker can continue any stream. It counts what it holds: a tes
 """
 
 import asyncio
+import contextlib
 from collections.abc import Callable, Sequence
+
+import msgspec
 
 from kvrelay import plane, wire
 from kvrelay.errors import ConnectionLost
@@ -238,7 +241,7 @@ class FakeWorker:
         if is_first:
             asked = request.sampling.prompt_logprobs
             prompt = request.token_ids[1 : request.num_prompt_tokens]
-            output = wire.msgspec.structs.replace(
+            output = msgspec.structs.replace(
                 output,
                 cached_tokens=self.cached_tokens,
                 prompt_logprobs=[] if asked is None else [_logprob(token, asked) for token in prompt],
@@ -263,10 +266,8 @@ class FakeWorker:
 
     @staticmethod
     def _send(connection: plane.Connection, message: wire.FromWorker) -> None:
-        try:
+        with contextlib.suppress(ConnectionLost):
             connection.send_nowait(wire.encode(message))
-        except ConnectionLost:
-            pass
 
 
 def _logprob(token: int, top: int) -> TokenLogprob:

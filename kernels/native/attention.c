@@ -15,8 +15,7 @@
 #define TILE 64
 #define PART 512
 #define ROWS_WANTED 48
-#define CV 2 /* vectors of columns in one product */
-#define NC (CV * VL)
+#define NC (2 * VL) /* columns of one product */
 
 typedef struct {
     const void *q;
@@ -78,65 +77,81 @@ INLINE void transpose8(const char *const row[8], long i, float *out, int wide)
 }
 
 /* Keys (transposed) and values of context tokens base .. base + n - 1, widened; rows of keys are 8-padded by repeats. */
-static void gather(tile_state *s, long base, long n)
+INLINE void gather_as(tile_state *s, long base, long n, const int wide)
 {
     const attention_job *j = s->j;
-    const long item = j->wide ? 4 : 2, row = j->kv_heads * j->dim * item, half = j->block_size * row;
+    const long item = wide ? 4 : 2, row = j->kv_heads * j->dim * item, half = j->block_size * row;
     const char *key[TILE];
-    for (long t = 0; t < (n + 7) / 8 * 8; t++) {
-        long at = base + (t < n ? t : n - 1);
-        key[t] = j->kv + s->table[at / j->block_size] * 2 * half + at % j->block_size * row + s->kv_head * j->dim * item;
+    const char *heads = j->kv + s->kv_head * j->dim * item;
+    long block = base / j->block_size, offset = base % j->block_size;
+    for (long t = 0; t < n; block++, offset = 0) {
+        const char *at = heads + s->table[block] * 2 * half + offset * row;
+        for (; offset < j->block_size && t < n; offset++, t++, at += row) key[t] = at;
     }
+    for (long t = n; t % 8; t++) key[t] = key[n - 1];
     for (long t = 0; t < n; t += 8) {
         long d = 0;
-        for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, j->wide);
+        for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, wide);
         for (; d < j->dim; d++)
-            for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = load_any(key[t + r], d, j->wide);
+            for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = load_any(key[t + r], d, wide);
     }
     for (long t = 0; t < n; t++) {
         const char *value = key[t] + half;
         long d = 0;
-        for (; d + VL <= j->dim; d += VL) vstore(s->values + t * j->padded + d, vload_any(value, d, j->wide));
-        for (; d < j->dim; d++) s->values[t * j->padded + d] = load_any(value, d, j->wide);
+        for (; d + VL <= j->dim; d += VL) vstore(s->values + t * j->padded + d, vload_any(value, d, wide));
+        for (; d < j->dim; d++) s->values[t * j->padded + d] = load_any(value, d, wide);
     }
 }
 
-#define DEFINE_PRODUCT(ROWS)                                                                                          \
-    /* out[r][0..NC) = out[r] * carry[r] + sum over k of a[r][k] * b[k][0..NC), one chain per number */                 \
-    static void product_##ROWS(const float *a, long lda, const float *b, long ldb, float *out, long ldo, long K,       \
-                               const float *carry)                                                                    \
+static void gather(tile_state *s, long base, long n)
+{
+    if (s->j->wide) gather_as(s, base, n, 1);
+    else gather_as(s, base, n, 0);
+}
+
+#define DEFINE_PRODUCT(ROWS, WIDTH)                                                                                   \
+    /* out[r][...] = out[r] * carry[r] + sum over k of a[r][k] * b[k][...], WIDTH vectors; one chain per number */     \
+    static void product_##ROWS##x##WIDTH(const float *a, long lda, const float *b, long ldb, float *out, long ldo,    \
+                                         long K, const float *carry)                                                  \
     {                                                                                                                 \
-        vf acc[ROWS][CV];                                                                                             \
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < CV; v++)                                     \
+        vf acc[ROWS][WIDTH];                                                                                          \
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < WIDTH; v++)                                  \
             acc[r][v] = carry ? vload(out + r * ldo + v * VL) * carry[r] : (vf){0};                                   \
         for (long k = 0; k < K; k++) {                                                                                \
-            vf w[CV];                                                                                                 \
-            UNROLL for (int v = 0; v < CV; v++) w[v] = vload(b + k * ldb + v * VL);                                   \
-            UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < CV; v++)                                 \
+            vf w[WIDTH];                                                                                              \
+            UNROLL for (int v = 0; v < WIDTH; v++) w[v] = vload(b + k * ldb + v * VL);                                \
+            UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < WIDTH; v++)                              \
                 acc[r][v] += a[r * lda + k] * w[v];                                                                   \
         }                                                                                                             \
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < CV; v++)                                     \
+        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < WIDTH; v++)                                  \
             vstore(out + r * ldo + v * VL, acc[r][v]);                                                                \
     }
-DEFINE_PRODUCT(1)
-DEFINE_PRODUCT(2)
-DEFINE_PRODUCT(3)
-DEFINE_PRODUCT(4)
-DEFINE_PRODUCT(5)
-DEFINE_PRODUCT(6)
+DEFINE_PRODUCT(1, 2)
+DEFINE_PRODUCT(2, 2)
+DEFINE_PRODUCT(3, 2)
+DEFINE_PRODUCT(4, 2)
+DEFINE_PRODUCT(5, 2)
+DEFINE_PRODUCT(6, 2)
+DEFINE_PRODUCT(1, 4)
+DEFINE_PRODUCT(2, 4)
+DEFINE_PRODUCT(3, 4)
+typedef void (*product_tile)(const float *, long, const float *, long, float *, long, long, const float *);
 
-/* out [rows][columns] (+)= a [rows][K] b [K][columns]; columns in multiples of NC. */
+/* out [rows][columns] (+)= a [rows][K] b [K][columns]; columns in multiples of NC. Few rows take wider columns. */
 static void product(const float *a, long lda, const float *b, long ldb, float *out, long ldo, long rows, long columns,
                     long K, const float *carry)
 {
-    static void (*const tiles[])(const float *, long, const float *, long, float *, long, long, const float *) = {
-        product_1, product_2, product_3, product_4, product_5, product_6};
-    long count = (rows + MR - 1) / MR;
-    for (long c = 0; c < columns; c += NC)
+    static const product_tile narrow[] = {product_1x2, product_2x2, product_3x2, product_4x2, product_5x2, product_6x2};
+    static const product_tile wide[] = {product_1x4, product_2x4, product_3x4};
+    const long count = (rows + MR - 1) / MR;
+    for (long c = 0, step; c < columns; c += step) {
+        const product_tile *tiles = rows <= 3 && c + 2 * NC <= columns ? wide : narrow;
+        step = tiles == wide ? 2 * NC : NC;
         for (long t = 0; t < count; t++) {
             long top = rows * t / count, high = rows * (t + 1) / count - top;
             tiles[high - 1](a + top * lda, lda, b + c, ldb, out + top * ldo + c, ldo, K, carry ? carry + top : NULL);
         }
+    }
 }
 
 INLINE vi lane_ids(void)

@@ -4,7 +4,8 @@
 #include "pool.h"
 #include "vec.h"
 
-#define BINS (1 << 15) /* weights are in [0, 1]: the high 16 bits of their float form sort them coarsely */
+#define BINS 0x3f81 /* weights are in [0, 1]: the high 16 bits of their float form (of 1.0: 0x3f80) sort them coarsely */
+#define CHUNK 256   /* weights whose sum is kept, so that a draw scans one chunk and not the row */
 
 typedef struct {
     const float *logits;
@@ -44,20 +45,19 @@ static int descending(const void *a, const void *b)
  * the last bin by sorting it. `spare` receives how many tokens equal to the threshold are kept (all for a count). */
 static float threshold(const float *w, long n, long count, double mass, float *sorted, long *spare)
 {
-    uint32_t *counts = thread_scratch(BINS * sizeof(uint32_t) + BINS * sizeof(double));
-    double *sums = (double *)(counts + BINS);
-    memset(counts, 0, BINS * (sizeof(uint32_t) + sizeof(double)));
-    for (long i = 0; i < n; i++) {
-        uint32_t bin = bits_of(w[i]) >> 16;
-        counts[bin]++;
-        sums[bin] += w[i];
-    }
+    double *sums = thread_scratch(BINS * (sizeof(uint32_t) + sizeof(double)));
+    uint32_t *counts = (uint32_t *)(sums + BINS);
+    memset(counts, 0, BINS * sizeof *counts);
+    if (count == 0) memset(sums, 0, BINS * sizeof *sums);
+    for (long i = 0; i < n; i++) counts[bits_of(w[i]) >> 16]++;
+    if (count == 0)
+        for (long i = 0; i < n; i++) sums[bits_of(w[i]) >> 16] += w[i];
     long taken = 0, bin = BINS - 1, size = 0;
     double sum = 0;
     for (; bin > 0; bin--) {
         if (counts[bin] > 0 && (count > 0 ? taken + counts[bin] >= count : sum + sums[bin] >= mass)) break;
         taken += counts[bin];
-        sum += sums[bin];
+        if (count == 0) sum += sums[bin];
     }
     for (long i = 0; i < n; i++)
         if (bits_of(w[i]) >> 16 == (uint32_t)bin) sorted[size++] = w[i];
@@ -76,22 +76,54 @@ static float threshold(const float *w, long n, long count, double mass, float *s
     return sorted[last];
 }
 
-/* Zero what is below `least`, and all but the first `spare` of those equal to it. Returns what is left in sum. */
-static double keep_from(float *w, long n, float least, long spare)
+/* Zero what is below `least`, and all but the first `spare` of those equal to it. */
+static void keep_from(float *w, long n, float least, long spare)
 {
-    double sum = 0;
-    for (long i = 0; i < n; i++) {
-        if (w[i] < least || (w[i] == least && --spare < 0)) w[i] = 0;
-        sum += w[i];
+    long i = 0, equal = 0;
+    vi equals = {0};
+    for (; i + VL <= n; i += VL) {
+        vf x = vload(w + i);
+        equals -= (vi)(x == vset(least));
+        vstore(w + i, vselect((vi)(x < vset(least)), vset(0), x));
     }
-    return sum;
+    for (int lane = 0; lane < VL; lane++) equal += equals[lane];
+    for (; i < n; i++) {
+        equal += w[i] == least;
+        if (w[i] < least) w[i] = 0;
+    }
+    for (i = n - 1; equal > spare; i--)
+        if (w[i] == least) w[i] = 0, equal--;
 }
 
-static double sum_of(const float *w, long n)
+/* Sums of the chunks of w into sums; returns the sum of those. */
+static double sum_chunks(const float *w, long n, double *sums)
 {
-    double sum = 0;
-    for (long i = 0; i < n; i++) sum += w[i];
-    return sum;
+    double total = 0;
+    for (long c = 0; c * CHUNK < n; c++) {
+        long i = c * CHUNK, end = i + CHUNK < n ? i + CHUNK : n;
+        vf sum = {0};
+        for (; i + VL <= end; i += VL) sum += vload(w + i);
+        double chunk = vsum(sum);
+        for (; i < end; i++) chunk += w[i];
+        total += sums[c] = chunk;
+    }
+    return total;
+}
+
+/* The first id whose cumulative weight exceeds target; the last one of any weight when rounding leaves none. */
+static long find(const float *w, long n, const double *sums, double target)
+{
+    double before = 0;
+    long chunk = 0, last = (n - 1) / CHUNK, found = -1;
+    while (chunk < last && before + sums[chunk] <= target) before += sums[chunk++];
+    while (chunk > 0 && sums[chunk] == 0) chunk--;
+    const long end = (chunk + 1) * CHUNK < n ? (chunk + 1) * CHUNK : n;
+    for (long i = chunk * CHUNK; i < end; i++) {
+        if (w[i] > 0) found = i;
+        before += w[i];
+        if (w[i] > 0 && before > target) break;
+    }
+    return found;
 }
 
 static void sample_task(void *arg, long row)
@@ -99,30 +131,27 @@ static void sample_task(void *arg, long row)
     const sample_job *j = arg;
     const float *x = j->logits + row * j->vocab;
     const long n = j->vocab;
-    float most, unused;
+    float most;
     long best = argmax(x, n, &most), spare;
     j->out[row] = best;
     if (!(j->temperature[row] > 0) || !(most > -INFINITY) || most == INFINITY) return;
-    float *w = malloc(2 * n * sizeof(float));
+    float *w = malloc(2 * n * sizeof(float) + (n / CHUNK + 1) * sizeof(double));
     if (!w) return;
     const float inverse = 1.0f / j->temperature[row];
     long i = 0;
     for (; i + VL <= n; i += VL) vstore(w + i, vexp((vload(x + i) - most) * inverse));
     for (; i < n; i++) w[i] = vexp(vset((x[i] - most) * inverse))[0];
-    double total = sum_of(w, n);
     if (j->top_k[row] > 0 && j->top_k[row] < n)
-        total = keep_from(w, n, threshold(w, n, j->top_k[row], 0, w + n, &spare), n);
+        keep_from(w, n, threshold(w, n, j->top_k[row], 0, w + n, &spare), n);
+    double *sums = (double *)(w + 2 * n), total = sum_chunks(w, n, sums);
     if (j->top_p[row] < 1) {
-        unused = threshold(w, n, 0, j->top_p[row] * total, w + n, &spare);
-        total = keep_from(w, n, unused, spare);
+        float least = threshold(w, n, 0, j->top_p[row] * total, w + n, &spare);
+        keep_from(w, n, least, spare);
     }
-    if (j->min_p[row] > 0) total = keep_from(w, n, j->min_p[row], n);
-    double target = j->uniform[row] * total, sum = 0;
-    for (i = 0; i < n; i++) {
-        if (w[i] > 0) j->out[row] = i;
-        sum += w[i];
-        if (sum > target) break;
-    }
+    if (j->min_p[row] > 0) keep_from(w, n, j->min_p[row], n);
+    if (j->top_p[row] < 1 || j->min_p[row] > 0) total = sum_chunks(w, n, sums);
+    long drawn = find(w, n, sums, j->uniform[row] * total);
+    if (drawn >= 0) j->out[row] = drawn;
     free(w);
 }
 

@@ -4,8 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from tests.kernels.kernel_cases import Case, make_step, only, run_attention, step_and_answer
 from torch.nn import functional as F
+
+from tests.kernels.kernel_cases import Case, make_step, only, run_attention, step_and_answer
 
 BF16 = torch.bfloat16
 CASES = {

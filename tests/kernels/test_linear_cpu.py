@@ -15,7 +15,9 @@ def random(*shape, dtype=torch.float32, seed=0):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
-@pytest.mark.parametrize(("out_features", "in_features"), [(16, 8), (1, 1), (17, 33), (150, 70), (576, 1536), (100, 2000)])
+@pytest.mark.parametrize(
+    ("out_features", "in_features"), [(16, 8), (1, 1), (17, 33), (150, 70), (576, 1536), (100, 2000)]
+)
 def test_linear_equals_the_matrix_product(cpu, dtype, out_features, in_features):
     weight = random(out_features, in_features, dtype=dtype) / in_features**0.5
     bias = random(out_features, dtype=dtype, seed=1)

@@ -43,11 +43,12 @@ def naive(logits, temperature, top_k, top_p, min_p):
 
 
 def draw_naively(logits, uniform, *filters):
-    sum_so_far, token = 0.0, -1
-    for token, probability in naive(logits, *filters).items():
+    left = naive(logits, *filters)
+    token, sum_so_far = max(left), 0.0
+    for candidate, probability in left.items():
         sum_so_far += probability
         if sum_so_far > uniform:
-            break
+            return candidate
     return token
 
 

@@ -65,7 +65,9 @@ class Generations(dict):
 
 
 class SourceSide(KvSource):
-    def __init__(self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1", **settings):
+    def __init__(
+        self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1", **settings
+    ):
         self.generations = Generations()
         name, transports = table(transport)
         super().__init__(
@@ -78,7 +80,9 @@ class SourceSide(KvSource):
 class TargetSide(KvTarget):
     """Records how every grant ends; `event(kind, request_id)` waits for it."""
 
-    def __init__(self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, **settings):
+    def __init__(
+        self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, **settings
+    ):
         self.generations = Generations()
         self.ends = []  # (kind, request_id, detail) in order
         self._waiting = {}

@@ -44,7 +44,7 @@ async def held(kv):
 
 
 async def test_a_late_write_finds_its_blocks_still_in_quarantine(kv, held):
-    source, make_target, reads, has_begun = held
+    source, make_target, reads, _has_begun = held
     target = await make_target(deadline_s=0.2)
     kv.send(source, target, "r1", [1, 2], [7, 8])
     assert isinstance(await target.event("failed", "r1"), TransferTimeout)

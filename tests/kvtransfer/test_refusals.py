@@ -76,7 +76,7 @@ async def test_a_second_source_cannot_take_over_an_open_transfer(kv):
     thief = await kv.source(epoch="p2", fill=9)
     ticket = target.grant("r1", 0, [1], 1)
     mine = source.open("r1", ticket)
-    mine.announce(0, [1], range(0, 1))
+    mine.announce(0, [1], range(1))
     seen = asyncio.Event()
     target.tamper = lambda *_: seen.set()
     await seen.wait()
@@ -96,7 +96,7 @@ async def test_a_lease_of_a_silent_source_expires_and_frees(kv):
 
 async def test_an_open_transfer_keeps_its_lease_alive(kv):
     source, target = await kv.pair(lease_s=0.2)
-    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(0, 3)])
+    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(3)])
     await asyncio.sleep(0.7)  # several leases of real loop time: renewal is what is tested
     transfer.announce(0, [1], range(3, 4))
     await transfer.commit(b"")
@@ -153,7 +153,7 @@ async def test_another_fingerprint_is_refused_with_the_field(kv, field):
 
 async def test_a_commit_before_every_region_came_is_incomplete(kv):
     source, target = await kv.pair()
-    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(0, 3)])
+    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(3)])
     error = await refusal_of(transfer)
     assert reason_of(error) is Reason.INCOMPLETE
     assert "2 of 8 regions" in error.why
@@ -184,7 +184,7 @@ async def test_announcements_out_of_range_are_refused(kv, announce):
 
 async def test_a_region_announced_twice_is_refused(kv):
     source, target = await kv.pair()
-    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(0, 2), range(1, 4)])
+    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(2), range(1, 4)])
     assert reason_of(await refusal_of(transfer)) is Reason.OUT_OF_RANGE
 
 
@@ -230,7 +230,12 @@ async def test_a_forced_transport_that_cannot_be_is_loud(kv):
 
 @pytest.mark.parametrize(
     "frame",
-    [b"", b"\xff" * 40, msgspec.msgpack.encode({"type": "open"}), msgspec.msgpack.encode({"type": "hello", "protocol": 1})],
+    [
+        b"",
+        b"\xff" * 40,
+        msgspec.msgpack.encode({"type": "open"}),
+        msgspec.msgpack.encode({"type": "hello", "protocol": 1}),
+    ],
 )
 async def test_malformed_messages_end_their_connection_and_nothing_else(kv, frame):
     source, target = await kv.pair()
@@ -248,7 +253,7 @@ async def test_a_malformed_message_after_the_handshake_fails_that_sources_transf
     source, target = await kv.pair()
     seen = asyncio.Event()
     target.tamper = lambda *_: seen.set()
-    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(0, 1)])
+    transfer = kv.send(source, target, "r1", [1], [2], layer_groups=[range(1)])
     await seen.wait()
     transfer._link._connection.send_nowait(msgspec.msgpack.encode({"type": "announce", "nonce": b"x"}))
     assert isinstance(await target.event("failed", "r1"), PeerLost)

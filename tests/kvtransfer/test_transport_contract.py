@@ -80,7 +80,7 @@ async def test_what_is_announced_early_is_read_before_the_commit(kv, transport):
     source, target = await kv.pair(transport)
     seen = asyncio.Event()
     target.tamper = lambda view, offset, size: seen.set()
-    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(0, 2)])
+    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(2)])
     await seen.wait()
     target.tamper = None
     transfer.announce(0, [1, 2], range(2, 4))
@@ -115,7 +115,7 @@ async def test_with_checks_off_a_flipped_bit_is_delivered(kv, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_cancelling_source_ends_the_grant(kv, transport):
     source, target = await kv.pair(transport)
-    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(0, 2)])
+    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(2)])
     transfer.cancel("the client left")
     error = await target.event("failed", "r1")
     await target.event("released", "r1")
@@ -127,7 +127,7 @@ async def test_a_cancelling_source_ends_the_grant(kv, transport):
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_revoking_target_ends_the_transfer_without_on_failed(kv, transport):
     source, target = await kv.pair(transport)
-    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(0, 2)])
+    transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(2)])
     commit = asyncio.create_task(transfer.commit(b""))
     target.revoke("r1", "aborted")
     with pytest.raises(TransferRefused) as refused:
@@ -140,7 +140,7 @@ async def test_a_revoking_target_ends_the_transfer_without_on_failed(kv, transpo
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_a_request_can_be_granted_again_after_its_release(kv, transport):
     source, target = await kv.pair(transport)
-    kv.send(source, target, "r1", [1], [2], layer_groups=[range(0, 1)]).cancel()
+    kv.send(source, target, "r1", [1], [2], layer_groups=[range(1)]).cancel()
     await target.event("released", "r1")
     await kv.send(source, target, "r1", [1], [5]).commit(b"")
     assert target.kinds("r1") == ["failed", "released", "commit"]

@@ -88,7 +88,6 @@ async def serve_http() -> AsyncIterator[Callable[[Any], Any]]:
         async def start(app: Any) -> str:
             config = uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none")
             server = uvicorn.Server(config)
-            server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
             task = asyncio.create_task(server._serve())
 
             async def stop() -> None:
@@ -97,7 +96,7 @@ async def serve_http() -> AsyncIterator[Callable[[Any], Any]]:
 
             stack.push_async_callback(stop)
             async with asyncio.timeout(10):
-                while not server.started:
+                while not server.started:  # noqa: ASYNC110 (uvicorn offers no event)
                     await asyncio.sleep(0.01)
             return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 

@@ -3,7 +3,7 @@
 import asyncio
 import json
 
-import httpx
+import msgspec
 import pytest
 
 from kvrelay import wire
@@ -211,7 +211,7 @@ async def test_a_full_cluster_is_429_with_retry_after(make_cluster, stream):
     cluster = await make_cluster()
     refusal = wire.Refused(request_id="", reason="full", retry_after_s=2.5)
     cluster.decode[0].answers = [
-        lambda m: wire.msgspec.structs.replace(refusal, request_id=m.request.request_id)
+        lambda m: msgspec.structs.replace(refusal, request_id=m.request.request_id)
     ] * 4  # fmt: skip
     response = await cluster.client.post("/v1/completions", json=COMPLETION | {"stream": stream})
     assert error_of(response, 429)["type"] == "rate_limit_error"
@@ -279,4 +279,3 @@ async def test_an_error_is_told_without_a_traceback(make_cluster, caplog):
     error = error_of(await cluster.client.post("/v1/completions", json=COMPLETION), 500)
     assert "secret" not in error["message"]
     assert "secret detail" in caplog.text
-    assert isinstance(cluster.client, httpx.AsyncClient)

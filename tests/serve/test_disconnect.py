@@ -60,11 +60,13 @@ async def test_tokens_leave_as_they_come(make_cluster, serve_http):
     cluster = await make_cluster()
     cluster.decode[0].pause_at = 1
     url = await serve_http(cluster.app)
-    async with httpx.AsyncClient(timeout=30) as client:
-        async with client.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as response:
-            lines = response.aiter_lines()
-            assert (await anext(lines)).startswith("data: {")
-            assert not cluster.decode[0].resume.is_set()
-            cluster.decode[0].resume.set()
-            rest = [line async for line in lines if line]
+    async with (
+        httpx.AsyncClient(timeout=30) as client,
+        client.stream("POST", f"{url}/v1/completions", json=BODY | {"stream": True}) as response,
+    ):
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: {")
+        assert not cluster.decode[0].resume.is_set()
+        cluster.decode[0].resume.set()
+        rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"

@@ -100,6 +100,11 @@ def jobs(count, *, output_tokens=8, gap_s=0.0):
     return (Job(index, [1, 2, 3, 4], output_tokens, arrival_s=index * gap_s) for index in range(count))
 
 
+async def until(holds):
+    while not holds():  # noqa: ASYNC110 (what is waited for has no event)
+        await asyncio.sleep(0)
+
+
 async def parts(*chunks):
     for chunk in chunks:
         yield chunk
@@ -117,8 +122,7 @@ async def test_a_closed_loop_keeps_exactly_its_clients_busy():
     async with Server() as server:
         server.gate.clear()  # nobody is answered until all clients wait
         run = asyncio.create_task(run_load(Target(server.url, "m"), jobs(12), concurrency=3))
-        while server.running < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.running == 3)
         server.gate.set()
         result = await run
     assert [one.outcome for one in result.records] == [OK] * 12
@@ -133,8 +137,7 @@ async def test_an_open_loop_never_waits_for_answers():
     async with Server() as server:
         server.gate.clear()  # nobody is answered until all have arrived
         run = asyncio.create_task(run_load(Target(server.url, "m"), jobs(20, gap_s=0.001)))
-        while server.running < 20:
-            await asyncio.sleep(0.001)
+        await until(lambda: server.running == 20)
         server.gate.set()
         result = await run
     assert [one.outcome for one in result.records] == [OK] * 20
@@ -177,8 +180,7 @@ async def test_cancelling_keeps_what_there_is():
     result = Result()
     async with Server() as server:
         run = asyncio.create_task(run_load(Target(server.url, "m"), jobs(100), concurrency=2, result=result))
-        while len(result.records) < 4:
-            await asyncio.sleep(0)
+        await until(lambda: len(result.records) >= 4)
         server.gate.clear()
         run.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -1,6 +1,6 @@
 """Arrivals, trace files and prompts of the load generator."""
 
-from itertools import islice, takewhile
+from itertools import islice, pairwise, takewhile
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_poisson_arrivals_repeat_with_their_seed():
 
 def test_poisson_arrivals_come_at_their_rate_with_exponential_gaps():
     arrivals = list(takewhile(lambda at: at < 1000, poisson_arrivals(20.0, seed=7)))
-    gaps = [later - earlier for earlier, later in zip(arrivals, arrivals[1:], strict=False)]
+    gaps = [later - earlier for earlier, later in pairwise(arrivals)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert arrivals == sorted(arrivals)

@@ -1,5 +1,7 @@
 """Stop strings over streamed text: nothing after the stop is shown, nothing before it is lost."""
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,7 +57,7 @@ text = st.text(alphabet="ab ", max_size=30)
 def test_pieces_change_nothing(stops, whole, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(whole)), max_size=6)))
     edges = [0, *cuts, len(whole)]
-    pieces = [whole[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [whole[a:b] for a, b in itertools.pairwise(edges)]
     ends = [end for end in range(len(whole) + 1) if any(whole[:end].endswith(stop) for stop in stops)]
     if not ends:
         assert run(stops, pieces) == (whole, None)

@@ -1,7 +1,7 @@
 """Outputs that come early, late, twice or overlapping become one sequence."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.errors import ProtocolError
@@ -45,6 +45,14 @@ def test_of_an_overlapping_output_only_the_new_part_counts():
     assert [entry.token_id for entry in merged.logprobs] == [10, 11, 12]
 
 
+def test_of_two_early_outputs_for_one_position_the_longer_counts():
+    order = TokenOrder("r", 10)
+    for early in (output(1, 11), output(1, 11, 12), output(1, 11), output(1)):
+        order.add(early)
+    order.add(output(0, 10))
+    assert order.tokens == [10, 11, 12]
+
+
 def test_nothing_counts_after_the_end():
     order = TokenOrder("r", 10)
     order.add(output(0, 10, finish="stop"))
@@ -73,6 +81,7 @@ def test_a_new_attempt_forgets_what_came_early():
     assert order.tokens == [10]
 
 
+@settings(max_examples=300)
 @given(st.integers(1, 12), st.data())
 def test_any_order_of_any_pieces_gives_the_sequence(length, data):
     tokens = list(range(length))

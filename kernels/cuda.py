@@ -1,0 +1,293 @@
+"""The CUDA backend over FlashInfer 0.7 (optional dependency), with torch where FlashInfer has no kernel.
+
+UNVERIFIED ON A GPU: written against FlashInfer 0.7.2's source and type-checked; its tests are marked gpu.
+
+FlashInfer's attention is planned per (scale, window, softcap), which our interface tells only at `attention`:
+a step's plan keeps the metadata and plans each such combination at its first use, once per step.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kernels import sampling
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Linear, SamplingBatch
+from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan
+
+logger = logging.getLogger(__name__)
+
+_HALF = frozenset((torch.float16, torch.bfloat16))
+_HEAD_DIMS = frozenset((64, 128, 256))
+_WORKSPACE_BYTES = 256 << 20
+# fa2 serves every processor from sm_80 on, with window and softcap at any block size; "auto" may pick per shape
+_ATTENTION_KERNELS = "fa2"
+Variant = tuple[float, int | None, float | None]  # scale, window, softcap
+
+
+@dataclass(frozen=True, slots=True)
+class PagedIndex:
+    """FlashInfer's view of some sequences' blocks: indptr and last_page_len on the CPU, int32.
+
+    indptr: [S+1] into indices [sum of blocks], block ids. last_page_len: [S] tokens in the last block.
+    """
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+@dataclass(slots=True)
+class CudaPlan:
+    """One step: device copies of its rows, and the attention wrappers that were planned for it so far.
+
+    block, offset: [T] int64 on the device, where each new token's KV goes. `decode` covers the first
+    `num_decode` sequences, `prefill` the rest, with qo_indptr [P+1] on the CPU.
+    """
+
+    shape: AttentionShape
+    slot_mapping: Tensor
+    positions: Tensor
+    device_positions: Tensor
+    block: Tensor
+    offset: Tensor
+    num_decode: int
+    decode: PagedIndex | None
+    prefill: PagedIndex | None
+    qo_indptr: Tensor | None
+    fallback: ReferencePlan | None
+    wrappers: dict[Variant, tuple[Any, Any]] = field(default_factory=dict)
+
+
+def paged_index(context_lens: Tensor, block_tables: Tensor, block_size: int) -> PagedIndex:
+    """Flatten block tables [S, max_blocks] to the blocks in use."""
+    counts = (context_lens + block_size - 1) // block_size
+    indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32)
+    indptr[1:] = counts.cumsum(0)
+    used = torch.arange(block_tables.shape[1]).unsqueeze(0) < counts.unsqueeze(1)
+    last = context_lens - (counts - 1) * block_size
+    return PagedIndex(indptr, block_tables[used].to(torch.int32), last.to(torch.int32))
+
+
+class CudaBackend:
+    """FlashInfer kernels on one device.
+
+    Raises:
+        BackendUnavailable: no CUDA device, FlashInfer is not installed, or it cannot build its kernels.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: str | torch.device = "cuda") -> None:
+        if not torch.cuda.is_available():
+            raise BackendUnavailable("cuda", "torch sees no CUDA device")
+        try:
+            import flashinfer
+        except (ImportError, OSError) as error:
+            raise BackendUnavailable("cuda", f"flashinfer does not import: {error}") from error
+        self._flashinfer = flashinfer
+        self.device = torch.device(device)
+        if self.device.index is None:
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self._plain = ReferenceBackend(self.device)
+        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        self._wrappers: dict[tuple[str, Variant], Any] = {}
+        self._current: CudaPlan | None = None
+        self._told: set[str] = set()
+        self._try_out()
+
+    def _try_out(self) -> None:
+        """Build and run one small kernel now rather than in the first request."""
+        x = torch.ones(1, 64, dtype=torch.float16, device=self.device)
+        try:
+            self._flashinfer.rmsnorm(x, x[0].clone(), 1e-6)
+            torch.cuda.synchronize(self.device)
+        except Exception as error:  # whatever its compiler or driver raises
+            raise BackendUnavailable("cuda", f"flashinfer cannot build or run its kernels: {error}") from error
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen, in short words."""
+        version = str(getattr(self._flashinfer, "__version__", "unknown"))
+        return {
+            "backend": self.name,
+            "device": torch.cuda.get_device_name(self.device),
+            "flashinfer": version,
+            "attention": _ATTENTION_KERNELS,
+        }
+
+    def _tell_once(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("FlashInfer has no kernel for %s: torch is used, slower", what)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._plain.pack_linear(weight, bias)
+
+    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
+        return self._plain.embed(token_ids, table)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.dtype not in _HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
+            return self._plain.rms_norm(x, weight, eps)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        self._flashinfer.rmsnorm(x, weight, eps, out=out)
+        return out
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.dtype not in _HALF or weight.dtype != x.dtype or x.dim() != 2:
+            return self._plain.add_rms_norm(x, residual, weight, eps)
+        self._flashinfer.fused_add_rmsnorm(x, residual, weight, eps)
+        return x, residual
+
+    def _device_positions(self, positions: Tensor) -> Tensor:
+        current = self._current
+        if current is not None and positions is current.positions:
+            return current.device_positions
+        return positions.to(self.device)
+
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        positions = self._device_positions(positions)
+        head_dim = q.shape[-1]
+        if q.dtype not in _HALF or head_dim not in _HEAD_DIMS or cos_sin.shape[1] % 16 or not cos_sin.is_contiguous():
+            return self._plain.rope(q, k, cos_sin, positions)
+        q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
+        self._flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, cos_sin, is_neox=True)
+        return q, k
+
+    def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        if gate_up.dtype not in _HALF or gate_up.shape[-1] % 16:
+            return self._plain.gated_activation(gate_up, kind)
+        fused: Callable[[Tensor], Tensor] = (
+            self._flashinfer.silu_and_mul if kind == "silu" else self._flashinfer.gelu_tanh_and_mul
+        )
+        return fused(gate_up.contiguous())
+
+    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        current = self._current
+        if current is None or slot_mapping is not current.slot_mapping:
+            self._plain.store_kv(k, v, kv_layer, slot_mapping)
+            return
+        kv_layer[current.block, 0, current.offset] = k
+        kv_layer[current.block, 1, current.offset] = v
+
+    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> CudaPlan:
+        slots = batch.slot_mapping.to(self.device)
+        plan = CudaPlan(
+            shape=shape,
+            slot_mapping=batch.slot_mapping,
+            positions=batch.positions,
+            device_positions=batch.positions.to(self.device),
+            block=slots // shape.block_size,
+            offset=slots % shape.block_size,
+            num_decode=batch.num_decode,
+            decode=None,
+            prefill=None,
+            qo_indptr=None,
+            fallback=None,
+        )
+        self._current = plan
+        if shape.dtype not in _HALF or shape.head_dim not in _HEAD_DIMS:
+            self._tell_once(f"attention with head_dim {shape.head_dim} in {shape.dtype}")
+            plan.fallback = self._plain.plan(batch, shape)
+            return plan
+        n = batch.num_decode
+        if n:
+            plan.decode = paged_index(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
+        if n < batch.context_lens.shape[0]:
+            plan.prefill = paged_index(batch.context_lens[n:], batch.block_tables[n:], shape.block_size)
+            plan.qo_indptr = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)
+        return plan
+
+    def _wrapper(self, kind: str, variant: Variant) -> Any:
+        """The wrapper of this kind and variant; it is planned anew every step."""
+        key = (kind, variant)
+        if key not in self._wrappers:
+            make = (
+                self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+                if kind == "prefill"
+                else self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            )
+            options = {} if kind == "prefill" else {"use_tensor_cores": True}  # any group size
+            self._wrappers[key] = make(self._workspace, "NHD", backend=_ATTENTION_KERNELS, **options)
+        return self._wrappers[key]
+
+    def _planned(self, plan: CudaPlan, variant: Variant) -> tuple[Any, Any]:
+        """The decode and prefill wrappers, ready to run this step (None where the step has no such part)."""
+        if variant not in plan.wrappers:
+            decode = prefill = None
+            if plan.decode is not None:
+                decode = self._wrapper("decode", variant)
+                plan_decode(decode, plan.decode, plan.shape, variant)
+            if plan.prefill is not None:
+                prefill = self._wrapper("prefill", variant)
+                plan_prefill(prefill, plan, variant)
+            plan.wrappers[variant] = (decode, prefill)
+        return plan.wrappers[variant]
+
+    def attention(
+        self, q: Tensor, kv_layer: Tensor, plan: CudaPlan, *, scale: float, window: int | None, softcap: float | None
+    ) -> Tensor:
+        if plan.fallback is not None:
+            return self._plain.attention(q, kv_layer, plan.fallback, scale=scale, window=window, softcap=softcap)
+        decode, prefill = self._planned(plan, (scale, window, softcap))
+        q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        n = plan.num_decode
+        if decode is not None:
+            decode.run(q[:n], kv_layer, out=out[:n])
+        if prefill is not None:
+            prefill.run(q[n:], kv_layer, out=out[n:])
+        return out
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return sampling.draw(logits, batch)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def _options(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
+    scale, window, softcap = variant
+    return {
+        "sm_scale": scale,
+        "window_left": -1 if window is None else window - 1,
+        "logits_soft_cap": softcap,
+        "q_data_type": dtype,
+        "kv_data_type": dtype,
+    }
+
+
+def plan_decode(wrapper: Any, index: PagedIndex, shape: AttentionShape, variant: Variant) -> None:
+    """Plan a BatchDecodeWithPagedKVCacheWrapper for one-token sequences."""
+    wrapper.plan(
+        index.indptr,
+        index.indices,
+        index.last_page_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        **_options(variant, shape.dtype),
+    )
+
+
+def plan_prefill(wrapper: Any, plan: CudaPlan, variant: Variant) -> None:
+    """Plan a BatchPrefillWithPagedKVCacheWrapper for the step's chunks; causal, bottom-right."""
+    assert plan.prefill is not None
+    shape = plan.shape
+    wrapper.plan(
+        plan.qo_indptr,
+        plan.prefill.indptr,
+        plan.prefill.indices,
+        plan.prefill.last_page_len,
+        shape.num_heads,
+        shape.num_kv_heads,
+        shape.head_dim,
+        shape.block_size,
+        causal=True,
+        **_options(variant, shape.dtype),
+    )

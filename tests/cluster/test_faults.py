@@ -1,0 +1,201 @@
+"""Real worker processes, killed and left at every stage: a clear end, the same tokens, and every block back."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from kvrelay.cluster.local import local_cluster
+from kvrelay.config import settings_from
+from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
+from kvrelay.errors import KvrelayError, Overloaded
+from kvrelay.hashing import block_hashes
+from kvrelay.wire import Sampling, SequenceRequest
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
+
+
+def settings(**router):
+    return settings_from(
+        {
+            "model": {"dtype": "float32", "max_model_len": 1024},
+            "engine": {"kv_memory": "16MiB", "token_budget": 32, "num_threads": 1},
+            "transfer": {"lease_s": 2.0},
+            "router": {"local_prefill_tokens": 0, **router},
+        }
+    )
+
+
+def request(name: str, length: int = 100, *, max_tokens: int = 40) -> SequenceRequest:
+    ids = torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    return SequenceRequest(
+        request_id=name,
+        token_ids=ids,
+        num_prompt_tokens=length,
+        block_hashes=list(block_hashes(ids, 16)),
+        sampling=Sampling(max_tokens=max_tokens, temperature=0.0, ignore_eos=True),
+    )
+
+
+def oracle(folder, wanted: SequenceRequest) -> list[int]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([wanted.token_ids])
+    count = wanted.sampling.max_tokens
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
+    )
+    return out[0, ids.shape[1] :].tolist()
+
+
+async def collect(cluster, wanted, force="remote", after=None):
+    """All tokens; `after(n)` is called when n tokens are there."""
+    tokens: list[int] = []
+    async for output in cluster.dispatcher.generate(wanted, force=force):
+        assert output.position == len(tokens)
+        tokens += output.token_ids
+        if after is not None:
+            after(len(tokens))
+    return tokens
+
+
+async def until(condition):
+    """Wait for what a load report will show; fails after 10 s."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+async def nothing_held(cluster):
+    """Wait until the decode worker in this process has every block back; fails with what is left."""
+    problems = []
+    for _ in range(100):
+        problems = await cluster.pool_leaks()
+        if not problems:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(problems)
+
+
+async def test_a_prefill_worker_killed_during_a_prompt_costs_a_retry_not_the_request(folder):
+    wanted = request("a", 900)
+    async with local_cluster(settings(), folder, num_prefill=2) as cluster:
+        task = asyncio.create_task(collect(cluster, wanted))
+        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
+        for worker in cluster.prefill:
+            if worker.member.worker_id in {
+                i.worker_id for i, load in cluster.dispatcher.live_workers() if load.running
+            }:
+                break
+        os.kill(worker.pid, signal.SIGKILL)
+        assert await task == oracle(folder, wanted)
+        await nothing_held(cluster)
+
+
+async def test_the_last_prefill_worker_killed_leaves_local_prefill_or_a_clear_error_and_no_block(folder):
+    async with local_cluster(settings(), folder) as cluster:
+        os.kill(cluster.prefill[0].pid, signal.SIGKILL)
+        await cluster.prefill[0].process.wait()
+        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 1)
+        wanted = request("a")
+        assert await collect(cluster, wanted, force=None) == oracle(folder, wanted)
+        await nothing_held(cluster)
+
+
+async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_without_a_lost_or_doubled_token(folder):
+    wanted = request("a")
+    async with local_cluster(settings(), folder, num_decode=2, num_inside=0) as cluster:
+
+        def kill(count):
+            if count == 5:
+                busy = {
+                    info.worker_id for info, load in cluster.dispatcher.live_workers() if load.running or load.receiving
+                }
+                for worker in cluster.decode:
+                    if worker.member.worker_id in busy or len(busy) == 0:
+                        os.kill(worker.pid, signal.SIGKILL)
+                        return
+
+        assert await collect(cluster, wanted, after=kill) == oracle(folder, wanted)
+
+
+async def test_the_only_decode_worker_killed_mid_stream_is_a_clear_error(folder):
+    async with local_cluster(settings(), folder, num_decode=1, num_inside=0) as cluster:
+
+        def kill(count):
+            if count == 5:
+                os.kill(cluster.decode[0].pid, signal.SIGKILL)
+
+        with pytest.raises(KvrelayError):
+            await collect(cluster, request("a", max_tokens=800), after=kill)
+
+
+@pytest.mark.parametrize("leave_after", [0, 1, 3])
+async def test_a_client_that_leaves_frees_its_blocks_on_both_workers(folder, leave_after):
+    async with local_cluster(settings(), folder) as cluster:
+        stream = cluster.dispatcher.generate(request("a", 700, max_tokens=300), force="remote")
+        if leave_after == 0:
+            task = asyncio.create_task(anext(stream))
+            await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        else:
+            for _ in range(leave_after):
+                await anext(stream)
+        await stream.aclose()
+        await nothing_held(cluster)
+        for _ in range(100):
+            loads = {info.role: load for info, load in cluster.dispatcher.live_workers()}
+            if loads["prefill"].used_blocks == 0:
+                break
+            await asyncio.sleep(0.1)
+        assert loads["prefill"].used_blocks == 0 and loads["prefill"].running == 0
+
+
+async def test_overload_is_refused_not_queued_for_ever_and_the_rest_is_served(folder):
+    config = settings(max_inflight=4)
+    async with local_cluster(config, folder) as cluster:
+        results = await asyncio.gather(
+            *(collect(cluster, request(str(i), 50 + i), force=None) for i in range(12)), return_exceptions=True
+        )
+        refused = [result for result in results if isinstance(result, Overloaded)]
+        served = [result for result in results if isinstance(result, list)]
+        assert refused and served and len(refused) + len(served) == 12
+        assert all(error.retry_after_s > 0 for error in refused)
+        await nothing_held(cluster)
+
+
+async def test_more_sequences_than_decode_memory_all_finish_with_the_right_tokens(folder):
+    config = settings_from(
+        {
+            **settings().model_dump(),
+            "engine": {"kv_memory": 40 * 16 * 4 * 2 * 2 * 32 * 4, "token_budget": 64, "num_threads": 1},
+        }
+    )
+    async with local_cluster(config, folder) as cluster:
+        wanted = [request(str(i), 60 + i, max_tokens=60) for i in range(10)]
+        results = await asyncio.gather(*(collect(cluster, one, force=None) for one in wanted))
+        assert results == [oracle(folder, one) for one in wanted]
+        await nothing_held(cluster)
+
+
+async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder):
+    async with local_cluster(settings(retry_budget=0), folder) as cluster:
+        worker = cluster.prefill[0]
+        task = asyncio.create_task(collect(cluster, request("a", 900)))
+        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
+        os.kill(worker.pid, signal.SIGSTOP)
+        try:
+            with pytest.raises(KvrelayError):
+                await asyncio.wait_for(task, 20)
+            await nothing_held(cluster)
+        finally:
+            os.kill(worker.pid, signal.SIGKILL)

@@ -1,0 +1,64 @@
+"""Choosing a backend by name: auto takes what works, an explicit choice that cannot run says why."""
+
+import logging
+
+import pytest
+import torch
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kernels import native_cpu, select
+from kvrelay.kernels.cpu import CpuBackend
+from kvrelay.kernels.select import select_backend
+from kvrelay.kernels.selfcheck import first_wrong_kernel
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+
+
+@NO_GPU
+def test_auto_is_the_cpu_without_a_gpu_and_says_so_once(caplog):
+    select._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="kvrelay.kernels.select"):
+        backends = [select_backend("auto", "auto", 1), select_backend("auto", "cpu", 1)]
+    assert {b.name for b in backends} == {"cpu"}
+    assert len(caplog.messages) == 1 and "no CUDA device" in caplog.messages[0]
+
+
+@NO_GPU
+@pytest.mark.parametrize(("name", "device"), [("cuda", "auto"), ("auto", "cuda"), ("auto", "cuda:1")])
+def test_a_gpu_that_is_not_there_is_refused(name, device):
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
+        select_backend(name, device)
+
+
+def test_unknown_names_and_misfit_devices_are_refused():
+    with pytest.raises(BackendUnavailable, match="the backends are"):
+        select_backend("tpu")
+    with pytest.raises(BackendUnavailable, match="does not run on cuda"):
+        select_backend("cpu", "cuda:0")
+
+
+def test_the_reference_runs_where_it_is_told():
+    assert select_backend("reference", "auto").device == torch.device("cpu")
+
+
+def test_without_a_compiler_torch_takes_over_with_one_line(monkeypatch, caplog):
+    def refuse(*_):
+        raise BackendUnavailable("kernels", "no C compiler")
+
+    monkeypatch.setattr(native_cpu, "load_native", refuse)
+    with caplog.at_level(logging.WARNING):
+        backend = CpuBackend(1)
+    assert backend.describe()["kernels"] == "torch (no C compiler)"
+    assert len(caplog.messages) == 1
+
+
+def test_a_wrong_compiled_kernel_is_found(compiled, monkeypatch):
+    native = compiled._native
+    assert first_wrong_kernel(native) is None
+    monkeypatch.setattr(native, "gated_activation", lambda gate_up, kind: gate_up[:, : gate_up.shape[1] // 2])
+    assert first_wrong_kernel(native) == "activation"
+
+
+def test_a_wrong_compiled_kernel_is_not_used(monkeypatch):
+    monkeypatch.setattr("kvrelay.kernels.cpu.first_wrong_kernel", lambda native: "attention")
+    assert "wrong results" in CpuBackend(1).describe()["kernels"]
