@@ -45,7 +45,11 @@ class IngressReplica:
         )
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         self._card = model_card(self._settings, model_dir)
-        router = Router(self._settings.router, block_size=self._settings.engine.block_size)
+        router = Router(
+            self._settings.router,
+            block_size=self._settings.engine.block_size,
+            max_waiting=self._settings.engine.max_waiting,
+        )
         self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()

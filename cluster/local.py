@@ -150,7 +150,7 @@ async def local_cluster(
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
-    router = Router(settings.router, block_size=settings.engine.block_size)
+    router = Router(settings.router, block_size=settings.engine.block_size, max_waiting=settings.engine.max_waiting)
     cluster = LocalCluster(Dispatcher(router, secret, settings))
     try:
         roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]

@@ -18,7 +18,8 @@ _QUIET = {
 }
 
 _IDLE = {  # fewer wake-ups of processes that have nothing to do
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
     "RAY_event_stats": "0",
     "RAY_event_stats_metrics": "0",
@@ -38,7 +39,7 @@ _IDLE = {  # fewer wake-ups of processes that have nothing to do
     "RAY_ray_events_report_interval_ms": "60000",
     "RAY_raylet_check_for_unexpected_worker_disconnect_interval_ms": "5000",
     "RAY_grpc_client_check_connection_status_interval_milliseconds": "5000",
-    "REPORTER_UPDATE_INTERVAL_MS": "15000",
+    "REPORTER_UPDATE_INTERVAL_MS": "30000",
     "SCAN_EVENT_DIR_INTERVAL_SECONDS": "60",
     "METRICS_RECORD_INTERVAL_S": "60",
     "NODE_STATS_UPDATE_INTERVAL_SECONDS": "30",

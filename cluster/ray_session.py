@@ -5,6 +5,7 @@ The driver of this cluster is the `kvrelay serve` process: when it dies, however
 
 import contextlib
 import logging
+import os
 import shutil
 import socket
 import tempfile
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20  # Ray's least; KV never passes through it
 POLL_S = 0.25
+LONGEST_FOLDER = 16
 STOP_GRACE_S = 2.0
 Report = Callable[[str, str], None]  # part of the cluster, and its state in a few words
 
@@ -59,23 +61,34 @@ class RaySession:
 
         quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "kvrelay"}
         self._has_ray = True
-        if self._address is not None:
-            context = ray.init(address=self._address, **quiet)
-        else:
-            self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-"))
-            wanted = self._settings.cluster.dashboard_port
-            without_log_monitor()
-            context = ray.init(
-                include_dashboard=True, dashboard_host=LOOPBACK,
-                dashboard_port=wanted if is_free(LOOPBACK, wanted) else free_port(LOOPBACK),
-                object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(self._folder), **quiet,
-            )  # fmt: skip
+        try:
+            if self._address is not None:
+                context = ray.init(address=self._address, **quiet)
+            else:
+                context = self._start_own_ray(quiet)
+        except Exception as error:  # Ray raises bare ones, with pages of its logs
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            logger.debug("ray.init failed", exc_info=True)
+            raise ClusterError(f"Ray did not start: {said[-1] if said else repr(error)}") from error
         self.after_ray()
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if not context.dashboard_url:
             raise ClusterError("Ray runs without its dashboard, through which kvrelay deploys")
         self.dashboard_url = f"http://{context.dashboard_url}"
+
+    def _start_own_ray(self, options: dict[str, Any]) -> Any:
+        import ray
+
+        self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=temporary_folder()))
+        os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
+        wanted = self._settings.cluster.dashboard_port
+        without_log_monitor()
+        return ray.init(
+            include_dashboard=True, dashboard_host=LOOPBACK,
+            dashboard_port=wanted if is_free(LOOPBACK, wanted) else free_port(LOOPBACK),
+            object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(self._folder), **options,
+        )  # fmt: skip
 
     def deploy(self) -> None:
         """Give Serve the application; returns before its replicas run. Raises ClusterError."""
@@ -150,12 +163,19 @@ class RaySession:
         return None
 
 
+def temporary_folder() -> str:
+    """Where Ray's session goes: the usual place, unless its sockets' paths would pass the system's 107 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
+
+
 def failure(app: Any) -> str:
     """The last line of what went wrong, out of Serve's long messages."""
     texts = [deployment.message for deployment in app.deployments.values() if deployment.message] or [app.message]
     lines = [line.strip() for line in max(texts, key=len).splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("kvrelay.errors.")]
-    return (told or lines or ["the application did not start"])[-1].removeprefix("kvrelay.errors.")
+    text: str = (told or lines or ["the application did not start"])[-1]
+    return text.removeprefix("kvrelay.errors.")
 
 
 def without_log_monitor() -> None:

@@ -103,7 +103,8 @@ async def keep_listed(registry: Any, record: WorkerRecord) -> None:
 
 async def follow(registry: Any, on_members: Callable[[tuple[WorkerRecord, ...]], None]) -> None:
     """Call `on_members` with every new roster until cancelled. A registry that is down is waited for."""
-    version, known = "", ()
+    version = ""
+    known: tuple[WorkerRecord, ...] = ()
     while True:
         try:
             async with asyncio.timeout(WATCH_S + 10.0):

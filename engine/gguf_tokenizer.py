@@ -14,8 +14,9 @@ from typing import Any
 from kvrelay.engine.gguf_config import Metadata
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 
-_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 1, 2, 3, 4, 6
 _SPACE = "\u2581"
+_INSTRUCTION = "[INST]"
 
 _CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -154,8 +155,12 @@ def _splitter(pre: PreTokenizer) -> Any:
 
 
 def _sentencepiece(meta: Metadata, tokens: list[str]) -> tuple[Any, bool]:
-    """BPE with byte fallback. A dummy space is put before each text, except where the file says not to (Gemma)."""
-    from tokenizers import Tokenizer, decoders, models, normalizers
+    """BPE with byte fallback. A dummy space is put before each text, except where the file says not to (Gemma).
+
+    The stretches between special tokens get one too, as these vocabularies' own tokenizer.json has it, unless
+    the instruction marks are special tokens (Mistral v0.3): its chat template spells those spaces.
+    """
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     types = _token_types(meta, tokens)
     # files spell a user-defined run of spaces with real spaces; the merges know it as the visible one
@@ -175,11 +180,14 @@ def _sentencepiece(meta: Metadata, tokens: list[str]) -> tuple[Any, bool]:
     has_prefix = bool(meta.values.get("tokenizer.ggml.add_space_prefix", True))
     to_visible, to_space = normalizers.Replace(" ", _SPACE), decoders.Replace(_SPACE, " ")
     steps = [to_space, decoders.ByteFallback(), decoders.Fuse()]
-    if has_prefix:
+    if has_prefix and (_INSTRUCTION, _CONTROL) in zip(tokens, types, strict=True):
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(_SPACE, prepend_scheme="first", split=False)
+    elif has_prefix:
         tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), to_visible])
-        steps.append(decoders.Strip(content=" ", left=1, right=0))
     else:
         tokenizer.normalizer = to_visible
+    if has_prefix:
+        steps.append(decoders.Strip(content=" ", left=1, right=0))
     tokenizer.decoder = decoders.Sequence(steps)
     return tokenizer, True
 
@@ -222,7 +230,7 @@ def _add_special_tokens(tokenizer: Any, meta: Metadata, tokens: list[str]) -> No
     special: list[Any] = []
     whole: list[Any] = []
     for index, (token, kind) in enumerate(zip(tokens, types, strict=True)):
-        if kind == _CONTROL or index in named:
+        if kind in (_CONTROL, _UNKNOWN) or index in named:
             special.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED and tokenizer.token_to_id(token) == index:
             whole.append(AddedToken(token, special=False, normalized=False))

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -11,6 +12,9 @@ from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.scheduler import Scheduled, StepPlan
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.backend import AttentionBatch, Backend
+
+if TYPE_CHECKING:
+    from kvrelay.kernels.cuda_graphs import DecodeGraphs
 
 
 class Runner:
@@ -31,6 +35,7 @@ class Runner:
         self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._slots: dict[int, tuple[int, int]] = {}  # id(sequence) -> (row, blocks written)
+        self._graphs = _decode_graphs(model, backend, block_size=block_size, max_blocks=max_blocks)
 
     def forget(self, seq: Sequence) -> None:
         """Give back the sequence's row of the block table (it ended or was preempted)."""
@@ -89,8 +94,13 @@ class Runner:
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]."""
         token_ids, batch = self.batch(plan)
+        if self._graphs is not None and on_layer is None and self._graphs.fits(batch):
+            return self._graphs.run(token_ids, batch, self._forward)
         attention_plan = self._backend.plan(batch, self._model.attention_shape)
         return self._model.forward(token_ids.to(self._backend.device), batch, attention_plan, self._kv_layers, on_layer)
+
+    def _forward(self, token_ids: Tensor, batch: AttentionBatch, attention_plan: Any) -> Tensor:
+        return self._model.forward(token_ids, batch, attention_plan, self._kv_layers, None)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
@@ -98,3 +108,14 @@ class Runner:
         if len(rows) == hidden.shape[0]:
             return self._model.logits(hidden)
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
+
+
+def _decode_graphs(model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int) -> "DecodeGraphs | None":
+    """CUDA graphs of the decode step, where the backend has them. Unverified on a GPU."""
+    if backend.name != "cuda":
+        return None
+    from kvrelay.kernels import cuda, cuda_graphs
+
+    assert isinstance(backend, cuda.CudaBackend)
+    model.reserve_positions(max_blocks * block_size)  # captured graphs read these tables where they are now
+    return cuda_graphs.DecodeGraphs(backend, model.attention_shape, max_blocks=max_blocks)

@@ -105,9 +105,10 @@ class Scheduler:
     def grant_reservations(self) -> list[Sequence]:
         """Reserve blocks, first come first served, for as many in line as there is room; returns them."""
         granted: list[Sequence] = []
-        while self.reserving and self._has_seat():
+        while self.reserving:
             seq = self.reserving[0]
-            if not self._take_prompt_blocks(seq, leave_one=False):
+            owed = self._owed(seq, self.waiting)
+            if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
             self.reserving.popleft()
             seq.num_held_blocks = seq.num_cached // self.block_size
@@ -132,14 +133,27 @@ class Scheduler:
         self.running.append(seq)
         self.running.sort(key=lambda other: other.arrival)
 
-    def _has_seat(self) -> bool:
-        return len(self.running) + len(self.receiving) < self.limits.max_running
+    def _has_seat(self, owed: int) -> bool:
+        """Whether one more may join; the last seat is left to whom blocks are owed."""
+        return len(self.running) + len(self.receiving) + bool(owed) < self.limits.max_running
 
-    def _take_prompt_blocks(self, seq: Sequence, *, leave_one: bool) -> bool:
+    def _owed(self, seq: Sequence, other_line: deque[Sequence]) -> int:
+        """Blocks to leave for the head of the other line if it came before `seq`: neither line starves the other."""
+        if not other_line or other_line[0].arrival > seq.arrival:
+            return 0
+        return self._blocks_at_most(other_line[0]) + 1  # `seq` itself raises what must stay spare
+
+    @staticmethod
+    def _blocks_at_most(seq: Sequence) -> int:
+        """Blocks that admitting `seq` takes when nothing of it is cached."""
+        return seq.blocks_for(seq.num_tokens + 1)
+
+    def _take_prompt_blocks(self, seq: Sequence, owed: int, *, leave_one: bool) -> bool:
         """Give `seq` the cached blocks of its prefix and fresh ones for the rest of its tokens.
 
         leave_one: at least the last token must be computed here, so the match stops before it.
-        Keeps one spare block for each running sequence, so that admission does not cause preemption.
+        Keeps one spare block for each running sequence, so that admission does not cause preemption,
+        and `owed` blocks for the head of the other line.
         """
         wants_all_logits = seq.request.sampling.prompt_logprobs is not None
         hashes = [] if wants_all_logits else seq.full_hashes()
@@ -147,12 +161,9 @@ class Scheduler:
             hashes = hashes[: (seq.num_tokens - 1) // self.block_size]
         hit = self.pool.match(hashes)
         self.pool.acquire(hit)
-        need = seq.blocks_for(seq.num_tokens + 1) - len(hit)
+        need = self._blocks_at_most(seq) - len(hit)
         spare = len(self.running) + len(self.receiving)
-        if self.running or self.receiving or self.held:
-            fits = need + spare <= self.pool.num_available
-        else:
-            fits = need <= self.pool.num_available
+        fits = need + spare + owed <= self.pool.num_available
         fresh = self.pool.allocate(need) if fits else None
         if fresh is None:
             self.pool.release(hit)
@@ -172,7 +183,7 @@ class Scheduler:
         singles: list[Scheduled] = []
         chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
-        for seq in list(self.running):
+        for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed > 1):  # single tokens, then chunks
             if seq.state is not State.RUNNING or budget <= 0:
                 continue
             if not self._grow(seq, preempted):
@@ -188,9 +199,10 @@ class Scheduler:
         return StepPlan(tuple(work), num_single, tuple(preempted))
 
     def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled]) -> int:
-        while self.waiting and budget > 0 and self._has_seat():
+        while self.waiting and budget > 0:
             seq = self.waiting[0]
-            if not self._take_prompt_blocks(seq, leave_one=True):
+            owed = self._owed(seq, self.reserving)
+            if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self.waiting.popleft()
             seq.move_to(State.RUNNING)
@@ -220,6 +232,7 @@ class Scheduler:
         self.pool.release(seq.blocks)
         seq.blocks = []
         seq.num_computed = seq.num_hashed_blocks = 0
+        seq.prompt_logprobs.clear()  # they come again with the prompt
         seq.move_to(State.WAITING)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1

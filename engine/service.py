@@ -189,7 +189,7 @@ class WorkerService:
             block_size=layout.block_size,
             num_blocks=layout.num_blocks,
             max_model_len=engine.max_model_len,
-            max_running=engine.config.max_running,
+            max_running=engine.max_running,
             kv_bytes_per_token=layout.block_bytes // layout.block_size,
             device=str(engine.backend.device),
             transports=self._transports(),

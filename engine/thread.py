@@ -125,10 +125,10 @@ class EngineThread:
             self._tell(loop, partial(self._on_failure, error))
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-        reported_s = 0.0
+        reported_s, is_stuck = 0.0, False
         while True:
             with self._wake:
-                while not self._inbox and not self._stopping and not engine.scheduler.has_work:
+                while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
                     self._wake.wait()
                 if self._stopping:
                     return
@@ -137,9 +137,10 @@ class EngineThread:
             for action in actions:
                 action()
             result = engine.step()
+            is_stuck = result.is_stuck
             result.events = engine.drain_events()
             now_s = self.last_step_s = time.monotonic()
-            if now_s - reported_s >= _LOAD_PERIOD_S or not engine.scheduler.has_work:
+            if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
             if result.outputs or result.reservations or result.events or result.load:
                 self._tell(loop, partial(self._on_step, result))

@@ -59,6 +59,7 @@ def text_options(body: ChatBody) -> TextOptions:
         stops=tuple(body.stop or ()),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
+        starts_text=not body.continue_final_message,
         min_tokens=body.min_tokens or 0,
     )
 

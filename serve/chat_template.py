@@ -16,12 +16,27 @@ import jinja2.sandbox
 from kvrelay.errors import InvalidRequest, ModelError
 
 
+# Hugging Face always sets these, and templates say `tools is not none` without asking whether it is defined.
+_DEFAULTS: dict[str, Any] = {"tools": None, "documents": None}
+# What a template raises on purpose, and what its code runs into on messages that it did not foresee.
+_REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, sort_keys: bool = False) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, sort_keys=sort_keys)
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without HTML escapes, unlike jinja's own; the arguments are Hugging Face's, in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def _strftime_now(form: str) -> str:
@@ -60,9 +75,9 @@ class ChatTemplate:
         """The prompt's text. Raises InvalidRequest when the template refuses the messages."""
         try:
             return self._template.render(
-                **{**self._special_tokens, **variables},
+                **{**_DEFAULTS, **self._special_tokens, **variables},
                 messages=[dict(message) for message in messages],
                 add_generation_prompt=add_generation_prompt,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except _REFUSALS as error:
             raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error

@@ -18,6 +18,7 @@ class TextOptions:
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
+    starts_text: bool = False  # the answer is a text of its own, not a prompt's continuation
     min_tokens: int = 0  # stop strings count only after so many tokens
 
 
@@ -39,7 +40,9 @@ class ChoiceText:
     def __init__(self, codec: TextCodec, options: TextOptions, *, start: int = 0) -> None:
         """`start`: characters that stand before the first token (an echoed prompt)."""
         self.num_tokens = 0
-        self._detokenizer = codec.detokenizer(skip_special_tokens=options.skip_special_tokens)
+        self._detokenizer = codec.detokenizer(
+            skip_special_tokens=options.skip_special_tokens, starts_text=options.starts_text
+        )
         self._options = options
         self._matcher = StopMatcher(options.stops, include=options.include_stop) if options.stops else None
         self._num_chars = start
@@ -129,7 +132,7 @@ def echo_logprobs(
     codec: TextCodec, prompt: list[int], logprobs: list[TokenLogprob], num_top: int
 ) -> CompletionLogprobs:
     """The prompt's own tokens: the first has no log-probability. `logprobs` is for prompt[1:]."""
-    detokenizer, offsets, num_chars = codec.detokenizer(), [], 0
+    detokenizer, offsets, num_chars = codec.detokenizer(starts_text=True), [], 0
     for token_id in prompt:
         offsets.append(num_chars)
         num_chars += len(detokenizer.push(token_id))

@@ -23,17 +23,27 @@ class Detokenizer(Protocol):
 
 
 class ByteDetokenizer:
-    """For vocabularies whose tokens are bytes. `bytes_of` gives None for a token to be skipped."""
+    """For vocabularies whose tokens are bytes. `bytes_of` gives None for a token to be skipped.
 
-    __slots__ = ("_bytes_of", "_decode")
+    strip: spaces to drop at the text's very start, as far as it has them.
+    """
 
-    def __init__(self, bytes_of: Callable[[int], bytes | None]) -> None:
-        self._bytes_of = bytes_of
+    __slots__ = ("_bytes_of", "_decode", "_strip")
+
+    def __init__(self, bytes_of: Callable[[int], bytes | None], *, strip: int = 0) -> None:
+        self._bytes_of, self._strip = bytes_of, strip
         self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
 
     def push(self, token_id: int) -> str:
         data = self._bytes_of(token_id)
-        return self._decode(data) if data else ""
+        text = self._decode(data) if data else ""
+        return self._stripped(text) if self._strip and text else text
+
+    def _stripped(self, text: str) -> str:
+        shorter = text.lstrip(" ")
+        cut = min(len(text) - len(shorter), self._strip)
+        self._strip = 0 if cut < len(text) else self._strip - cut
+        return text[cut:]
 
     def flush(self) -> str:
         return self._decode(b"", True)
@@ -91,6 +101,13 @@ def sentencepiece_bytes(token: str) -> bytes:
         except ValueError:
             pass
     return token.replace("\u2581", " ").encode()
+
+
+def leading_spaces(decoder: dict[str, Any] | None) -> int:
+    """How many spaces the `decoder` of a tokenizer.json drops at a text's start: the encoder's dummy one."""
+    parts = (decoder or {}).get("decoders", [])
+    strips = [part for part in parts if part.get("type") == "Strip" and part.get("content") == " "]
+    return sum(int(part.get("start", 0)) for part in strips)
 
 
 def bytes_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:

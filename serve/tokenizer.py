@@ -14,7 +14,13 @@ import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
 from kvrelay.serve.chat_template import ChatTemplate
-from kvrelay.serve.detokenizer import ByteDetokenizer, Detokenizer, WindowDetokenizer, bytes_function
+from kvrelay.serve.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    bytes_function,
+    leading_spaces,
+)
 
 LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -38,7 +44,8 @@ class TextCodec(Protocol):
     def token_bytes(self, token_id: int) -> bytes:
         """A token's bytes, special tokens as their names."""
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """A new sequence's. `starts_text`: what comes is a text of its own, not the rest of one."""
 
 
 async def encode_text(codec: TextCodec, text: str, *, add_special_tokens: bool = True) -> list[int]:
@@ -106,6 +113,7 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._bytes_function = bytes_function(decoder)
+        self._leading_spaces = leading_spaces(decoder)
         config = _read_json(folder / "config.json")
         self.vocab_size = self._checked_vocab_size(folder, config)
         tokenizer_config = _read_json(folder / "tokenizer_config.json")
@@ -121,19 +129,28 @@ class Tokenizer:
         self._bytes: dict[int, bytes] = {}
 
     def _checked_vocab_size(self, folder: Path, config: Mapping[str, Any]) -> int:
-        """The model's vocabulary; a tokenizer whose own words do not fit into it is another model's."""
+        """The model's vocabulary; a tokenizer whose own words do not fit into it is another model's.
+
+        Added tokens aside, even where its vocabulary lists them too: Gemma 3's text models lack the image token.
+        """
         own = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
         text_config = config.get("text_config")
         size = config.get("vocab_size") or (text_config or {}).get("vocab_size")
         if size is None:
             return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
         if own > size:
+            added = self._tokenizer.get_added_tokens_decoder()
+            own = 1 + max(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added.keys(), default=-1)
+        if own > size:
             raise ModelError(str(folder), f"wrong tokenizer: it has {own} tokens, the model {size}")
         return int(size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`."""
+        """Token ids of `text`. Raises InvalidRequest when it names a special token that the model lacks."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if ids and max(ids) >= self.vocab_size:
+            name = self._tokenizer.id_to_token(max(ids))
+            raise InvalidRequest(f"the text holds {name}, a token that this model has no embedding for")
         return ids
 
     def chat_text(
@@ -169,8 +186,12 @@ class Tokenizer:
     def _visible_bytes(self, token_id: int) -> bytes | None:
         return None if token_id in self._special_ids else self.token_bytes(token_id)
 
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer:
-        """A new sequence's detokenizer."""
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """A new sequence's detokenizer. At a text's start a dummy space goes, as in `decode`; in its middle it is real.
+
+        A text of tokens from its middle on keeps its first space, so that prompt + completion is the whole text.
+        """
         if self._bytes_function is not None:
-            return ByteDetokenizer(self._visible_bytes if skip_special_tokens else self.token_bytes)
+            bytes_of = self._visible_bytes if skip_special_tokens else self.token_bytes
+            return ByteDetokenizer(bytes_of, strip=self._leading_spaces if starts_text else 0)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))

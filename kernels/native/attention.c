@@ -109,6 +109,25 @@ static void gather(tile_state *s, long base, long n)
     else gather_as(s, base, n, 0);
 }
 
+/* Read one byte of every line of a later tile, so that its memory accesses overlap: one head's rows lie too far apart
+ * for the processor to guess, and prefetch instructions were measured to do nothing here (17.6 -> 12.0 ms for 47 MB). */
+static void touch(const tile_state *s, long base, long n)
+{
+    const attention_job *j = s->j;
+    const long item = j->wide ? 4 : 2, row = j->kv_heads * j->dim * item, half = j->block_size * row;
+    const long bytes = j->dim * item;
+    const char *heads = j->kv + s->kv_head * bytes;
+    long block = base / j->block_size, offset = base % j->block_size;
+    for (long t = 0; t < n; block++, offset = 0) {
+        const char *at = heads + s->table[block] * 2 * half + offset * row;
+        for (; offset < j->block_size && t < n; offset++, t++, at += row)
+            for (long b = 0; b < bytes; b += 64) {
+                (void)*(const volatile char *)(at + b);
+                (void)*(const volatile char *)(at + half + b);
+            }
+    }
+}
+
 #define DEFINE_PRODUCT(ROWS, WIDTH)                                                                                   \
     /* out[r][...] = out[r] * carry[r] + sum over k of a[r][k] * b[k][...], WIDTH vectors; one chain per number */     \
     static void product_##ROWS##x##WIDTH(const float *a, long lda, const float *b, long ldb, float *out, long ldo,    \
@@ -202,10 +221,13 @@ static void attend_partition(tile_state *s, long begin, long end)
     float carry[s->rows];
     memset(s->part, 0, s->rows * j->padded * sizeof(float));
     for (long r = 0; r < s->rows; r++) s->part_best[r] = -INFINITY, s->part_total[r] = 0;
-    for (long base = begin; base < end; base += TILE) {
-        if (base + TILE <= s->kv_begin) continue;
+    const long first = s->kv_begin / TILE * TILE > begin ? s->kv_begin / TILE * TILE : begin;
+    touch(s, first, end - first < TILE ? end - first : TILE);
+    for (long base = first; base < end; base += TILE) {
         long n = end - base < TILE ? end - base : TILE;
         gather(s, base, n);
+        const long next = base + TILE, left = end - next;
+        if (left > 0) touch(s, next, left < TILE ? left : TILE);
         product(s->q, j->padded, s->keys, TILE, s->scores, TILE, s->rows, (n + NC - 1) / NC * NC, j->dim, NULL);
         for (long r = 0; r < s->rows; r++) carry[r] = softmax_row(s, r, base, s->scores + r * TILE);
         product(s->scores, TILE, s->values, j->padded, s->part, j->padded, s->rows, j->padded, n, carry);

@@ -111,7 +111,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         prepare_checkpoint(ModelSettings())
     except ModelNotFound as error:
         pytest.skip(f"the default model cannot be had here: {error}")
-    temp = Path(f"/tmp/kvrelay-test-{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
+    temp = Path(f"/tmp/kv{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
     temp.mkdir()
     process, log, port = start(temp, "--dtype", "float32")
     try:
@@ -219,7 +219,7 @@ def test_ctrl_c_leaves_no_process_and_no_file(served: Served):
 
 
 def test_ctrl_c_during_start_up_leaves_nothing_either():
-    temp = Path(f"/tmp/kvrelay-early-{os.getpid()}")
+    temp = Path(f"/tmp/ke{os.getpid()}")
     temp.mkdir()
     process, log, _ = start(temp)
     try:

@@ -1,0 +1,46 @@
+"""What an engine will not take: requests that no kernel can carry out. Pure.
+
+Ingresses check what clients send; this is the engine's own check, so that a wrong or newer peer
+costs a refusal and never the engine.
+"""
+
+import math
+
+from kvrelay.hashing import HASH_BYTES
+from kvrelay.wire import Sampling, SequenceRequest
+
+_MAX_INT = 2**63 - 1
+
+
+def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) -> str | None:
+    """Why `request` makes no sense for a model of `vocab_size` tokens, or None."""
+    token_ids = request.token_ids
+    if not token_ids or not 0 < request.num_prompt_tokens <= len(token_ids):
+        return "no prompt tokens, or more of them than tokens"
+    if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
+        return "a token id is outside the vocabulary"
+    if len(request.block_hashes) > len(token_ids) // block_size:
+        return "more block hashes than full blocks"
+    if any(len(digest) != HASH_BYTES for digest in request.block_hashes):
+        return f"a block hash is not {HASH_BYTES} bytes long"
+    return sampling_fault(request.sampling, vocab_size)
+
+
+def sampling_fault(params: Sampling, vocab_size: int) -> str | None:
+    """The first field of `params` that cannot be carried out, or None."""
+    reals = (
+        params.temperature, params.top_p, params.min_p, params.repetition_penalty, params.presence_penalty,
+        params.frequency_penalty, *params.logit_bias.values(),
+    )  # fmt: skip
+    if not all(map(math.isfinite, reals)):
+        return "a sampling parameter is not a finite number"
+    if params.temperature < 0 or params.repetition_penalty <= 0:
+        return "temperature must not be negative, repetition_penalty must be positive"
+    if not -_MAX_INT <= params.top_k <= _MAX_INT:
+        return "top_k is too large"
+    for name, count in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if count is not None and not 0 <= count <= vocab_size:
+            return f"{name}: {count} of {vocab_size} tokens"
+    if any(not 0 <= token < vocab_size for token in (*params.logit_bias, *params.stop_token_ids)):
+        return "logit_bias or stop_token_ids: a token id is outside the vocabulary"
+    return None
