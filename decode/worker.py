@@ -20,6 +20,8 @@ from kvrelay.wire import LoadReport, Reserve, Reserved, SequenceRequest, Transfe
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_WAIT_S = 3600.0
+
 
 class DecodeWorker(WorkerService):
     """One engine that takes sequences over after their first token."""
@@ -33,10 +35,12 @@ class DecodeWorker(WorkerService):
         self._granted: set[str] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._quarantined: dict[str, int] = {}  # touched on the engine's thread only
+        self._vocab_size = 0
 
     # ---- the KV plane
 
     async def _start_transfers(self, engine: Engine) -> None:
+        self._vocab_size = engine.model.spec.vocab_size
         self._target = KvTarget(
             engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.secret, self.settings.transfer,
             host=self.host, generation_of=engine.pool.generation,
@@ -76,10 +80,10 @@ class DecodeWorker(WorkerService):
     def _on_reserve(self, link: Link, message: Reserve) -> None:
         request = message.request
         request_id = request.request_id
-        self._admit(link, request, lambda engine: engine.reserve(request))
-        if self._owners.get(request_id) is link and self._loop is not None:
+        if self._admit(link, request, lambda engine: engine.reserve(request)) and self._loop is not None:
             self._expected[request_id] = request
-            self._timers[request_id] = self._loop.call_later(message.timeout_s, self._on_wait_over, request_id)
+            wait_s = max(0.0, min(message.timeout_s, _LONGEST_WAIT_S))  # not a number: 0
+            self._timers[request_id] = self._loop.call_later(wait_s, self._on_wait_over, request_id)
 
     def _on_wait_over(self, request_id: str) -> None:
         self._timers.pop(request_id, None)
@@ -110,10 +114,15 @@ class DecodeWorker(WorkerService):
         timer = self._timers.pop(request_id, None)
         if timer is not None:
             timer.cancel()
+        try:
+            ticket = self.target.grant(
+                request_id, reservation.first_block, reservation.target_blocks, reservation.num_blocks
+            )
+        except ValueError as error:  # the transport still holds blocks of an earlier request of this id
+            self._refused(request_id, "duplicate", str(error))
+            self.thread.post(lambda engine: engine.abort(request_id))
+            return
         self._granted.add(request_id)
-        ticket = self.target.grant(
-            request_id, reservation.first_block, reservation.target_blocks, reservation.num_blocks
-        )
         link.send(
             Reserved(
                 request_id=request_id, ticket=ticket, held_tokens=reservation.held_tokens, waited_s=reservation.waited_s
@@ -139,7 +148,8 @@ class DecodeWorker(WorkerService):
             manifest is None
             or manifest.num_tokens != len(request.token_ids)
             or manifest.position != request.num_output_tokens
-            or not manifest.token_ids
+            or len(manifest.token_ids) != 1
+            or not 0 <= manifest.token_ids[0] < self._vocab_size
         ):
             self._fail(request_id, "transfer", "the manifest does not fit the reservation", retryable=True)
             self.thread.post(lambda engine: engine.abort(request_id))

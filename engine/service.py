@@ -219,7 +219,7 @@ class WorkerService:
         self._refuse(link, message.request.request_id, "invalid", f"{self.worker_id} does not decode")
 
     def _on_output(self, output: TokenOutput) -> None:
-        """An output is about to be sent to its ingress."""
+        """An output has been sent to its ingress."""
 
     def _on_reservations(self, result: StepResult) -> None:
         assert not result.reservations
@@ -289,15 +289,18 @@ class WorkerService:
         self._subscribers.discard(link)
         self.thread.post(snap)
 
-    def _admit(self, link: Link, request: SequenceRequest, take: Callable[[Engine], None]) -> None:
-        """Take a request unless there is a reason not to; the answer to a refusal is `Refused`."""
+    def _admit(self, link: Link, request: SequenceRequest, take: Callable[[Engine], None]) -> bool:
+        """Take a request unless there is a reason not to; the answer to a refusal is `Refused`.
+
+        False: refused on the spot. The engine may still refuse it (see `_refused`).
+        """
         request_id = request.request_id
         if self.draining:
             self._refuse(link, request_id, "draining", f"{self.worker_id} is shutting down")
-            return
+            return False
         if request_id in self._owners:
             self._refuse(link, request_id, "duplicate", f"{request_id} is already here")
-            return
+            return False
         self._owners[request_id] = link
         link.requests.add(request_id)
         loop = self._loop
@@ -311,6 +314,7 @@ class WorkerService:
                 loop.call_soon_threadsafe(self._refused, request_id, *refusal)
 
         self.thread.post(admit)
+        return True
 
     def _refused(self, request_id: str, reason: str, message: str) -> None:
         link = self._forget(request_id)
@@ -342,11 +346,12 @@ class WorkerService:
             if link is None:
                 continue
             batches[link].append(output)
-            self._on_output(output)
-            if output.finish_reason is not None:
-                self._forget(output.request_id)
-        for link, outputs in batches.items():
+        for link, outputs in batches.items():  # first the tokens: what follows from them must not overtake them
             link.send(Tokens(outputs=outputs))
+            for output in outputs:
+                self._on_output(output)
+                if output.finish_reason is not None:
+                    self._forget(output.request_id)
         self._on_reservations(result)
         if result.load is not None:
             self._load = result.load

@@ -234,7 +234,7 @@ class Transferred(_Message, frozen=True, tag="transferred"):
     transport: str
     blocks: int
     num_bytes: int
-    seconds: float  # first byte to verified
+    seconds: float  # spent reading and verifying
     exposed_s: float  # after the prefill had ended
 
 

@@ -45,8 +45,7 @@ class Grant:
     num_bytes: int = 0
     payload: bytes | None = None  # set by Commit
     committed_at: float = 0.0
-    first_read_at: float | None = None
-    verified_at: float = 0.0
+    busy_s: float = 0.0  # spent reading and verifying, summed over reads
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
 

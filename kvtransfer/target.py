@@ -340,15 +340,14 @@ class KvTarget:
         grant.check_generations(self._generation_of)  # before a byte is written
         source = dataclasses.replace(self.memory.layout, num_blocks=link.hello.num_blocks)
         copies = plan_copies(source, self.memory.layout, unit.source_blocks, unit.target_blocks, unit.layers)
-        if grant.first_read_at is None:
-            grant.first_read_at = time.monotonic()
+        began = time.monotonic()
         await self._read(link.lane.reader, grant, copies.total_bytes, link.lane.reader.read(copies))
         if grant.is_ended:
             return
         self._tamper(unit)
         await self._verify(grant, unit)
         grant.num_unverified -= 1
-        grant.verified_at = time.monotonic()
+        grant.busy_s += time.monotonic() - began
         self._advance(grant)
 
     async def _read(self, reader: Reader, grant: Grant, num_bytes: int, read: "asyncio.Future[None]") -> None:
@@ -399,9 +398,8 @@ class KvTarget:
 
     def _commit(self, grant: Grant, link: SourceLink, payload: bytes) -> None:
         self._close(grant, Reason.USED)
-        seconds = grant.verified_at - grant.first_read_at if grant.first_read_at is not None else 0.0
         exposed_s = time.monotonic() - grant.committed_at
-        result = TransferResult(link.transport, grant.num_blocks, grant.num_bytes, seconds, exposed_s)
+        result = TransferResult(link.transport, grant.num_blocks, grant.num_bytes, grant.busy_s, exposed_s)
         self._stats.count(result)
         self._call(self._on_commit, grant.request_id, payload, result)
         link.send(Committed(nonce=grant.ticket.nonce, num_bytes=result.num_bytes, seconds=result.seconds))

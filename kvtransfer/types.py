@@ -11,7 +11,7 @@ class TransferResult:
     transport: str
     num_blocks: int
     num_bytes: int
-    seconds: float  # first read begun to last region verified
+    seconds: float  # spent reading and verifying, summed over reads
     exposed_s: float  # commit received to committed: what the prefill's compute did not hide
 
 

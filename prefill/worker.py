@@ -8,6 +8,7 @@ import asyncio
 import logging
 import queue
 import threading
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -111,8 +112,7 @@ class PrefillWorker(WorkerService):
             return
         self._transfers[request_id] = transfer
         self._prompts[request_id] = len(request.token_ids)
-        self._admit(link, request, lambda engine: engine.add(request, hold=True, output_limit=1))
-        if self._owners.get(request_id) is not link:  # refused on the spot
+        if not self._admit(link, request, lambda engine: engine.add(request, hold=True, output_limit=1)):
             self._drop_transfer(request_id, "refused")
 
     def _refused(self, request_id: str, reason: str, message: str) -> None:
@@ -143,6 +143,18 @@ class PrefillWorker(WorkerService):
             position=output.position,
             token_ids=output.token_ids,
         )
+        loop, gate = self._loop, self._device_gate
+        assert loop is not None
+        if gate is None:
+            self._begin_commit(transfer, manifest)
+        else:  # nothing may be announced after the commit
+            begin = partial(self._begin_commit, transfer, manifest)
+            gate.after_callbacks_so_far(lambda: loop.call_soon_threadsafe(begin))
+
+    def _begin_commit(self, transfer: SourceTransfer, manifest: Manifest) -> None:
+        request_id = manifest.request_id
+        if self._transfers.get(request_id) is not transfer:
+            return
         task = asyncio.create_task(self._commit(request_id, transfer, manifest), name=f"commit {request_id}")
         self._commits.add(task)
         task.add_done_callback(self._commits.discard)
@@ -180,11 +192,16 @@ class _DeviceGate:
         event.record()
         self._queue.put((event, callback))
 
+    def after_callbacks_so_far(self, callback: Any) -> None:
+        """Call back when every callback asked for before has been made. From any thread."""
+        self._queue.put((None, callback))
+
     def close(self) -> None:
         self._queue.put(None)
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             event, callback = item
-            event.synchronize()
+            if event is not None:
+                event.synchronize()
             callback()

@@ -15,7 +15,7 @@ from kvrelay.router.types import WorkerLoad
 from kvrelay.wire import LoadReport, WorkerInfo
 
 _BUCKET = math.log(1.25)
-MIN_BANDWIDTH_SAMPLE_BYTES = 1 << 20
+MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20  # less says more about first touches of memory than about the link
 MAX_PENDING_COMPARED = 128
 
 

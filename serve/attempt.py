@@ -72,12 +72,12 @@ class AttemptFailed(Exception):
 class Attempt:
     """`id` is unique per attempt, so that a message of an earlier one cannot be taken for this one's."""
 
-    __slots__ = ("decision", "has_first_token", "holders", "id", "inbox", "request", "ticket")
+    __slots__ = ("decision", "has_first_token", "holders", "id", "inbox", "is_transferred", "request", "ticket")
 
     def __init__(self, request: SequenceRequest, decision: Decision) -> None:
         self.id = request.request_id
         self.request, self.decision = request, decision
         self.inbox: Inbox[tuple[str, object]] = Inbox()
         self.holders: set[str] = set()
-        self.has_first_token = False
+        self.has_first_token = self.is_transferred = False
         self.ticket: bytes | None = None

@@ -15,7 +15,6 @@ import jinja2.sandbox
 
 from kvrelay.errors import InvalidRequest, ModelError
 
-
 # Hugging Face always sets these, and templates say `tools is not none` without asking whether it is defined.
 _DEFAULTS: dict[str, Any] = {"tools": None, "documents": None}
 # What a template raises on purpose, and what its code runs into on messages that it did not foresee.

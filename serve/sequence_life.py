@@ -263,8 +263,9 @@ class SequenceLife:
         if not attempt.has_first_token and worker_id == (attempt.decision.prefill or attempt.decision.decode):
             attempt.has_first_token = True
             self._on_first_token(attempt, output)
-        if worker_id == attempt.decision.decode and attempt.decision.prefill is not None:
-            attempt.holders.discard(attempt.decision.prefill)  # decoding means that the blocks have arrived
+        if worker_id == attempt.decision.decode:
+            attempt.is_transferred = True  # decoding means that the blocks have arrived
+        self._let_go_of_prefill(attempt)
         if output.finish_reason is not None:
             attempt.holders.discard(worker_id)
 
@@ -276,11 +277,16 @@ class SequenceLife:
             self._explain.on_first_token(output, now_s)
 
     def _on_transferred(self, attempt: Attempt, message: wire.Transferred) -> None:
-        if attempt.decision.prefill is not None:
-            attempt.holders.discard(attempt.decision.prefill)
+        attempt.is_transferred = True
+        self._let_go_of_prefill(attempt)
         self._carrier.stats.transfer_s.observe(message.seconds)
         if self._explain is not None:
             self._explain.transfer = message
+
+    def _let_go_of_prefill(self, attempt: Attempt) -> None:
+        """The prefill worker owes nothing more: its blocks and its token are both where they belong."""
+        if attempt.decision.prefill is not None and attempt.is_transferred and attempt.has_first_token:
+            attempt.holders.discard(attempt.decision.prefill)
 
     def _count(self, output: wire.TokenOutput) -> None:
         stats, now_s, count = self._carrier.stats, self._carrier.clock(), len(output.token_ids)
