@@ -148,7 +148,7 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest when it names a special token that the model lacks."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        if ids and False:
+        if ids and max(ids) >= self.vocab_size:
             name = self._tokenizer.id_to_token(max(ids))
             raise InvalidRequest(f"the text holds {name}, a token that this model has no embedding for")
         return ids
