@@ -65,7 +65,7 @@ class EngineSettings(_Settings):
     block_size: int = Field(16, description="tokens in a block; a power of two")
     kv_memory: str | int = Field("256MiB", description="bytes of KV pool on each worker")
     token_budget: int = Field(512, ge=16, description="most tokens in one step")
-    max_running: int = Field(64, ge=1, description="most sequences in one batch")
+    max_running: int = Field(64, ge=1, description="most sequences in one batch; at most token_budget")
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's cores")
     prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")

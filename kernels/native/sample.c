@@ -41,6 +41,13 @@ static int descending(const void *a, const void *b)
     return (x < y) - (x > y);
 }
 
+/* A weight's bin. A model that computes NaN must not write past the bins. */
+static uint32_t bin_of(float weight)
+{
+    uint32_t bin = bits_of(weight) >> 16;
+    return bin < BINS ? bin : BINS - 1;
+}
+
 /* The smallest kept weight: walk the bins from the top until `count` tokens or `mass` of weight are taken, then settle
  * the last bin by sorting it. `spare` receives how many tokens equal to the threshold are kept (all for a count). */
 static float threshold(const float *w, long n, long count, double mass, float *sorted, long *spare)
@@ -49,9 +56,9 @@ static float threshold(const float *w, long n, long count, double mass, float *s
     uint32_t *counts = (uint32_t *)(sums + BINS);
     memset(counts, 0, BINS * sizeof *counts);
     if (count == 0) memset(sums, 0, BINS * sizeof *sums);
-    for (long i = 0; i < n; i++) counts[bits_of(w[i]) >> 16]++;
+    for (long i = 0; i < n; i++) counts[bin_of(w[i])]++;
     if (count == 0)
-        for (long i = 0; i < n; i++) sums[bits_of(w[i]) >> 16] += w[i];
+        for (long i = 0; i < n; i++) sums[bin_of(w[i])] += w[i];
     long taken = 0, bin = BINS - 1, size = 0;
     double sum = 0;
     for (; bin > 0; bin--) {
@@ -60,7 +67,7 @@ static float threshold(const float *w, long n, long count, double mass, float *s
         if (count == 0) sum += sums[bin];
     }
     for (long i = 0; i < n; i++)
-        if (bits_of(w[i]) >> 16 == (uint32_t)bin) sorted[size++] = w[i];
+        if (bin_of(w[i]) == (uint32_t)bin) sorted[size++] = w[i];
     qsort(sorted, size, sizeof *sorted, descending);
     *spare = n;
     if (size == 0) return 0;

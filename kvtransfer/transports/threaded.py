@@ -1,12 +1,15 @@
 """A Reader whose reads run one after the other on a thread of its own, or at once when tiny."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+
+logger = logging.getLogger(__name__)
 
 
 class ReadThread:
@@ -39,7 +42,8 @@ class ReadThread:
             work(copies)
         except TransportError as error:
             return error
-        except (OSError, ValueError) as error:
+        except Exception as error:  # the thread's edge: whatever it was, the bytes are not there and none will land
+            logger.debug("a read failed", exc_info=True)
             return TransportError(str(error) or type(error).__name__)
         return None
 

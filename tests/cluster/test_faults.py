@@ -113,26 +113,31 @@ async def test_the_last_prefill_worker_killed_leaves_local_prefill_or_a_clear_er
 async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_without_a_lost_or_doubled_token(folder):
     wanted = request("a")
     async with local_cluster(settings(), folder, num_decode=2, num_inside=0) as cluster:
+        killed = []
 
         def kill(count):
-            if count == 5:
+            if count >= 5 and not killed:  # outputs are merged: 5 itself may never be seen
                 busy = {
                     info.worker_id for info, load in cluster.dispatcher.live_workers() if load.running or load.receiving
                 }
                 for worker in cluster.decode:
                     if worker.member.worker_id in busy or len(busy) == 0:
                         os.kill(worker.pid, signal.SIGKILL)
+                        killed.append(worker.pid)
                         return
 
         assert await collect(cluster, wanted, after=kill) == oracle(folder, wanted)
+        assert killed
 
 
 async def test_the_only_decode_worker_killed_mid_stream_is_a_clear_error(folder):
     async with local_cluster(settings(), folder, num_decode=1, num_inside=0) as cluster:
+        killed = []
 
         def kill(count):
-            if count == 5:
+            if count >= 5 and not killed:
                 os.kill(cluster.decode[0].pid, signal.SIGKILL)
+                killed.append(True)
 
         with pytest.raises(KvrelayError):
             await collect(cluster, request("a", max_tokens=800), after=kill)

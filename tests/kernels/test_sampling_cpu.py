@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.backend import SamplingBatch
+from kvrelay.kernels.cpu import CpuBackend
 
 
 def settings(rows, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, uniform=0.5):
@@ -119,3 +120,18 @@ def test_backends_agree_on_a_real_vocabulary(reference, compiled):
     for filters in ({}, {"top_k": 50}, {"top_p": 0.9}, {"top_k": 200, "top_p": 0.95, "min_p": 0.02}):
         batch = settings(24, uniform=uniform, temperature=0.8, **filters)
         assert torch.equal(reference.sample(logits, batch), compiled.sample(logits, batch))
+
+
+def test_a_model_that_computes_nan_crashes_nothing():
+    logits = torch.randn(3, 5000)
+    logits[0, ::7] = float("nan")
+    logits[1] = float("nan")
+    batch = SamplingBatch(
+        temperature=torch.full((3,), 0.8),
+        top_k=torch.tensor([40, 0, 0]),
+        top_p=torch.tensor([0.9, 0.5, 1.0]),
+        min_p=torch.zeros(3),
+        uniform=torch.tensor([0.1, 0.5, 0.9], dtype=torch.float64),
+    )
+    tokens = CpuBackend(1).sample(logits, batch)
+    assert ((tokens >= 0) & (tokens < 5000)).all()
