@@ -92,7 +92,7 @@ class WorkerLink:
         self._retiring = self._task = None
 
     async def _retire(self) -> None:
-        while self._owner.holds(self.worker_id) and time.monotonic() - self._last_frame_s < SILENCE_LIMIT_S:  # noqa: ASYNC110 (a rare poll)
+        while self._owner.holds(self.worker_id) and time.monotonic() - self._last_frame_s < SILENCE_LIMIT_S:
             await asyncio.sleep(_RETIRE_POLL_S)
         if self._task is not None:
             self._task.cancel()

@@ -96,7 +96,7 @@ async def serve_http() -> AsyncIterator[Callable[[Any], Any]]:
 
             stack.push_async_callback(stop)
             async with asyncio.timeout(10):
-                while not server.started:  # noqa: ASYNC110 (uvicorn offers no event)
+                while not server.started:
                     await asyncio.sleep(0.01)
             return f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
 

@@ -101,7 +101,7 @@ def jobs(count, *, output_tokens=8, gap_s=0.0):
 
 
 async def until(holds):
-    while not holds():  # noqa: ASYNC110 (what is waited for has no event)
+    while not holds():
         await asyncio.sleep(0)
 
 
