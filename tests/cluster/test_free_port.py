@@ -1,0 +1,33 @@
+"""A port is free again at once when its server has ended, and taken while anybody listens."""
+
+import socket
+
+from kvrelay.cluster.ray_session import free_port, is_free
+
+
+def listener(port: int) -> socket.socket:
+    """A server's socket as Ray Serve makes it."""
+    server = socket.socket()
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.bind(("127.0.0.1", port))
+    server.listen()
+    return server
+
+
+def test_a_listener_is_seen_even_when_it_shares_its_port():
+    port = free_port("127.0.0.1")
+    with listener(port):
+        assert not is_free("127.0.0.1", port)
+
+
+def test_a_server_that_ended_with_connections_open_leaves_its_port_free():
+    port = free_port("127.0.0.1")
+    server = listener(port)
+    with socket.create_connection(("127.0.0.1", port)):
+        accepted, _ = server.accept()
+        accepted.close()  # the server closes first: its side waits in TIME_WAIT
+        server.close()
+    assert is_free("127.0.0.1", port)
+    with listener(port):
+        assert not is_free("127.0.0.1", port)
