@@ -7,6 +7,7 @@ import torch: the tokenizer is all of the model that lives here.
 import asyncio
 import json
 import logging
+import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,31 @@ from kvrelay.serve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+
+def let_the_port_be_reused() -> None:
+    """Have Serve's direct ingress listen with SO_REUSEADDR.
+
+    Without it (Ray 2.60) the connections of an ingress that has just ended keep the port refused for a minute: a
+    restarted or replaced ingress could not listen. SO_REUSEPORT stays off: two replicas must not share a port.
+    """
+    from ray.serve._private import http_util, replica
+
+    if not hasattr(replica, "start_asgi_http_server") or not hasattr(http_util, "set_socket_reuse_port"):
+        logger.warning("this Ray is made differently; a restart may find its port refused for a minute")
+        return
+    start = replica.start_asgi_http_server
+
+    def reuse_address(sock: socket.socket) -> bool:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return True
+
+    async def start_reusing(*args: Any, enable_so_reuseport: bool = False, **kwargs: Any) -> Any:
+        return await start(*args, enable_so_reuseport=True, **kwargs)
+
+    http_util.set_socket_reuse_port = reuse_address
+    replica.start_asgi_http_server = start_reusing
+
+
 STATUS_TIMEOUT_S = 3.0
 
 
@@ -38,6 +64,7 @@ class IngressReplica:
 
     async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
         configure_logging()
+        let_the_port_be_reused()
         self._settings = settings_from(settings)
         registry = connect_registry()
         terms, model_dir = await asyncio.gather(

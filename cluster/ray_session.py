@@ -187,17 +187,12 @@ def without_log_monitor() -> None:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Whether Serve could listen there now. Connections of a server that has just ended do not count."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as caller:
-        caller.settimeout(1.0)
-        if port and caller.connect_ex((host, port)) == 0:
-            return False  # somebody answers; binding with SO_REUSEPORT, as Serve does, might not show it
-    with socket.socket(family) as probe:
+    """Whether a server could listen there now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         try:
             probe.bind((host, port))
+            probe.listen(1)
         except OSError:
             return False
     return True
