@@ -94,6 +94,7 @@ def scale(
     prefill: Annotated[int | None, typer.Option(min=1, help="prefill workers")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,
     ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
+    url: Url = None,
     dashboard: Dashboard = None,
     wait: Annotated[bool, typer.Option("--wait/--no-wait", help="until the new count runs")] = True,
 ) -> None:
@@ -104,7 +105,7 @@ def scale(
     counts = {name: count for name, count in given.items() if count is not None}
     if not counts:
         raise ConfigError("say what to scale: --prefill N, --decode N or --ingress N")
-    _, dashboard_url = status_command.endpoints(None, dashboard)
+    _, dashboard_url = status_command.endpoints(url, dashboard)
     status_command.scale(dashboard_url, counts, console, wait=wait)
 
 

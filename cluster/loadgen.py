@@ -406,4 +406,4 @@ async def served_model(url: str, *, api_key: str | None = None, timeout_s: float
             response.raise_for_status()
             return str((await response.json())["data"][0]["id"])
     except (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError) as error:
-        raise ConfigError(f"{url} does not list a model ({error!r}); name it with --model") from error
+        raise ConfigError(f"{url} does not list a model ({str(error) or repr(error)}); name it with --model") from error

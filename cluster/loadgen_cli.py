@@ -178,6 +178,13 @@ def _report(result: Result, plan: Plan, target: Target, slo: Slo, out: Path | No
     return summary
 
 
+def _check_outputs(*files: Path | None) -> None:
+    """Before the run: its figures must not be lost in the end. Raises ConfigError."""
+    for file in files:
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no folder {file.parent}")
+
+
 def _token_range(text: str) -> tuple[int, int]:
     low, _, high = text.partition(":")
     if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
@@ -253,6 +260,7 @@ def command(
         if rate is not None and rate <= 0:
             raise ConfigError("--rate must be above 0")
         require_loopback(url, allow_remote=allow_remote)
+        _check_outputs(json_file, plot_file)
         low, high = _token_range(token_range)
         entries: tuple[TraceEntry, ...] = ()
         if trace is not None:

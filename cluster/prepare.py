@@ -17,6 +17,7 @@ from typing import IO, Any
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import ModelSettings
 
+STOP_S = 2.0
 Report = Callable[[str, float], None]  # what is being done, and its share done, 0 to 1
 
 
@@ -33,18 +34,29 @@ class Preparation:
         assert self._child.stdin is not None
         self._child.stdin.write(settings.model_dump_json())
         self._child.stdin.close()
-        threading.Thread(target=self._read, name="prepare", daemon=True).start()
+        self._reader = threading.Thread(target=self._read, name="prepare", daemon=True)
+        self._reader.start()
 
     def result(self) -> tuple[str, Path]:
         """Served name and folder. Raises ClusterError with the child's error."""
         return self._future.result()
 
+    def fail_early(self, within_s: float) -> None:
+        """Give it a moment: a wrong name or folder shows at once. Raises ClusterError with the child's error."""
+        with contextlib.suppress(TimeoutError):
+            self._future.result(within_s)
+
     def stop(self) -> None:
         """End the child if it still runs."""
         with contextlib.suppress(OSError):
             self._child.terminate()
+        self._reader.join(STOP_S)
 
     def _read(self) -> None:
+        with self._child:  # closes its pipes
+            self._follow()
+
+    def _follow(self) -> None:
         assert self._child.stdout is not None and self._child.stderr is not None
         errors: list[str] = []
         drain = threading.Thread(target=_drain, args=(self._child.stderr, errors), daemon=True)

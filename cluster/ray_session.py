@@ -41,6 +41,11 @@ class RaySession:
         self.dashboard_url = ""
         self.after_ray: Callable[[], None] = lambda: None  # called once Ray has set its signal handlers
 
+    @property
+    def has_ray(self) -> bool:
+        """Whether there is something to stop."""
+        return self._has_ray
+
     # ---- start
 
     def check_ports(self) -> None:
@@ -96,6 +101,7 @@ class RaySession:
 
         from kvrelay.cluster.registry_actor import connect_registry
 
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
         config = serve_config(self._settings, http_port=free_port(self._settings.serve.host))
         if self._address is None:
             connect_registry(self._settings.cluster.secret, LOOPBACK)
@@ -125,7 +131,7 @@ class RaySession:
 
         if get_authentication_mode() != AuthenticationMode.TOKEN:
             return None
-        return "its token: ~/.ray/auth_token; for Ray's own commands: export RAY_AUTH_MODE=token"
+        return "asks for the token in ~/.ray/auth_token"
 
     # ---- stop
 

@@ -21,6 +21,7 @@ from kvrelay.cluster.prepare import Preparation
 from kvrelay.cluster.ray_session import RaySession
 from kvrelay.config import Settings
 
+LOOK_S = 1.5  # for the model's files, before Ray starts beside the rest of their preparation
 ONE_PRESS_S = 0.5  # terminals, make and timeout may deliver one Ctrl-C twice
 
 
@@ -103,7 +104,8 @@ def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
         nonlocal asked_s
         asked_s = asked_s or time.monotonic()
         install()
-        console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
+        if session.has_ray:
+            console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
 
     install()
     session.after_ray = install  # ray.init sets handlers of its own
@@ -120,6 +122,7 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
         steps.say("model", settings.model.source)
         preparing = Preparation(settings.model, lambda what, share: steps.say("model", what, share))
         try:
+            preparing.fail_early(LOOK_S)
             steps.say("Ray", "starting")
             session.start_ray()
             steps.done("Ray", session.dashboard_url)

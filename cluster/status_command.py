@@ -23,11 +23,22 @@ SETTLE_S = 300.0
 
 
 def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
-    """API and dashboard URL: as given, else the newest cluster of this machine, else the defaults."""
-    known = next(iter(state_file.running()), None)
-    api_url = url or (known.api_url if known else DEFAULT_API)
-    dashboard_url = dashboard or (known.dashboard_url if known and not url else DEFAULT_DASHBOARD)
-    return api_url.rstrip("/").removesuffix("/v1"), dashboard_url.rstrip("/")
+    """API and dashboard URL: as given, else those of this machine's newest cluster that fits, else the defaults."""
+    asked, dashboard = _root(url), _root(dashboard)
+    for known in state_file.running():
+        if asked in (None, known.api_url) and dashboard in (None, known.dashboard_url):
+            return known.api_url, known.dashboard_url
+    return asked or DEFAULT_API, dashboard or DEFAULT_DASHBOARD
+
+
+def _root(url: str | None) -> str | None:
+    return url and url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
+def others(api_url: str) -> str | None:
+    """A line about this machine's other clusters, where there are some."""
+    urls = [known.api_url for known in state_file.running() if known.api_url != api_url]
+    return f"also running here: {', '.join(urls)} (choose with --url)" if urls else None
 
 
 def serve_details(dashboard_url: str) -> dict[str, Any]:
@@ -60,6 +71,8 @@ def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: 
         print(json.dumps(status, indent=2))
     else:
         console.print(render(status))
+        if told := others(api_url):
+            console.print(f"[dim]{told}[/dim]", highlight=False)
 
 
 def watch_status(console: Console, api_url: str, dashboard_url: str, *, api_key: str | None) -> None:
@@ -86,17 +99,17 @@ def render(status: dict[str, Any]) -> RenderableType:
 
 
 def _workers_table(workers: list[dict[str, Any]]) -> Table:
-    table = Table(box=box.SIMPLE)
-    table.add_column("worker", no_wrap=True)
-    for title in ("pid", "running", "waiting", "KV used/cached/total", "over", "moved"):
-        table.add_column(title)
+    """At most 80 columns wide. Blocks: in use, cached (free to be taken), all."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("worker", "pid", "run", "wait", "used/cached/blocks", "KV over", "moved"):
+        table.add_column(title, no_wrap=True)
     for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
         if not worker.get("is_up"):
             table.add_row(worker["worker_id"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]")
             continue
         load, info = worker.get("load", {}), worker.get("info", {})
         blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
-        over = load.get("transport") or ", ".join(info.get("transports", []))
+        over = load.get("transport") or "/".join(t for t in info.get("transports", []) if t != "loopback")
         table.add_row(worker["worker_id"], str(worker["pid"]), str(load.get("running", 0)),
                       str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
     return table

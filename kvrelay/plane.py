@@ -169,6 +169,7 @@ class Server:
         if self._server is None:
             return
         self._server.close()
+        await asyncio.sleep(0)  # a connection accepted just now has its task by then
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

@@ -173,9 +173,11 @@ class SourceLink:
             reader = self._owner.make_reader(name)
             try:
                 await reader.connect(offers[name])
-            except TransportError as error:
-                problems.append(f"{name}: {error}")
+            except BaseException as error:
                 await reader.aclose()
+                if not isinstance(error, TransportError):
+                    raise
+                problems.append(f"{name}: {error}")
                 continue
             return reader, name, why if not problems else f"{why} (after {'; '.join(problems)})"
         return None, "", "; ".join(problems) or f"the source offers {list(offers)}, this worker {mine}"

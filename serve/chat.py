@@ -11,7 +11,16 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, chat_logprobs
 from kvrelay.serve.errors_http import json_response
 from kvrelay.serve.explain import Explain
-from kvrelay.serve.front import Front, StreamUsage, collect, forced_path, new_id, now_unix, wants_explain
+from kvrelay.serve.front import (
+    Front,
+    StreamUsage,
+    collect,
+    forced_path,
+    new_id,
+    now_unix,
+    request_id_header,
+    wants_explain,
+)
 from kvrelay.serve.generation import Generation, Job, Prompt
 from kvrelay.serve.http import EventStream, unless_client_leaves
 from kvrelay.serve.replies import (
@@ -48,7 +57,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     )
     generation = Generation(front.dispatcher, front.codec, job)
     reply = _ChatReply(front, body, generation)
-    headers = {"x-request-id": job.request_id}
+    headers = request_id_header(request, job.request_id)
     if body.stream:
         return EventStream(reply.events(), headers)
     return json_response(await unless_client_leaves(request.receive, reply.whole()), 200, headers)

@@ -84,6 +84,11 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
+def request_id_header(request: Request, request_id: str) -> dict[str, str]:
+    """Our id, unless the request came with one: then the server around this app (Ray Serve) returns that."""
+    return {} if "x-request-id" in request.headers else {"x-request-id": request_id}
+
+
 def now_unix() -> int:
     return int(time.time())
 

@@ -1,5 +1,6 @@
 """From a checked body to what the engines are told: sampling, limits, prompts. Refuses by field name."""
 
+import hashlib
 import secrets
 from collections.abc import Mapping
 from typing import Any
@@ -79,7 +80,9 @@ def output_limit(body: Common, num_prompt_tokens: int, max_model_len: int) -> in
         asked, field = body.max_completion_tokens, "max_completion_tokens"
     if room < 1 and not (asked == 0 and room == 0):
         raise InvalidRequest(
-            f"the prompt has {num_prompt_tokens} tokens, but the context is {max_model_len} tokens, prompt and output",
+            # litellm knows a prompt that is too long by OpenAI's own first words
+            f"this model's maximum context length is {max_model_len} tokens, prompt and output; "
+            f"the prompt has {num_prompt_tokens}",
             "messages" if isinstance(body, ChatBody) else "prompt",
             400,
             "context_length_exceeded",
@@ -133,8 +136,14 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
 
 
 def seed_of_sample(seed: int, index: int) -> int:
-    """Sample `index` of `n` has a seed of its own, so that samples differ and can be repeated."""
-    return (seed + index) & _SEED_MASK
+    """Sample `index` of `n` has a seed of its own, so that samples differ and can be repeated.
+
+    The first keeps the request's; the others' are hashed, or a request with the next seed would repeat them.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
 
 
 def prompts_of(body: CompletionBody, settings: ServeSettings, vocab_size: int) -> list[str | list[int]]:

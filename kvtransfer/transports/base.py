@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
+Opened = TypeVar("Opened")
 
 
 class Exporter(Protocol):
@@ -70,6 +71,16 @@ class Transport:
     make_exporter: Callable[[KvMemory, bytes, str], Exporter]  # memory, secret, host to listen on
     make_reader: Callable[[KvMemory, bytes, str], Reader]
     why_not: Callable[[KvMemory], str | None]  # why this pool cannot use it, or None
+
+
+async def open_off_loop(open_it: Callable[[], Opened], close_it: Callable[[Opened], object]) -> Opened:
+    """`open_it()` on a thread. Where the caller is cancelled meanwhile, what still opens is closed again."""
+    opening = asyncio.get_running_loop().run_in_executor(None, open_it)
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        opening.add_done_callback(lambda done: None if done.exception() else close_it(done.result()))
+        raise
 
 
 def check_bounds(copies: CopyList, source_bytes: int, target_bytes: int) -> None:

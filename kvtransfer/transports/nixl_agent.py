@@ -3,7 +3,8 @@
 NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call, so that
 everything happens on this thread. The agent's own progress thread stays off (it would spin a
 core): this thread polls with back-off while reads are in flight or the source has transfers
-open, and sleeps otherwise.
+open. After its last transfer a source still looks twenty times a second: over TCP a peer's
+abandoned read ends only if the owner of the memory makes progress.
 
 A read that was posted cannot be taken back: releasing its handle lets it go on and overwrite
 re-used blocks. So a read ends here in two ways only: NIXL says DONE, or NIXL raises.
@@ -31,6 +32,7 @@ T = TypeVar("T")
 BACKEND = "UCX"
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _FIRST_POLL_S, _LAST_POLL_S, _ABANDONED_POLL_S, _BUSY_POLL_S = 20e-6, 1e-3, 20e-3, 500e-6
+_IDLE_POLL_S = 50e-3  # of a source without an open transfer, once it has had one
 
 
 def import_nixl() -> Any:
@@ -78,6 +80,7 @@ class NixlAgent:
         self._reads: list[_Read] = []
         self._num_reads = 0  # posted and not ended, as the loop sees it
         self._is_busy = False
+        self._has_served = False
         self._thread: threading.Thread | None = None
         self._starting: asyncio.Task[None] | None = None
 
@@ -129,6 +132,7 @@ class NixlAgent:
         if is_busy == self._is_busy:
             return
         self._is_busy = is_busy
+        self._has_served = True
         self._commands.put(lambda: None)  # wakes it
 
     # ---- reads
@@ -201,7 +205,7 @@ class NixlAgent:
                 pause_s = min(pause_s * 2, _LAST_POLL_S)
             for read in list(self._reads):
                 self._advance(read, lambda read=read: self.api.check_xfer_state(read.handle))  # type: ignore[misc]
-            if self._is_busy and self.api is not None:
+            if self._has_served and self.api is not None:
                 self._progress()
 
     def _next(self, pause_s: float) -> tuple[Callable[[], None] | None, bool]:
@@ -216,7 +220,9 @@ class NixlAgent:
             return pause_s
         if self._is_busy:
             return _BUSY_POLL_S
-        return _ABANDONED_POLL_S if self._reads else None
+        if self._reads:
+            return _ABANDONED_POLL_S
+        return _IDLE_POLL_S if self._has_served else None
 
     def _progress(self) -> None:
         try:

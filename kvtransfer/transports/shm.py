@@ -14,6 +14,7 @@ import mmap
 import os
 import secrets
 import socket
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -21,7 +22,7 @@ import numpy as np
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, host_id
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, host_id, open_off_loop
 from kvrelay.kvtransfer.transports.copying import Bytes, copy_all
 from kvrelay.kvtransfer.transports.threaded import ReadThread
 from kvrelay.types import KvMemory
@@ -165,7 +166,7 @@ class ShmReader:
             wanted = msgspec.msgpack.decode(descriptor, type=_Descriptor)
             if not wanted.host or wanted.host != host_id():
                 raise TransportError("the source is on another host")
-            fd = await asyncio.to_thread(self._open, wanted)
+            fd = await open_off_loop(partial(self._open, wanted), os.close)
         except (msgspec.DecodeError, OSError) as error:
             raise TransportError(f"cannot map the source's pool: {error}") from error
         try:

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, open_off_loop
 from kvrelay.kvtransfer.transports.threaded import ReadThread
 from kvrelay.types import KvMemory
 
@@ -206,7 +206,7 @@ class TcpReader:
     async def connect(self, descriptor: bytes) -> None:
         try:
             self._source = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-            self._socket = await asyncio.to_thread(self._open)
+            self._socket = await open_off_loop(self._open, socket.socket.close)
         except (msgspec.DecodeError, OSError) as error:
             raise TransportError(f"cannot reach the source's data port: {error}") from error
 
@@ -282,10 +282,12 @@ class TcpReader:
     async def aclose(self) -> None:
         for read in list(self._jobs):
             self.abandon(read)
-        await self._thread.aclose()
-        sock, self._socket = self._socket, None
-        if sock is not None:
-            sock.close()
+        try:
+            await self._thread.aclose()
+        finally:
+            sock, self._socket = self._socket, None
+            if sock is not None:
+                sock.close()
 
 
 def _why_not(memory: KvMemory) -> str | None:

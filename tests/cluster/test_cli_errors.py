@@ -1,6 +1,7 @@
 """Wrong use of the command line: one clear line, the nearest known word, the right exit code, never a traceback."""
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 
 from kvrelay import __version__
 from kvrelay.cluster.cli import run
+from kvrelay.cluster.ray_session import RaySession
 
 
 def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
@@ -58,6 +60,23 @@ def test_a_taken_port_is_refused_before_anything_starts(capsys: pytest.CaptureFi
         port = taken.getsockname()[1]
         code, text = said(capsys, ["serve", "--port", str(port)])
     assert code == 1 and f"port {port} is taken" in text
+
+
+def test_a_missing_model_is_told_before_ray_starts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def never(session: RaySession) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(RaySession, "start_ray", never)
+    monkeypatch.setattr("kvrelay.cluster.serve_command.LOOK_S", 60.0)
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        code = run(["serve", "--port", "0", "--model", "./no-such-model.gguf"])
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    text = capsys.readouterr()
+    assert code == 1 and "no-such-model.gguf: no such folder or file" in text.err
+    assert "stopping" not in text.out
 
 
 def test_status_of_nothing_says_what_does_not_answer(capsys: pytest.CaptureFixture[str]):

@@ -57,6 +57,9 @@ def table(name):
     return name, TRANSPORTS
 
 
+WAIT_S = 60.0  # for an event that a test is sure of
+
+
 class Generations(dict):
     """Generation of each block; 0 until bumped."""
 
@@ -104,7 +107,12 @@ class TargetSide(KvTarget):
         return self._waiting.setdefault((kind, request_id), asyncio.get_running_loop().create_future())
 
     async def event(self, kind, request_id):
-        return await asyncio.shield(self._future(kind, request_id))
+        """The end of this kind; at once AssertionError if the grant has ended in the other way."""
+        opposite = {"commit": "failed", "failed": "commit"}.get(kind)
+        ways = [self._future(way, request_id) for way in (kind, opposite) if way]
+        await asyncio.wait(ways, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+        assert ways[0].done(), f"{request_id} did not come to {kind!r}, but to {self.ends}"
+        return ways[0].result()
 
     def kinds(self, request_id):
         return [kind for kind, name, _ in self.ends if name == request_id]

@@ -127,13 +127,22 @@ async def test_samples_differ_are_numbered_and_can_be_repeated(make_cluster):
     sent = [
         message.request.sampling.seed for message in cluster.prefill[0].received if isinstance(message, wire.Prefill)
     ]
-    assert sorted(sent) == [5, 6, 7]
+    assert sent[0] == 5 and len(set(sent)) == 3
     texts = [choice["message"]["content"] for choice in answer["choices"]]
     assert len(set(texts)) == 3
     again = (await chat(cluster, {"n": 3, "seed": 5})).json()
     assert [choice["message"]["content"] for choice in again["choices"]] == texts
-    alone = (await chat(cluster, {"seed": 6})).json()
-    assert alone["choices"][0]["message"]["content"] == texts[1]
+    neighbour = (await chat(cluster, {"n": 3, "seed": 6})).json()
+    assert not {choice["message"]["content"] for choice in neighbour["choices"]} & set(texts)
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+async def test_one_request_id_at_most_is_returned(make_cluster, ask):
+    cluster = await make_cluster()
+    answer = await ask(cluster)
+    assert answer.headers["x-request-id"] == answer.json()["id"]
+    # Ray Serve gives every request an id and returns it itself
+    assert "x-request-id" not in (await ask(cluster, None, **{"x-request-id": "given"})).headers
 
 
 async def test_streamed_samples_keep_their_indices(make_cluster):

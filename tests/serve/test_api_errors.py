@@ -170,6 +170,8 @@ async def test_a_prompt_longer_than_the_context_is_refused(make_cluster):
     cluster = await make_cluster()
     response = await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 600})
     error_of(response, 400, "prompt", "context_length_exceeded")
+    # the words by which litellm knows it, and raises ContextWindowExceededError
+    assert "this model's maximum context length is 512 tokens" in response.json()["error"]["message"]
     messages = [{"role": "user", "content": "x" * 600}]
     response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
     error_of(response, 400, "messages", "context_length_exceeded")

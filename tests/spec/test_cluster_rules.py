@@ -14,6 +14,7 @@ from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.serve_config import scaled, serve_config
 from kvrelay.cluster.settings_flags import settings_from_flags
+from kvrelay.cluster.status_command import endpoints, others
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
 
@@ -162,3 +163,16 @@ def test_notes_of_running_clusters_are_found_and_those_of_dead_ones_removed(
     assert not dead.exists()
     state_file.forget(path)
     assert state_file.running() == []
+
+
+def test_a_cluster_is_chosen_by_either_of_its_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    assert endpoints(None, None) == ("http://127.0.0.1:8000", "http://127.0.0.1:8265")
+    for age_s, (pid, name) in enumerate([(os.getpid(), "new"), (os.getppid(), "old")]):
+        path = state_file.note(state_file.RunningCluster(pid, f"http://{name}", f"http://{name}-d", "m"))
+        os.utime(path, (1e9 - age_s, 1e9 - age_s))
+    assert endpoints(None, None) == ("http://new", "http://new-d")
+    assert endpoints("http://old/v1/", None) == endpoints(None, "http://old-d/") == ("http://old", "http://old-d")
+    assert endpoints("http://far", None) == ("http://far", "http://127.0.0.1:8265")
+    assert endpoints("http://far", "http://far-d") == ("http://far", "http://far-d")
+    assert others("http://new") == "also running here: http://old (choose with --url)"
