@@ -1,6 +1,7 @@
 """Memory and idle CPU of a running cluster, process by process.
 
     python bench/footprint.py [--pid PID-of-kvrelay-serve] [--seconds 30] [--json FILE]
+    python bench/footprint.py --bare    # what Ray takes alone: started as by `kvrelay serve`, three empty deployments
 
 Counts the given process (default: the one whose command line runs `kvrelay serve`), its descendants, and
 every process of the same Ray session. Memory is PSS: shared pages are divided among their users, so the
@@ -8,13 +9,19 @@ sum is what the cluster takes. Leave the cluster idle meanwhile. Goals: 4 GiB, 2
 """
 
 import argparse
+import contextlib
+import os
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import processes
 from figures import show
+
+from kvrelay.cluster.ray_session import RaySession, free_port
+from kvrelay.config import Settings
 
 GOAL_BYTES, GOAL_CPU_SHARE = 4 << 30, 0.02
 _SESSION = re.compile(r"session_\d{4}-\d{2}-\d{2}_[\d_-]+")
@@ -44,13 +51,47 @@ def members(root: int) -> set[int]:
     return family
 
 
+@contextlib.contextmanager
+def bare_ray(settle_s: float = 20.0) -> Iterator[int]:
+    """Ray and Serve as kvrelay starts them, with as many actors that do nothing. Yields the driver's pid."""
+    session = RaySession(Settings())
+    session.check_ports()
+    try:
+        session.start_ray()
+        import ray
+        from ray import serve
+
+        class Nothing:
+            """Keeps a process."""
+
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port("127.0.0.1")})
+        for name in ("ingress", "prefill", "decode"):
+            deployment = serve.deployment(Nothing, name=name, ray_actor_options={"num_cpus": 0})
+            serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
+        registry = ray.remote(num_cpus=0)(Nothing).remote()
+        ray.get(registry.__ray_ready__.remote())
+        time.sleep(settle_s)
+        yield os.getpid()
+    finally:
+        session.stop()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pid", type=int)
+    parser.add_argument("--bare", action="store_true", help="start and measure Ray and Serve with empty deployments")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    root = options.pid or find_root()
+    if options.bare:
+        with bare_ray() as root:
+            measure(root, options)
+    else:
+        measure(options.pid or find_root(), options)
+
+
+def measure(root: int, options: argparse.Namespace) -> None:
+    """Show what the cluster of process `root` takes while `options.seconds` pass."""
     before = {pid: found for pid in members(root) if (found := processes.usage(pid)) is not None}
     start_s = time.monotonic()
     time.sleep(options.seconds)
