@@ -55,7 +55,7 @@ class DecoderModel:
         self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies
-        self._embed_scale = None if spec.embed_scale is None else float(torch.tensor(spec.embed_scale, dtype=dtype))
+        self._embed_scale = float(torch.tensor(spec.embed_scale or 1.0, dtype=dtype))
         self._cos_sin: tuple[Tensor, ...] = ()
         self.reserve_positions(min(_FIRST_POSITIONS, spec.max_position))
 
@@ -64,14 +64,15 @@ class DecoderModel:
         """Rows that the rotary tables have now."""
         return self._cos_sin[0].shape[0] if self._cos_sin else 0
 
-    def reserve_positions(self, num_positions: int) -> None:
-        """Make rotary tables for at least so many positions (before CUDA graphs are captured: tables may move)."""
+    def reserve_positions(self, num_positions: int) -> bool:
+        """Make rotary tables for at least so many positions. True when they moved: captured graphs are stale then."""
         if num_positions <= self.num_positions:
-            return
+            return False
         rows = max(num_positions, min(2 * self.num_positions, self.spec.max_position))
         self._cos_sin = tuple(
             cos_sin_table(rope, self.spec.head_dim, rows).to(self._backend.device) for rope in self.spec.ropes
         )
+        return True
 
     def forward(
         self,
@@ -95,9 +96,7 @@ class DecoderModel:
         self.reserve_positions(batch.max_context_len)
         positions = batch.positions.to(backend.device)
         slots = batch.slot_mapping.to(backend.device)
-        residual = backend.embed(token_ids.to(backend.device), self._embedding)
-        if self._embed_scale is not None:
-            residual = residual * self._embed_scale
+        residual = backend.embed(token_ids.to(backend.device), self._embedding, self._embed_scale)
         x = backend.rms_norm(residual, self._layers[0].input_norm, spec.norm_eps)
         for index, layer in enumerate(self._layers):
             x = self._attend(layer, index, x, positions, slots, plan, kv_layers[index])

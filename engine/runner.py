@@ -12,9 +12,11 @@ from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.scheduler import Scheduled, StepPlan
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.backend import AttentionBatch, Backend
+from kvrelay.kernels.cpu import CpuBackend
 
 if TYPE_CHECKING:
-    from kvrelay.kernels.cuda_graphs import DecodeGraphs
+    from kvrelay.kernels.cpu_graphs import DecodeGraphs as CpuDecodeGraphs
+    from kvrelay.kernels.cuda_graphs import DecodeGraphs as CudaDecodeGraphs
 
 
 class Runner:
@@ -94,6 +96,8 @@ class Runner:
     def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Tensor:
         """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]."""
         token_ids, batch = self.batch(plan)
+        if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
+            self._graphs.reset()
         if self._graphs is not None and on_layer is None and self._graphs.fits(batch):
             return self._graphs.run(token_ids, batch, self._forward)
         attention_plan = self._backend.plan(batch, self._model.attention_shape)
@@ -110,12 +114,18 @@ class Runner:
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
 
 
-def _decode_graphs(model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int) -> "DecodeGraphs | None":
-    """CUDA graphs of the decode step, where the backend has them. Unverified on a GPU."""
+def _decode_graphs(
+    model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int
+) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
+    """The decode step captured once and replayed, where the backend can. Unverified on a GPU."""
+    if isinstance(backend, CpuBackend) and backend.native is not None:
+        from kvrelay.kernels import cpu_graphs
+
+        return cpu_graphs.DecodeGraphs(backend.native, model.attention_shape, max_blocks=max_blocks)
     if backend.name != "cuda":
         return None
     from kvrelay.kernels import cuda, cuda_graphs
 
     assert isinstance(backend, cuda.CudaBackend)
-    model.reserve_positions(max_blocks * block_size)  # captured graphs read these tables where they are now
+    model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
     return cuda_graphs.DecodeGraphs(backend, model.attention_shape, max_blocks=max_blocks)

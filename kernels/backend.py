@@ -80,8 +80,8 @@ class Backend(Protocol):
         """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""
         ...
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        """Rows of table [vocab, hidden] at token_ids [T] int64 -> [T, hidden]."""
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        """Rows of table [vocab, hidden] at token_ids [T] int64, times scale -> [T, hidden]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

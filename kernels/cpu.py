@@ -55,6 +55,11 @@ class CpuBackend:
         if self._native is None:
             logger.warning("compiled CPU kernels are off (%s); torch's are used, several times slower", self._why_not)
 
+    @property
+    def native(self) -> NativeKernels | None:
+        """The compiled kernels, or None where torch's are used."""
+        return self._native
+
     def describe(self) -> dict[str, str]:
         """What was chosen, in short words; linear kernels appear once a weight has been packed."""
         native = self._native
@@ -72,8 +77,11 @@ class CpuBackend:
             self._packers[weight.dtype] = choose_linear(self._native, weight.dtype, self.num_threads, key)
         return self._packers[weight.dtype][1](weight, bias)
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return self._torch.embed(token_ids, table)
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        native = self._native_for(table.dtype)
+        if native is None or not (table.is_contiguous() and token_ids.is_contiguous()):
+            return self._torch.embed(token_ids, table, scale)
+        return native.embed(token_ids, table, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         native = self._native_for(x.dtype)

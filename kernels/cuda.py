@@ -127,8 +127,8 @@ class CudaBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._plain.pack_linear(weight, bias)
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return self._plain.embed(token_ids, table)
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        return self._plain.embed(token_ids, table, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.dtype not in _HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):

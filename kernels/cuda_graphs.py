@@ -69,6 +69,10 @@ class DecodeGraphs:
         size = batch.context_lens.shape[0]
         return batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
 
+    def reset(self) -> None:
+        """Forget all graphs: something that they read has moved."""
+        self._graphs.clear()
+
     def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
         """Hidden states [S, hidden] of a batch that fits; captures at the first batch of its size.
 

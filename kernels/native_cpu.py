@@ -6,8 +6,10 @@ releases the interpreter's lock during every call. Idle pool threads sleep (they
 
 import ctypes
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from kvrelay.native import load_native
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
 _FOLDER = Path(__file__).parent / "native"
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-_SIGNATURES: dict[str, tuple[list[type], type | None]] = {
+SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_pool_create": ([_I], _P),
     "kr_pool_destroy": ([_P], None),
     "kr_panel_width": ([], _L),
@@ -32,6 +34,8 @@ _SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_attention_tile_tokens": ([_L], _L),
     "kr_attention_tiles": ([_P, _L, _L, _P], _L),
     "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F], None),
+    "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
+    "kr_replay": ([_P, _L], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
 }
 KIND_F32, KIND_BF16, KIND_DOT = 0, 1, 2
@@ -50,6 +54,10 @@ class NativePlan:
     block_size: int
     max_query_len: int
     max_context_len: int
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -78,8 +86,8 @@ class NativeLinear:
         x = _rows(x)
         num_rows, width = x.shape
         assert width == self.in_features
-        out = torch.empty((num_rows, self.out_features), dtype=self._dtype)
         kernels = self._kernels
+        out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_linear(
             kernels.pool, self._kind, x.data_ptr(), x.stride(0), out.data_ptr(), *self._args,
             num_rows, self.out_features, width,
@@ -96,10 +104,11 @@ class NativeKernels:
 
     def __init__(self, num_threads: int) -> None:
         sources = sorted(_FOLDER.glob("*.c"))
-        self.lib = load_native("kernels", sources, sorted(_FOLDER.glob("*.h")))
-        for name, (arguments, result) in _SIGNATURES.items():
+        self.lib: Any = load_native("kernels", sources, sorted(_FOLDER.glob("*.h")))
+        for name, (arguments, result) in SIGNATURES.items():
             function = getattr(self.lib, name)
             function.argtypes, function.restype = arguments, result
+        self.empty: Callable[[Sequence[int], torch.dtype], Tensor] = _empty
         self.pool: int = self.lib.kr_pool_create(num_threads)
         weakref.finalize(self, self.lib.kr_pool_destroy, self.pool)
         self.panel_width: int = self.lib.kr_panel_width()
@@ -114,6 +123,14 @@ class NativeKernels:
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> NativeLinear:
         return NativeLinear(self, weight, bias, self.linear_kind(weight.dtype, weight.shape[1]))
 
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float) -> Tensor:
+        """token_ids: [T] int64, contiguous, each a row of table (contiguous)."""
+        tokens, columns = token_ids.shape[0], table.shape[1]
+        out = self.empty((tokens, columns), table.dtype)
+        wide = table.dtype == torch.float32
+        self.lib.kr_embed(wide, token_ids.data_ptr(), table.data_ptr(), out.data_ptr(), tokens, columns, scale)
+        return out
+
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """rms_norm of x (or of x + residual, which is left in residual; contiguous) with any leading shape."""
         x = _rows(x)
@@ -125,7 +142,7 @@ class NativeKernels:
         else:
             x = x.contiguous()
             inner, outer_stride, inner_stride = 1, columns, 0
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = self.empty(x.shape, x.dtype)
         self.lib.kr_rms_norm(
             self.pool, x.dtype == torch.float32, weight.dtype == torch.float32, x.data_ptr(),
             None if residual is None else residual.data_ptr(), out.data_ptr(), weight.data_ptr(),
@@ -145,7 +162,7 @@ class NativeKernels:
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
         gate_up = _rows(gate_up)
         num_rows, features = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((num_rows, features), dtype=gate_up.dtype)
+        out = self.empty((num_rows, features), gate_up.dtype)
         self.lib.kr_gate(
             self.pool, gate_up.dtype == torch.float32, kind == "gelu_tanh", gate_up.data_ptr(), out.data_ptr(),
             num_rows, features, gate_up.stride(0),
@@ -186,7 +203,7 @@ class NativeKernels:
     ) -> Tensor:
         q = _rows(q)
         num_tokens, heads, head_dim = q.shape
-        out = torch.empty((num_tokens, heads, head_dim), dtype=q.dtype)
+        out = self.empty((num_tokens, heads, head_dim), q.dtype)
         self.lib.kr_attention(
             self.pool, q.dtype == torch.float32, q.data_ptr(), out.data_ptr(), kv_layer.data_ptr(),
             plan.query_starts.data_ptr(), plan.context_lens.data_ptr(), plan.tables.data_ptr(), plan.tables.shape[1],

@@ -95,8 +95,9 @@ class ReferenceBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(weight.to(self.device), None if bias is None else bias.to(self.device))
 
-    def embed(self, token_ids: Tensor, table: Tensor) -> Tensor:
-        return F.embedding(token_ids.to(table.device), table)
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids.to(table.device), table)
+        return rows if scale == 1.0 else rows * scale
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -1,4 +1,4 @@
-/* Norms, rotary embedding, gated activations and the cache write: one pass over memory each, sums in float32.
+/* Embedding rows, norms, rotary embedding, gated activations and the cache write: one pass over memory each, sums in float32.
  *
  * `wide` says float32, else bf16. Strides count elements; the last dimension is contiguous.
  */
@@ -161,5 +161,17 @@ void kr_store_kv(const char *k, const char *v, char *kv, const int64_t *slots, l
         char *at = kv + (block * 2 * block_size + offset) * row_bytes;
         memcpy(at, k + t * k_stride, row_bytes);
         memcpy(at + block_size * row_bytes, v + t * v_stride, row_bytes);
+    }
+}
+
+/* out [tokens, columns] = rows `ids` of table, times scale (1 copies). */
+void kr_embed(int wide, const int64_t *ids, const void *table, void *out, long tokens, long columns, float scale)
+{
+    const long item = wide ? 4 : 2;
+    for (long t = 0; t < tokens; t++) {
+        const long from = ids[t] * columns, to = t * columns;
+        if (scale == 1.0f) memcpy((char *)out + to * item, (const char *)table + from * item, columns * item);
+        else
+            for (long i = 0; i < columns; i++) store_any(out, to + i, load_any(table, from + i, wide) * scale, wide);
     }
 }

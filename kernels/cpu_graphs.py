@@ -1,0 +1,227 @@
+"""Decode steps of the compiled CPU kernels, recorded once per batch size and replayed with new metadata.
+
+A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of
+the step. As a CUDA graph does, a recording keeps the calls with their addresses and runs them all in one go
+(kernels/native/replay.c). Whatever computes outside the compiled kernels cannot be recorded: such a model, or a
+machine where another linear kernel won, runs every step as before.
+"""
+
+import ctypes
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.native_cpu import SIGNATURES, NativeKernels, NativePlan
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 64  # sequences; the interpreter's share of larger steps is small
+Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [S, hidden]
+
+# As enumerated in replay.c.
+_KERNELS = ("kr_embed", "kr_linear", "kr_rms_norm", "kr_rope", "kr_gate", "kr_store_kv", "kr_attention")
+_ATTENTION = _KERNELS.index("kr_attention")
+_ALIGNMENT = 64  # bytes
+_CALL_WORDS = 24  # a call: its kernel, then up to 23 arguments of 8 bytes
+_MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
+
+
+class _Buffers:
+    """Memory for a recording's tensors: used again as soon as nothing views it, never given back."""
+
+    def __init__(self) -> None:
+        self._owned: list[np.ndarray] = []
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        free = self._free.setdefault(num_bytes, [])
+        if not free:
+            memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+            start = -memory.ctypes.data % _ALIGNMENT
+            self._owned.append(memory)
+            free.append(memory[start : start + num_bytes])
+        memory = free.pop()
+        view = memory[:]  # the tensor's storage keeps it, through whatever views of the tensor
+        weakref.finalize(view, free.append, memory)
+        return torch.from_numpy(view).view(dtype).view(tuple(shape))
+
+    def spoil(self) -> None:
+        """Fill everything with NaN."""
+        for memory in self._owned:
+            memory.fill(0xFF)
+
+
+class _Tape:
+    """Stands in for the library of compiled kernels: runs the calls and writes them down."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+        self.calls: list[np.ndarray] = []
+        self.foreign: str | None = None  # something that ran and is not on the tape
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._lib, name)
+        if name not in _KERNELS:
+            self.foreign = name
+            return function  # type: ignore[no-any-return]
+
+        def run(*arguments: Any) -> None:
+            self.calls.append(_encode(name, arguments))
+            function(*arguments)
+
+        return run
+
+
+def _encode(name: str, arguments: Sequence[Any]) -> np.ndarray:
+    words = np.zeros(_CALL_WORDS, dtype=np.int64)
+    words[0] = _KERNELS.index(name)
+    for index, (kind, value) in enumerate(zip(SIGNATURES[name][0], arguments, strict=True), start=1):
+        if kind is ctypes.c_float:
+            words[index : index + 1].view(np.float64)[0] = value
+        else:
+            words[index] = 0 if value is None else int(value)
+    return words
+
+
+class _Watch(TorchDispatchMode):
+    """Notices torch operators that compute: only views may happen while a step is recorded."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self._tape.foreign = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
+    """Kernel calls inside go onto the tape, and their results into `buffers`."""
+    lib, empty = kernels.lib, kernels.empty
+    tape = _Tape(lib)
+    kernels.lib, kernels.empty = tape, buffers.empty
+    try:
+        with _Watch(tape):
+            yield tape
+    finally:
+        kernels.lib, kernels.empty = lib, empty
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One batch size: its calls, and what they read and write."""
+
+    calls: np.ndarray  # [calls, _CALL_WORDS] int64
+    attention: np.ndarray  # indices of the attention calls
+    token_ids: Tensor
+    batch: AttentionBatch
+    plan: NativePlan
+    hidden: Tensor
+    buffers: _Buffers
+
+    def refill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
+        """This step's metadata into the buffers that the calls read."""
+        own, width = self.batch, batch.block_tables.shape[1]
+        self.token_ids.copy_(token_ids)
+        own.context_lens.copy_(batch.context_lens)
+        own.block_tables[:, :width].copy_(batch.block_tables)
+        own.slot_mapping.copy_(batch.slot_mapping)
+        own.positions.copy_(batch.positions)
+        self.calls[self.attention, _MAX_CONTEXT_WORD] = batch.max_context_len
+
+    def replay(self, lib: Any) -> None:
+        lib.kr_replay(self.calls.ctypes.data, len(self.calls))
+
+
+class DecodeGraphs:
+    """Recordings of one model's decode step. Call it from the engine thread only.
+
+    Args:
+        kernels: whose calls the forward makes.
+        shape: of the model's attention layers.
+        max_blocks: most blocks that one sequence may have.
+    """
+
+    def __init__(self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int) -> None:
+        self._kernels, self._shape, self._max_blocks = kernels, shape, max_blocks
+        self._graphs: dict[int, _Graph] = {}
+        self._why_not: str | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Batch sizes recorded so far."""
+        return sorted(self._graphs)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why nothing is recorded, or None."""
+        return self._why_not
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether the batch is all decode, not too large, and the model can be recorded."""
+        size = batch.context_lens.shape[0]
+        return self._why_not is None and batch.num_decode == size <= LARGEST and batch.max_query_len == 1
+
+    def reset(self) -> None:
+        """Forget all recordings: something that they read has moved."""
+        self._graphs.clear()
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
+        """Hidden states [S, hidden] of a batch that fits; records at the first batch of its size.
+
+        token_ids: [S] int64. The result is overwritten by the next run.
+        """
+        graph = self._graphs.get(token_ids.shape[0])
+        if graph is not None:
+            graph.refill(token_ids, batch)
+            graph.replay(self._kernels.lib)
+            return graph.hidden
+        graph = self._record(token_ids, batch, forward)
+        if self._why_not is None:
+            self._graphs[token_ids.shape[0]] = graph
+        else:
+            logger.info("decode steps are not recorded: %s", self._why_not)
+        return graph.hidden
+
+    def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> _Graph:
+        """Run the step with its calls written down, then replay them over spoilt buffers: the result must be the same."""
+        size = token_ids.shape[0]
+        tables = torch.zeros(size, self._max_blocks, dtype=torch.int32)
+        tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+        own = AttentionBatch(
+            query_starts=torch.arange(size + 1, dtype=torch.int32),
+            context_lens=batch.context_lens.to(torch.int32, copy=True),
+            block_tables=tables,
+            slot_mapping=batch.slot_mapping.clone(),
+            positions=batch.positions.clone(),
+            num_decode=size,
+            max_query_len=1,
+            max_context_len=batch.max_context_len,
+        )
+        plan, ids, buffers = self._kernels.plan(own, self._shape), token_ids.clone(), _Buffers()
+        assert plan.context_lens is own.context_lens and plan.tables is own.block_tables
+        with _recording(self._kernels, buffers) as tape:
+            hidden = forward(ids, own, plan)
+        self._why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
+        calls = np.stack(tape.calls) if tape.calls else np.zeros((0, _CALL_WORDS), dtype=np.int64)
+        graph = _Graph(calls, np.flatnonzero(calls[:, 0] == _ATTENTION), ids, own, plan, hidden, buffers)
+        if self._why_not is None:
+            first = hidden.clone()
+            buffers.spoil()
+            graph.replay(self._kernels.lib)
+            if not torch.equal(first, hidden):
+                self._why_not = "the replay's result differs"
+                hidden.copy_(first)
+        return graph
