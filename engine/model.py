@@ -94,8 +94,7 @@ class DecoderModel:
         """
         spec, backend = self.spec, self._backend
         self.reserve_positions(batch.max_context_len)
-        positions = batch.positions.to(backend.device)
-        slots = batch.slot_mapping.to(backend.device)
+        positions, slots = batch.positions, batch.slot_mapping  # on the CPU: the backend moves them, once per step
         residual = backend.embed(token_ids.to(backend.device), self._embedding, self._embed_scale)
         x = backend.rms_norm(residual, self._layers[0].input_norm, spec.norm_eps)
         for index, layer in enumerate(self._layers):

@@ -76,8 +76,9 @@ class Sampler:
             output = torch.tensor(seq.token_ids[seq.request.num_prompt_tokens :], device=row.device)
             seen, counts = output.unique(return_counts=True)
             row[seen] -= p.presence_penalty + p.frequency_penalty * counts.to(row.dtype)
-        for token, bias in p.logit_bias.items():
-            row[token] += bias
+        if p.logit_bias:
+            tokens = torch.tensor(list(p.logit_bias), device=row.device)
+            row.index_add_(0, tokens, torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device))
         if self._needs_mask(seq):
             banned = [*p.stop_token_ids, *self._eos_ids]
             if banned:

@@ -74,7 +74,7 @@ class Scheduler:
             return "duplicate", f"{request.request_id} is already here"
         if not request.token_ids or not 0 < request.num_prompt_tokens <= num_tokens:
             return "invalid", "no prompt tokens, or more of them than tokens"
-        if num_tokens + 1 > self.pool.num_blocks * self.block_size:
+        if num_tokens + (request.sampling.max_tokens > 1) > self.pool.num_blocks * self.block_size:
             return "too_long", f"{num_tokens} tokens do not fit {self.pool.num_blocks} blocks of {self.block_size}"
         if len(self.waiting) + len(self.reserving) >= self.limits.max_waiting:
             return "full", f"{self.limits.max_waiting} sequences are in line already"
@@ -146,7 +146,7 @@ class Scheduler:
     @staticmethod
     def _blocks_at_most(seq: Sequence) -> int:
         """Blocks that admitting `seq` takes when nothing of it is cached."""
-        return seq.blocks_for(seq.num_tokens + 1)
+        return seq.blocks_for(seq.num_tokens + (seq.request.sampling.max_tokens > 1))
 
     def _take_prompt_blocks(self, seq: Sequence, owed: int, *, leave_one: bool) -> bool:
         """Give `seq` the cached blocks of its prefix and fresh ones for the rest of its tokens.
@@ -293,7 +293,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self.running or self.waiting)
+        """Whether a step may bring something about; a step that did not (StepResult.is_stuck) need not be tried again."""
+        return bool(self.running or self.waiting or self.reserving)
 
     @property
     def queued_tokens(self) -> int:

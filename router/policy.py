@@ -113,7 +113,7 @@ def _blocks(tokens: int, block_size: int) -> int:
 def _fits(ctx: Context, load: WorkerLoad, *, needs_output: bool) -> bool:
     """Whether an otherwise empty worker could hold it. Output beyond the context is the worker's to cut."""
     request = ctx.request
-    if request.num_tokens + 1 > load.max_model_len:
+    if request.num_tokens + (request.max_tokens > 1) > load.max_model_len:
         return False
     output = request.max_tokens if needs_output and request.needs_decode else 1
     return _blocks(min(request.num_tokens + output, load.max_model_len), ctx.block_size) <= load.num_blocks

@@ -44,6 +44,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: TextCodec, settings: Settings,
         ],
         exception_handlers={HTTPException: _http_error},
     )
+    app.router.redirect_slashes = False  # a redirected POST is a puzzle to clients; 404 names the path
     return app
 
 

@@ -8,6 +8,7 @@ import asyncio
 from typing import Generic, TypeVar
 
 from kvrelay.router.types import Decision
+from kvrelay.serve.worker_link import WorkerLink
 from kvrelay.wire import SequenceRequest
 
 T = TypeVar("T")
@@ -78,6 +79,6 @@ class Attempt:
         self.id = request.request_id
         self.request, self.decision = request, decision
         self.inbox: Inbox[tuple[str, object]] = Inbox()
-        self.holders: set[str] = set()
+        self.holders: dict[str, WorkerLink] = {}  # by worker, the link that it was asked over
         self.has_first_token = self.is_transferred = False
         self.ticket: bytes | None = None

@@ -35,7 +35,7 @@ from kvrelay.serve.replies import (
     Usage,
     encode_event,
 )
-from kvrelay.serve.sampling import make_sampling, output_limit, template_messages
+from kvrelay.serve.sampling import check_count, make_sampling, output_limit, template_messages
 from kvrelay.serve.schemas import ChatBody
 from kvrelay.serve.tokenizer import encode_text
 from kvrelay.wire import TokenLogprob
@@ -45,6 +45,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     """Raises RequestError, WorkerError, ClientLeft."""
     explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, ChatBody)
+    check_count(1, body, front.settings.router.max_inflight)
     prompt = await _prompt(front, body)
     job = Job(
         request_id=new_id("chatcmpl-"),
@@ -97,7 +98,7 @@ def _template_text(front: Front, body: ChatBody) -> str:
     return text[: text.rindex(final) + len(final)]
 
 
-_RESERVED = frozenset({"messages", "add_generation_prompt"})
+_RESERVED = frozenset({"messages", "add_generation_prompt", "self"})
 
 
 class _ChatReply:

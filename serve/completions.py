@@ -25,7 +25,7 @@ from kvrelay.serve.front import (
 from kvrelay.serve.generation import Generation, Job, Prompt
 from kvrelay.serve.http import EventStream, unless_client_leaves
 from kvrelay.serve.replies import DONE_EVENT, Completion, CompletionChoice, CompletionLogprobs, encode_event
-from kvrelay.serve.sampling import make_sampling, output_limit, prompts_of
+from kvrelay.serve.sampling import check_count, make_sampling, output_limit, prompts_of
 from kvrelay.serve.schemas import CompletionBody
 from kvrelay.serve.tokenizer import encode_text
 
@@ -35,8 +35,7 @@ async def completions(front: Front, request: Request) -> Response:
     explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, CompletionBody)
     given = prompts_of(body, front.settings.serve, front.codec.vocab_size)
-    if len(given) * (body.n or 1) > front.settings.router.max_inflight:
-        raise InvalidRequest("prompt: prompts times n exceed what this server runs at once", "prompt")
+    check_count(len(given), body, front.settings.router.max_inflight)
     job = Job(
         request_id=new_id("cmpl-"),
         prompts=[await _prompt(front, body, item) for item in given],

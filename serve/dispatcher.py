@@ -128,12 +128,12 @@ class Dispatcher:
         if self._links.get(link.worker_id, link) is link:
             self.router.worker_down(link.worker_id)
         for attempt in list(self._attempts.values()):
-            if link.worker_id in attempt.holders:
+            if attempt.holders.get(link.worker_id) is link:
                 attempt.inbox.put((link.worker_id, WorkerGone(why)))
         self._notify()
 
-    def holds(self, worker_id: str) -> bool:
-        return any(worker_id in attempt.holders for attempt in self._attempts.values())
+    def holds(self, link: WorkerLink) -> bool:
+        return any(attempt.holders.get(link.worker_id) is link for attempt in self._attempts.values())
 
     def deliver(self, link: WorkerLink, message: wire.FromWorker) -> None:
         """Hand a worker's message to whom it concerns; what nobody waits for any more is dropped."""
@@ -226,17 +226,18 @@ class Dispatcher:
         if self._attempts.pop(attempt.id, None) is None:
             return
         self.router.on_end(attempt.id)
-        for worker_id in attempt.holders:
+        for link in attempt.holders.values():
             try:
-                self.send(worker_id, wire.Abort(request_id=attempt.id, reason=reason))
+                link.send(wire.Abort(request_id=attempt.id, reason=reason))
             except ConnectionLost:
-                logger.debug("request %s: worker %s is gone, nothing to abort", attempt.id, worker_id)
+                logger.debug("request %s: worker %s is gone, nothing to abort", attempt.id, link.worker_id)
 
-    def send(self, worker_id: str, message: wire.ToWorker) -> None:
-        """Raises ConnectionLost when the worker is not connected."""
+    def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink:
+        """Returns the link it went over. Raises ConnectionLost when the worker is not connected."""
         link = self._links.get(worker_id)
         if link is None or not link.is_up:
             link = next((old for old in self._retired if old.worker_id == worker_id and old.is_up), link)
         if link is None:
             raise ConnectionLost(f"worker {worker_id} is not a member")
         link.send(message)
+        return link

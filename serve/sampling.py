@@ -22,14 +22,18 @@ def refuse_unsupported(body: Common) -> None:
         ("use_beam_search", body.use_beam_search),
         ("response_format", (body.response_format or {}).get("type", "text") != "text"),
         ("prompt_logprobs", body.prompt_logprobs),
-        *((name, getattr(body, name)) for name in _GUIDED),
+        *((name, getattr(body, name)) for name in _UNSUPPORTED),
     ]
     if isinstance(body, CompletionBody):
         checks.append(("suffix", body.suffix))
     if isinstance(body, ChatBody):
         checks += [
             ("tools", body.tools and body.tool_choice != "none"),
+            ("tool_choice", body.tool_choice not in (None, "none", "auto")),
             ("functions", body.functions and body.function_call != "none"),
+            ("function_call", body.function_call not in (None, "none", "auto")),
+            ("documents", body.documents),
+            ("chat_template", body.chat_template),
             ("audio", body.audio),
             ("modalities", set(body.modalities or ["text"]) != {"text"}),
         ]
@@ -40,7 +44,18 @@ def refuse_unsupported(body: Common) -> None:
         raise InvalidRequest("stream_options: only allowed when stream is true", "stream_options")
 
 
-_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs")
+_UNSUPPORTED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+)
 
 
 def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None:
@@ -55,6 +70,15 @@ def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None
         raise InvalidRequest(f"{field}: at most {settings.max_logprobs}", field)
     if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
+
+
+def check_count(num_prompts: int, body: Common, max_inflight: int) -> None:
+    """Raise InvalidRequest when the server could never run all of the request's sequences at once."""
+    samples = body.n or 1
+    if num_prompts * samples > max_inflight:
+        field = "prompt" if num_prompts > 1 else "n"
+        told = f"{num_prompts} prompts times n = {samples}" if num_prompts > 1 else str(samples)
+        raise InvalidRequest(f"{field}: {told} are more sequences than the {max_inflight} that run at once", field)
 
 
 def _check_token(token_id: int, field: str, vocab_size: int) -> None:

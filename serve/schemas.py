@@ -92,6 +92,11 @@ class Common(_Body):
     guided_grammar: Any = None
     structured_outputs: Any = None
     prompt_logprobs: int | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
     # known, and without effect here:
     metadata: Any = None
     store: Any = None
@@ -139,6 +144,8 @@ class ChatBody(Common):
     tool_choice: Any = None
     functions: list[Any] | None = None
     function_call: Any = None
+    documents: Any = None
+    chat_template: Any = None
     modalities: list[str] | None = None
     audio: Any = None
     parallel_tool_calls: Any = None

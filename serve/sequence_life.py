@@ -30,6 +30,7 @@ from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import TokenOrder
+from kvrelay.serve.worker_link import WorkerLink
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +58,7 @@ class Carrier(Protocol):
     def route(self, request: RouteRequest) -> Decision | Refusal: ...
     def attach(self, attempt: Attempt) -> None: ...
     def detach(self, attempt: Attempt, reason: str) -> None: ...
-    def send(self, worker_id: str, message: wire.ToWorker) -> None: ...
+    def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink: ...
 
 
 class SequenceLife:
@@ -214,13 +215,12 @@ class SequenceLife:
         return attempt.ticket
 
     def _submit(self, attempt: Attempt, worker_id: str, message: wire.ToWorker) -> None:
-        attempt.holders.add(worker_id)
         if self._explain is not None and self._explain.first_token_s is None:
             self._explain.dispatched_s = self._carrier.clock()
         try:
-            self._carrier.send(worker_id, message)
+            attempt.holders[worker_id] = self._carrier.send(worker_id, message)
         except ConnectionLost as error:
-            attempt.holders.discard(worker_id)
+            attempt.holders.pop(worker_id, None)
             raise AttemptFailed(worker_id, "lost", str(error)) from error
 
     # ---- what comes back
@@ -243,14 +243,14 @@ class SequenceLife:
         elif isinstance(message, wire.Transferred):
             self._on_transferred(attempt, message)
         elif isinstance(message, wire.Refused):
-            attempt.holders.discard(worker_id)
+            attempt.holders.pop(worker_id, None)
             raise AttemptFailed(worker_id, message.reason, message.message, retry_after_s=message.retry_after_s)
         elif isinstance(message, wire.Failed):
-            attempt.holders.discard(worker_id)
+            attempt.holders.pop(worker_id, None)
             raise AttemptFailed(worker_id, message.code, message.message, retryable=message.retryable)
         elif isinstance(message, WorkerGone):
             if worker_id in attempt.holders:
-                attempt.holders.discard(worker_id)
+                attempt.holders.pop(worker_id, None)
                 raise AttemptFailed(worker_id, "lost", message.why)
         elif isinstance(message, TimeIsUp):
             self._on_time_is_up(attempt, worker_id, message)
@@ -267,7 +267,7 @@ class SequenceLife:
             attempt.is_transferred = True  # decoding means that the blocks have arrived
         self._let_go_of_prefill(attempt)
         if output.finish_reason is not None:
-            attempt.holders.discard(worker_id)
+            attempt.holders.pop(worker_id, None)
 
     def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
         now_s = self._carrier.clock()
@@ -286,7 +286,7 @@ class SequenceLife:
     def _let_go_of_prefill(self, attempt: Attempt) -> None:
         """The prefill worker owes nothing more: its blocks and its token are both where they belong."""
         if attempt.decision.prefill is not None and attempt.is_transferred and attempt.has_first_token:
-            attempt.holders.discard(attempt.decision.prefill)
+            attempt.holders.pop(attempt.decision.prefill, None)
 
     def _count(self, output: wire.TokenOutput) -> None:
         stats, now_s, count = self._carrier.stats, self._carrier.clock(), len(output.token_ids)

@@ -44,8 +44,8 @@ class LinkOwner(Protocol):
 
     def deliver(self, link: "WorkerLink", message: wire.FromWorker) -> None: ...
 
-    def holds(self, worker_id: str) -> bool:
-        """Whether a sequence still runs there."""
+    def holds(self, link: "WorkerLink") -> bool:
+        """Whether a sequence that was sent over this link still runs there."""
 
 
 class WorkerLink:
@@ -92,7 +92,7 @@ class WorkerLink:
         self._retiring = self._task = None
 
     async def _retire(self) -> None:
-        while self._owner.holds(self.worker_id) and time.monotonic() - self._last_frame_s < SILENCE_LIMIT_S:
+        while self._owner.holds(self) and time.monotonic() - self._last_frame_s < SILENCE_LIMIT_S:
             await asyncio.sleep(_RETIRE_POLL_S)
         if self._task is not None:
             self._task.cancel()

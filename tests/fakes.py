@@ -160,7 +160,8 @@ class FakeWorker:
 
     def _handle(self, connection: plane.Connection, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Abort):
-            self.end(message.request_id)
+            if self._connections.get(message.request_id) is connection:  # as a real worker: who asked may abort
+                self.end(message.request_id)
         elif isinstance(message, wire.Subscribe):
             self._send(connection, wire.KvSnapshot(seq=0, hashes=[]))
             self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
@@ -171,11 +172,11 @@ class FakeWorker:
 
     def _take(self, connection: plane.Connection, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
         request = message.request
+        self._connections[request.request_id] = connection
         if self.answers and (answer := self.answers.pop(0)(message)) is not None:
             self._send(connection, answer)
             return
         self.holding.add(request.request_id)
-        self._connections[request.request_id] = connection
         if isinstance(message, wire.Reserve):
             self._reserved[request.request_id] = request
             ticket = self.worker_id.encode()

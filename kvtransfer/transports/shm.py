@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 
 _PROOF_BYTES = hashlib.sha256().digest_size
 _TIMEOUT_S = 2.0
+_ACCEPT_PAUSE_S = 0.2  # after a failed accept
 
 
 class _Descriptor(msgspec.Struct, frozen=True):
@@ -89,7 +90,12 @@ class ShmExporter:
     async def _serve(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            peer, _ = await loop.sock_accept(listener)
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of file descriptors, or the peer left in between
+                logger.warning("cannot take a connection to the KV pool: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             with peer, contextlib.suppress(OSError, TimeoutError):
                 await self._hand_over(peer)
 

@@ -35,6 +35,7 @@ _HEADER = struct.Struct("<IQ")  # number of rows, bytes in all; then the rows: i
 _ROW_BYTES = 16
 _MAX_ROWS = 1 << 20
 _MAX_CONNECTIONS = 256
+_ACCEPT_PAUSE_S = 0.2  # after a failed accept
 _VECTOR = 256  # buffers in one system call; the kernel's limit is 1,024
 _TIMEOUT_S = 5.0
 
@@ -120,7 +121,12 @@ class TcpExporter:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            peer, _ = await loop.sock_accept(listener)
+            try:
+                peer, _ = await loop.sock_accept(listener)
+            except OSError as error:  # out of file descriptors, or the peer left in between
+                logger.warning("cannot take a connection to the KV pool: %s", error)
+                await asyncio.sleep(_ACCEPT_PAUSE_S)
+                continue
             self._peers = {sock: thread for sock, thread in self._peers.items() if thread.is_alive()}
             if len(self._peers) >= _MAX_CONNECTIONS:
                 peer.close()

@@ -194,3 +194,40 @@ def test_what_follows_the_device_waits_for_what_was_announced_before():
     assert done.wait(5)
     gate.close()
     assert order == ["announce", "commit"]
+
+
+def test_a_prompt_may_fill_the_whole_pool_when_one_token_is_drawn(make):
+    engine = make(num_blocks=4)
+    full = request("full", prompt_of(64), prompt_logprobs=0, max_tokens=1)
+    assert engine.refusal(full) is None
+    engine.add(full)
+    (output,) = drain(engine)["full"]
+    assert len(output.prompt_logprobs) == 63 and engine.pool.counts().used == 0
+    assert engine.refusal(request("more", prompt_of(64), max_tokens=2)) is not None
+
+
+async def test_a_reservation_in_line_is_granted_when_the_last_running_sequence_ends(make):
+    """Nobody sends a message then: the engine must not sleep on it."""
+    engine = make(num_blocks=4)
+    granted: list[str] = []
+
+    def on_step(result):
+        granted.extend(reservation.request_id for reservation in result.reservations)
+
+    thread = EngineThread(lambda: engine, on_step=on_step, on_failure=lambda error: None)
+    await thread.start()
+    try:
+        await thread.call(
+            lambda e: (
+                e.add(request("first", prompt_of(40), max_tokens=8)),
+                e.reserve(request("next", prompt_of(40, 1))),
+            )
+        )
+        async with asyncio.timeout(10):
+            while not granted:
+                await asyncio.sleep(0.01)
+        assert granted == ["next"]
+        assert await thread.call(lambda e: e.abort("next"))
+        assert await thread.call(lambda e: e.pool.counts().used) == 0
+    finally:
+        await thread.aclose()

@@ -1,4 +1,4 @@
-"""What every transport must do, in one process. tests/kvtransfer/test_processes.py repeats it between two."""
+"""What every transport must do, in one process. test_transport_processes.py repeats it between two."""
 
 import asyncio
 

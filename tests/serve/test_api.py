@@ -1,5 +1,6 @@
 """The OpenAI endpoints over fake workers: what good requests get."""
 
+import asyncio
 import json
 
 import pytest
@@ -158,10 +159,17 @@ async def test_streamed_samples_keep_their_indices(make_cluster):
 async def test_samples_of_a_long_prompt_wait_for_the_first_ones_prefill(make_cluster):
     cluster = await make_cluster()
     prefill = cluster.prefill[0]
-    answer = (await complete(cluster, {"prompt": "x" * 64, "n": 3})).json()
-    assert len(answer["choices"]) == 3
-    first = next(i for i, m in enumerate(prefill.received) if isinstance(m, wire.Prefill))
-    assert prefill.received[first].request.request_id.endswith("-0")
+    prefill.hold_first_token.clear()
+    asking = asyncio.create_task(complete(cluster, {"prompt": "x" * 64, "n": 3}))
+    await prefill.until(lambda w: w.count(wire.Prefill) == 1)
+    await asyncio.sleep(0.1)  # time in which the others could come
+    received = [
+        m.request.request_id for w in cluster.workers for m in w.received if isinstance(m, wire.Reserve | wire.Prefill)
+    ]
+    assert {request_id.rsplit("-", 1)[1][0] for request_id in received} == {"0"}
+    prefill.hold_first_token.set()
+    assert len((await asking).json()["choices"]) == 3
+    assert prefill.count(wire.Prefill) + sum(w.count(wire.Generate) for w in cluster.decode) == 3
     await cluster.all_released()
 
 

@@ -76,6 +76,13 @@ def error_of(response, status, param=None, code=None):
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"best_of": 3}, "best_of"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
         ({"guided_regex": "a+"}, "guided_regex"),
         ({"audio": {"voice": "x"}}, "audio"),
     ],
@@ -223,9 +230,39 @@ async def test_a_full_cluster_is_429_with_retry_after(make_cluster, stream):
 
 async def test_too_many_at_once_are_429(make_cluster):
     cluster = await make_cluster(router={"max_inflight": 2})
-    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"n": 3})
+    cluster.decode[0].pause_at = 3
+    first = asyncio.create_task(cluster.client.post("/v1/chat/completions", json=CHAT))
+    await cluster.decode[0].paused.wait()
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"n": 2})
     error_of(response, 429)
+    assert int(response.headers["retry-after"]) >= 1
+    cluster.decode[0].resume.set()
+    assert (await first).status_code == 200
     await cluster.all_released()
+
+
+async def test_what_could_never_run_at_once_is_the_requests_fault(make_cluster):
+    cluster = await make_cluster(router={"max_inflight": 2})
+    error = error_of(await cluster.client.post("/v1/chat/completions", json=CHAT | {"n": 3}), 400, "n")
+    assert "3" in error["message"] and "2" in error["message"]
+    many = COMPLETION | {"prompt": ["a", "b"], "n": 2}
+    assert (
+        "2 prompts times n = 2"
+        in error_of(await cluster.client.post("/v1/completions", json=many), 400, "prompt")["message"]
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/models/", "/health/"])
+async def test_a_slash_too_many_is_404_and_no_redirect(make_cluster, path):
+    cluster = await make_cluster()
+    error_of(await cluster.client.request("GET" if "chat" not in path else "POST", path, json=CHAT), 404)
+
+
+async def test_template_variables_may_have_any_name(make_cluster):
+    cluster = await make_cluster()
+    variables = {"self": 1, "messages": [], "add_generation_prompt": False, "enable_thinking": False}
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": variables})
+    assert response.status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -361,3 +361,20 @@ async def first_with(workers, kind):
         task.cancel()
     await asyncio.gather(*pending, return_exceptions=True)
     return tasks[done.pop()]
+
+
+async def test_an_abort_goes_over_the_connection_that_the_request_came_by(make_cluster):
+    """A worker that was de-listed and listed again has two: it heeds only the one that asked."""
+    cluster = await make_cluster(prefill=0)
+    worker = cluster.decode[0]
+    worker.pause_at = 3
+    stream = cluster.dispatcher.generate(sequence(max_tokens=50))
+    await anext(stream)
+    await worker.paused.wait()
+    member = Member(worker.worker_id, worker.role.value, "127.0.0.1", worker.port)
+    cluster.dispatcher.set_members([])
+    cluster.dispatcher.set_members([member])
+    async with asyncio.timeout(10):
+        await cluster.dispatcher.wait_for(lambda d: d.is_ready())
+    await stream.aclose()
+    await cluster.all_released()

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import pytest
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
@@ -134,3 +135,20 @@ def test_the_ingress_imports_neither_torch_nor_transformers_nor_ray():
     code = "import sys, kvrelay.serve.app, kvrelay.serve.tokenizer; print([m for m in ('torch','transformers','ray') if m in sys.modules])"
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert told.stdout.strip() == "[]"
+
+
+def test_a_long_text_does_not_stop_the_other_threads(tokenizer):
+    """The event loop tokenises long texts on a thread: that helps only if the thread lets go of the lock."""
+    done = threading.Event()
+
+    def encode():
+        tokenizer.encode("hello " * 200_000)
+        done.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    turns = 0
+    while not done.wait(0.002):
+        turns += 1
+    thread.join()
+    assert turns > 5

@@ -402,3 +402,14 @@ def test_the_prediction_error_follows_what_is_observed():
     router.on_first_token("r1", 10.0 + choice.predicted_ttft_s + 1.0)
     router.on_first_token("r1", 99.0)  # only the first counts
     assert router.prediction_error_s == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens", "is_taken"), [(64, 1, True), (64, 2, False), (63, 2, True), (65, 1, False)]
+)
+def test_a_prompt_may_fill_the_context_when_nothing_follows_it(tokens, max_tokens, is_taken):
+    """Scoring with echo: one token is drawn, and none is computed after it."""
+    router = Router(RouterSettings(), block_size=BLOCK)
+    router.worker_up(info("d1", "decode", num_blocks=4, max_model_len=64))
+    choice = router.select_and_reserve(ask(tokens=tokens, max_tokens=max_tokens), 0.0)
+    assert isinstance(choice, Decision if is_taken else Refusal)
