@@ -9,6 +9,7 @@ import httpx
 import pytest
 import uvicorn
 
+from kvrelay import wire
 from kvrelay.config import Settings, settings_from
 from kvrelay.hashing import block_hashes
 from kvrelay.router.router import Router
@@ -125,3 +126,13 @@ async def collect(stream: AsyncIterator[TokenOutput]) -> tuple[list[int], str | 
         tokens += output.token_ids
         reason = output.finish_reason
     return tokens, reason
+
+
+def hold_in_line(worker):
+    """A decode worker without room: it answers nothing yet, but the request is in its line."""
+
+    def answer(message):
+        worker.holding.add(message.request.request_id)
+        return wire.LoadReport(seq=2, waiting=1)
+
+    return answer

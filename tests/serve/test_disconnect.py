@@ -8,17 +8,19 @@ import pytest
 from kvrelay import wire
 from kvrelay.types import Role
 from tests.fakes import FakeWorker
-from tests.serve.conftest import MODEL
+from tests.serve.conftest import MODEL, hold_in_line
 
 BODY = {"model": MODEL, "prompt": "hello", "max_tokens": 200}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("stage", ["prefill", "transfer", "decode"])
+@pytest.mark.parametrize("stage", ["reserve", "prefill", "transfer", "decode"])
 async def test_a_client_that_leaves_frees_its_blocks(make_cluster, serve_http, stream, stage):
     cluster = await make_cluster()
     prefill, decode = cluster.prefill[0], cluster.decode[0]
-    if stage == "prefill":
+    if stage == "reserve":
+        decode.answers = [hold_in_line(decode)]
+    elif stage == "prefill":
         prefill.hold_first_token.clear()
     elif stage == "transfer":
         prefill.peers = {"d0": FakeWorker("nowhere", Role.DECODE)}
@@ -29,6 +31,8 @@ async def test_a_client_that_leaves_frees_its_blocks(make_cluster, serve_http, s
         asking = asyncio.create_task(client.post(f"{url}/v1/completions", json=BODY | {"stream": stream}))
         if stage == "decode":
             await decode.paused.wait()
+        elif stage == "reserve":
+            await decode.until(lambda w: w.holding)
         else:
             await prefill.until(lambda w: w.count(wire.Prefill))
         asking.cancel()
@@ -70,3 +74,23 @@ async def test_tokens_leave_as_they_come(make_cluster, serve_http):
         cluster.decode[0].resume.set()
         rest = [line async for line in lines if line]
     assert rest[-1] == "data: [DONE]"
+
+
+async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(make_cluster, serve_http, caplog):
+    cluster = await make_cluster()
+    url = httpx.URL(await serve_http(cluster.app))
+    with caplog.at_level("DEBUG", logger="kvrelay.serve.app"):
+        _, writer = await asyncio.open_connection(url.host, url.port)
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"
+        )
+        writer.write(head.encode() + b'{"prompt": ')
+        await writer.drain()
+        writer.close()
+        async with asyncio.timeout(10):
+            while "the client left /v1/completions" not in caplog.text:
+                await asyncio.sleep(0.01)
+    async with httpx.AsyncClient(timeout=30) as client:
+        assert (await client.post(f"{url}/v1/completions", json=BODY | {"max_tokens": 3})).status_code == 200
+    await cluster.all_released()
+    assert cluster.decode[0].count(wire.Reserve) == 1

@@ -10,7 +10,7 @@ from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestErro
 from kvrelay.serve.worker_link import Member
 from kvrelay.types import Role
 from tests.fakes import EOS, FakeWorker, alphabet, expected_tokens, scripted
-from tests.serve.conftest import collect, sequence
+from tests.serve.conftest import collect, hold_in_line, sequence
 
 
 async def test_a_sequence_is_prefilled_on_one_worker_and_decoded_on_another(make_cluster):
@@ -341,16 +341,6 @@ async def test_a_worker_that_does_not_fit_is_not_used(make_cluster, wrong):
 
 def fail_with(code, *, retryable=True):
     return lambda m: wire.Failed(request_id=m.request.request_id, code=code, message="x", retryable=retryable)
-
-
-def hold_in_line(worker):
-    """A decode worker without room: it answers nothing yet, but the request is in its line."""
-
-    def answer(message):
-        worker.holding.add(message.request.request_id)
-        return wire.LoadReport(seq=2, waiting=1)
-
-    return answer
 
 
 async def first_with(workers, kind):
