@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 MODEL ?=
 ARGS ?=
 
-.PHONY: serve test test-fast test-gpu check links install clean
+.PHONY: serve test test-fast test-gpu lint check links install clean
 
 serve: $(STAMP)
 	@exec $(PY) -m kvrelay.cluster.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
@@ -24,8 +24,11 @@ links:
 	@mkdir -p .imports/kvrelay && for f in kvrelay/*; do ln -sfn ../../$$f .imports/kvrelay/$$(basename $$f); done; \
 	for d in kernels kvcache engine kvtransfer prefill decode router serve cluster; do ln -sfn ../../$$d .imports/kvrelay/$$d; done
 
-check: $(STAMP) links
-	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy -p kvrelay && $(VENV)/bin/pytest -q tests/spec
+lint: $(STAMP) links
+	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy -p kvrelay
+
+check: lint
+	@$(VENV)/bin/pytest -q tests/spec
 
 test: $(STAMP) links
 	@$(VENV)/bin/pytest $(ARGS)

@@ -17,6 +17,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _LOAD_PERIOD_S = 0.05
+_IDLE_S = 1.0  # after so long without work the blocks are counted
 
 
 def _settle(ready: "asyncio.Future[Engine]", outcome: Engine | BaseException) -> None:
@@ -30,6 +31,8 @@ def _settle(ready: "asyncio.Future[Engine]", outcome: Engine | BaseException) ->
 
 class EngineThread:
     """Runs `engine.step()` while there is work; sleeps on a condition while there is none.
+
+    Once in each longer rest it checks that every block is accounted for: an engine that has lost one fails.
 
     `on_step(result)` is called on the event loop, once per step that brought something about.
     `on_failure(error)` is called there when the engine raised: the thread has ended then.
@@ -125,15 +128,21 @@ class EngineThread:
             self._tell(loop, partial(self._on_failure, error))
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
-        reported_s, is_stuck = 0.0, False
+        reported_s, is_stuck, is_checked = 0.0, False, False
         while True:
             with self._wake:
                 while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
-                    self._wake.wait()
+                    if not self._wake.wait(None if is_checked else _IDLE_S):
+                        break
                 if self._stopping:
                     return
                 actions = list(self._inbox)
                 self._inbox.clear()
+            if not actions and (is_stuck or not engine.scheduler.has_work):
+                engine.check()
+                is_checked = True
+                continue
+            is_checked = False
             for action in actions:
                 action()
             result = engine.step()

@@ -1,6 +1,7 @@
 """The installed package is the tree: nothing missing from the wheel, nothing but `kvrelay` at its top."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -107,6 +108,58 @@ def wheel(tmp_path_factory):
     (built,) = work.glob("*.whl")
     with zipfile.ZipFile(built) as archive:
         yield archive
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_works_away_from_the_checkout(wheel, tmp_path):
+    """Its command answers, and its engine generates, with the C sources out of the wheel."""
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(tmp_path / "site"),
+    ]
+    subprocess.run([*command, str(wheel.filename)], check=True, timeout=240)
+    script = """
+import pathlib, sys
+import kvrelay
+from kvrelay.cluster.cli import run
+from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
+from kvrelay.kernels.native_cpu import _FOLDER
+from tests_of_wheel import generate
+assert pathlib.Path(kvrelay.__file__).is_relative_to(sys.argv[1]), kvrelay.__file__
+assert _FOLDER.is_relative_to(sys.argv[1]) and list(_FOLDER.glob("*.c"))
+assert run(["version"]) == 0
+print(len(generate(tiny_checkpoint("llama", pathlib.Path(sys.argv[1]) / "model"))))
+"""
+    helper = """
+import torch
+from kvrelay.engine.engine import EngineConfig, load_engine
+from kvrelay.kernels.select import select_backend
+from kvrelay.wire import Sampling, SequenceRequest
+
+def generate(folder):
+    engine = load_engine(folder, select_backend("auto", "cpu", 1), torch.float32, EngineConfig(kv_memory_bytes=4 << 20))
+    sampling = Sampling(max_tokens=5, temperature=0.0, ignore_eos=True)
+    engine.add(SequenceRequest(request_id="a", token_ids=[5, 6, 7], num_prompt_tokens=3, block_hashes=[], sampling=sampling))
+    outputs = []
+    while engine.scheduler.has_work:
+        outputs += [token for output in engine.step().outputs for token in output.token_ids]
+    return outputs
+"""
+    (tmp_path / "site" / "tests_of_wheel.py").write_text(helper)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "site")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split()[-1] == "5"
 
 
 @pytest.mark.slow

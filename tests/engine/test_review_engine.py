@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+from kvrelay.engine import thread as engine_thread
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.thread import EngineThread
@@ -229,5 +230,25 @@ async def test_a_reservation_in_line_is_granted_when_the_last_running_sequence_e
         assert granted == ["next"]
         assert await thread.call(lambda e: e.abort("next"))
         assert await thread.call(lambda e: e.pool.counts().used) == 0
+    finally:
+        await thread.aclose()
+
+
+async def test_an_engine_at_rest_counts_its_blocks_once(make, monkeypatch):
+    monkeypatch.setattr(engine_thread, "_IDLE_S", 0.05)
+    engine, failures = make(), []
+    thread = EngineThread(lambda: engine, on_step=lambda result: None, on_failure=failures.append)
+    checks, check = [], engine.check
+    engine.check = lambda: (checks.append(1), check())
+    await thread.start()
+    try:
+        await thread.call(lambda e: e.add(request("a", prompt_of(20))))
+        await asyncio.sleep(0.5)
+        assert thread.is_alive and 1 <= len(checks) <= 3
+        await thread.call(lambda e: e.pool.allocate(1))  # a block that nobody owns: leaked
+        async with asyncio.timeout(10):
+            while not failures:
+                await asyncio.sleep(0.01)
+        assert "a used block has no sequence" in str(failures[0]) and not thread.is_alive
     finally:
         await thread.aclose()
