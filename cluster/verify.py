@@ -2,6 +2,9 @@
 
 Runs real worker processes on this machine, in float32. A negative control flips one bit of a block
 in flight: with checks on it must be refused, with checks off it must change the answer.
+
+On CUDA, float32 proves paging, scheduling and transfer between pools in GPU memory, not FlashInfer's
+kernels: those exist in half precision only, where tokens need not equal Hugging Face's.
 """
 
 import asyncio
@@ -20,17 +23,26 @@ from rich.table import Table
 
 from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
 from kvrelay.decode.worker import DecodeWorker
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import BackendUnavailable, KvrelayError
 from kvrelay.hashing import block_hashes
+from kvrelay.kvtransfer.selection import TRANSPORTS as ALL_TRANSPORTS
+from kvrelay.kvtransfer.selection import is_cuda, offered
+from kvrelay.types import KvLayout, KvMemory
 from kvrelay.wire import Sampling, SequenceRequest
 
 if TYPE_CHECKING:
     from kvrelay.cluster.local import LocalCluster
+    from kvrelay.kvtransfer.target import KvTarget
 
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 TRANSPORTS = ("shm", "tcp", "nixl")
+CUDA_NOTE = (
+    "float32 on cuda: attention, norms and cache writes run in torch here, FlashInfer's kernels exist in half precision "
+    "only. This proves paging, scheduling and transfer in GPU memory; `pytest -m gpu` compares FlashInfer's kernels "
+    "with the reference in float16 and bfloat16."
+)
 _TEXTS = {
     "English": "The history of computing began long before the first electronic machines were built, and ",
     "German": "Die Größe der Blöcke wird über ein Verzeichnis verwaltet, damit spätere Anfragen schneller sind. ",
@@ -84,6 +96,8 @@ class Report:
     model: str
     cases: list[str]
     rows: list[Row] = field(default_factory=list)
+    device: str = "cpu"
+    left_out: dict[str, str] = field(default_factory=dict)  # transports that the pool cannot use, and why
 
     @property
     def ok(self) -> bool:
@@ -92,6 +106,39 @@ class Report:
     def row(self, name: str) -> Row:
         self.rows.append(Row(name))
         return self.rows[-1]
+
+
+def pool_memory(backend: str) -> KvMemory:
+    """A pool of a few bytes where a worker with this kernel backend has its own. Raises BackendUnavailable."""
+    import torch
+
+    from kvrelay.kernels.select import why_no_cuda
+    from kvrelay.kvcache.storage import KvStorage
+
+    why = why_no_cuda() if backend in ("auto", "cuda") else "not asked for"
+    if backend == "cuda" and why is not None:
+        raise BackendUnavailable("cuda", why)
+    layout = KvLayout(num_layers=1, num_blocks=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=16, dtype="float32")
+    return KvStorage(layout, torch.device("cpu" if why is not None else "cuda")).memory
+
+
+def usable_transports(asked: Sequence[str] | None, memory: KvMemory) -> tuple[list[str], dict[str, str]]:
+    """(transports to verify over, those left out and why), by the rules that a worker with such a pool follows.
+
+    Raises BackendUnavailable: one that was asked for by name cannot be used, or none can.
+    """
+    chosen: list[str] = []
+    left_out: dict[str, str] = {}
+    for name in asked or TRANSPORTS:
+        try:
+            chosen += offered(name, memory, ALL_TRANSPORTS)
+        except BackendUnavailable as error:
+            if asked:
+                raise
+            left_out[name] = error.why
+    if not chosen:
+        raise BackendUnavailable("KV transport", "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    return chosen, left_out
 
 
 def make_cases(encode: Callable[[str], list[int]], *, max_model_len: int, chunk: int, num_output: int) -> list[Case]:
@@ -257,7 +304,7 @@ class Verifier:
         """One flipped bit in a transferred block must be refused."""
         row = self.report.row(f"flipped bit refused ({transport})")
         case = next(case for case in self.cases if case.name == "one block")
-        with flipped_bit(cluster.inside[0]) as flips:
+        with flipped_bit(_target(cluster)) as flips:
             try:
                 tokens, _ = await self._serve(cluster, case, "remote")
             except KvrelayError as error:
@@ -273,7 +320,7 @@ class Verifier:
         row = self.report.row("flipped bit with checks off changes the answer")
         index = next(i for i, case in enumerate(self.cases) if case.name == "one block")
         async with local_cluster(self._settings(transport, "off"), self._model_dir) as cluster:
-            with flipped_bit(cluster.inside[0]) as flips:
+            with flipped_bit(_target(cluster)) as flips:
                 tokens, _ = await self._serve(cluster, self.cases[index], "remote")
         changed = tokens != self._expected[index]
         row.claim(
@@ -282,23 +329,33 @@ class Verifier:
         )
 
 
-@contextmanager
-def flipped_bit(worker: Any) -> Iterator[Callable[[], int]]:
-    """Flip the top exponent bit of one number in each first region that `worker` receives; yields a counter."""
+def _target(cluster: "LocalCluster") -> "KvTarget":
+    worker = cluster.inside[0]
     assert isinstance(worker, DecodeWorker)
+    return worker.target
+
+
+@contextmanager
+def flipped_bit(target: "KvTarget") -> Iterator[Callable[[], int]]:
+    """Flip the top exponent bit of one number in the first region that `target` receives; yields a counter."""
+    import torch
+
     flips = 0
 
-    def tamper(view: memoryview, offset: int, num_bytes: int) -> None:
+    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
         nonlocal flips
+        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
         if flips == 0:
-            view[offset + num_bytes // 2 + 3] ^= 0x40  # the second half holds the values; byte 3 is sign and exponent
+            with torch.inference_mode():
+                # the second half holds the values; byte 3 of a float32 is its sign and exponent
+                memory.owner.reshape(-1).view(torch.uint8)[offset + num_bytes // 2 + 3].bitwise_xor_(0x40)
             flips += 1
 
-    worker.target.tamper = tamper
+    target.tamper = tamper
     try:
         yield lambda: flips
     finally:
-        worker.target.tamper = None
+        target.tamper = None
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -311,12 +368,17 @@ def print_report(report: Report, console: Console) -> None:
         table.add_row(row.name, str(row.passed), str(row.total), mark, row.note)
     console.print(table)
     console.print(f"prompts: {', '.join(report.cases)}")
+    for name, why in report.left_out.items():
+        console.print(f"left out: {name} ({why})")
+    if is_cuda(report.device):
+        console.print(CUDA_NOTE)
 
 
 def command(
     model: Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id; default: the built-in model.")] = None,
     transport: Annotated[
-        list[str] | None, typer.Option(help="shm, tcp, nixl; may be given several times; default: all.")
+        list[str] | None,
+        typer.Option(help="shm, tcp, nixl; may be given several times; default: all that the device's pool can use."),
     ] = None,
     max_model_len: Annotated[int, typer.Option(min=64, help="Context limit to verify up to, tokens.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,
@@ -328,18 +390,20 @@ def command(
 ) -> None:
     """Compare every way of serving with Hugging Face, token for token. Exit code 1 on any difference."""
     console = Console()
-    chosen = transport or list(TRANSPORTS)
-    for name in chosen:
+    for name in transport or ():
         if name not in TRANSPORTS:
             console.print(f"unknown transport {name!r}; choose from {', '.join(TRANSPORTS)}", style="red")
             raise typer.Exit(2)
     reports: list[Report] = []
     try:
+        memory = pool_memory(backend)
+        chosen, left_out = usable_transports(transport, memory)
         with console.status("preparing the model") as status, tempfile.TemporaryDirectory() as scratch:
             for folder in _folders(model, family, Path(scratch), status.update):
                 verifier = Verifier(
                     folder, max_model_len=max_model_len, num_output=tokens, backend=backend, progress=status.update
                 )
+                verifier.report.device, verifier.report.left_out = memory.device, left_out
                 reports.append(asyncio.run(verifier.run(chosen)))
                 print_report(reports[-1], console)
     except KvrelayError as error:

@@ -100,7 +100,8 @@ class Backend(Protocol):
         """Rotate (half-split, NeoX style) q [T, heads, head_dim] and k [T, kv_heads, head_dim].
 
         cos_sin: [max_positions, rotary_dim] float32, cosines then sines (rotary_dim/2 each);
-        dims past rotary_dim pass through. May work in place.
+        dims past rotary_dim pass through. May work in place. positions and store_kv's slot_mapping are the planned
+        batch's own CPU tensors; a backend elsewhere moves them, once per step.
         """
         ...
 

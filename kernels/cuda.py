@@ -4,6 +4,9 @@ UNVERIFIED ON A GPU: written against FlashInfer 0.7.2's source and type-checked;
 
 FlashInfer's attention is planned per (scale, window, softcap), which our interface tells only at `attention`:
 a step's plan keeps the metadata and plans each such combination at its first use, once per step.
+
+`rope` and `store_kv` are handed the batch's own CPU tensors and find the device copies in the step's plan, by
+identity: within a step nothing is copied from the host, so that the step can be captured as a CUDA graph.
 """
 
 import logging
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 _HALF = frozenset((torch.float16, torch.bfloat16))
 _HEAD_DIMS = frozenset((64, 128, 256))
 _WORKSPACE_BYTES = 256 << 20
+_MAX_THREADS = 1024  # of one CUDA block
 # fa2 serves every processor from sm_80 on, with window and softcap at any block size; "auto" may pick per shape
 _ATTENTION_KERNELS = "fa2"
 Variant = tuple[float, int | None, float | None]  # scale, window, softcap
@@ -45,22 +49,39 @@ class PagedIndex:
 class CudaPlan:
     """One step: device copies of its rows, and the attention wrappers that were planned for it so far.
 
-    block, offset: [T] int64 on the device, where each new token's KV goes. `decode` covers the first
-    `num_decode` sequences, `prefill` the rest, with qo_indptr [P+1] on the CPU.
+    positions, slot_mapping: the batch's own, on the CPU. device_positions: [T] int64, device_slots: [T] int32,
+    device_zeros: [T] int32, on the device. `decode` covers the first `num_decode` sequences, `prefill` the rest,
+    with qo_indptr [P+1] on the CPU.
     """
 
     shape: AttentionShape
-    slot_mapping: Tensor
     positions: Tensor
+    slot_mapping: Tensor
     device_positions: Tensor
-    block: Tensor
-    offset: Tensor
+    device_slots: Tensor
+    device_zeros: Tensor
     num_decode: int
     decode: PagedIndex | None
     prefill: PagedIndex | None
     qo_indptr: Tensor | None
     fallback: ReferencePlan | None
     wrappers: dict[Variant, tuple[Any, Any]] = field(default_factory=dict)
+
+
+def has_attention(shape: AttentionShape) -> bool:
+    """Whether FlashInfer has attention kernels for this shape; else its steps run in plain torch."""
+    return shape.dtype in _HALF and shape.head_dim in _HEAD_DIMS
+
+
+def has_append(k: Tensor, kv_layer: Tensor) -> bool:
+    """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache.
+
+    Its kernel takes one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads for each token.
+    """
+    _, num_heads, head_dim = k.shape
+    if k.dtype not in _HALF or k.dtype != kv_layer.dtype or head_dim not in _HEAD_DIMS or not kv_layer.is_contiguous():
+        return False
+    return num_heads * head_dim // max(8, head_dim // 32) <= _MAX_THREADS
 
 
 def paged_index(context_lens: Tensor, block_tables: Tensor, block_size: int) -> PagedIndex:
@@ -94,8 +115,10 @@ class CudaBackend:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._plain = ReferenceBackend(self.device)
-        self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+        # FlashInfer asks for zeros at first use
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrappers: dict[tuple[str, Variant], Any] = {}
+        self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._current: CudaPlan | None = None
         self._told: set[str] = set()
         self._try_out()
@@ -143,14 +166,12 @@ class CudaBackend:
         self._flashinfer.fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
 
-    def _device_positions(self, positions: Tensor) -> Tensor:
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         current = self._current
         if current is not None and positions is current.positions:
-            return current.device_positions
-        return positions.to(self.device)
-
-    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        positions = self._device_positions(positions)
+            positions = current.device_positions
+        else:  # no planned step: a test
+            positions = positions.to(self.device)
         head_dim = q.shape[-1]
         if q.dtype not in _HALF or head_dim not in _HEAD_DIMS or cos_sin.shape[1] % 16 or not cos_sin.is_contiguous():
             return self._plain.rope(q, k, cos_sin, positions)
@@ -168,21 +189,42 @@ class CudaBackend:
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         current = self._current
-        if current is None or slot_mapping is not current.slot_mapping:
-            self._plain.store_kv(k, v, kv_layer, slot_mapping)
+        if current is not None and slot_mapping is current.slot_mapping:
+            slots, zeros = current.device_slots, current.device_zeros
+        else:  # no planned step: a test
+            slots = slot_mapping.to(device=self.device, dtype=torch.int32)
+            zeros = torch.zeros_like(slots)
+        if not has_append(k, kv_layer):
+            self._plain.store_kv(k, v, kv_layer, slots)
             return
-        kv_layer[current.block, 0, current.offset] = k
-        kv_layer[current.block, 1, current.offset] = v
+        k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
+        indices, indptr, last_page_len = self._whole_cache(kv_layer)
+        self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_layer, indices, indptr, last_page_len, "NHD")
+
+    def _whole_cache(self, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(kv_indices, kv_indptr, kv_last_page_len) of one sequence that fills the whole cache, its blocks in order.
+
+        A token's position in that sequence is its slot, so the append needs no block tables.
+        """
+        num_blocks, block_size = kv_layer.shape[0], kv_layer.shape[2]
+        key = (num_blocks, block_size)
+        if key not in self._whole_caches:
+            numbers = ([0, num_blocks], [block_size])
+            indptr, last = (torch.tensor(row, dtype=torch.int32, device=self.device) for row in numbers)
+            self._whole_caches[key] = torch.arange(num_blocks, dtype=torch.int32, device=self.device), indptr, last
+        return self._whole_caches[key]
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> CudaPlan:
-        slots = batch.slot_mapping.to(self.device)
+        # These copies from pageable memory wait for the device. FlashInfer's plan relies on that: it re-uses a
+        # pinned buffer whose copy of the step before must have ended.
+        slots = batch.slot_mapping.to(device=self.device, dtype=torch.int32)
         plan = CudaPlan(
             shape=shape,
-            slot_mapping=batch.slot_mapping,
             positions=batch.positions,
+            slot_mapping=batch.slot_mapping,
             device_positions=batch.positions.to(self.device),
-            block=slots // shape.block_size,
-            offset=slots % shape.block_size,
+            device_slots=slots,
+            device_zeros=torch.zeros_like(slots),
             num_decode=batch.num_decode,
             decode=None,
             prefill=None,
@@ -190,7 +232,7 @@ class CudaBackend:
             fallback=None,
         )
         self._current = plan
-        if shape.dtype not in _HALF or shape.head_dim not in _HEAD_DIMS:
+        if not has_attention(shape):
             self._tell_once(f"attention with head_dim {shape.head_dim} in {shape.dtype}")
             plan.fallback = self._plain.plan(batch, shape)
             return plan

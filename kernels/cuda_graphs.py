@@ -1,7 +1,8 @@
 """Decode steps as CUDA graphs: captured once per batch size of a ladder, replayed with new metadata.
 
 UNVERIFIED ON A GPU. A batch is padded to the next size of the ladder by repeating its first row: the
-copies compute and store what the row itself does, so they change nothing.
+copies compute and store what the row itself does, so they change nothing. Shapes whose attention falls back to
+plain torch are never captured: that path bakes the step's blocks into its kernels' arguments.
 """
 
 import dataclasses
@@ -14,7 +15,15 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.cuda import _ATTENTION_KERNELS, CudaBackend, CudaPlan, Variant, paged_index, plan_decode
+from kvrelay.kernels.cuda import (
+    _ATTENTION_KERNELS,
+    CudaBackend,
+    CudaPlan,
+    Variant,
+    has_attention,
+    paged_index,
+    plan_decode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -65,9 +74,9 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether the batch is all decode and no larger than the largest graph."""
+        """Whether the batch is all decode, no larger than the largest graph, and FlashInfer computes its attention."""
         size = batch.context_lens.shape[0]
-        return batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
+        return has_attention(self._shape) and batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
 
     def reset(self) -> None:
         """Forget all graphs: something that they read has moved."""
@@ -90,12 +99,11 @@ class DecodeGraphs:
 
     def _refill(self, captured: _Graph, token_ids: Tensor, batch: AttentionBatch) -> None:
         """New contents for the buffers that the graph reads, attention schedules included."""
-        plan, size = captured.plan, self._shape.block_size
-        captured.token_ids.copy_(token_ids)
+        plan = captured.plan
+        captured.token_ids.copy_(token_ids)  # from pageable memory: waits for the device, as in CudaBackend.plan
         plan.device_positions.copy_(batch.positions)
-        plan.block.copy_(batch.slot_mapping // size)
-        plan.offset.copy_(batch.slot_mapping % size)
-        index = paged_index(batch.context_lens, batch.block_tables, size)
+        plan.device_slots.copy_(batch.slot_mapping)
+        index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
         for variant, (wrapper, _) in plan.wrappers.items():
             plan_decode(wrapper, index, self._shape, variant)
 
@@ -136,7 +144,7 @@ class DecodeGraphs:
                 forward(static_ids, batch, plan)
         torch.cuda.current_stream(self._backend.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.device(self._backend.device), torch.cuda.graph(graph):
             hidden = forward(static_ids, batch, plan)
         logger.info("captured the decode step of %d sequences as a CUDA graph", token_ids.shape[0])
         return _Graph(graph, static_ids, plan, hidden)

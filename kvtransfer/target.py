@@ -41,7 +41,7 @@ from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
-Tamper = Callable[[memoryview, int, int], None]
+Tamper = Callable[[KvMemory, int, int], None]
 _REMEMBERED = 16_384  # ended grants, so that a late ticket is refused by its right name
 
 
@@ -364,11 +364,11 @@ class KvTarget:
         grant.num_bytes += num_bytes
 
     def _tamper(self, unit: Unit) -> None:
-        if self.tamper is None or self.memory.view is None:
+        if self.tamper is None:
             return
         layout = self.memory.layout
         for offset in region_offsets(layout, unit.target_blocks, unit.layers).tolist():
-            self.tamper(self.memory.view, offset, layout.region_bytes)
+            self.tamper(self.memory, offset, layout.region_bytes)
 
     async def _verify(self, grant: Grant, unit: Unit) -> None:
         """Raises ChecksumMismatch unless every region is what the source had."""

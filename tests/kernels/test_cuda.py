@@ -1,14 +1,29 @@
-"""The CUDA backend against the reference, on a GPU; its pure parts anywhere."""
+"""The CUDA backend against the reference, on a GPU; anywhere, its own logic over a fake GPU with a fake FlashInfer.
 
+The fake computes on the CPU and is strict where CUDA is: while a graph is captured no kernel may touch host memory,
+nothing may wait for the device, and a replay runs the very calls of the capture over the same buffers.
+"""
+
+import contextlib
 import dataclasses
+import functools
+import sys
+import types
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten
 
+from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
+from kvrelay.engine.model import load_model
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.backend import AttentionBatch, SamplingBatch
-from kvrelay.kernels.cuda import CudaBackend, paged_index
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.cuda import CudaBackend, has_append, paged_index
 from kvrelay.kernels.cuda_graphs import DecodeGraphs, padded
+from kvrelay.kernels.reference import ReferenceBackend, attend, causal_mask
 from kvrelay.kernels.select import why_no_cuda
 from tests.kernels.kernel_cases import Case, Step, make_step, run_attention
 
@@ -103,18 +118,25 @@ def test_elementwise_kernels_equal_the_reference(cuda, reference, dtype):
         torch.testing.assert_close(a.cpu(), b, **near)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("planned", [False, True])
-def test_store_kv_writes_its_slots(cuda, planned):
-    step = make_step(Case(((1, 33), (9, 20)), dtype=torch.bfloat16))
-    k, v = random(10, 2, 64, dtype=torch.bfloat16), random(10, 2, 64, dtype=torch.bfloat16, seed=1)
-    cache = torch.zeros_like(step.kv_layer).cuda()
-    slots = step.batch.slot_mapping
+def check_store_kv(backend, planned, dtype, wrap=lambda batch: batch):
+    step = make_step(Case(((1, 33), (9, 20)), dtype=dtype))
+    fused, device = random(10, 6, 64, dtype=dtype), backend.device
+    k, v = fused[:, 2:4], fused[:, 4:]  # strided, as the model's are
+    cache = torch.zeros_like(step.kv_layer).to(device)
+    batch, slots = wrap(step.batch), step.batch.slot_mapping
     if planned:
-        cuda.plan(step.batch, step.case.shape)
-    cuda.store_kv(k.cuda(), v.cuda(), cache, slots if planned else slots.clone())
-    assert torch.equal(cache.cpu()[slots // 16, 0, slots % 16], k)
-    assert torch.equal(cache.cpu()[slots // 16, 1, slots % 16], v)
+        backend.plan(batch, step.case.shape)
+    backend.store_kv(k.to(device), v.to(device), cache, batch.slot_mapping if planned else slots.clone())
+    expected = torch.zeros_like(step.kv_layer)
+    expected[slots // 16, 0, slots % 16], expected[slots // 16, 1, slots % 16] = k, v
+    assert torch.equal(cache.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32])
+@pytest.mark.parametrize("planned", [False, True])
+def test_store_kv_writes_its_slots(cuda, planned, dtype):
+    check_store_kv(cuda, planned, dtype)
 
 
 @pytest.mark.gpu
@@ -131,21 +153,344 @@ def test_sampling_equals_the_reference(cuda, reference, filters):
 
 
 @pytest.mark.gpu
-def test_a_replayed_decode_graph_equals_running_the_step(cuda, reference):
-    case = Case(((1, 33), (1, 60), (1, 5)), dtype=torch.bfloat16)
-    graphs = DecodeGraphs(cuda, case.shape, max_blocks=64, sizes=(4,))
-    table = random(100, 6 * 64, dtype=torch.bfloat16).cuda()
-    cache = on_gpu(make_step(case)).kv_layer
+def test_a_replayed_step_of_a_real_model_equals_the_step(cuda, folder):
+    with torch.inference_mode():
+        assert_graphs_equal_steps(Decoder(cuda, folder))
 
-    def forward(token_ids: torch.Tensor, batch: AttentionBatch, plan: object) -> torch.Tensor:
-        q = table[token_ids].unflatten(1, (6, 64))
-        first = cuda.attention(q, cache, plan, scale=0.125, window=None, softcap=None)
-        return cuda.attention(first, cache, plan, scale=0.125, window=20, softcap=None)
 
-    for seed, ids in ((0, [3, 4, 5]), (1, [6, 7, 8]), (2, [9, 1, 2])):
-        step = make_step(case, seed)
-        cache.copy_(on_gpu(step).kv_layer)
-        token_ids = torch.tensor(ids)
-        found = graphs.run(token_ids, step.batch, forward).clone()
-        expected = forward(token_ids.cuda(), step.batch, cuda.plan(step.batch, case.shape))
-        torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)
+@pytest.mark.gpu
+def test_a_mixed_step_of_a_real_model_equals_the_reference(cuda, reference, folder):
+    found, expected = Decoder(cuda, folder), Decoder(reference, folder)
+    token_ids, batch = found.step(((1, 33), (1, 60), (5, 5), (17, 40)), 1)
+    near = {"atol": 1e-1, "rtol": 5e-2}  # bfloat16 through four layers
+    torch.testing.assert_close(found.plain(token_ids, batch).cpu(), expected.plain(token_ids, batch), **near)
+    torch.testing.assert_close(found.kv.cpu(), expected.kv, **near)
+
+
+class OnHost(Tensor):
+    """A tensor in host memory, for the fake GPU: `.to(device)` copies it, and a capture may not touch it."""
+
+    is_forbidden = False
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if OnHost.is_forbidden:
+            raise RuntimeError(f"{func.__name__} touches host memory in a capture")
+        out = super().__torch_function__(func, types, args, kwargs or {})
+        goes_to = [*args[1:], *(kwargs or {}).values()]
+        if func is Tensor.to and any(isinstance(value, torch.device) for value in goes_to):
+            return out.as_subclass(Tensor).clone()
+        return out
+
+
+class Capture(TorchDispatchMode):
+    """Writes torch's operators down, to run them again."""
+
+    def __init__(self, calls: list[Callable[[], object]]) -> None:
+        super().__init__()
+        self._calls = calls
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert "_local_scalar_dense" not in str(func), "waits for the device in a capture"
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if not func.is_view:
+            self._calls.append(lambda: self._again(func, args, kwargs, out))
+        return out
+
+    @staticmethod
+    def _again(func, args, kwargs, out):
+        found = func(*args, **kwargs)
+        if not func._schema.is_mutable:
+            for old, new in zip(tree_flatten(out)[0], tree_flatten(found)[0], strict=True):
+                old.copy_(new)
+
+
+class FakeGpu:
+    """Stands in for torch.cuda and the flashinfer module (its functions are the upper half's names)."""
+
+    def __init__(self) -> None:
+        self.plain = ReferenceBackend("cpu")
+        self.calls: list[Callable[[], object]] | None = None  # of the capture under way
+        self.num_captures = 0
+        self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(FakeDecode, self)
+        self.BatchPrefillWithPagedKVCacheWrapper = functools.partial(FakePrefill, self)
+
+    def rmsnorm(self, x, weight, eps, out=None):
+        out = torch.empty_like(x) if out is None else out
+        self.kernel(lambda: out.copy_(self.plain.rms_norm(x, weight, eps)))
+        return out
+
+    def fused_add_rmsnorm(self, x, residual, weight, eps):
+        self.kernel(lambda: copy_all((x, residual), self.plain.add_rms_norm(x, residual, weight, eps)))
+
+    def apply_rope_with_cos_sin_cache_inplace(self, positions, q, k, head_size, cos_sin, is_neox=True):
+        assert is_neox and head_size == q.shape[-1]
+        self.kernel(lambda: copy_all((q, k), self.plain.rope(q, k, cos_sin, positions)))
+
+    def silu_and_mul(self, x, kind="silu"):
+        out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
+        self.kernel(lambda: out.copy_(self.plain.gated_activation(x, kind)))
+        return out
+
+    def gelu_tanh_and_mul(self, x):
+        return self.silu_and_mul(x, "gelu_tanh")
+
+    def append_paged_kv_cache(self, k, v, batch_indices, positions, cache, indices, indptr, last_page_len, kv_layout):
+        """As AppendPagedKVCacheKernel in FlashInfer 0.7.2's page.cuh."""
+        assert kv_layout == "NHD" and k.dtype == v.dtype == cache.dtype in HALF
+        assert all(t.dtype == torch.int32 for t in (batch_indices, positions, indices, indptr, last_page_len))
+        assert len(last_page_len) == len(indptr) - 1
+
+        def run():
+            size = cache.shape[2]
+            at = indptr[batch_indices] * size + positions
+            pages, entries = indices[at // size], at % size
+            cache[pages, 0, entries], cache[pages, 1, entries] = k, v
+
+        self.kernel(run)
+
+    def kernel(self, run: Callable[[], object]) -> None:
+        """One opaque kernel: it reads its buffers when it runs."""
+        with _disable_current_modes():
+            run()
+        if self.calls is not None:
+            self.calls.append(run)
+
+    @contextlib.contextmanager
+    def capture(self, graph):
+        self.calls, OnHost.is_forbidden = graph.calls, True
+        try:
+            with Capture(graph.calls):
+                yield
+        finally:
+            self.calls, OnHost.is_forbidden = None, False
+        self.num_captures += 1
+
+
+def copy_all(targets, sources):
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source)
+
+
+class FakeDecode:
+    """BatchDecodeWithPagedKVCacheWrapper; one for graphs keeps its three buffers."""
+
+    def __init__(self, gpu, workspace, kv_layout, *, backend, use_tensor_cores=False, use_cuda_graph=False, **buffers):
+        assert kv_layout == "NHD" and not workspace.any()
+        names = ("indptr", "indices", "last_page_len")
+        self._fixed = [buffers[f"paged_kv_{name}_buffer"] for name in names] if use_cuda_graph else None
+        self._gpu, self._starts = gpu, None
+
+    def plan(self, indptr, indices, last, num_heads, num_kv_heads, head_dim, page_size, **options):
+        assert self._gpu.calls is None, "plans may not happen in a capture"
+        index = (indptr, indices, last)
+        assert all(t.dtype == torch.int32 for t in index)
+        if self._fixed is None:
+            self._index = [t.clone() for t in index]
+        else:
+            self._index = self._fixed
+            assert len(last) == len(self._fixed[2]) and len(indices) <= len(self._fixed[1])
+            copy_all([own[: len(new)] for own, new in zip(self._fixed, index, strict=True)], index)
+        self._size, self._options = page_size, options
+
+    def run(self, q, cache, out):
+        self._gpu.kernel(lambda: self._run(q, cache, out))
+        return out
+
+    def _run(self, q, cache, out):
+        indptr, indices, last = (t.tolist() for t in self._index)
+        starts = self._starts or range(len(last) + 1)
+        left, cap, scale = (self._options[name] for name in ("window_left", "logits_soft_cap", "sm_scale"))
+        for s in range(len(last)):
+            pages = indices[indptr[s] : indptr[s + 1]]
+            context = (len(pages) - 1) * self._size + last[s]
+            k, v = (cache[pages, i].flatten(0, 1)[:context] for i in (0, 1))
+            rows = slice(starts[s], starts[s + 1])
+            mask = causal_mask(starts[s + 1] - starts[s], context, None if left < 0 else left + 1, q.device)
+            out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=cap).to(q.dtype)
+
+
+class FakePrefill(FakeDecode):
+    """BatchPrefillWithPagedKVCacheWrapper."""
+
+    def plan(self, qo_indptr, *index_and_shape, causal, **options):
+        assert causal and qo_indptr.dtype == torch.int32
+        super().plan(*index_and_shape, **options)
+        self._starts = qo_indptr.tolist()
+
+
+class FakeGraph:
+    def __init__(self) -> None:
+        self.calls: list[Callable[[], object]] = []
+
+    def replay(self) -> None:
+        for call in self.calls:
+            call()
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """A CudaBackend over the fake; `fake_gpu.gpu` counts captures."""
+    gpu = FakeGpu()
+    stream = types.SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setitem(sys.modules, "flashinfer", gpu)
+    for name, value in {
+        "is_available": lambda: True,
+        "synchronize": lambda device=None: None,
+        "Stream": lambda device=None: stream,
+        "current_stream": lambda device=None: stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "device": lambda device: contextlib.nullcontext(),
+        "CUDAGraph": FakeGraph,
+        "graph": gpu.capture,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr("kvrelay.kernels.cuda._WORKSPACE_BYTES", 1 << 10)
+    backend = CudaBackend("cpu:0")
+    backend.gpu = gpu
+    return backend
+
+
+def on_host(batch: AttentionBatch) -> AttentionBatch:
+    tensors = {name: getattr(batch, name) for name in batch.__slots__}
+    return AttentionBatch(**{n: t.as_subclass(OnHost) if isinstance(t, Tensor) else t for n, t in tensors.items()})
+
+
+@pytest.fixture(params=["llama", "qwen3", "gemma2"])
+def folder(request, tmp_path, monkeypatch):
+    """A tiny checkpoint whose heads are of a size that FlashInfer has."""
+    monkeypatch.setitem(TINY_CONFIGS, request.param, TINY_CONFIGS[request.param] | {"head_dim": 64})
+    return tiny_checkpoint(request.param, tmp_path)
+
+
+class Decoder:
+    """A model over a cache of random keys and values: 64 blocks of 16."""
+
+    def __init__(self, backend, folder, dtype=torch.bfloat16):
+        self.backend, self.model = backend, load_model(folder, backend, dtype, block_size=16)
+        self.shape, self.generator = self.model.attention_shape, torch.Generator().manual_seed(3)
+        sizes = (self.model.spec.num_layers, 64, 2, 16, self.shape.num_kv_heads, self.shape.head_dim)
+        self.kv = torch.randn(*sizes, generator=self.generator).to(dtype).to(backend.device)
+
+    def step(self, sequences, seed):
+        """(token ids, batch) of these (new tokens, context) pairs."""
+        batch = make_step(Case(sequences, dtype=self.shape.dtype), seed).batch
+        num_tokens = int(batch.query_starts[-1])
+        return torch.randint(3, self.model.spec.vocab_size, (num_tokens,), generator=self.generator), batch
+
+    def forward(self, token_ids, batch, plan):
+        return self.model.forward(token_ids, batch, plan, list(self.kv))
+
+    def plain(self, token_ids, batch):
+        return self.forward(token_ids.to(self.backend.device), batch, self.backend.plan(batch, self.shape))
+
+
+def assert_graphs_equal_steps(decoder, wrap=lambda batch: batch):
+    """Steps of changing sizes, contexts and blocks through two graphs: hidden states and caches as without."""
+    graphs = DecodeGraphs(decoder.backend, decoder.shape, max_blocks=8, sizes=(2, 4))
+    near = {"atol": 3e-2, "rtol": 3e-2}
+    for seed, contexts in enumerate(((33, 60, 5), (6, 61, 34), (80,), (1, 17), (16, 1, 90, 2), (12,))):
+        token_ids, batch = decoder.step(tuple((1, context) for context in contexts), seed)
+        batch, before = wrap(batch), decoder.kv.clone()
+        plain, cache = decoder.plain(token_ids, batch).clone(), decoder.kv.clone()
+        decoder.kv.copy_(before)
+        assert graphs.fits(batch)
+        replayed = graphs.run(wrap_ids(wrap, token_ids), batch, decoder.forward)
+        torch.testing.assert_close(replayed, plain, **near)
+        torch.testing.assert_close(decoder.kv, cache, **near)
+
+
+def wrap_ids(wrap, token_ids):
+    return token_ids.as_subclass(OnHost) if wrap is on_host else token_ids
+
+
+def test_a_replayed_step_of_a_real_model_equals_the_step_on_a_fake_gpu(fake_gpu, folder):
+    assert_graphs_equal_steps(Decoder(fake_gpu, folder), on_host)
+    assert fake_gpu.gpu.num_captures == 2  # one for each size
+
+
+def test_a_forward_that_copies_metadata_by_itself_cannot_be_captured(fake_gpu, folder):
+    decoder = Decoder(fake_gpu, folder)
+    token_ids, batch = decoder.step(((1, 33), (1, 5)), 0)
+    forward = decoder.forward
+
+    def copying(token_ids, batch, plan):
+        return forward(token_ids, dataclasses.replace(batch, positions=batch.positions.to(fake_gpu.device)), plan)
+
+    graphs = DecodeGraphs(fake_gpu, decoder.shape, max_blocks=8)
+    with pytest.raises(RuntimeError, match="touches host memory in a capture"):
+        graphs.run(token_ids.as_subclass(OnHost), on_host(batch), copying)
+
+
+def test_a_mixed_step_of_a_real_model_equals_the_reference_on_a_fake_gpu(fake_gpu, reference, folder):
+    for dtype in (torch.bfloat16, torch.float32):  # float32 goes through torch
+        found, expected = Decoder(fake_gpu, folder, dtype), Decoder(reference, folder, dtype)
+        token_ids, batch = found.step(((1, 33), (1, 60), (5, 5), (17, 40)), 1)
+        near = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(found.plain(token_ids, on_host(batch)), expected.plain(token_ids, batch), **near)
+        torch.testing.assert_close(found.kv, expected.kv, **near)
+
+
+class Handed(ReferenceBackend):
+    """Computes nothing, on a device that is not the CPU; keeps what metadata it is handed."""
+
+    def __init__(self):
+        super().__init__("meta")
+        self.positions, self.slots, self.token_ids = [], [], []
+
+    def embed(self, token_ids, table, scale=1.0):
+        self.token_ids.append(token_ids)
+        return torch.empty(token_ids.shape[0], table.shape[1], dtype=table.dtype, device="meta")
+
+    def rope(self, q, k, cos_sin, positions):
+        self.positions.append(positions)
+        return q, k
+
+    def store_kv(self, k, v, kv_layer, slot_mapping):
+        self.slots.append(slot_mapping)
+
+    def attention(self, q, kv_layer, plan, *, scale, window, softcap):
+        return torch.empty_like(q)
+
+
+def test_the_model_hands_the_batchs_own_tensors_to_the_backend(folder):
+    backend = Handed()
+    decoder = Decoder(backend, folder)
+    token_ids, batch = decoder.step(((1, 33), (5, 9)), 0)
+    token_ids = token_ids.to("meta")
+    decoder.model.forward(token_ids, batch, None, list(decoder.kv))
+    num_layers = decoder.model.spec.num_layers
+    assert len(backend.positions) == len(backend.slots) == num_layers
+    assert all(positions is batch.positions for positions in backend.positions)
+    assert all(slots is batch.slot_mapping for slots in backend.slots)
+    assert len(backend.token_ids) == 1 and backend.token_ids[0] is token_ids
+
+
+def test_only_what_flashinfer_computes_is_captured():
+    batch = make_step(Case(((1, 5), (1, 20)))).batch
+    prompt = make_step(Case(((1, 5), (2, 20)))).batch
+
+    def fits(head_dim, dtype, batch=batch, sizes=(1, 2)):
+        return DecodeGraphs(None, AttentionShape(6, 2, head_dim, 16, dtype), max_blocks=8, sizes=sizes).fits(batch)
+
+    assert fits(64, torch.bfloat16) and fits(128, torch.float16)
+    assert not fits(64, torch.float32) and not fits(16, torch.bfloat16) and not fits(32, torch.bfloat16)
+    assert not fits(64, torch.bfloat16, prompt) and not fits(64, torch.bfloat16, sizes=(1,))
+
+
+@pytest.mark.parametrize(
+    "heads, head_dim, dtype, fits",
+    [(8, 128, torch.bfloat16, True), (64, 128, torch.float16, True), (65, 128, torch.float16, False),
+     (33, 256, torch.bfloat16, False), (8, 64, torch.float32, False), (8, 32, torch.bfloat16, False)],
+)  # fmt: skip
+def test_flashinfer_appends_what_its_kernel_has_threads_for(heads, head_dim, dtype, fits):
+    k, cache = torch.empty(3, heads, head_dim, dtype=dtype), torch.empty(4, 2, 16, heads, head_dim, dtype=dtype)
+    assert has_append(k, cache) is fits
+    assert not has_append(k, cache[:, :, :, 1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("planned", [False, True])
+def test_store_kv_writes_its_slots_on_a_fake_gpu(fake_gpu, planned, dtype):
+    check_store_kv(fake_gpu, planned, dtype, on_host)

@@ -79,7 +79,7 @@ async def test_many_transfers_at_once_in_pieces_stay_apart(kv, transport):
 async def test_what_is_announced_early_is_read_before_the_commit(kv, transport):
     source, target = await kv.pair(transport)
     seen = asyncio.Event()
-    target.tamper = lambda view, offset, size: seen.set()
+    target.tamper = lambda *_: seen.set()
     transfer = kv.send(source, target, "r1", [1, 2], [3, 4], layer_groups=[range(2)])
     await seen.wait()
     target.tamper = None
@@ -88,8 +88,8 @@ async def test_what_is_announced_early_is_read_before_the_commit(kv, transport):
     assert_moved(kv, source, target, [1, 2], [3, 4])
 
 
-def flip_one_bit(view, offset, size):
-    view[offset + size // 2] ^= 0x10
+def flip_one_bit(memory, offset, size):
+    memory.view[offset + size // 2] ^= 0x10
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
