@@ -5,6 +5,7 @@ reserved, and decodes from them only after the whole transfer was verified.
 """
 
 import asyncio
+import dataclasses
 import logging
 from typing import Any
 
@@ -62,6 +63,9 @@ class DecodeWorker(WorkerService):
         """The receiving end of the KV plane (fault injection hooks in there)."""
         assert self._target is not None
         return self._target
+
+    def _transfer_facts(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._target.stats()) if self._target is not None else {}
 
     def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
         if self._target is None:

@@ -144,9 +144,14 @@ class WorkerService:
         return {
             "info": info,
             "load": msgspec.to_builtins(self.load()),
+            "transfer": self._transfer_facts(),
             "backend": self._backend_facts(),
             "pid": os.getpid(),
         }
+
+    def _transfer_facts(self) -> dict[str, Any]:
+        """The role's sums over its KV transfers; empty before there is a transfer engine."""
+        return {}
 
     def _backend_facts(self) -> dict[str, Any]:
         engine = self.thread.engine

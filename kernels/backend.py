@@ -134,7 +134,3 @@ class Backend(Protocol):
         k-th value all stay. temperature 0: argmax, lowest id first.
         """
         ...
-
-    def synchronize(self) -> None:
-        """Wait until everything issued so far is done (a no-op on CPU)."""
-        ...

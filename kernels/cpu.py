@@ -133,6 +133,3 @@ class CpuBackend:
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return (self._native or self._torch).sample(logits, batch)
-
-    def synchronize(self) -> None:
-        """Every CPU kernel has finished when it returns."""

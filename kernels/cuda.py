@@ -288,9 +288,6 @@ class CudaBackend:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
 
 def _options(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
     scale, window, softcap = variant

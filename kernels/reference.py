@@ -149,10 +149,6 @@ class ReferenceBackend:
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)
 
-    def synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim] turned by cos, sin [T, 1, rotary_dim/2] in float32."""

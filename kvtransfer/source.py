@@ -74,12 +74,6 @@ class SourceTransfer:
     def request_id(self) -> str:
         return self.ticket.request_id
 
-    @property
-    def error(self) -> TransferError | None:
-        """What ended the transfer, if something did: prefilling on is then of no use to the target."""
-        failed = self._outcome.exception() if self._outcome.done() else None
-        return failed if isinstance(failed, TransferError) else None
-
     def announce(self, first_index: int, block_ids: Sequence[int], layers: range) -> None:
         """Blocks first_index... of the sequence are final in `layers`; those that the target has are skipped.
 

@@ -5,6 +5,7 @@ confirmed them, refused them, or gone.
 """
 
 import asyncio
+import dataclasses
 import logging
 import queue
 import threading
@@ -80,6 +81,9 @@ class PrefillWorker(WorkerService):
         transfer = self._transfers.get(request_id)
         if transfer is not None:
             transfer.announce(first_index, blocks, layers)
+
+    def _transfer_facts(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._source.stats()) if self._source is not None else {}
 
     def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
         if self._source is None:

@@ -124,7 +124,7 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
-    """One worker as `kvrelay status` shows it."""
+    """One worker as this router sees it; `kvrelay status --json` shows it."""
 
     worker_id: str
     role: str

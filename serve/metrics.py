@@ -77,6 +77,10 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     table.add(metrics.WORKER_STEP_SECONDS, "Moving average of a step.", who, load.step_s)
     table.add(metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences pre-empted.", who, load.preemptions)
     table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", who, load.kv_refusals)
+    table.add(
+        metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL, "Tokens looked up in the prefix cache.", who, load.prefix_query_tokens
+    )
+    table.add(metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Of those, found there.", who, load.prefix_hit_tokens)
     transport = {"worker": info.worker_id, "transport": load.transport or "none"}
     table.add(metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", transport, load.kv_bytes)
 
@@ -89,6 +93,11 @@ class ServeCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         yield from _own(self._dispatcher.stats)
+        yield GaugeMetricFamily(
+            metrics.ROUTER_PREDICTION_ERROR_SECONDS,
+            "Moving average of observed minus predicted time to first token.",
+            value=self._dispatcher.router.prediction_error_s,
+        )
         table = _Table()
         _counted(self._dispatcher.stats, table)
         roles = {"prefill": 0, "decode": 0}

@@ -121,7 +121,8 @@ async def test_a_cancelling_source_ends_the_grant(kv, transport):
     await target.event("released", "r1")
     assert reason_of(error) is Reason.CANCELLED
     assert "the client left" in error.why
-    assert transfer.error is not None
+    with pytest.raises(TransferRefused):
+        await transfer.commit(b"")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
