@@ -31,8 +31,8 @@ def check_api_key(request: Request, api_key: str | None) -> None:
     """Raises InvalidRequest (401) unless the key is right or none is set."""
     if api_key is None:
         return
-    given = request.headers.get("authorization", "")
-    if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
         raise InvalidRequest("missing or wrong API key", None, 401, "invalid_api_key")
 
 

@@ -207,6 +207,7 @@ async def test_an_api_key_is_asked_for_when_set(make_cluster):
     client = cluster.client
     error_of(await client.get("/v1/models"), 401, code="invalid_api_key")
     error_of(await client.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer no"}), 401)
+    assert (await client.get("/v1/models", headers={"authorization": "bearer s3cret"})).status_code == 200
     right = {"authorization": "Bearer s3cret"}
     assert (await client.post("/v1/completions", json=COMPLETION, headers=right)).status_code == 200
     assert (await client.get("/health")).status_code == 200
