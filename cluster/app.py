@@ -12,7 +12,7 @@ from ray.serve import Application
 from kvrelay.cluster.ingress_deployment import IngressReplica
 from kvrelay.cluster.registry_actor import connect_registry
 from kvrelay.cluster.worker_deployment import SHUTDOWN_S, DecodeReplica, PrefillReplica
-from kvrelay.config import Settings, settings_from
+from kvrelay.config import Settings, environment_api_key, settings_from, with_secrets
 
 DEFAULT_CPUS = 0.1  # a claim on Ray's books only: cores are pinned by cores.py
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
@@ -29,8 +29,7 @@ def build(args: dict[str, Any] | Settings | None = None) -> Application:
     """
     settings = args if isinstance(args, Settings) else settings_from(args or {})
     if ray.is_initialized():
-        registry = connect_registry(settings.cluster.secret)
-        ray.get(registry.plan_workers.remote(settings.cluster.prefill + settings.cluster.decode), timeout=60.0)
+        connect_registry(with_secrets(settings).cluster.secret, api_key=environment_api_key())
     return application(settings)
 
 
@@ -77,8 +76,8 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 def replica_arguments(settings: Settings) -> dict[str, Any]:
     """Settings as plain data, without what may change while replicas run, and without the secret.
 
-    Equal arguments are what lets Serve leave running replicas alone; the secret and the planned
-    number of workers are the registry's, which replicas ask.
+    Equal arguments are what lets Serve leave running replicas alone; the secret is the registry's and the
+    number of workers Serve's own, which replicas ask.
     """
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):

@@ -31,7 +31,7 @@ _UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags go before it")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags win over it")] = None,
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers; 0 serves aggregated")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
@@ -46,12 +46,11 @@ def serve(
     backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
     checks: Annotated[str | None, typer.Option(help="checksums on transferred blocks: full, off")] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name in the API")] = None,
-    api_key: Annotated[str | None, typer.Option(help="clients must send this as a bearer token")] = None,
+    api_key: Annotated[str | None, typer.Option(help="clients must send this; unseen by ps: $KVRELAY_API_KEY")] = None,
     cores_per_worker: Annotated[int | None, typer.Option(help="CPU cores each worker is pinned to")] = None,
-    address: Annotated[str | None, typer.Option(help="join this Ray cluster (or auto) instead of starting one")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
-    """Start a cluster on this machine (or on --address) and serve until Ctrl-C."""
+    """Start a cluster on this machine and serve until Ctrl-C."""
     from kvrelay.cluster.serve_command import serve as run
     from kvrelay.cluster.settings_flags import settings_from_flags
 
@@ -63,12 +62,12 @@ def serve(
         "cluster": {"prefill": prefill, "decode": decode, "ingress": ingress, "dashboard_port": dashboard_port,
                     "cores_per_worker": cores_per_worker},
     }  # fmt: skip
-    raise typer.Exit(run(settings_from_flags(config, flags, set_ or []), console, address=address))
+    raise typer.Exit(run(settings_from_flags(config, flags, set_ or []), console))
 
 
 Url = Annotated[str | None, typer.Option(help="the API's root; default: this machine's newest cluster")]
 Dashboard = Annotated[str | None, typer.Option(help="the Ray dashboard's root; default: as --url")]
-ApiKey = Annotated[str | None, typer.Option(help="when the cluster was started with one")]
+ApiKey = Annotated[str | None, typer.Option(help="when the cluster was started with one; default: $KVRELAY_API_KEY")]
 
 
 @app.command()
@@ -81,7 +80,9 @@ def status(
 ) -> None:
     """Show workers, their load, their KV pools, and how KV travels."""
     from kvrelay.cluster import status_command
+    from kvrelay.config import environment_api_key
 
+    api_key = api_key or environment_api_key()
     api_url, dashboard_url = status_command.endpoints(url, dashboard)
     if watch and not as_json:
         status_command.watch_status(console, api_url, dashboard_url, api_key=api_key)

@@ -9,6 +9,7 @@ import json
 import logging
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from kvrelay import __version__
 from kvrelay.cluster.registry import WorkerRecord
 from kvrelay.cluster.registry_actor import connect_registry, follow
 from kvrelay.cluster.worker_deployment import configure_logging, prepared_model
-from kvrelay.config import Settings, settings_from
+from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import KvrelayError
 from kvrelay.router.router import Router
 from kvrelay.serve.app import ModelCard, create_app
@@ -70,6 +71,7 @@ class IngressReplica:
         terms, model_dir = await asyncio.gather(
             registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
+        self._settings = with_api_key(self._settings, terms.api_key)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         self._card = model_card(self._settings, model_dir)
         router = Router(
@@ -103,12 +105,17 @@ class IngressReplica:
     async def status(self) -> dict[str, Any]:
         """Every member and what it says of itself; a worker that does not answer has only its record."""
         answers = await asyncio.gather(*(self._ask(record) for record in self._members))
+        router = self._dispatcher.router
+        views = {view.worker_id: asdict(view) for view in router.workers()}
         return {
             "version": __version__,
             "model": self._card.name,
-            "max_model_len": self._card.max_model_len,
+            "max_model_len": min(
+                self._card.max_model_len, self._dispatcher.max_model_len() or self._card.max_model_len
+            ),
             "is_ready": self._dispatcher.is_ready(),
-            "workers": answers,
+            "prediction_error_s": router.prediction_error_s,
+            "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
         }
 
     async def _ask(self, record: WorkerRecord) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvrelay.cluster.loadgen import Job, Result, Target, require_loopback, run_load, served_model
+from kvrelay.cluster.loadgen_plot import SUFFIXES
 from kvrelay.cluster.loadgen_stats import Distribution, Slo, Summary
 from kvrelay.cluster.loadgen_traces import (
     MOONCAKE_BUCKET_S,
@@ -27,6 +28,7 @@ from kvrelay.cluster.loadgen_traces import (
     synthetic_prompt,
     trace_prompt,
 )
+from kvrelay.cluster.status_command import endpoints
 from kvrelay.errors import ConfigError
 
 _WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run
@@ -178,9 +180,13 @@ def _report(result: Result, plan: Plan, target: Target, slo: Slo, out: Path | No
     return summary
 
 
-def _check_outputs(*files: Path | None) -> None:
+def _check_outputs(figures: Path | None, picture: Path | None) -> None:
     """Before the run: its figures must not be lost in the end. Raises ConfigError."""
-    for file in files:
+    if picture is not None and picture.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"--plot {picture}: there is no such kind of picture; choose one of {', '.join(SUFFIXES[1:])}"
+        )
+    for file in (figures, picture):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{file}: there is no folder {file.parent}")
 
@@ -210,7 +216,7 @@ def _headers(lines: list[str]) -> dict[str, str]:
 
 
 def command(
-    url: Annotated[str, typer.Option(help="root of the server, without /v1")] = "http://127.0.0.1:8000",
+    url: Annotated[str | None, typer.Option(help="root of the server; default: this machine's newest cluster")] = None,
     model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
     concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: so many clients")] = None,
     rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
@@ -241,7 +247,7 @@ def command(
     slo_ttft_ms: Annotated[float | None, typer.Option(help="goodput: most ms to the first token")] = None,
     slo_tpot_ms: Annotated[float | None, typer.Option(help="goodput: most ms per further token")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write every figure and request here")] = None,
-    plot_file: Annotated[Path | None, typer.Option("--plot", help="write a picture here (.png)")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="write a picture here (.png, .svg, .pdf)")] = None,
     allow_remote: Annotated[bool, typer.Option("--allow-remote", help="load a server on another machine")] = False,
 ) -> None:
     """Load an OpenAI server and report TTFT, ITL, TPOT, throughput and goodput.
@@ -259,6 +265,7 @@ def command(
             raise ConfigError("--time-scale and --length-scale must be above 0")
         if rate is not None and rate <= 0:
             raise ConfigError("--rate must be above 0")
+        url = endpoints(url, None)[0]
         require_loopback(url, allow_remote=allow_remote)
         _check_outputs(json_file, plot_file)
         low, high = _token_range(token_range)

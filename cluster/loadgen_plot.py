@@ -7,6 +7,8 @@ from typing import Any
 from kvrelay.cluster.loadgen import Result
 from kvrelay.cluster.loadgen_stats import OK, RequestRecord, Slo
 
+SUFFIXES = ("", ".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")  # without one: PNG
+
 
 def _shares(values: Sequence[float]) -> tuple[list[float], list[float]]:
     """Ascending values in ms and the share of values up to each."""

@@ -1,11 +1,12 @@
 """Makes the model's checkpoint ready in a child process: killable at any moment, and torch stays out of ours.
 
-The child (`python -m kvrelay.cluster.prepare`) reads the model's settings as JSON from standard
-input and writes JSON lines: progress, then the folder or the error.
+The child (`python -m kvrelay.cluster.prepare`) reads the settings as JSON from standard input, checks that
+the model fits them, and writes JSON lines: progress, then the folder or the error.
 """
 
 import contextlib
 import json
+import logging
 import subprocess
 import sys
 import threading
@@ -15,18 +16,22 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.config import ModelSettings
+from kvrelay.config import Settings
+
+logger = logging.getLogger(__name__)
 
 STOP_S = 2.0
+FIRST_WORD_S = 30.0  # a Python that starts on a busy machine
 Report = Callable[[str, float], None]  # what is being done, and its share done, 0 to 1
 
 
 class Preparation:
     """A running child. `result` is its folder and served name; `stop` ends it."""
 
-    def __init__(self, settings: ModelSettings, report: Report) -> None:
+    def __init__(self, settings: Settings, report: Report) -> None:
         self._report = report
         self._future: Future[tuple[str, Path]] = Future()
+        self._has_spoken = threading.Event()
         self._child = subprocess.Popen(
             [sys.executable, "-m", "kvrelay.cluster.prepare"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -42,7 +47,8 @@ class Preparation:
         return self._future.result()
 
     def fail_early(self, within_s: float) -> None:
-        """Give it a moment: a wrong name or folder shows at once. Raises ClusterError with the child's error."""
+        """From the child's first word, give it a moment: a wrong name or folder shows at once. Raises ClusterError."""
+        self._has_spoken.wait(FIRST_WORD_S)
         with contextlib.suppress(TimeoutError):
             self._future.result(within_s)
 
@@ -53,8 +59,14 @@ class Preparation:
         self._reader.join(STOP_S)
 
     def _read(self) -> None:
-        with self._child:  # closes its pipes
-            self._follow()
+        try:
+            with self._child:  # closes its pipes
+                self._follow()
+        except Exception as error:  # a thread's edge: `result` must not wait for ever
+            logger.exception("following the model's preparation failed")
+            self._fail(f"the model could not be prepared: {error!r}")
+        finally:
+            self._has_spoken.set()
 
     def _follow(self) -> None:
         assert self._child.stdout is not None and self._child.stderr is not None
@@ -62,19 +74,35 @@ class Preparation:
         drain = threading.Thread(target=_drain, args=(self._child.stderr, errors), daemon=True)
         drain.start()
         for line in self._child.stdout:
-            with contextlib.suppress(ValueError):
-                message = json.loads(line)
-                if "folder" in message:
-                    self._future.set_result((message["name"], Path(message["folder"])))
-                elif "error" in message:
-                    self._future.set_exception(ClusterError(message["error"]))
-                else:
-                    self._report(message["what"], message["share"])
+            self._take(_parsed(line))
         drain.join()
         self._child.wait()
+        last = errors[-1] if errors else f"exit status {self._child.returncode}"
+        self._fail(f"the model could not be prepared: {last}")
+
+    def _take(self, message: object) -> None:
+        """One line of the child; what is none of its messages was printed by a library."""
+        match message:
+            case {"name": str(name), "folder": str(folder)} if not self._future.done():
+                self._future.set_result((name, Path(folder)))
+            case {"error": str(error)}:
+                self._fail(error)
+            case {"what": str(what), "share": int() | float() as share}:
+                self._report(what, share)
+            case _:
+                return
+        self._has_spoken.set()
+
+    def _fail(self, why: str) -> None:
         if not self._future.done():
-            last = errors[-1] if errors else f"exit status {self._child.returncode}"
-            self._future.set_exception(ClusterError(f"the model could not be prepared: {last}"))
+            self._future.set_exception(ClusterError(why))
+
+
+def _parsed(line: str) -> object:
+    """The JSON value of a line, None when it is not JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(line)
+    return None
 
 
 def _drain(stream: IO[str], lines: list[str]) -> None:
@@ -89,12 +117,24 @@ def _say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def _check_cuda() -> None:
+    """Raises BackendUnavailable. Takes seconds: it imports torch."""
+    from kvrelay.errors import BackendUnavailable
+    from kvrelay.kernels.select import why_no_cuda
+
+    if (why := why_no_cuda()) is not None:
+        raise BackendUnavailable("cuda", why)
+
+
 def main() -> int:
     """The child."""
     from kvrelay.engine.checkpoint import model_name, prepare_checkpoint
+    from kvrelay.engine.fit import check_fit
+    from kvrelay.engine.spec import ModelSpec
     from kvrelay.errors import KvrelayError
 
-    settings = ModelSettings.model_validate_json(sys.stdin.read())
+    settings = Settings.model_validate_json(sys.stdin.read())
+    _say({"what": f"looking for {settings.model.source}", "share": 0.0})
     shown = -1.0
 
     def report(what: str, share: float) -> None:
@@ -104,8 +144,11 @@ def main() -> int:
             _say({"what": what, "share": share})
 
     try:
-        folder = prepare_checkpoint(settings, report)
-        _say({"name": model_name(settings), "folder": str(folder)})
+        folder = prepare_checkpoint(settings.model, report)
+        check_fit(ModelSpec.from_folder(folder), settings)
+        if settings.engine.backend == "cuda":
+            _check_cuda()
+        _say({"name": model_name(settings.model), "folder": str(folder)})
     except KvrelayError as error:
         _say({"error": str(error)})
         return 1

@@ -1,15 +1,36 @@
 """One small request through the whole path, to know that a cluster serves. Standard library HTTP only."""
 
+import http.client
 import json
 import time
 import urllib.error
 import urllib.request
 from typing import Any
+from urllib.parse import urlsplit
 
 from kvrelay.cluster.errors import ClusterError
+from kvrelay.errors import ConfigError
 
 PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3
 TIMEOUT_S = 120.0
+
+
+def server_root(text: str) -> str:
+    """A server's address as users write it (host:port, or a URL that may end in /v1) as its root URL.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    url = text if "://" in text else f"http://{text}"
+    problem = ConfigError(f"{text!r} is not a server's address; write for example http://127.0.0.1:8000")
+    try:
+        parts = urlsplit(url)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:  # a port that is no number or too large, half an IPv6 address
+        raise problem from error
+    if not is_address or any(character.isspace() or not character.isprintable() for character in url):
+        raise problem
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def request_json(
@@ -33,7 +54,7 @@ def request_json(
         except (ValueError, KeyError, TypeError):
             text = text.strip()[:200] or str(error)
         raise ClusterError(f"{url}: {text}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ClusterError(f"{url} does not answer: {reason}") from error
 

@@ -1,11 +1,13 @@
 """Ray's switches for a quiet, frugal local cluster, set in the environment before Ray is imported.
 
 Ray, Serve and the dashboard read them in every process, so they are inherited from `kvrelay serve`.
-What the user has set stays. Measured effects are in docs/configuration.md; a cluster that
-`kvrelay serve --address` joins was started by others and keeps its own.
+What the user has set stays. `bench/footprint.py` measures what a cluster takes with them. A Ray that
+others have started (`serve deploy`) keeps its own.
 """
 
+import contextlib
 import os
+import secrets
 from pathlib import Path
 
 DIRECT_PORTS = 16  # ingress replicas on one machine listen at port, port + 1, ...
@@ -15,6 +17,7 @@ _QUIET = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_LOG_TO_DRIVER": "0",
+    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",  # how soon Serve says that a replica finds no place
 }
 
 _IDLE = {  # fewer wake-ups of processes that have nothing to do
@@ -62,7 +65,7 @@ def set_ray_environment(port: int) -> None:
         # Clients reach the ingress replica itself: a token through Serve's proxy costs ten times the CPU.
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(port + DIRECT_PORTS),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(port + DIRECT_PORTS, 65535)),
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_PORT_QUARANTINE_S": "0",
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
@@ -72,10 +75,31 @@ def set_ray_environment(port: int) -> None:
         os.environ.setdefault(name, value)
 
 
+def keep_ray_token_private() -> None:
+    """Make Ray's token where Ray would, readable by this user alone; Ray's own hand leaves it to all. An existing one stays.
+
+    Raises OSError when the home folder cannot be written, as Ray itself would fail then.
+    """
+    mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
+    if mode != "token" or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
+        return
+    path = _token_path()
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with (
+        contextlib.suppress(FileExistsError),
+        open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+    ):
+        file.write(secrets.token_hex(32))
+
+
+def _token_path() -> Path:
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+
+
 def ray_auth_headers() -> dict[str, str]:
     """What a client of the dashboard sends when Ray's token authentication may be on; Ray's own order of places."""
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:
-        path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+        path = _token_path()
         token = path.read_text().strip() if path.is_file() else None
     return {"authorization": f"Bearer {token}"} if token else {}

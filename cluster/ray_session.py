@@ -4,8 +4,11 @@ The driver of this cluster is the `kvrelay serve` process: when it dies, however
 """
 
 import contextlib
+import errno
+import json
 import logging
 import os
+import re
 import shutil
 import socket
 import tempfile
@@ -17,7 +20,7 @@ from typing import Any
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.probe import request_json
 from kvrelay.cluster.processes import adopt_orphans, end_descendants
-from kvrelay.cluster.ray_env import ray_auth_headers, set_ray_environment
+from kvrelay.cluster.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
 from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
 from kvrelay.config import Settings
 
@@ -28,14 +31,17 @@ OBJECT_STORE_BYTES = 80 << 20  # Ray's least; KV never passes through it
 POLL_S = 0.25
 LONGEST_FOLDER = 16
 STOP_GRACE_S = 2.0
+PLACE_S = 60.0  # nothing else runs on this Ray: what has no place after it never will
+START_S = 1800.0  # a large model from a slow disk
+_RESOURCES = re.compile(r"Resources required for each replica: (\{.*?\}), total resources available: (\{.*?\})\.")
 Report = Callable[[str, str], None]  # part of the cluster, and its state in a few words
 
 
 class RaySession:
-    """A local Ray cluster with the application on it; or, with `address`, the application on another's cluster."""
+    """A local Ray cluster with the application on it."""
 
-    def __init__(self, settings: Settings, *, address: str | None = None) -> None:
-        self._settings, self._address = settings, address
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
         self._folder: Path | None = None
         self._has_ray = False
         self.dashboard_url = ""
@@ -52,25 +58,21 @@ class RaySession:
         """Before anything is started. Raises ClusterError when the API's port is taken."""
         serve = self._settings.serve
         adopt_orphans()
-        if self._address is None and not is_free(serve.host, serve.port):
+        why = why_not_free(serve.host, serve.port)
+        if why is not None and why.errno == errno.EADDRINUSE:
             raise ClusterError(
-                f"port {serve.port} is taken by another program; choose another with --port, "
-                "or stop the other (kvrelay status shows whether it is kvrelay)"
+                f"port {serve.port} is taken; choose another with --port, or stop who has it "
+                "(kvrelay status shows whether it is kvrelay)"
             )
+        if why is not None:
+            raise ClusterError(f"cannot listen on {serve.host} port {serve.port}: {why.strerror}")
 
     def start_ray(self) -> None:
-        """Start Ray here (or join `address`). Takes seconds. Raises ClusterError."""
-        if self._address is None:
-            set_ray_environment(self._settings.serve.port)
-        import ray
-
-        quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "namespace": "kvrelay"}
+        """Start Ray here. Takes seconds. Raises ClusterError."""
+        set_ray_environment(self._settings.serve.port)
         self._has_ray = True
         try:
-            if self._address is not None:
-                context = ray.init(address=self._address, **quiet)
-            else:
-                context = self._start_own_ray(quiet)
+            context = self._init_ray()
         except Exception as error:  # Ray raises bare ones, with pages of its logs
             said = [line.strip() for line in str(error).splitlines() if line.strip()]
             logger.debug("ray.init failed", exc_info=True)
@@ -82,7 +84,8 @@ class RaySession:
             raise ClusterError("Ray runs without its dashboard, through which kvrelay deploys")
         self.dashboard_url = f"http://{context.dashboard_url}"
 
-    def _start_own_ray(self, options: dict[str, Any]) -> Any:
+    def _init_ray(self) -> Any:
+        keep_ray_token_private()
         import ray
 
         self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=temporary_folder()))
@@ -90,9 +93,10 @@ class RaySession:
         wanted = self._settings.cluster.dashboard_port
         without_log_monitor()
         return ray.init(
+            log_to_driver=False, logging_level=logging.ERROR, namespace="kvrelay",
             include_dashboard=True, dashboard_host=LOOPBACK,
-            dashboard_port=wanted if is_free(LOOPBACK, wanted) else free_port(LOOPBACK),
-            object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(self._folder), **options,
+            dashboard_port=wanted if why_not_free(LOOPBACK, wanted) is None else free_port(LOOPBACK),
+            object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(self._folder),
         )  # fmt: skip
 
     def deploy(self) -> None:
@@ -103,26 +107,37 @@ class RaySession:
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
         config = serve_config(self._settings, http_port=free_port(self._settings.serve.host))
-        if self._address is None:
-            connect_registry(self._settings.cluster.secret, LOOPBACK)
-            serve.start(http_options=config["http_options"], proxy_location=config["proxy_location"],
-                        logging_config={"enable_access_log": False})  # fmt: skip
+        connect_registry(self._settings.cluster.secret, LOOPBACK, self._settings.serve.api_key)
+        serve.start(http_options=config["http_options"], proxy_location=config["proxy_location"],
+                    logging_config={"enable_access_log": False})  # fmt: skip
         request_json("PUT", self.dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
 
     def wait_until_running(self, report: Report) -> None:
-        """Wait until every replica runs, reporting counts. Raises ClusterError with the replica's own error."""
+        """Wait until every replica runs, reporting counts.
+
+        Raises ClusterError: with the replica's own error, with what a replica lacks that finds no place for PLACE_S,
+        or after START_S.
+        """
         from ray import serve
 
+        started_s = placed_s = time.monotonic()
         while True:
             app = serve.status().applications.get(APP_NAME)
-            if app is not None:
-                for name, deployment in app.deployments.items():
-                    running = sum(count for state, count in deployment.replica_states.items() if state == "RUNNING")
-                    report(name, f"{running} of {sum(deployment.replica_states.values())} running")
-                if app.status == "RUNNING":
-                    return
-                if app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-                    raise ClusterError(failure(app))
+            deployments = {} if app is None else app.deployments
+            told = {name: progress(one.replica_states, one.message) for name, one in deployments.items()}
+            for name, state in told.items():
+                report(name, state)
+            if app is not None and app.status == "RUNNING":
+                return
+            if app is not None and app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise ClusterError(failure(app))
+            now_s, summary = time.monotonic(), ", ".join(f"{name} {state}" for name, state in told.items())
+            if not any(missing(one.message) for one in deployments.values()):
+                placed_s = now_s
+            if now_s - placed_s > PLACE_S:
+                raise ClusterError(f"this machine has no place for every replica: {summary}")
+            if now_s - started_s > START_S:
+                raise ClusterError(f"not running after {START_S:.0f} s: {summary or 'Serve has not begun'}")
             time.sleep(POLL_S)
 
     def dashboard_token_hint(self) -> str | None:
@@ -131,7 +146,7 @@ class RaySession:
 
         if get_authentication_mode() != AuthenticationMode.TOKEN:
             return None
-        return "asks for the token in ~/.ray/auth_token"
+        return "asks for the token in ~/.ray/auth_token; `serve status` wants RAY_AUTH_MODE=token"
 
     # ---- stop
 
@@ -141,8 +156,6 @@ class RaySession:
             self._has_ray = False
             import ray
 
-            if self._address is not None:
-                self._delete_application()
             with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
                 ray.shutdown()
         end_descendants(grace_s=STOP_GRACE_S)
@@ -152,12 +165,6 @@ class RaySession:
         """The impatient `stop`."""
         end_descendants(grace_s=0.0)
         self._remove_folder(keep_logs=False)
-
-    def _delete_application(self) -> None:
-        from ray import serve
-
-        with contextlib.suppress(Exception):
-            serve.delete(APP_NAME)
 
     def _remove_folder(self, *, keep_logs: bool) -> str | None:
         if self._folder is None:
@@ -173,6 +180,26 @@ def temporary_folder() -> str:
     """Where Ray's session goes: the usual place, unless its sockets' paths would pass the system's 107 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
+
+
+def progress(replica_states: dict[str, int], message: str) -> str:
+    """How far a deployment is, and what it lacks, in a few words; of Serve's account of it."""
+    running = sum(count for state, count in replica_states.items() if state == "RUNNING")
+    told = f"{running} of {sum(replica_states.values())} running"
+    lack = missing(message)
+    return f"{told}, {lack}" if lack else told
+
+
+def missing(message: str) -> str | None:
+    """What a replica needs and this Ray has not, out of Serve's message; None when it says nothing of the kind."""
+    found = _RESOURCES.search(message or "")
+    if found is None:
+        return None
+    needed, free = json.loads(found[1]), json.loads(found[2])
+    lacks = [
+        f"{needed[name]:g} {name} (free: {free.get(name, 0):g})" for name in needed if needed[name] > free.get(name, 0)
+    ]
+    return f"a replica needs {', '.join(lacks)}" if lacks else None
 
 
 def failure(app: Any) -> str:
@@ -192,16 +219,16 @@ def without_log_monitor() -> None:
         Node.start_log_monitor = lambda self: None
 
 
-def is_free(host: str, port: int) -> bool:
-    """Whether a server could listen there now."""
+def why_not_free(host: str, port: int) -> OSError | None:
+    """Why no server could listen there now, or None."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
 def free_port(host: str) -> int:

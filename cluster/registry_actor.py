@@ -1,7 +1,7 @@
 """The registry as a named Ray actor, and how the other processes talk to it.
 
-It also keeps the cluster's secret: so that the secret outlives redeployments, and never stands
-among a deployment's arguments, where a change would restart every replica and the dashboard show it.
+It also keeps the cluster's secret and the API key, so that they outlive redeployments and need not stand among the
+application's arguments, where a change would restart every replica and the dashboard show them.
 """
 
 import asyncio
@@ -32,24 +32,19 @@ class Terms:
 
     secret: bytes
     host: str | None  # workers listen here; None: at their node's address
-    planned_workers: int  # prefill and decode workers as deployed; 0 when not known
+    api_key: str | None  # for an ingress whose settings have none
 
 
 class RegistryActor:
     """Runs on one event loop; a restarted one learns its members again from their heartbeats."""
 
-    def __init__(self, secret: str, host: str | None) -> None:
-        self._secret, self._host = secret, host
-        self._planned = 0
+    def __init__(self, secret: str, host: str | None, api_key: str | None) -> None:
+        self._terms = Terms(secret.encode(), host, api_key)
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
 
-    async def plan_workers(self, count: int) -> None:
-        """Note how many prefill and decode workers the application was deployed with."""
-        self._planned = count
-
     async def terms(self) -> Terms:
-        return Terms(self._secret.encode(), self._host, self._planned)
+        return self._terms
 
     async def heartbeat(self, record: WorkerRecord) -> None:
         self._tell(self._registry.heartbeat(record, time.monotonic()))
@@ -78,7 +73,7 @@ class RegistryActor:
             self._changed = asyncio.Event()
 
 
-def connect_registry(secret: str | None = None, host: str | None = None) -> Any:
+def connect_registry(secret: str | None = None, host: str | None = None, api_key: str | None = None) -> Any:
     """The handle of the cluster's registry, which is started with these terms when there is none yet.
 
     It is detached: it lives as long as the Ray cluster, so that a redeployment finds it again.
@@ -87,7 +82,7 @@ def connect_registry(secret: str | None = None, host: str | None = None) -> Any:
         name=REGISTRY_NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
         num_cpus=0, max_restarts=-1, max_task_retries=0, max_concurrency=10_000,
     )  # fmt: skip
-    return actor.remote(secret or secrets.token_hex(32), host)
+    return actor.remote(secret or secrets.token_hex(32), host, api_key)
 
 
 async def keep_listed(registry: Any, record: WorkerRecord) -> None:

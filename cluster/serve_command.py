@@ -1,6 +1,8 @@
 """`kvrelay serve`: everything from a model's name to a URL that answers, and back to nothing on Ctrl-C."""
 
+import contextlib
 import os
+import shlex
 import signal
 import sys
 import threading
@@ -21,7 +23,7 @@ from kvrelay.cluster.prepare import Preparation
 from kvrelay.cluster.ray_session import RaySession
 from kvrelay.config import Settings
 
-LOOK_S = 1.5  # for the model's files, before Ray starts beside the rest of their preparation
+LOOK_S = 1.5  # from the child's first word, for the model's files; then Ray starts beside the rest of their preparation
 ONE_PRESS_S = 0.5  # terminals, make and timeout may deliver one Ctrl-C twice
 
 
@@ -34,6 +36,7 @@ class Steps:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self._is_shown = progress.console.is_terminal  # else: a plain line when a part begins, and when it is done
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.Lock()
 
@@ -42,6 +45,7 @@ class Steps:
         with self._lock:
             if part not in self._tasks:
                 self._tasks[part] = self._progress.add_task(part, total=None, state="")
+                self._print(f"  {part:<8} {state}")
             if share is None:
                 self._progress.update(self._tasks[part], state=state)
             else:
@@ -51,11 +55,16 @@ class Steps:
         self.say(part, state, 1.0)
         with self._lock:
             self._progress.stop_task(self._tasks[part])
+            self._print(f"✓ {part:<8} {state}")
+
+    def _print(self, line: str) -> None:
+        if not self._is_shown:
+            self._progress.console.print(line, highlight=False, markup=False)
 
 
-def serve(settings: Settings, console: Console, *, address: str | None) -> int:
+def serve(settings: Settings, console: Console) -> int:
     """Run until told to stop; the exit status."""
-    session = RaySession(settings, address=address)
+    session = RaySession(settings)
     stopping = _on_signals(console, session)
     note: Path | None = None
     is_fine = False
@@ -82,7 +91,7 @@ def serve(settings: Settings, console: Console, *, address: str | None) -> int:
 
 
 def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
-    """First SIGINT or SIGTERM: StopRequested in the main thread. After the returned call: the next one kills."""
+    """First SIGINT, SIGTERM or SIGHUP: StopRequested in the main thread. After the returned call: the next one kills."""
     asked_s: float | None = None
 
     def handle(signum: int, frame: FrameType | None) -> None:
@@ -97,7 +106,7 @@ def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
             os._exit(130)
 
     def install() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, handle)
 
     def stopping() -> None:
@@ -105,7 +114,8 @@ def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
         asked_s = asked_s or time.monotonic()
         install()
         if session.has_ray:
-            console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
+            with contextlib.suppress(OSError):  # the terminal may be what has gone
+                console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
 
     install()
     session.after_ray = install  # ray.init sets handlers of its own
@@ -116,11 +126,11 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
     """Model, Ray, application, probe; the model's served name. Raises KvrelayError."""
     columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description:<8}"), BarColumn(bar_width=24),
                TextColumn("{task.fields[state]}"), TimeElapsedColumn())  # fmt: skip
-    with Progress(*columns, console=console, transient=False) as progress:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
         steps = Steps(progress)
         started_s = time.monotonic()
         steps.say("model", settings.model.source)
-        preparing = Preparation(settings.model, lambda what, share: steps.say("model", what, share))
+        preparing = Preparation(settings, lambda what, share: steps.say("model", what, share))
         try:
             preparing.fail_early(LOOK_S)
             steps.say("Ray", "starting")
@@ -176,8 +186,8 @@ def _running(settings: Settings, session: RaySession, model: str) -> state_file.
 
 
 def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
-    url = api_url(settings)
-    key = ' -H "Authorization: Bearer $KEY"' if settings.serve.api_key else ""
+    url, api_key = api_url(settings), settings.serve.api_key
+    key = f" -H {shlex.quote(f'Authorization: Bearer {api_key}')}" if api_key else ""
     body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 128, "stream": true}}'
     lines = [f"API        {url}/v1", f"dashboard  {session.dashboard_url}"]
     if token := session.dashboard_token_hint():

@@ -13,10 +13,14 @@ APP_NAME = "kvrelay"
 APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
 DEPLOY_S = 120.0
 IMPORT_PATH = "kvrelay.cluster.app:build"
+SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `serve config` show the rest
 
 
 def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
-    """The whole config. `http_port` is for Serve's own proxy; the ingress listens at settings.serve.port."""
+    """The whole config, without secrets: replicas ask the registry for them.
+
+    `http_port` is for Serve's own proxy; the ingress listens at settings.serve.port.
+    """
     cluster = settings.cluster
     counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
     return {
@@ -27,13 +31,28 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
                 "name": APP_NAME,
                 "route_prefix": "/",
                 "import_path": IMPORT_PATH,
-                "args": settings.model_dump(mode="json", exclude_defaults=True),
+                "args": settings.model_dump(mode="json", exclude_defaults=True, exclude=SECRETS),
                 "deployments": [
                     {"name": name, "num_replicas": count} for name, count in counts.items() if count
                 ],
             }
         ],
     }  # fmt: skip
+
+
+def planned_workers(details: dict[str, Any], app_name: str) -> int:
+    """How many prefill and decode workers Serve means to run, at most where it scales by load; 0: not known.
+
+    Args:
+        details: Serve's account of itself, as for `scaled`.
+    """
+    deployments = details.get("applications", {}).get(app_name, {}).get("deployments", {})
+    return sum(_planned(deployments[name]) for name in ("prefill", "decode") if name in deployments)
+
+
+def _planned(deployment: dict[str, Any]) -> int:
+    autoscaling = (deployment.get("deployment_config") or {}).get("autoscaling_config") or {}
+    return max(int(deployment.get("target_num_replicas") or 0), int(autoscaling.get("max_replicas") or 0))
 
 
 def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:

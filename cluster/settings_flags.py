@@ -3,33 +3,35 @@
 from pathlib import Path
 from typing import Any
 
-from kvrelay.config import DEFAULT_MODEL, Settings, load_settings, settings_from
+from kvrelay.config import DEFAULT_MODEL, Settings, in_one_line, load_settings, settings_from, with_secrets
+from kvrelay.errors import ConfigError
 
 
 def settings_from_flags(config: Path | None, flags: dict[str, dict[str, Any]], pairs: list[str]) -> Settings:
-    """The file, then the flags (None: not given), then `section.key=value` pairs, checked.
+    """The file, then the flags (None: not given), then `section.key=value` pairs, checked; secrets, too, of the environment.
 
     Raises:
         ConfigError: naming the key and the nearest known one.
     """
-    from kvrelay.errors import ConfigError
-
     overrides = {section: dict(values) for section, values in flags.items()}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         section, dot, key = name.partition(".")
         if not (equals and dot and key):
             raise ConfigError(f"--set {pair}: write section.key=value, for example engine.token_budget=1024")
-        overrides.setdefault(section, {})[key] = plain_value(value)
+        overrides.setdefault(section, {})[key] = plain_value(pair, value)
     settings = load_settings(config, overrides)
-    return with_absolute_source(settings)
+    return with_secrets(with_absolute_source(settings))
 
 
-def plain_value(text: str) -> Any:
-    """A flag's text as YAML reads it: numbers, booleans, null, else the text."""
+def plain_value(pair: str, text: str) -> Any:
+    """A flag's text as YAML reads it: numbers, booleans, null, else the text. Raises ConfigError naming the pair."""
     import yaml
 
-    return yaml.safe_load(text)
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {pair}: {in_one_line(error)}") from error
 
 
 def with_absolute_source(settings: Settings) -> Settings:

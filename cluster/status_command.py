@@ -8,10 +8,11 @@ from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from kvrelay.cluster import state_file
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.probe import auth_headers, request_json
+from kvrelay.cluster.probe import auth_headers, request_json, server_root
 from kvrelay.cluster.ray_env import ray_auth_headers
 from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 
@@ -19,20 +20,21 @@ DEFAULT_API = "http://127.0.0.1:8000"
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 TIMEOUT_S = 10.0
 WATCH_S = 2.0
+POLL_S = 0.5
 SETTLE_S = 300.0
+UNHEALTHY_S = 60.0  # Serve notices a lost worker and replaces it well within this
 
 
 def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
-    """API and dashboard URL: as given, else those of this machine's newest cluster that fits, else the defaults."""
-    asked, dashboard = _root(url), _root(dashboard)
+    """API and dashboard URL: as given, else those of this machine's newest cluster that fits, else the defaults.
+
+    Raises ConfigError when what is given is no address.
+    """
+    asked, dashboard = url and server_root(url), dashboard and server_root(dashboard)
     for known in state_file.running():
         if asked in (None, known.api_url) and dashboard in (None, known.dashboard_url):
             return known.api_url, known.dashboard_url
     return asked or DEFAULT_API, dashboard or DEFAULT_DASHBOARD
-
-
-def _root(url: str | None) -> str | None:
-    return url and url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
 def others(api_url: str) -> str | None:
@@ -94,8 +96,10 @@ def render(status: dict[str, Any]) -> RenderableType:
         running = deployment["replicas"].count("RUNNING")
         head.add_row(name, f"{running} of {deployment['target']} running, {deployment['status']}")
     if "error" in serve:
-        head.add_row("Serve", f"[red]{serve['error']}[/red]")
-    return Group(head, _workers_table(status.get("workers", [])))
+        head.add_row("Serve", Text(serve["error"], "red"))
+    workers = status.get("workers", [])
+    down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
+    return Group(head, _workers_table(workers), *down)
 
 
 def _workers_table(workers: list[dict[str, Any]]) -> Table:
@@ -105,7 +109,7 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
         table.add_column(title, no_wrap=True)
     for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
         if not worker.get("is_up"):
-            table.add_row(worker["worker_id"], str(worker["pid"]), f"[red]{worker.get('error')}[/red]")
+            table.add_row(worker["worker_id"], str(worker["pid"]), "[red]down[/red]")
             continue
         load, info = worker.get("load", {}), worker.get("info", {})
         blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
@@ -123,18 +127,31 @@ def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait:
     if not wait:
         console.print(f"asked for {told}", highlight=False)
         return
-    deadline_s = time.monotonic() + SETTLE_S
-    while not _has_settled(serve_details(dashboard_url), counts):
-        if time.monotonic() > deadline_s:
-            raise ClusterError(f"not yet at {told}; see kvrelay status")
-        time.sleep(0.5)
+    _wait_until_settled(dashboard_url, counts, told)
     console.print(f"now at {told}", highlight=False)
 
 
-def _has_settled(details: dict[str, Any], counts: dict[str, int]) -> bool:
-    app = details.get("applications", {}).get(APP_NAME, {})
-    if app.get("status") in ("DEPLOY_FAILED", "UNHEALTHY"):
-        raise ClusterError(f"the application is {app['status']}: {app.get('message', '')}")
+def _wait_until_settled(dashboard_url: str, counts: dict[str, int], told: str) -> None:
+    """Raises ClusterError when the application has failed, stays unhealthy, or takes too long."""
+    started_s = healthy_s = time.monotonic()
+    while not has_settled(app := _application(dashboard_url), counts):
+        now_s, status = time.monotonic(), app.get("status")
+        if status != "UNHEALTHY":
+            healthy_s = now_s
+        if status == "DEPLOY_FAILED" or now_s - healthy_s > UNHEALTHY_S:
+            raise ClusterError(f"the application is {status}: {app.get('message', '')}")
+        if now_s - started_s > SETTLE_S:
+            raise ClusterError(f"not yet at {told}; see kvrelay status")
+        time.sleep(POLL_S)
+
+
+def _application(dashboard_url: str) -> dict[str, Any]:
+    """Serve's account of ours, empty when it is not there."""
+    return dict(serve_details(dashboard_url).get("applications", {}).get(APP_NAME, {}))
+
+
+def has_settled(app: dict[str, Any], counts: dict[str, int]) -> bool:
+    """Whether these counts run, and all else does too."""
     for name, count in counts.items():
         states = [replica["state"] for replica in app.get("deployments", {}).get(name, {}).get("replicas", [])]
         if states != ["RUNNING"] * count:

@@ -7,19 +7,24 @@ imported before a replica starts, so that building the application stays cheap.
 import asyncio
 import logging
 import os
+import time
 from typing import Any
 
 import ray
 
 from kvrelay.cluster.autoscaling import UTILISATION, utilisation
 from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share, usable_cores
+from kvrelay.cluster.health import HUNG_S, StepWatch
 from kvrelay.cluster.registry import WorkerRecord
 from kvrelay.cluster.registry_actor import Terms, connect_registry, keep_listed
+from kvrelay.cluster.serve_config import planned_workers
 from kvrelay.config import Settings, cache_dir, settings_from
 from kvrelay.errors import EngineFailed
 
 logger = logging.getLogger(__name__)
 
+DETAILS_S = 10.0
+LEAST_WORKERS = 2  # one of each role, where Serve does not say
 DRAIN_S = 30.0
 SHUTDOWN_S = DRAIN_S + 15.0
 
@@ -35,7 +40,7 @@ class WorkerReplica:
         terms, model_dir = await asyncio.gather(
             self._registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
-        self._lease = self._lease_cores(terms.planned_workers)
+        self._lease = await self._lease_cores()
         context = ray.get_runtime_context()
         self._worker = await asyncio.to_thread(
             self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
@@ -44,15 +49,15 @@ class WorkerReplica:
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
         )
+        self._watch = StepWatch(self._worker.thread)
         self._listing = asyncio.create_task(keep_listed(self._registry, self._record), name="heartbeat")
 
-    def _lease_cores(self, planned: int) -> CoreLease | None:
+    async def _lease_cores(self) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
-        cluster, engine = self._settings.cluster, self._settings.engine
-        if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
+        cluster, cores = self._settings.cluster, usable_cores()
+        if self._settings.engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
             return None
-        cores = usable_cores()
-        want = cluster.cores_per_worker or fair_share(len(cores), planned or cluster.prefill + cluster.decode)
+        want = cluster.cores_per_worker or fair_share(len(cores), await deployed_workers() or LEAST_WORKERS)
         return acquire_cores(cache_dir() / "cores", cores, want)
 
     def _make(self, model_dir: Any, terms: Terms, node_id: str, actor_id: str | None) -> Any:
@@ -73,8 +78,13 @@ class WorkerReplica:
 
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
+        worker_id = self._record.worker_id
         if not self._worker.healthy():
-            raise EngineFailed(self._record.worker_id, "its engine has stopped")
+            raise EngineFailed(worker_id, "its engine has stopped")
+        if (silence_s := self._watch.silence_s(time.monotonic())) > HUNG_S:
+            raise EngineFailed(worker_id, f"its engine has work and has not finished a step for {silence_s:.0f} s")
+        if self._listing is None or self._listing.done():
+            raise EngineFailed(worker_id, "it no longer tells the registry that it lives")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What autoscaling.by_utilisation reads."""
@@ -124,6 +134,29 @@ class DecodeReplica(WorkerReplica):
         from kvrelay.decode.worker import DecodeWorker
 
         return DecodeWorker
+
+
+async def deployed_workers() -> int:
+    """How many prefill and decode workers Serve means to run now, whoever said so; 0 when it does not tell.
+
+    The application's own arguments do not know: counts are also set per deployment, and changed by `kvrelay scale`.
+    """
+    from ray import serve
+
+    name = serve.get_replica_context().app_name
+    try:
+        async with asyncio.timeout(DETAILS_S):
+            return planned_workers(await asyncio.to_thread(_serve_details), name)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        logger.warning("Serve does not say how many workers it runs: %s", error)
+        return 0
+
+
+def _serve_details() -> dict[str, Any]:
+    from ray.serve.context import _get_global_client  # as serve.status() does, which leaves the targets out
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return dict(client.get_serve_details()) if client is not None else {}
 
 
 def prepared_model(settings: Settings) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvrelay.engine.admission import request_fault
 from kvrelay.engine.checkpoint import model_digest
+from kvrelay.engine.fit import num_blocks_for
 from kvrelay.engine.model import DecoderModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, token_logprobs
@@ -25,7 +26,7 @@ from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
-from kvrelay.kvcache.storage import DTYPES, KvStorage, num_blocks_for
+from kvrelay.kvcache.storage import DTYPES, KvStorage
 from kvrelay.types import BlockId, Fingerprint, FinishReason, KvLayout, KvMemory
 from kvrelay.wire import (
     PROTOCOL_VERSION,

@@ -20,6 +20,8 @@ import torch
 
 from kvrelay.config import Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
+from kvrelay.engine.fit import check_fit, dtype_name
+from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
@@ -160,12 +162,13 @@ class WorkerService:
 
     def _build(self) -> Engine:
         """On the engine's thread: backend, weights, pool."""
+        check_fit(ModelSpec.from_folder(self.model_dir), self.settings)
         settings = self.settings.engine
         num_threads = settings.num_threads or (len(self.cores) if self.cores else None)
         if num_threads:
             torch.set_num_threads(num_threads)
         backend = select_backend(settings.backend, settings.device, num_threads)
-        dtype = DTYPES["bfloat16" if self.settings.model.dtype == "auto" else self.settings.model.dtype]
+        dtype = DTYPES[dtype_name(self.settings)]
         config = EngineConfig(
             block_size=settings.block_size,
             kv_memory_bytes=settings.kv_memory_bytes,

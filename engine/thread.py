@@ -54,7 +54,6 @@ class EngineThread:
         self._loop: asyncio.AbstractEventLoop | None = None
         self.engine: Engine | None = None
         self.failed: BaseException | None = None
-        self.last_step_s = time.monotonic()
 
     async def start(self) -> Engine:
         """Build the engine on its thread; returns it for reading of constants only."""
@@ -148,7 +147,7 @@ class EngineThread:
             result = engine.step()
             is_stuck = result.is_stuck
             result.events = engine.drain_events()
-            now_s = self.last_step_s = time.monotonic()
+            now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
             if result.outputs or result.reservations or result.events or result.load:

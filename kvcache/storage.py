@@ -6,18 +6,9 @@ import os
 import torch
 from torch import Tensor
 
-from kvrelay.errors import ConfigError
 from kvrelay.types import KvLayout, KvMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def num_blocks_for(budget_bytes: int, block_bytes: int) -> int:
-    """How many blocks a byte budget holds. Raises ConfigError when fewer than two."""
-    blocks = budget_bytes // block_bytes
-    if blocks < 2:
-        raise ConfigError(f"kv_memory of {budget_bytes} bytes holds {blocks} blocks of {block_bytes} bytes; give more")
-    return blocks
 
 
 class KvStorage:

@@ -1,15 +1,16 @@
 """Every setting, in frozen models that refuse unknown keys; the only reader of the environment.
 
-One YAML file, environment variables (KVRELAY_*) and command-line flags all fill these models.
+One YAML file and command-line flags fill these models. The environment adds two secrets, so that they need stand
+in no file (KVRELAY_API_KEY, KVRELAY_SECRET), and what is no setting: KVRELAY_CACHE, KVRELAY_NATIVE, Hugging Face's own.
 """
 
 import difflib
 import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
 
@@ -19,6 +20,8 @@ TransportName = Literal["auto", "nixl", "shm", "tcp"]
 ChecksMode = Literal["full", "off"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+API_KEY_VARIABLE = "KVRELAY_API_KEY"
+SECRET_VARIABLE = "KVRELAY_SECRET"
 _SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 
 
@@ -31,8 +34,22 @@ def parse_bytes(text: str | int) -> int:
         if lowered and lowered[-1] in _SIZES:
             return int(float(lowered[:-1]) * _SIZES[lowered[-1]])
         return int(lowered)
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from error
+
+
+def _checked_size(text: str | int) -> str | int:
+    """The text itself, when it is a size above nothing. Raises ValueError, to which pydantic adds the setting's name."""
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is no room at all; write for example 512MiB or 2GiB")
+    return text
+
+
+Size = Annotated[str | int, AfterValidator(_checked_size)]
 
 
 class _Settings(BaseModel):
@@ -51,7 +68,9 @@ class ModelSettings(_Settings):
         description="longest prompt + output, tokens; default: the model's, cut to what the KV memory holds",
     )
     cache_dir: str | None = Field(
-        None, description="where converted checkpoints lie; default: $KVRELAY_CACHE or ~/.cache/kvrelay"
+        None,
+        description="where converted checkpoints lie; default: $KVRELAY_CACHE, "
+        "else $XDG_CACHE_HOME/kvrelay, else ~/.cache/kvrelay",
     )
 
 
@@ -63,7 +82,7 @@ class EngineSettings(_Settings):
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:<n>")
     block_size: int = Field(16, description="tokens in a block; a power of two")
-    kv_memory: str | int = Field("256MiB", description="bytes of KV pool on each worker")
+    kv_memory: Size = Field("256MiB", description="bytes of KV pool on each worker")
     token_budget: int = Field(512, ge=16, description="most tokens in one step")
     max_running: int = Field(64, ge=1, description="most sequences in one batch; at most token_budget")
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
@@ -74,7 +93,6 @@ class EngineSettings(_Settings):
     def _check(self) -> Self:
         if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 512:
             raise ValueError("block_size must be a power of two up to 512")
-        parse_bytes(self.kv_memory)
         return self
 
     @property
@@ -102,22 +120,34 @@ class RouterSettings(_Settings):
     local_prefill_tokens: int = Field(
         32, ge=0, description="at most this many uncached prompt tokens are prefilled on the decode worker"
     )
-    max_inflight: int = Field(512, ge=1, description="requests admitted at once by one ingress; more get 429")
-    reserve_timeout_s: float = Field(10.0, gt=0, description="longest wait for decode blocks before 429")
+    max_inflight: int = Field(
+        512,
+        ge=1,
+        description="sequences admitted at once by one ingress, each of a request's n and prompts counted; more get 429",
+    )
+    reserve_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="longest wait for one decode worker's blocks; another may be tried after it, then 429",
+    )
     retry_budget: int = Field(2, ge=0, description="times a request is tried again after a worker's fault")
 
 
 class ServeSettings(_Settings):
     """The OpenAI HTTP front."""
 
-    host: str = Field("127.0.0.1", description="address to listen on")
-    port: int = Field(8000, ge=0, le=65535, description="HTTP port")
-    max_body_bytes: str | int = Field("4MiB", description="larger bodies get 413")
+    host: str = Field("127.0.0.1", description="address to listen on; under `serve deploy`: http_options in the file")
+    port: int = Field(8000, ge=1, le=65535, description="HTTP port; under `serve deploy`: http_options in the file")
+    max_body_bytes: Size = Field("4MiB", description="larger bodies get 413")
     max_n: int = Field(16, ge=1, description="largest n")
     max_prompts: int = Field(64, ge=1, description="prompts in one completions request")
     max_logprobs: int = Field(20, ge=0, description="most alternatives per token")
     request_timeout_s: float = Field(600.0, gt=0, description="a request that takes longer fails")
-    api_key: str | None = Field(None, description="when set, requests must carry it as a bearer token")
+    api_key: str | None = Field(
+        None,
+        description="when set, requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if any. "
+        "On the command line, or in a file for `serve deploy`, Ray's dashboard shows it",
+    )
 
 
 class ClusterSettings(_Settings):
@@ -127,12 +157,21 @@ class ClusterSettings(_Settings):
     decode: int = Field(1, ge=1, description="decode workers")
     ingress: int = Field(1, ge=1, description="ingress replicas")
     cores_per_worker: int | None = Field(
-        None, ge=1, description="CPU cores each worker is pinned to; default: a fair share of the node"
+        None,
+        ge=1,
+        description="CPU cores each worker is pinned to, its own while there are enough; default: at its start a fair "
+        "share of the node among all workers wanted then, so set this where workers are to be added later",
     )
     num_cpus_per_worker: float | None = Field(None, ge=0, description="Ray CPUs each worker asks for")
     num_gpus_per_worker: float = Field(0.0, ge=0, description="Ray GPUs each worker asks for")
-    dashboard_port: int = Field(8265, description="Ray dashboard")
-    secret: str | None = Field(None, description="authenticates workers to each other; default: drawn at start")
+    dashboard_port: int = Field(
+        8265, ge=1, le=65535, description="Ray dashboard; another when taken; of no effect under `serve deploy`"
+    )
+    secret: str | None = Field(
+        None,
+        description="authenticates workers to each other, until Ray stops; default: $KVRELAY_SECRET, else drawn at "
+        "start. On the command line, or in a file for `serve deploy`, Ray's dashboard shows it",
+    )
 
 
 class Settings(_Settings):
@@ -149,9 +188,10 @@ class Settings(_Settings):
 def _nearest(error: ValidationError) -> str:
     """The first problem as one sentence; an unknown key is told with the nearest known one."""
     first = error.errors()[0]
-    path = [str(part) for part in first["loc"]]
+    path = [str(part) for part in first["loc"][:2]]  # a third part names a type of a union
     if first["type"] != "extra_forbidden":
-        return f"{'.'.join(path) or 'configuration'}: {first['msg']}"
+        message = first["msg"].removeprefix("Value error, ").replace("\n", " ")
+        return f"{'.'.join(path) or 'configuration'}: {message}"
     model: Any = Settings
     for part in path[:-1]:
         model = model.model_fields[part].annotation
@@ -174,18 +214,64 @@ def load_settings(path: str | Path | None, overrides: dict[str, dict[str, Any]] 
     if path is not None:
         try:
             data = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"{path}: {error}") from error
-        if not isinstance(data, dict):
-            raise ConfigError(f"{path}: expected sections such as model:, engine:, cluster:")
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: {in_one_line(error)}") from error
+        _require_sections(path, data)
     data = {
         section: values for section, values in data.items() if values is not None
     }  # "engine:" with all commented out
     for section, values in (overrides or {}).items():
         given = {key: value for key, value in values.items() if value is not None}
         if given:
-            data[section] = {**(data.get(section) or {}), **given}
+            data[section] = {**data.get(section, {}), **given}
     return settings_from(data)
+
+
+_OTHERS_FILES = {  # a key that only their files have -> whose they are, and what takes them
+    "applications": "a Ray Serve file: serve deploy",
+    "apiVersion": "a Kubernetes file: kubectl apply -f",
+    "available_node_types": "a Ray cluster file: ray up",
+}
+
+
+def _require_sections(path: str | Path, data: object) -> None:
+    """Raises ConfigError unless it is a mapping of sections to mappings."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected sections such as model:, engine:, cluster:")
+    for key, whose in _OTHERS_FILES.items():
+        if key in data:
+            raise ConfigError(f"{path} holds no kvrelay settings but is {whose} {path}")
+    for section, values in data.items():
+        if section in Settings.model_fields and not isinstance(values, dict | None):
+            raise ConfigError(f"{path}: {section}: expected settings as `key: value`, not {values!r}")
+        if not isinstance(section, str):
+            raise ConfigError(f"{path}: unknown setting {section!r}")
+
+
+def in_one_line(error: Exception) -> str:
+    """An error's message without YAML's excerpts of the text, which take several lines."""
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem:
+        where = f" (line {error.problem_mark.line + 1})" if error.problem_mark else ""
+        return f"{error.problem}{where}"
+    return " ".join(str(error).split())
+
+
+def environment_api_key() -> str | None:
+    """KVRELAY_API_KEY, None when it is not set or empty."""
+    return os.environ.get(API_KEY_VARIABLE) or None
+
+
+def with_secrets(settings: Settings) -> Settings:
+    """With the API key and the cluster's secret of the environment, where the settings have none."""
+    secret = settings.cluster.secret or os.environ.get(SECRET_VARIABLE) or None
+    cluster = settings.cluster.model_copy(update={"secret": secret})
+    return with_api_key(settings, environment_api_key()).model_copy(update={"cluster": cluster})
+
+
+def with_api_key(settings: Settings, api_key: str | None) -> Settings:
+    """With this API key where the settings have none."""
+    serve = settings.serve.model_copy(update={"api_key": settings.serve.api_key or api_key})
+    return settings.model_copy(update={"serve": serve})
 
 
 def cache_dir(settings: ModelSettings | None = None) -> Path:

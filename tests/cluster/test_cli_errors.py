@@ -1,6 +1,7 @@
 """Wrong use of the command line: one clear line, the nearest known word, the right exit code, never a traceback."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -12,8 +13,12 @@ from threading import Thread
 import pytest
 
 from kvrelay import __version__
+from kvrelay.cluster import state_file
 from kvrelay.cluster.cli import run
-from kvrelay.cluster.ray_session import RaySession
+from kvrelay.cluster.ray_session import RaySession, free_port
+from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
@@ -29,6 +34,17 @@ def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int,
         (["serve", "--prefil", "2"], "--prefill"),
         (["serve", "--port", "abc"], "--port"),
         (["serve", "--port", "70000"], "serve.port"),
+        (["serve", "--port", "0"], "serve.port"),
+        (["serve", "--address", "auto"], "--address"),
+        (["serve", "--kv-memory", "infG"], "engine.kv_memory"),
+        (["serve", "--set", "serve.max_body_bytes=lots"], "serve.max_body_bytes"),
+        (["serve", "--set", "engine.kv_memory=[1"], "--set engine.kv_memory=[1"),
+        (["serve", "--config", str(CONFIGS / "gpu-1p1d.yaml")], "serve deploy"),
+        (["serve", "--config", str(CONFIGS / "kuberay.yaml")], "kubectl apply -f"),
+        (["serve", "--config", str(CONFIGS / "ray-cluster.yaml")], "ray up"),
+        (["status", "--url", "http://"], "'http://' is not a server's address"),
+        (["status", "--dashboard", "a:x"], "'a:x' is not a server's address"),
+        (["scale", "--decode", "1", "--dashboard", "ftp://a"], "'ftp://a' is not a server's address"),
         (["serve", "--dtype", "fp8"], "model.dtype"),
         (["serve", "--decode", "0"], "cluster.decode"),
         (["serve", "--kv-memory", "lots"], "not a size"),
@@ -67,10 +83,9 @@ def test_a_missing_model_is_told_before_ray_starts(capsys: pytest.CaptureFixture
         raise AssertionError("Ray was started")
 
     monkeypatch.setattr(RaySession, "start_ray", never)
-    monkeypatch.setattr("kvrelay.cluster.serve_command.LOOK_S", 60.0)
-    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     try:
-        code = run(["serve", "--port", "0", "--model", "./no-such-model.gguf"])
+        code = run(["serve", "--port", str(free_port("127.0.0.1")), "--model", "./no-such-model.gguf"])
     finally:
         for number, handler in handlers:
             signal.signal(number, handler)
@@ -82,6 +97,51 @@ def test_a_missing_model_is_told_before_ray_starts(capsys: pytest.CaptureFixture
 def test_status_of_nothing_says_what_does_not_answer(capsys: pytest.CaptureFixture[str]):
     code, text = said(capsys, ["status", "--url", "http://127.0.0.1:9", "--dashboard", "http://127.0.0.1:9"])
     assert code == 1 and "127.0.0.1:9" in text and "does not answer" in text
+
+
+@pytest.mark.parametrize("url", ["foo.invalid", "127.0.0.1:9", "localhost:9/v1"])
+def test_a_url_needs_no_scheme(capsys: pytest.CaptureFixture[str], url: str):
+    code, text = said(capsys, ["status", "--url", url, "--dashboard", url])
+    assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
+
+
+def test_a_server_that_speaks_no_http_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
+    def babble(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1)
+            connection.sendall(b"\x00\x01 no http\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=babble, args=(server,))
+        thread.start()
+        code, text = said(capsys, ["status", "--url", f"127.0.0.1:{server.getsockname()[1]}"])
+        thread.join()
+    assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the command is only put in place by the console script."""
+    command = [sys.executable, "-m", "kvrelay.cluster.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_bench_refuses_a_kind_of_picture_before_it_asks_the_server():
+    done = bench("--url", "http://127.0.0.1:9", "--plot", "x.foo")
+    assert done.returncode == 2 and "x.foo" in done.stderr and ".png" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_bench_refuses_what_is_no_address():
+    done = bench("--url", "ftp://a")
+    assert done.returncode == 2 and "'ftp://a' is not a server's address" in done.stderr
+
+
+def test_bench_goes_to_this_machines_newest_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    state_file.note(state_file.RunningCluster(os.getpid(), "http://127.0.0.1:9", "http://127.0.0.1:10", "m"))
+    assert "http://127.0.0.1:9 does not list a model" in bench().stderr
+    assert "http://localhost:11 does not list a model" in bench("--url", "localhost:11/v1").stderr
 
 
 def test_scaling_a_ray_without_kvrelay_says_so(capsys: pytest.CaptureFixture[str]):
@@ -116,3 +176,32 @@ def test_building_the_application_imports_no_torch():
     program = "import sys; import kvrelay.cluster.app; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--kv-memory", "1KiB"], "engine.kv_memory: 1024 bytes hold 0 blocks"),
+        (
+            ["--max-model-len", "100000000"],
+            "model.max_model_len: 100000000 tokens, but this model's longest context is 2048",
+        ),
+        (["--host", "192.0.2.7"], "cannot listen on 192.0.2.7"),
+    ],
+)
+def test_settings_that_the_model_or_machine_cannot_take_are_told_before_ray_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], told: str
+):
+    def never(session: RaySession) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(RaySession, "start_ray", never)
+    folder = tiny_checkpoint("llama", tmp_path / "tiny-llama")
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [(number, signal.getsignal(number)) for number in numbers]
+    try:
+        code, text = said(capsys, ["serve", "--port", str(free_port("127.0.0.1")), "--model", str(folder), *flags])
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    assert code == 1 and told in text

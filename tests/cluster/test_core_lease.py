@@ -1,10 +1,16 @@
-"""A core lease ends with its holder, however that ends."""
+"""A core lease is a fair share, and ends with its holder, however that ends."""
 
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import pytest
+
+from kvrelay.cluster import worker_deployment
 from kvrelay.cluster.cores import acquire_cores
+from kvrelay.config import settings_from
 
 
 def test_a_killed_holders_cores_are_free_at_once(tmp_path: Path):
@@ -21,3 +27,27 @@ def test_a_killed_holders_cores_are_free_at_once(tmp_path: Path):
     assert again.cores == (0,)
     other.release()
     again.release()
+
+
+@pytest.mark.parametrize(
+    ("deployed", "settings", "num_cores"),
+    [(5, {}, 3), (0, {}, 8), (5, {"cores_per_worker": 4}, 4), (5, {"num_gpus_per_worker": 1}, None)],
+)
+async def test_a_worker_takes_a_fair_share_among_those_that_serve_means_to_run(
+    deployed: int,
+    settings: dict[str, float],
+    num_cores: int | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    async def deployed_workers() -> int:
+        return deployed
+
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    monkeypatch.setattr(worker_deployment, "deployed_workers", deployed_workers)
+    monkeypatch.setattr(worker_deployment, "usable_cores", lambda: tuple(range(16)))
+    replica: Any = SimpleNamespace(_settings=settings_from({"cluster": settings}))
+    lease = await worker_deployment.WorkerReplica._lease_cores(replica)
+    assert (lease and len(lease.cores)) == num_cores
+    if lease:
+        lease.release()

@@ -85,19 +85,38 @@ async def nothing_held(cluster):
     raise AssertionError(problems)
 
 
+async def every_pool_adds_up(cluster):
+    """Wait until every surviving worker reports all of its blocks as free or cached; fails with who does not."""
+    left = {}
+    for _ in range(100):
+        loads = {info.worker_id: load for info, load in cluster.dispatcher.live_workers()}
+        left = {name: load for name, load in loads.items() if load.used_blocks or load.free_blocks < load.total_blocks}
+        if loads and not left:
+            return
+        await asyncio.sleep(0.1)
+    raise AssertionError(left or "no worker is left")
+
+
+def worker_of(cluster, part: str):
+    """The process that the only sequence's attempt has chosen for `part` ("prefill" or "decode")."""
+    (attempt,) = cluster.dispatcher._attempts.values()
+    chosen = getattr(attempt.decision, part)
+    return next(worker for worker in [*cluster.prefill, *cluster.decode] if worker.member.worker_id == chosen)
+
+
 async def test_a_prefill_worker_killed_during_a_prompt_costs_a_retry_not_the_request(folder):
     wanted = request("a", 900)
     async with local_cluster(settings(), folder, num_prefill=2) as cluster:
         task = asyncio.create_task(collect(cluster, wanted))
         await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
-        for worker in cluster.prefill:
-            if worker.member.worker_id in {
-                i.worker_id for i, load in cluster.dispatcher.live_workers() if load.running
-            }:
-                break
+        worker = worker_of(cluster, "prefill")
         os.kill(worker.pid, signal.SIGKILL)
         assert await task == oracle(folder, wanted)
+        assert cluster.dispatcher.stats.retries == 1
+        await worker.process.wait()
+        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
         await nothing_held(cluster)
+        await every_pool_adds_up(cluster)
 
 
 async def test_the_last_prefill_worker_killed_leaves_local_prefill_or_a_clear_error_and_no_block(folder):
@@ -117,17 +136,14 @@ async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_without_
 
         def kill(count):
             if count >= 5 and not killed:  # outputs are merged: 5 itself may never be seen
-                busy = {
-                    info.worker_id for info, load in cluster.dispatcher.live_workers() if load.running or load.receiving
-                }
-                for worker in cluster.decode:
-                    if worker.member.worker_id in busy or len(busy) == 0:
-                        os.kill(worker.pid, signal.SIGKILL)
-                        killed.append(worker.pid)
-                        return
+                killed.append(worker_of(cluster, "decode"))
+                os.kill(killed[0].pid, signal.SIGKILL)
 
         assert await collect(cluster, wanted, after=kill) == oracle(folder, wanted)
-        assert killed
+        assert cluster.dispatcher.stats.retries == 1
+        await killed[0].process.wait()
+        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
+        await every_pool_adds_up(cluster)
 
 
 async def test_the_only_decode_worker_killed_mid_stream_is_a_clear_error(folder):
@@ -141,6 +157,7 @@ async def test_the_only_decode_worker_killed_mid_stream_is_a_clear_error(folder)
 
         with pytest.raises(KvrelayError):
             await collect(cluster, request("a", max_tokens=800), after=kill)
+        await every_pool_adds_up(cluster)
 
 
 @pytest.mark.parametrize("leave_after", [0, 1, 3])

@@ -2,7 +2,7 @@
 
 import socket
 
-from kvrelay.cluster.ray_session import free_port, is_free
+from kvrelay.cluster.ray_session import free_port, why_not_free
 
 
 def listener(port: int) -> socket.socket:
@@ -17,7 +17,7 @@ def listener(port: int) -> socket.socket:
 def test_a_listener_is_seen():
     port = free_port("127.0.0.1")
     with listener(port):
-        assert not is_free("127.0.0.1", port)
+        assert why_not_free("127.0.0.1", port)
 
 
 def test_a_server_that_ended_with_connections_open_leaves_its_port_free():
@@ -27,6 +27,6 @@ def test_a_server_that_ended_with_connections_open_leaves_its_port_free():
         accepted, _ = server.accept()
         accepted.close()  # the server closes first: its side waits in TIME_WAIT
         server.close()
-    assert is_free("127.0.0.1", port)
+    assert why_not_free("127.0.0.1", port) is None
     with listener(port):
-        assert not is_free("127.0.0.1", port)
+        assert why_not_free("127.0.0.1", port)

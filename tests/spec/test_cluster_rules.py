@@ -1,5 +1,6 @@
 """Pure rules of the cluster folder: cores, autoscaling, the Serve config, flags, notes of running clusters."""
 
+import io
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -7,14 +8,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from kvrelay.cluster import state_file
+from kvrelay.cluster import state_file, status_command
 from kvrelay.cluster.autoscaling import UTILISATION, by_utilisation, utilisation, wanted_replicas
 from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.serve_config import scaled, serve_config
+from kvrelay.cluster.probe import server_root
+from kvrelay.cluster.ray_env import keep_ray_token_private
+from kvrelay.cluster.ray_session import missing, progress
+from kvrelay.cluster.serve_config import planned_workers, scaled, serve_config
 from kvrelay.cluster.settings_flags import settings_from_flags
-from kvrelay.cluster.status_command import endpoints, others
+from kvrelay.cluster.status_command import endpoints, others, render
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
 
@@ -58,6 +63,39 @@ def test_a_fair_share_is_never_nothing(cores: int, workers: int, share: int):
     assert fair_share(cores, workers) == share
 
 
+def running(**deployments: dict[str, object]) -> dict[str, object]:
+    return {"applications": {"kvrelay": {"deployments": deployments}}}
+
+
+def test_cores_are_planned_for_what_serve_means_to_run_whoever_said_so():
+    now = running(
+        ingress={"target_num_replicas": 4}, prefill={"target_num_replicas": 2}, decode={"target_num_replicas": 3}
+    )
+    assert planned_workers(now, "kvrelay") == 5
+    assert planned_workers(running(decode={"target_num_replicas": 1}), "kvrelay") == 1
+    assert planned_workers(now, "another") == planned_workers({}, "kvrelay") == 0
+
+
+def test_workers_that_are_scaled_by_load_are_planned_at_their_most():
+    most = {"target_num_replicas": 1, "deployment_config": {"autoscaling_config": {"max_replicas": 3}}}
+    fixed = {"target_num_replicas": 2, "deployment_config": {"autoscaling_config": None}}
+    assert planned_workers(running(prefill=most, decode=fixed), "kvrelay") == 5
+
+
+def test_five_workers_that_start_together_share_no_core_and_leave_none_to_one_alone(lease: Lease):
+    cores = tuple(range(16))
+    five = running(prefill={"target_num_replicas": 2}, decode={"target_num_replicas": 3})
+    taken = [lease(cores, fair_share(16, planned_workers(five, "kvrelay"))).cores for _ in range(5)]
+    assert sum(map(len, taken)) == len({core for held in taken for core in held}) == 15
+
+
+def test_workers_that_are_added_take_free_cores_while_there_are_some(lease: Lease):
+    cores = tuple(range(8))
+    first = [lease(cores, 2).cores for _ in range(2)]  # cores_per_worker 2
+    assert (first, lease(cores, 2).cores, lease(cores, 2).cores) == ([(0, 1), (2, 3)], (4, 5), (6, 7))
+    assert lease(cores, 2).cores == (0, 1)
+
+
 def busy(**changes: float) -> float:
     idle = {"used_blocks": 0, "total_blocks": 100, "running": 0, "waiting": 0, "max_running": 10,
             "queued_tokens": 0, "tokens_per_s": 0.0}  # fmt: skip
@@ -98,6 +136,13 @@ def details(settings: Settings) -> dict[str, object]:
     deployments = {entry["name"]: {} for entry in config["deployments"]}
     app = {"deployed_app_config": config, "deployments": deployments}
     return {"applications": {"kvrelay": app}, "http_options": {"host": "127.0.0.1", "port": 9}}
+
+
+def test_the_deployed_config_and_its_replicas_hold_no_secret():
+    settings = Settings.model_validate({"serve": {"api_key": "k3y", "port": 9000}, "cluster": {"secret": "s3cret"}})
+    config = serve_config(settings, http_port=9)
+    assert config["applications"][0]["args"] == {"serve": {"port": 9000}, "cluster": {}}
+    assert "k3y" not in json.dumps(config) and "s3cret" not in json.dumps(config)
 
 
 def test_scaling_changes_counts_and_nothing_else():
@@ -143,6 +188,13 @@ def test_a_malformed_pair_is_told_how_to_write_it():
         settings_from_flags(None, {}, ["token_budget=1"])
 
 
+@pytest.mark.parametrize("value", ["[1", "a: b: c", "!!python/object:os.system x", "\x00"])
+def test_a_value_that_is_no_yaml_is_told_in_one_line_with_its_key(value: str):
+    with pytest.raises(ConfigError) as caught:
+        settings_from_flags(None, {}, [f"engine.kv_memory={value}"])
+    assert "--set engine.kv_memory=" in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
 def test_a_models_path_becomes_absolute_and_a_hub_id_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "m").mkdir()
     monkeypatch.chdir(tmp_path)
@@ -176,3 +228,121 @@ def test_a_cluster_is_chosen_by_either_of_its_urls(tmp_path: Path, monkeypatch: 
     assert endpoints("http://far", None) == ("http://far", "http://127.0.0.1:8265")
     assert endpoints("http://far", "http://far-d") == ("http://far", "http://far-d")
     assert others("http://new") == "also running here: http://old (choose with --url)"
+
+
+@pytest.mark.parametrize(
+    ("text", "root"),
+    [
+        ("http://a:8000/v1", "http://a:8000"),
+        ("localhost:8000", "http://localhost:8000"),
+        ("127.0.0.1:8000/v1/", "http://127.0.0.1:8000"),
+        ("[::1]:8000", "http://[::1]:8000"),
+        ("https://host/prefix/v1", "https://host/prefix"),
+        ("foo", "http://foo"),
+    ],
+)
+def test_a_servers_address_is_understood_as_users_write_it(text: str, root: str):
+    assert server_root(text) == root
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "http://", "ftp://a", "a b", "http://a:x", "a:99999", "a:0", "[::1", "/v1", "?", "a\x00", "file:///etc"],
+)
+def test_what_is_no_address_is_refused_by_name(text: str):
+    with pytest.raises(ConfigError) as caught:
+        server_root(text)
+    assert repr(text) in str(caught.value)
+
+
+def down(error: str) -> dict[str, object]:
+    return {"worker_id": "decode-8f3a0b1c", "role": "decode", "pid": 123456, "is_up": False, "error": error}
+
+
+def up(index: int) -> dict[str, object]:
+    load = {"running": 3, "waiting": 2, "used_blocks": 111, "cached_blocks": 222, "total_blocks": 7777,
+            "kv_bytes": 123 << 20, "transport": "shm"}  # fmt: skip
+    return {"worker_id": f"prefill-{index:08d}", "role": "prefill", "pid": 654321, "is_up": True, "load": load}
+
+
+def test_a_dead_worker_leaves_the_table_readable_at_80_columns():
+    why = "worker decode-8f3a0b1c: [Errno 111] Connect call failed ('127.0.0.1', 40001), and much more than that"
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render({"workers": [up(1), down(why)], "serve": {"error": "[/red] does not answer"}}))
+    text = console.export_text()
+    row = next(line for line in text.splitlines() if "prefill-00000001" in line)
+    assert all(part in row for part in ("654321", "111/222/7777", "shm", "123.0 MiB"))
+    assert "down" in next(line for line in text.splitlines() if "123456" in line)
+    assert why in " ".join(text.split()) and "[/red] does not answer" in text
+
+
+class Serve:
+    """Serve's accounts of the application, one after the other, and a clock that passes between them."""
+
+    def __init__(self, *statuses: str, count: int = 1) -> None:
+        self.statuses, self.count, self.now_s = iter(statuses), count, 0.0
+
+    def application(self, dashboard_url: str) -> dict[str, object]:
+        replicas = [{"state": "RUNNING"}] * self.count
+        return {
+            "status": next(self.statuses),
+            "message": "a worker died",
+            "deployments": {"decode": {"replicas": replicas}},
+        }
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += 10.0
+
+
+def settle(monkeypatch: pytest.MonkeyPatch, serve: Serve) -> None:
+    monkeypatch.setattr(status_command, "time", serve)
+    monkeypatch.setattr(status_command, "_application", serve.application)
+    status_command._wait_until_settled("http://d", {"decode": 1}, "decode 1")
+
+
+def test_scaling_waits_while_a_lost_worker_is_being_replaced(monkeypatch: pytest.MonkeyPatch):
+    settle(monkeypatch, Serve(*["UNHEALTHY"] * 6, "DEPLOYING", "UNHEALTHY", "RUNNING"))
+
+
+@pytest.mark.parametrize("statuses", [["UNHEALTHY"] * 99, ["DEPLOYING", "DEPLOY_FAILED"]])
+def test_scaling_gives_up_what_stays_unhealthy_or_has_failed(monkeypatch: pytest.MonkeyPatch, statuses: list[str]):
+    with pytest.raises(ClusterError, match="a worker died"):
+        settle(monkeypatch, Serve(*statuses))
+
+
+def test_scaling_gives_up_in_the_end(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ClusterError, match="not yet at decode 1"):
+        settle(monkeypatch, Serve(*["DEPLOYING"] * 99))
+
+
+UNPLACED = (
+    "Deployment 'decode' in application 'kvrelay' has 1 replicas that have taken more than 10s to be scheduled. "
+    'Resources required for each replica: {"CPU": 4.0, "GPU": 1.0}, total resources available: {"CPU": 1.7}. '
+    "Use `ray status` for more details."
+)
+
+
+def test_what_a_replica_lacks_is_read_out_of_serves_message():
+    assert missing(UNPLACED) == "a replica needs 4 CPU (free: 1.7), 1 GPU (free: 0)"
+    assert missing(UNPLACED.replace("4.0", "1.0").replace(', "GPU": 1.0', "")) is None  # it has its place by now
+    assert missing("") is None and missing("2 replicas have taken more than 10s to initialize.") is None
+    assert progress({"RUNNING": 1, "STARTING": 2}, UNPLACED).startswith("1 of 3 running, a replica needs 4 CPU")
+
+
+def test_rays_token_is_made_for_this_user_alone_and_never_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    token = tmp_path / ".ray" / "auth_token"
+    keep_ray_token_private()
+    made = token.read_text()
+    assert len(made) == 64 and token.stat().st_mode & 0o777 == 0o600
+    keep_ray_token_private()
+    assert token.read_text() == made
+    token.unlink()
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "mine")
+    keep_ray_token_private()
+    assert not token.exists()

@@ -12,6 +12,7 @@ from kvrelay.config import (
     native_disabled,
     parse_bytes,
     settings_from,
+    with_secrets,
 )
 from kvrelay.errors import ConfigError
 
@@ -32,6 +33,8 @@ from kvrelay.errors import ConfigError
         ("MiB", None),
         ("lots", None),
         ("1e", None),
+        ("infG", None),
+        ("nang", None),
     ],
 )
 def test_sizes(text, expected):
@@ -87,7 +90,14 @@ def test_a_key_like_no_other_gets_no_hint():
         ({"cluster": {"decode": 0}}, "cluster.decode"),
         ({"model": {"dtype": "int3"}}, "model.dtype"),
         ({"cluster": {"prefill": "many"}}, "cluster.prefill"),
-        ({"engine": {"kv_memory": "lots"}}, "lots"),
+        ({"engine": {"kv_memory": "lots"}}, "engine.kv_memory: 'lots' is not a size"),
+        ({"engine": {"kv_memory": "infG"}}, "engine.kv_memory: 'infG' is not a size"),
+        ({"engine": {"kv_memory": "-1g"}}, "engine.kv_memory"),
+        ({"engine": {"kv_memory": [1]}}, "engine.kv_memory: "),
+        ({"serve": {"max_body_bytes": "lots"}}, "serve.max_body_bytes: 'lots' is not a size"),
+        ({"serve": {"max_body_bytes": 0}}, "serve.max_body_bytes"),
+        ({"serve": {"port": 0}}, "serve.port"),
+        ({"cluster": {"dashboard_port": 0}}, "cluster.dashboard_port"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_name(data, key):
@@ -123,6 +133,59 @@ def test_yaml_that_is_no_configuration_is_refused_with_its_path(tmp_path, text):
     with pytest.raises(ConfigError) as caught:
         load_settings(path)
     assert "bad.yaml" in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["engine: 5\n", "engine: [1]\n", "engine: kv_memory\n"])
+def test_a_section_that_is_no_mapping_is_named_with_overrides_or_without(tmp_path, text):
+    path = tmp_path / "k.yaml"
+    path.write_text(text)
+    for overrides in ({}, {"engine": {"kv_memory": "1GiB"}}):
+        with pytest.raises(ConfigError, match=r"k\.yaml: engine: expected settings"):
+            load_settings(path, overrides)
+
+
+@pytest.mark.parametrize(("text", "name"), [("5: {}\n", "5"), ("engine: {5: 1}\n", "engine.5")])
+def test_a_key_that_is_no_text_is_named(tmp_path, text, name):
+    path = tmp_path / "k.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=name):
+        load_settings(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "whose"),
+    [
+        ("applications: []\n", "serve deploy"),
+        ("apiVersion: ray.io/v1\n", "kubectl"),
+        ("available_node_types:\n", "ray up"),
+    ],
+)
+def test_somebody_elses_file_is_told_with_what_takes_it(tmp_path, text, whose):
+    path = tmp_path / "theirs.yaml"
+    path.write_text(f"proxy_location: EveryNode\n{text}")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path)
+    assert f"{whose}" in str(caught.value) and str(caught.value).endswith(str(path))
+
+
+@pytest.mark.parametrize("text", ["a: [1\n\n\nb: c", "a: b: c", "\x00"])
+def test_broken_yaml_is_told_in_one_line(tmp_path, text):
+    path = tmp_path / "k.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(path)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_secrets_come_of_the_settings_then_of_the_environment(monkeypatch):
+    for name in ("KVRELAY_API_KEY", "KVRELAY_SECRET"):
+        monkeypatch.delenv(name, raising=False)
+    assert with_secrets(Settings()) == Settings()
+    monkeypatch.setenv("KVRELAY_API_KEY", "key")
+    monkeypatch.setenv("KVRELAY_SECRET", "secret")
+    assert (with_secrets(Settings()).serve.api_key, with_secrets(Settings()).cluster.secret) == ("key", "secret")
+    own = settings_from({"serve": {"api_key": "mine"}, "cluster": {"secret": "ours"}})
+    assert with_secrets(own) == own
 
 
 def test_yaml_cannot_run_code(tmp_path):

@@ -29,7 +29,13 @@ IMPURE = {
 MEMORY_OWNERS = {Path("kvcache/storage.py")}
 PURE_FILES = sorted(
     path.relative_to(ROOT)
-    for pattern in ("router/**/*.py", "kvcache/**/*.py", "engine/scheduler.py", "engine/sequence.py", "engine/admission.py")
+    for pattern in (
+        "router/**/*.py",
+        "kvcache/**/*.py",
+        "engine/scheduler.py",
+        "engine/sequence.py",
+        "engine/admission.py",
+    )
     for path in ROOT.glob(pattern)
     if path.relative_to(ROOT) not in MEMORY_OWNERS
 )
