@@ -146,7 +146,7 @@ class RaySession:
 
         if get_authentication_mode() != AuthenticationMode.TOKEN:
             return None
-        return "asks for the token in ~/.ray/auth_token; `serve status` wants RAY_AUTH_MODE=token"
+        return "token: ~/.ray/auth_token (for `serve status`: RAY_AUTH_MODE=token)"
 
     # ---- stop
 
