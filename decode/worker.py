@@ -5,7 +5,6 @@ reserved, and decodes from them only after the whole transfer was verified.
 """
 
 import asyncio
-import dataclasses
 import logging
 from typing import Any
 
@@ -15,9 +14,9 @@ from kvrelay.engine.engine import Engine, Reservation, StepResult
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.target import KvTarget
-from kvrelay.kvtransfer.types import TransferResult
+from kvrelay.kvtransfer.types import TransferResult, TransferStats
 from kvrelay.types import Role
-from kvrelay.wire import LoadReport, Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
+from kvrelay.wire import Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -64,20 +63,8 @@ class DecodeWorker(WorkerService):
         assert self._target is not None
         return self._target
 
-    def _transfer_facts(self) -> dict[str, Any]:
-        return dataclasses.asdict(self._target.stats()) if self._target is not None else {}
-
-    def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
-        if self._target is None:
-            return load
-        stats = self._target.stats()
-        return msgspec.structs.replace(
-            load,
-            transport=stats.transport,
-            kv_bytes=stats.num_bytes,
-            kv_seconds=stats.seconds,
-            kv_refusals=stats.refusals,
-        )
+    def _transfer_stats(self) -> TransferStats | None:
+        return self._target.stats() if self._target is not None else None
 
     # ---- reservations
 

@@ -13,7 +13,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -55,6 +55,15 @@ from kvrelay.wire import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+
+
+class TransferSums(Protocol):
+    """What is used of kvtransfer's TransferStats, which this folder may not import."""
+
+    transport: str
+    num_bytes: int
+    seconds: float
+    refusals: int
 
 
 class Link:
@@ -146,14 +155,14 @@ class WorkerService:
         return {
             "info": info,
             "load": msgspec.to_builtins(self.load()),
-            "transfer": self._transfer_facts(),
+            "transfer": msgspec.to_builtins(self._transfer_stats()),
             "backend": self._backend_facts(),
             "pid": os.getpid(),
         }
 
-    def _transfer_facts(self) -> dict[str, Any]:
-        """The role's sums over its KV transfers; empty before there is a transfer engine."""
-        return {}
+    def _transfer_stats(self) -> TransferSums | None:
+        """The role's sums over its KV transfers; None before there is a transfer engine."""
+        return None
 
     def _backend_facts(self) -> dict[str, Any]:
         engine = self.thread.engine
@@ -218,7 +227,16 @@ class WorkerService:
         """Stop the KV plane of this role."""
 
     def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
-        return load
+        stats = self._transfer_stats()
+        if stats is None:
+            return load
+        return msgspec.structs.replace(
+            load,
+            transport=stats.transport,
+            kv_bytes=stats.num_bytes,
+            kv_seconds=stats.seconds,
+            kv_refusals=stats.refusals,
+        )
 
     def _on_prefill(self, link: Link, message: Prefill) -> None:
         self._refuse(link, message.request.request_id, "invalid", f"{self.worker_id} does not prefill for others")

@@ -5,21 +5,19 @@ confirmed them, refused them, or gone.
 """
 
 import asyncio
-import dataclasses
 import logging
 import queue
 import threading
 from functools import partial
 from typing import Any
 
-import msgspec
-
 from kvrelay.engine.engine import Engine, LayerHook
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.source import KvSource, SourceTransfer
+from kvrelay.kvtransfer.types import TransferStats
 from kvrelay.types import BlockId, Role
-from kvrelay.wire import LoadReport, Manifest, Prefill, TokenOutput, encode
+from kvrelay.wire import Manifest, Prefill, TokenOutput, encode
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +80,8 @@ class PrefillWorker(WorkerService):
         if transfer is not None:
             transfer.announce(first_index, blocks, layers)
 
-    def _transfer_facts(self) -> dict[str, Any]:
-        return dataclasses.asdict(self._source.stats()) if self._source is not None else {}
-
-    def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
-        if self._source is None:
-            return load
-        stats = self._source.stats()
-        return msgspec.structs.replace(
-            load,
-            transport=stats.transport,
-            kv_bytes=stats.num_bytes,
-            kv_seconds=stats.seconds,
-            kv_refusals=stats.refusals,
-        )
+    def _transfer_stats(self) -> TransferStats | None:
+        return self._source.stats() if self._source is not None else None
 
     # ---- requests
 

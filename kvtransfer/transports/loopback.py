@@ -1,16 +1,13 @@
 """Loopback: source and target in one process. A read is a plain copy."""
 
-import asyncio
 import os
 import secrets
 
 import msgspec
 import numpy as np
 
-from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds
-from kvrelay.kvtransfer.transports.copying import Bytes, copy_all
-from kvrelay.kvtransfer.transports.threaded import ReadThread
+from kvrelay.kvtransfer.transports.base import Transport, TransportError
+from kvrelay.kvtransfer.transports.threaded import MappedReader
 from kvrelay.types import KvMemory
 
 _PROCESS = secrets.token_bytes(16)  # a forked child has another pid
@@ -42,16 +39,11 @@ class LoopbackExporter:
         _exported.pop(self._key, None)
 
 
-class LoopbackReader:
+class LoopbackReader(MappedReader):
     """Copies from the other pool of this process."""
 
-    max_in_flight = 1
-
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
-        assert memory.view is not None
-        self._target: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
-        self._source: Bytes | None = None
-        self._thread = ReadThread("kv-loopback")
+        super().__init__("kv-loopback", memory)
 
     async def connect(self, descriptor: bytes) -> None:
         try:
@@ -62,25 +54,6 @@ class LoopbackReader:
         if memory is None or memory.view is None:
             raise TransportError("the source is in another process")
         self._source = np.frombuffer(memory.view, dtype=np.uint8)
-
-    def read(self, copies: CopyList) -> "asyncio.Future[None]":
-        return self._thread.submit(self._copy, copies)
-
-    def _copy(self, copies: CopyList) -> None:
-        assert self._source is not None
-        check_bounds(copies, len(self._source), len(self._target))
-        copy_all(self._source, self._target, copies)
-
-    def abandon(self, read: "asyncio.Future[None]") -> None:
-        """A copy ends by itself within milliseconds."""
-
-    @property
-    def in_flight(self) -> int:
-        return self._thread.in_flight
-
-    async def aclose(self) -> None:
-        await self._thread.aclose()
-        self._source = None
 
 
 def _why_not(memory: KvMemory) -> str | None:

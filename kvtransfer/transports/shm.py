@@ -21,10 +21,8 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, host_id, open_off_loop
-from kvrelay.kvtransfer.transports.copying import Bytes, copy_all
-from kvrelay.kvtransfer.transports.threaded import ReadThread
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
+from kvrelay.kvtransfer.transports.threaded import MappedReader
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -155,17 +153,12 @@ def _ask_for_it(wanted: _Descriptor, secret: bytes) -> int:
     raise OSError("the source handed over something else")
 
 
-class ShmReader:
+class ShmReader(MappedReader):
     """Maps the source's pool once and copies on a thread of its own."""
 
-    max_in_flight = 1
-
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
-        assert memory.view is not None
-        self._target: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
+        super().__init__("kv-shm", memory)
         self._secret = secret
-        self._source: Bytes | None = None
-        self._thread = ReadThread("kv-shm")
 
     async def connect(self, descriptor: bytes) -> None:
         try:
@@ -189,25 +182,6 @@ class ShmReader:
         except OSError as error:
             logger.debug("/proc refused the pool (%s); asking the source", error)
             return _ask_for_it(wanted, self._secret)
-
-    def read(self, copies: CopyList) -> "asyncio.Future[None]":
-        return self._thread.submit(self._copy, copies)
-
-    def _copy(self, copies: CopyList) -> None:
-        assert self._source is not None
-        check_bounds(copies, len(self._source), len(self._target))
-        copy_all(self._source, self._target, copies)
-
-    def abandon(self, read: "asyncio.Future[None]") -> None:
-        """A copy ends by itself within milliseconds."""
-
-    @property
-    def in_flight(self) -> int:
-        return self._thread.in_flight
-
-    async def aclose(self) -> None:
-        await self._thread.aclose()
-        self._source = None
 
 
 def _why_not(memory: KvMemory) -> str | None:

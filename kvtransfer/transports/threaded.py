@@ -5,9 +5,12 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import TransportError
-from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
+from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, copy_all
+from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -59,3 +62,34 @@ class ReadThread:
     async def aclose(self) -> None:
         """Wait for the thread to end; its work is bounded by memory speed or by a closed socket."""
         await asyncio.to_thread(self._executor.shutdown, True)
+
+
+class MappedReader:
+    """A Reader of a pool that this process can address: its `connect` sets `_source`, a read is a plain copy."""
+
+    max_in_flight = 1
+
+    def __init__(self, name: str, memory: KvMemory) -> None:
+        assert memory.view is not None
+        self._target: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
+        self._source: Bytes | None = None
+        self._thread = ReadThread(name)
+
+    def read(self, copies: CopyList) -> "asyncio.Future[None]":
+        return self._thread.submit(self._copy, copies)
+
+    def _copy(self, copies: CopyList) -> None:
+        assert self._source is not None
+        check_bounds(copies, len(self._source), len(self._target))
+        copy_all(self._source, self._target, copies)
+
+    def abandon(self, read: "asyncio.Future[None]") -> None:
+        """A copy ends by itself within milliseconds."""
+
+    @property
+    def in_flight(self) -> int:
+        return self._thread.in_flight
+
+    async def aclose(self) -> None:
+        await self._thread.aclose()
+        self._source = None
