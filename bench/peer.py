@@ -8,7 +8,7 @@ AABB) and medians count; the last columns are ratios to the first server. Prompt
 a run or (the seed is the time, unless given) between runs, so prefix caches help nobody. Load one server at a time:
 the others must be idle, and no two servers may spin on the same cores.
 
-Starting peers (a folder with config.json and safetensors; `kvrelay serve` prints where its model lies):
+Starting peers (FOLDER has config.json and safetensors; the default model's is in ~/.cache/kvrelay/checkpoints):
   vLLM on CPU     VLLM_CPU_KVCACHE_SPACE=1 VLLM_CPU_OMP_THREADS_BIND=0-1 vllm serve FOLDER --port 8100
                   --dtype bfloat16 --max-model-len 4096 --served-model-name model   (package vllm-cpu)
   llama.cpp       python -m llama_cpp.server --model FILE.gguf --n_ctx 4096 --port 8200
