@@ -146,7 +146,7 @@ class RaySession:
 
         if get_authentication_mode() != AuthenticationMode.TOKEN:
             return None
-        return "token: ~/.ray/auth_token (for `serve status`: RAY_AUTH_MODE=token)"
+        return "token: ~/.ray/auth_token (RAY_AUTH_MODE=token for `serve`)"
 
     # ---- stop
 

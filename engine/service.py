@@ -151,10 +151,10 @@ class WorkerService:
 
     def status(self) -> dict[str, Any]:
         """Everything that `kvrelay status` shows of this worker."""
-        info = msgspec.to_builtins(self.info) if self.info else {}
+        info = msgspec.structs.asdict(self.info) if self.info else {}
         return {
             "info": info,
-            "load": msgspec.to_builtins(self.load()),
+            "load": msgspec.structs.asdict(self.load()),
             "transfer": msgspec.to_builtins(self._transfer_stats()),
             "backend": self._backend_facts(),
             "pid": os.getpid(),

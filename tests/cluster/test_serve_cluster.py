@@ -170,12 +170,12 @@ def test_a_chat_answers_and_streams_the_same_text(served: Served):
 
 def test_status_shows_both_roles_with_every_block_free_or_cached(served: Served):
     served.answer()
-    until(lambda: all(worker["load"].get("used_blocks", 0) == 0 for worker in served.status()["workers"]), 10, "idle")
+    until(lambda: all(worker["load"]["used_blocks"] == 0 for worker in served.status()["workers"]), 10, "idle")
     status = served.status()
     assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
     assert status["serve"]["status"] == "RUNNING"
     assert all(worker["load"]["free_blocks"] == worker["load"]["total_blocks"] for worker in status["workers"])
-    assert any(worker["load"].get("kv_bytes", 0) > 0 for worker in status["workers"])
+    assert any(worker["load"]["kv_bytes"] > 0 for worker in status["workers"])
 
 
 def test_the_ray_dashboard_knows_the_three_deployments(served: Served):
