@@ -124,7 +124,11 @@ class IngressReplica:
         try:
             answer = json.loads(await self._dispatcher.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
         except (KvrelayError, TimeoutError) as error:
-            return {**known, "is_up": False, "error": str(error) or "no answer"}
+            return {
+                **known,
+                "is_up": False,
+                "error": str(error).removeprefix(f"worker {record.worker_id}: ") or "no answer",
+            }
         return {**known, **answer, "is_up": True}
 
     async def check_health(self) -> None:

@@ -238,6 +238,6 @@ class Dispatcher:
         if link is None or not link.is_up:
             link = next((old for old in self._retired if old.worker_id == worker_id and old.is_up), link)
         if link is None:
-            raise ConnectionLost(f"worker {worker_id} is not a member")
+            raise ConnectionLost("it is not a member")
         link.send(message)
         return link

@@ -75,7 +75,7 @@ class WorkerLink:
     def send(self, message: wire.ToWorker) -> None:
         """Queue one message. Raises ConnectionLost when the worker is not connected."""
         if self._connection is None or self.info is None:
-            raise ConnectionLost(f"worker {self.worker_id} is not connected")
+            raise ConnectionLost("it is not connected")
         self._connection.send_nowait(wire.encode(message))
 
     def retire(self) -> None:
