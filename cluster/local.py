@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -118,8 +119,17 @@ class LocalCluster:
         ]
         return [worker.member for worker in [*self.prefill, *self.decode]] + own
 
-    async def pool_leaks(self) -> list[str]:
-        """For each decode worker of this process: why its pool does not add up, if it does not."""
+    async def pool_leaks(self, within_s: float = 10.0) -> list[str]:
+        """For each decode worker of this process: why its pool does not add up, if it does not within this time.
+
+        Blocks of a transfer that failed stay in quarantine while another read of it is under way.
+        """
+        end_s = time.monotonic() + within_s
+        while (problems := await self._pool_problems()) and time.monotonic() < end_s:
+            await asyncio.sleep(0.05)
+        return problems
+
+    async def _pool_problems(self) -> list[str]:
         problems: list[str] = []
         for worker in self.inside:
             try:
