@@ -142,9 +142,10 @@ def outside_ms(firsts: list[First]) -> float | None:
 
 
 @asynccontextmanager
-async def over_http(options: argparse.Namespace, seed: int) -> AsyncIterator[tuple[Prober, str]]:
+async def over_http(options: argparse.Namespace) -> AsyncIterator[tuple[Prober, str]]:
     """A prober of the cluster at --url, and what was measured."""
     require_loopback(options.url, allow_remote=False)
+    seed = options.seed if options.seed is not None else time.time_ns() % (1 << 31)
     target = Target(options.url, options.model or await served_model(options.url))
     async with open_session(target) as session:
         await check_paths(session, target)
@@ -152,9 +153,8 @@ async def over_http(options: argparse.Namespace, seed: int) -> AsyncIterator[tup
 
 
 @asynccontextmanager
-async def on_one_core(options: argparse.Namespace, seed: int) -> AsyncIterator[tuple[Prober, str]]:
+async def on_one_core(options: argparse.Namespace) -> AsyncIterator[tuple[Prober, str]]:
     """A prober of two workers on --core, and what was measured."""
-    del seed
     folder, settings = prepare(options.model or DEFAULT_MODEL), settings_from({})
     cores = ((options.core,), (options.core,))
     async with local_cluster(settings, folder, num_decode=1, num_inside=0, cores=cores) as cluster:
@@ -163,8 +163,7 @@ async def on_one_core(options: argparse.Namespace, seed: int) -> AsyncIterator[t
 
 
 async def run(options: argparse.Namespace) -> None:
-    seed = options.seed if options.seed is not None else time.time_ns() % (1 << 31)
-    async with (over_http if options.url else on_one_core)(options, seed) as (prober, what):
+    async with (over_http if options.url else on_one_core)(options) as (prober, what):
         rows = [await measure(prober, length, options.repeats) for length in options.lengths]
     show(f"P -> D hop, {what}, unloaded, medians of {options.repeats} pairs", rows, options.json)
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, connections, host_id, open_off_loop
 from kvrelay.kvtransfer.transports.threaded import MappedReader
 from kvrelay.types import KvMemory
 
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 _PROOF_BYTES = hashlib.sha256().digest_size
 _TIMEOUT_S = 2.0
-_ACCEPT_PAUSE_S = 0.2  # after a failed accept
 
 
 class _Descriptor(msgspec.Struct, frozen=True):
@@ -86,14 +85,7 @@ class ShmExporter:
         )  # fmt: skip
 
     async def _serve(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                peer, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of file descriptors, or the peer left in between
-                logger.warning("cannot take a connection to the KV pool: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
+        async for peer in connections(listener):
             with peer, contextlib.suppress(OSError, TimeoutError):
                 await self._hand_over(peer)
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, open_off_loop
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, connections, open_off_loop
 from kvrelay.kvtransfer.transports.threaded import ReadThread
 from kvrelay.types import KvMemory
 
@@ -35,7 +35,6 @@ _HEADER = struct.Struct("<IQ")  # number of rows, bytes in all; then the rows: i
 _ROW_BYTES = 16
 _MAX_ROWS = 1 << 20
 _MAX_CONNECTIONS = 256
-_ACCEPT_PAUSE_S = 0.2  # after a failed accept
 _VECTOR = 256  # buffers in one system call; the kernel's limit is 1,024
 _TIMEOUT_S = 5.0
 
@@ -119,14 +118,7 @@ class TcpExporter:
         return msgspec.msgpack.encode(_Descriptor(self._host, port, self._num_bytes))
 
     async def _accept(self, listener: socket.socket) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            try:
-                peer, _ = await loop.sock_accept(listener)
-            except OSError as error:  # out of file descriptors, or the peer left in between
-                logger.warning("cannot take a connection to the KV pool: %s", error)
-                await asyncio.sleep(_ACCEPT_PAUSE_S)
-                continue
+        async for peer in connections(listener):
             self._peers = {sock: thread for sock, thread in self._peers.items() if thread.is_alive()}
             if len(self._peers) >= _MAX_CONNECTIONS:
                 peer.close()
