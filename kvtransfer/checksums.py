@@ -37,19 +37,28 @@ def xxh3_regions(view: memoryview, offsets: Offsets, num_bytes: int) -> Checksum
 
 
 def weighted_sum_regions(words: Any, layers: range, blocks: list[int]) -> Checksums:
+    """`weighted_sums` of every block in every layer, layer-major."""
+    each_layer = [layer for layer in layers for _ in blocks]
+    return weighted_sums(words, each_layer, blocks * len(layers))
+
+
+def weighted_sums(words: Any, layers: list[int], blocks: list[int]) -> Checksums:
     """Position-weighted sum of each region's 64-bit words, wrapping at 2**64.
 
     Args:
         words: torch int64 tensor [num_layers, num_blocks, words of a region], any device.
+        layers, blocks: one of each per region.
 
     Every weight is odd, so a single changed bit always changes the sum.
     """
     import torch
 
     weights = torch.arange(words.shape[2], device=words.device, dtype=torch.int64) * 2 + 1
-    index = torch.tensor(blocks, device=words.device, dtype=torch.int64)
-    sums = [((words[layer].index_select(0, index) ^ _MIX) * weights).sum(-1) for layer in layers]
-    return torch.stack(sums).ravel().cpu().numpy().view(np.uint64)
+    of_layers = torch.tensor(layers, device=words.device, dtype=torch.int64)
+    of_blocks = torch.tensor(blocks, device=words.device, dtype=torch.int64)
+    sums = ((words[of_layers, of_blocks] ^ _MIX) * weights).sum(-1)
+    values: Checksums = sums.cpu().numpy().view(np.uint64)
+    return values
 
 
 def _device_words(memory: KvMemory) -> Any:
@@ -76,6 +85,16 @@ def checksums_of(memory: KvMemory, layers: range, blocks: list[int]) -> Checksum
     if memory.view is None:
         return weighted_sum_regions(_device_words(memory), layers, blocks)
     return xxh3_regions(memory.view, region_offsets(layout, blocks, layers), layout.region_bytes)
+
+
+def checksums_at(memory: KvMemory, offsets: Offsets, num_bytes: int) -> Checksums:
+    """One checksum for each region of this pool that begins at `offsets`, bytes from its base."""
+    layout = memory.layout
+    if memory.view is not None:
+        return xxh3_regions(memory.view, offsets, num_bytes)
+    layers, rest = np.divmod(offsets, layout.layer_bytes)
+    blocks = rest // layout.region_bytes
+    return weighted_sums(_device_words(memory), layers.tolist(), blocks.tolist())
 
 
 def pack(checksums: Checksums) -> bytes:

@@ -73,12 +73,14 @@ class Grant:
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "a region was announced twice")
         checksums = self._checksums(message, len(layers)) if is_checked else None
         cells[:] = True
+        order = np.argsort(message.block_ids, kind="stable")  # neighbours in the source's pool become one copy
+        sources = [message.block_ids[i] for i in order]
+        targets = [self.ticket.target_blocks[columns.start + i] for i in order]
         units = []
         for blocks, some in cut(len(message.block_ids), layers, target.region_bytes, MAX_UNIT_BYTES):
             rows = slice(some.start - layers.start, some.stop - layers.start)
-            sums = None if checksums is None else checksums[rows, blocks].ravel()
-            lands = self.ticket.target_blocks[columns][blocks]
-            units.append(Unit(message.block_ids[blocks], lands, some, sums))
+            sums = None if checksums is None else checksums[rows][:, order[blocks]].ravel()
+            units.append(Unit(sources[blocks], targets[blocks], some, sums))
         self.pending.extend(units)
         self.num_unverified += len(units)
         return units

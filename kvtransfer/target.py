@@ -12,7 +12,6 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -27,21 +26,20 @@ from kvrelay.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from kvrelay.kvtransfer.checksums import checksums_of, kind_of
+from kvrelay.kvtransfer.arrivals import Arrival, Tamper
+from kvrelay.kvtransfer.checksums import kind_of
 from kvrelay.kvtransfer.grants import Grant, Unit, check_grantable, check_ticket
 from kvrelay.kvtransfer.messages import Announce, Cancel, Commit, Committed, Confirmed, Open, ReadDone, Refusal, Renew
 from kvrelay.kvtransfer.plans import plan_copies, region_offsets
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
 from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, open_ticket, reason_of, refusal, seal
-from kvrelay.kvtransfer.transports.base import Reader, Transport, TransportError
-from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
 from kvrelay.kvtransfer.types import TransferResult, TransferStats
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
-Tamper = Callable[[KvMemory, int, int], None]
 _REMEMBERED = 16_384  # ended grants, so that a late ticket is refused by its right name
 
 
@@ -82,7 +80,6 @@ class KvTarget:
         self._grants: dict[bytes, Grant] = {}  # live, by nonce
         self._letting_go: dict[bytes, Grant] = {}  # ended badly, not yet released
         self._ended: OrderedDict[bytes, Reason] = OrderedDict()
-        self._verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-verify")
         self._stats = TransferStats()
 
     # ---- for the worker
@@ -100,7 +97,6 @@ class KvTarget:
         for grant in list(self._grants.values()):
             self._end(grant, refusal(grant.request_id, Reason.CANCELLED, "the target is shutting down"), is_ours=True)
         await self._server.aclose()
-        self._verifier.shutdown(wait=False)
 
     @property
     def port(self) -> int:
@@ -340,14 +336,19 @@ class KvTarget:
         grant.check_generations(self._generation_of)  # before a byte is written
         source = dataclasses.replace(self.memory.layout, num_blocks=link.hello.num_blocks)
         copies = plan_copies(source, self.memory.layout, unit.source_blocks, unit.target_blocks, unit.layers)
+        arrival = self._arrival(unit)
         began = time.monotonic()
-        await self._read(link.lane.reader, grant, copies.total_bytes, link.lane.reader.read(copies))
+        try:
+            await self._read(link.lane.reader, grant, copies.total_bytes, link.lane.reader.read(copies, arrival))
+        except CorruptRead as error:
+            layer, index = divmod(error.region, len(unit.target_blocks))
+            where = f"layer {unit.layers[layer]} of block {unit.target_blocks[index]}"
+            raise ChecksumMismatch(grant.request_id, f"{error}, first {where}") from error
         if grant.is_ended:
             return
-        self._tamper(unit)
-        await self._verify(grant, unit)
         grant.num_unverified -= 1
         grant.busy_s += time.monotonic() - began
+        self._stats.check_s += arrival.check_s
         self._advance(grant)
 
     async def _read(self, reader: Reader, grant: Grant, num_bytes: int, read: "asyncio.Future[None]") -> None:
@@ -363,30 +364,10 @@ class KvTarget:
         read.result()
         grant.num_bytes += num_bytes
 
-    def _tamper(self, unit: Unit) -> None:
-        if self.tamper is None:
-            return
+    def _arrival(self, unit: Unit) -> Arrival:
         layout = self.memory.layout
-        for offset in region_offsets(layout, unit.target_blocks, unit.layers).tolist():
-            self.tamper(self.memory, offset, layout.region_bytes)
-
-    async def _verify(self, grant: Grant, unit: Unit) -> None:
-        """Raises ChecksumMismatch unless every region is what the source had."""
-        if unit.checksums is None:
-            return
-        size = len(unit.target_blocks) * len(unit.layers) * self.memory.layout.region_bytes
-        if size <= INLINE_BYTES and self.memory.view is not None:
-            found = checksums_of(self.memory, unit.layers, unit.target_blocks)
-        else:
-            work = asyncio.get_running_loop().run_in_executor(
-                self._verifier, checksums_of, self.memory, unit.layers, unit.target_blocks
-            )
-            found = await work
-        wrong = np.flatnonzero(found != unit.checksums)
-        if len(wrong):
-            layer, index = divmod(int(wrong[0]), len(unit.target_blocks))
-            where = f"layer {unit.layers[layer]} of block {unit.target_blocks[index]}"
-            raise ChecksumMismatch(grant.request_id, f"{len(wrong)} regions did not arrive as they left, first {where}")
+        offsets = region_offsets(layout, unit.target_blocks, unit.layers)
+        return Arrival(self.memory, offsets, layout.region_bytes, unit.checksums, tamper=self.tamper)
 
     def _advance(self, grant: Grant) -> None:
         """Once all is read and verified, ask the source whether it held on until now."""

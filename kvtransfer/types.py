@@ -1,14 +1,18 @@
-"""What a transfer ends in, and the counts that both sides keep."""
+"""What a transfer ends in, the counts that both sides keep, and what a pair of workers knows of its paths."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
 
 
 @dataclass(frozen=True, slots=True)
 class TransferResult:
     """One committed transfer. On the source, `exposed_s` runs from commit() to its return."""
 
-    transport: str
+    transport: str  # the path that moved most of it
     num_blocks: int
     num_bytes: int
     seconds: float  # spent reading and verifying, summed over reads
@@ -16,18 +20,32 @@ class TransferResult:
 
 
 @dataclass(slots=True)
+class PathSums:
+    """One path's share since start. Bytes and seconds are of reads that ended well."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    check_s: float = 0.0  # of `seconds`, spent on checksums
+    retries: int = 0  # reads that failed here and went on over another path
+
+
+@dataclass(slots=True)
 class TransferStats:
-    """Sums since start. `transport` is the one used last."""
+    """Sums since start. `transport` is the path used last."""
 
     transport: str = ""
     transfers: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
     exposed_s: float = 0.0
+    check_s: float = 0.0  # spent on checksums, at this end
+    retries: int = 0
     refusals: int = 0
     refusals_by_reason: Counter[str] = field(default_factory=Counter)
-    open_transfers: int = 0
+    open_transfers: int = 0  # leases active
+    expired_leases: int = 0
     quarantined_blocks: int = 0
+    paths: dict[str, PathSums] = field(default_factory=dict)
 
     def count(self, result: TransferResult) -> None:
         """Add one committed transfer."""
@@ -41,3 +59,41 @@ class TransferStats:
         """Add one transfer that was not committed."""
         self.refusals += 1
         self.refusals_by_reason[reason] += 1
+
+    def path(self, name: str) -> PathSums:
+        """This path's sums, to add to."""
+        return self.paths.setdefault(name, PathSums())
+
+
+class PathReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One way between two workers, as probed and as seen since."""
+
+    path: str
+    why: str  # why it is ranked where it is
+    is_chosen: bool = False
+    bytes_per_s: float = 0.0  # measured; 0: not yet
+    latency_s: float = 0.0  # of one block; 0: not measured
+    problem: str = ""  # why it cannot be used (now)
+
+
+class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether KV may go from one prefill worker to one decode worker, and how."""
+
+    source: str
+    target: str
+    target_epoch: str
+    ok: bool
+    reason: str = ""  # a tickets.Reason, "lost" or "timeout" when not ok
+    detail: str = ""  # the field that differs, or what went wrong
+    remedy: str = ""  # what to do about it
+    paths: list[PathReport] = []  # best first
+
+
+class Lender(Protocol):
+    """The worker, as the one who lends blocks of its pool for probe transfers."""
+
+    async def borrow(self, count: int) -> list[int]:
+        """Up to `count` blocks that nobody else holds; none while the pool is busy."""
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """These may be re-used."""

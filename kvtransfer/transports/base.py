@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept
 Opened = TypeVar("Opened")
+Landed = Callable[[int], None]  # the first n bytes of a read, in the order of its copies, are in place: verify them
 
 
 class Exporter(Protocol):
@@ -45,10 +46,12 @@ class Reader(Protocol):
     async def connect(self, descriptor: bytes) -> None:
         """Raises TransportError when this path cannot be used between these two."""
 
-    def read(self, copies: CopyList) -> "asyncio.Future[None]":
+    def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
         """Begin to copy. The future ends when the bytes are in place, or with TransportError.
 
-        Never cancel it: whoever waits with a timeout leaves it be (`asyncio.wait`).
+        `landed` is called on the reading thread, at least once at the end, while what has just come
+        is still in the caches; what it raises (CorruptRead) ends the read. Never cancel the future:
+        whoever waits with a timeout leaves it be (`asyncio.wait`).
         """
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
@@ -64,6 +67,17 @@ class Reader(Protocol):
 
 class TransportError(Exception):
     """A path could not be opened, or a read failed. The layer above makes a typed TransferError of it."""
+
+
+class CorruptRead(TransportError):
+    """The bytes are in place, but they are not those that the source had. `region`: the first wrong one's index."""
+
+    def __init__(self, num_regions: int, region: int) -> None:
+        super().__init__(num_regions, region)
+        self.num_regions, self.region = num_regions, region
+
+    def __str__(self) -> str:
+        return f"{self.num_regions} regions did not arrive as they left"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ rows. See nixl_agent.py for what NIXL cannot do and how that is dealt with.
 import asyncio
 import contextlib
 import logging
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import numpy as np
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds
+from kvrelay.kvtransfer.transports.base import Landed, Transport, TransportError, check_bounds
 from kvrelay.kvtransfer.transports.nixl_agent import NixlAgent, device_index, import_nixl, keep, memory_type
 from kvrelay.types import KvMemory
 
@@ -137,9 +138,11 @@ class NixlReader:
         except Exception as error:  # NIXL's own classes
             raise TransportError(f"nixl: {type(error).__name__}: {error}") from error
 
-    def read(self, copies: CopyList) -> "asyncio.Future[None]":
+    def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
         assert self._agent is not None
-        done = self._agent.read(lambda: self._make(copies))
+        done = self._agent.read(
+            lambda: self._make(copies), None if landed is None else partial(landed, copies.total_bytes)
+        )
         self._reads.add(done)
         done.add_done_callback(self._reads.discard)
         return done

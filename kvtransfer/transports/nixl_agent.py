@@ -65,6 +65,7 @@ class _Read:
     handle: Any
     done: "asyncio.Future[None]"
     loop: asyncio.AbstractEventLoop
+    landed: Callable[[], None] | None = None
     abandoned: bool = False
 
 
@@ -137,10 +138,10 @@ class NixlAgent:
 
     # ---- reads
 
-    def read(self, make_handle: Callable[[], Any]) -> "asyncio.Future[None]":
-        """Post the transfer that `make_handle` prepares (on the thread)."""
+    def read(self, make_handle: Callable[[], Any], landed: Callable[[], None] | None = None) -> "asyncio.Future[None]":
+        """Post the transfer that `make_handle` prepares (on the thread); `landed` is called there when it is done."""
         loop = asyncio.get_running_loop()
-        read = _Read(None, loop.create_future(), loop)
+        read = _Read(None, loop.create_future(), loop, landed)
         self._num_reads += 1
         self._commands.put(lambda: self._begin(read, make_handle))
         return read.done
@@ -161,9 +162,18 @@ class NixlAgent:
             self._end(read, TransportError(f"nixl: {type(error).__name__}: {error}"))
             return
         if state == "DONE":
-            self._end(read, None)
+            self._end(read, self._problem(read))
         elif state == "ERR":
             self._end(read, TransportError("nixl reported an error"))
+
+    def _problem(self, read: _Read) -> Exception | None:
+        """What `landed` has against the bytes, which are all in place."""
+        try:
+            if read.landed is not None and not read.abandoned:
+                read.landed()
+        except Exception as error:  # handed to whoever waits for the read
+            return error
+        return None
 
     def _end(self, read: _Read, error: Exception | None) -> None:
         handle, read.handle = read.handle, None

@@ -22,7 +22,14 @@ import numpy as np
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, check_bounds, connections, open_off_loop
+from kvrelay.kvtransfer.transports.base import (
+    Landed,
+    Transport,
+    TransportError,
+    check_bounds,
+    connections,
+    open_off_loop,
+)
 from kvrelay.kvtransfer.transports.threaded import ReadThread
 from kvrelay.types import KvMemory
 
@@ -227,14 +234,14 @@ class TcpReader:
             raise
         return sock
 
-    def read(self, copies: CopyList) -> "asyncio.Future[None]":
+    def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
         job = _Job()
-        done = self._thread.submit(partial(self._fetch, job), copies)
+        done = self._thread.submit(partial(self._fetch, job, landed), copies)
         self._jobs[done] = job
         done.add_done_callback(lambda _: self._jobs.pop(done, None))
         return done
 
-    def _fetch(self, job: _Job, copies: CopyList) -> None:
+    def _fetch(self, job: _Job, landed: Landed | None, copies: CopyList) -> None:
         """On the thread: ask, receive in place. Any trouble ends the connection, so nothing more can land."""
         assert self._source is not None
         check_bounds(copies, self._source.num_bytes, len(self._view))
@@ -252,6 +259,8 @@ class TcpReader:
             raise
         finally:
             self._running = None
+        if landed is not None:
+            landed(copies.total_bytes)
 
     def _transfer(self, sock: socket.socket, copies: CopyList) -> None:
         sources, targets, sizes = copies.expanded()

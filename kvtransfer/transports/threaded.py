@@ -4,11 +4,12 @@ import asyncio
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
+from kvrelay.kvtransfer.transports.base import Landed, TransportError, check_bounds
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, copy_all
 from kvrelay.types import KvMemory
 
@@ -75,13 +76,15 @@ class MappedReader:
         self._source: Bytes | None = None
         self._thread = ReadThread(name)
 
-    def read(self, copies: CopyList) -> "asyncio.Future[None]":
-        return self._thread.submit(self._copy, copies)
+    def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
+        return self._thread.submit(partial(self._copy, landed), copies)
 
-    def _copy(self, copies: CopyList) -> None:
+    def _copy(self, landed: Landed | None, copies: CopyList) -> None:
         assert self._source is not None
         check_bounds(copies, len(self._source), len(self._target))
         copy_all(self._source, self._target, copies)
+        if landed is not None:
+            landed(copies.total_bytes)
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
         """A copy ends by itself within milliseconds."""

@@ -15,15 +15,17 @@ class HeldReader(LoopbackReader):
 
     held = ()  # set by each test
 
-    def read(self, copies):
+    def read(self, copies, landed=None):
         done = asyncio.get_running_loop().create_future()
 
         def finish(error=None):
-            if error is None:
-                self._copy(copies)
+            try:
+                if error is not None:
+                    raise error
+                self._copy(landed, copies)
                 done.set_result(None)
-            else:
-                done.set_exception(error)
+            except TransportError as problem:
+                done.set_exception(problem)
 
         self.held.append(finish)
         self.has_begun.set()

@@ -67,11 +67,6 @@ def test_neighbours_on_both_sides_become_one_copy():
     assert copies.num_copies == 6
 
 
-def test_order_of_the_blocks_does_not_hide_neighbours():
-    copies = plan_copies(SOURCE, TARGET, [6, 4, 5], [12, 10, 11], range(1))
-    assert copies.num_bytes.tolist() == [3 * SOURCE.region_bytes]
-
-
 def test_neighbours_on_one_side_only_stay_apart():
     assert len(plan_copies(SOURCE, TARGET, [4, 5], [10, 12], range(1)).num_bytes) == 2
 
