@@ -17,7 +17,7 @@ from kvrelay.errors import ConfigError
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "tcp"]
-ChecksMode = Literal["full", "off"]
+ChecksMode = Literal["full", "sampled", "off"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 API_KEY_VARIABLE = "KVRELAY_API_KEY"
@@ -106,12 +106,27 @@ class TransferSettings(_Settings):
     transport: TransportName = Field(
         "auto", description="shm, nixl or tcp; auto: shm on one host, nixl for CUDA, else tcp"
     )
-    checks: ChecksMode = Field("full", description="per-region checksums, verified before commit")
-    lease_s: float = Field(10.0, gt=0, description="blocks of a silent peer are freed after this")
-    deadline_s: float = Field(30.0, gt=0, description="a transfer that takes longer fails")
+    checks: ChecksMode = Field(
+        "full", description="checksums of KV regions, verified before commit: of all, of a random sample, or of none"
+    )
+    sampled_share: float = Field(0.1, gt=0, le=1, description="share of the regions that `checks: sampled` verifies")
+    lease_s: float = Field(10.0, gt=0, description="blocks of a silent peer are freed after this, on both sides")
+    deadline_s: float = Field(
+        30.0, gt=0, description="a transfer that is not committed so long after its prefill fails"
+    )
+    stall_s: float = Field(
+        2.0, gt=0, description="a read that makes no progress for so long goes on over another path, or fails"
+    )
+    window: Size = Field(
+        "64MiB", description="bytes that one prefill worker announces ahead of one decode worker's reads"
+    )
     layers_per_announce: int = Field(
         0, ge=0, description="layers grouped in one announcement; 0: a quarter of the model"
     )
+
+    @property
+    def window_bytes(self) -> int:
+        return parse_bytes(self.window)
 
 
 class RouterSettings(_Settings):

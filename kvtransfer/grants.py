@@ -4,7 +4,7 @@ No sockets, no clock (times are arguments), no callbacks: target.py drives it.
 """
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from kvrelay.kvtransfer.checksums import Checksums, unpack
 from kvrelay.kvtransfer.messages import Announce
 from kvrelay.kvtransfer.plans import cut
+from kvrelay.kvtransfer.sampling import Chosen
 from kvrelay.kvtransfer.tickets import Reason, Ticket, refusal
+from kvrelay.kvtransfer.transports.base import Reader
 from kvrelay.types import KvLayout
 
 MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
@@ -27,7 +29,8 @@ class Unit:
     source_blocks: list[int]
     target_blocks: list[int]
     layers: range
-    checksums: Checksums | None  # layer-major; None: unchecked
+    checksums: Checksums | None  # layer-major; None: nothing is checked
+    is_checked: Chosen | None = None  # layer-major: which regions are; None: all
 
 
 @dataclass(slots=True, eq=False)
@@ -38,11 +41,12 @@ class Grant:
     data: bytes  # sealed
     announced: NDArray[np.bool_]
     last_sign: float  # when its source was last heard of (or the grant made)
+    chosen: Chosen | None = None  # [num_layers, blocks]: which regions are checked; None: all or none
     link: object | None = None  # the connection that opened it
     pending: deque[Unit] = field(default_factory=deque)
-    reading: "set[asyncio.Future[None]]" = field(default_factory=set)  # reads whose bytes may still land
+    reading: "dict[asyncio.Future[None], Reader]" = field(default_factory=dict)  # reads whose bytes may still land
     num_unverified: int = 0  # units announced and not yet verified
-    num_bytes: int = 0
+    bytes_by_path: Counter[str] = field(default_factory=Counter)
     payload: bytes | None = None  # set by Commit
     committed_at: float = 0.0
     busy_s: float = 0.0  # spent reading and verifying, summed over reads
@@ -58,6 +62,11 @@ class Grant:
         """Blocks to receive."""
         return len(self.ticket.target_blocks)
 
+    @property
+    def num_bytes(self) -> int:
+        """Read so far."""
+        return self.bytes_by_path.total()
+
     def check_generations(self, generation_of: Callable[[int], int]) -> None:
         """Raises TransferRefused (stale_generation) if a block has been re-used since the grant."""
         for block, generation in zip(self.ticket.target_blocks, self.ticket.generations, strict=True):
@@ -71,7 +80,8 @@ class Grant:
         cells = self.announced[layers.start : layers.stop, columns]
         if cells.any():
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "a region was announced twice")
-        checksums = self._checksums(message, len(layers)) if is_checked else None
+        chosen = None if self.chosen is None else self.chosen[layers.start : layers.stop, columns]
+        checksums = self._checksums(message, len(layers), chosen) if is_checked else None
         cells[:] = True
         order = np.argsort(message.block_ids, kind="stable")  # neighbours in the source's pool become one copy
         sources = [message.block_ids[i] for i in order]
@@ -80,7 +90,8 @@ class Grant:
         for blocks, some in cut(len(message.block_ids), layers, target.region_bytes, MAX_UNIT_BYTES):
             rows = slice(some.start - layers.start, some.stop - layers.start)
             sums = None if checksums is None else checksums[rows][:, order[blocks]].ravel()
-            units.append(Unit(sources[blocks], targets[blocks], some, sums))
+            which = None if chosen is None or sums is None else chosen[rows][:, order[blocks]].ravel()
+            units.append(Unit(sources[blocks], targets[blocks], some, sums, which))
         self.pending.extend(units)
         self.num_unverified += len(units)
         return units
@@ -100,11 +111,15 @@ class Grant:
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "layers that do not exist")
         return range(message.first_layer, stop)
 
-    def _checksums(self, message: Announce, num_layers: int) -> Checksums:
-        wanted = num_layers * len(message.block_ids)
-        if len(message.checksums) != 8 * wanted:
+    def _checksums(self, message: Announce, num_layers: int, chosen: Chosen | None) -> Checksums:
+        """[num_layers, blocks]; nothing of meaning where a region is not chosen."""
+        shape = (num_layers, len(message.block_ids))
+        wanted = np.ones(shape, dtype=np.bool_) if chosen is None else chosen
+        if len(message.checksums) != 8 * np.count_nonzero(wanted):
             raise refusal(self.request_id, Reason.CHECKSUM, "an announcement without its checksums")
-        return unpack(message.checksums).reshape(num_layers, -1)
+        checksums = np.zeros(shape, dtype=np.uint64)
+        checksums[wanted] = unpack(message.checksums)
+        return checksums
 
     def check_complete(self) -> None:
         """Raises TransferRefused (incomplete) unless every region has been announced."""

@@ -9,14 +9,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 
 from kvrelay.kvtransfer.grants import Grant, Unit
-from kvrelay.kvtransfer.transports.base import Reader
+from kvrelay.kvtransfer.route import Route
 
 
 class Lane:
-    """Hands units to `carry` one by one, at most `reader.max_in_flight` at once."""
+    """Hands units to `carry` one by one, at most `route.max_in_flight` at once."""
 
-    def __init__(self, reader: Reader, carry: Callable[[Grant, Unit], Awaitable[None]]) -> None:
-        self.reader = reader
+    def __init__(self, route: Route, carry: Callable[[Grant, Unit], Awaitable[None]]) -> None:
+        self._route = route
         self._carry = carry
         self._turns: deque[Grant] = deque()  # grants with pending units, each once
         self._tasks: set[asyncio.Task[None]] = set()
@@ -28,7 +28,7 @@ class Lane:
         self._pump()
 
     def _pump(self) -> None:
-        while self._turns and len(self._tasks) < self.reader.max_in_flight:
+        while self._turns and len(self._tasks) < self._route.max_in_flight:
             grant = self._turns.popleft()
             if grant.is_ended or not grant.pending:
                 continue
@@ -47,9 +47,9 @@ class Lane:
         self._pump()
 
     async def aclose(self) -> None:
-        """Drop what is pending; wait for the reader to let go as far as it can."""
+        """Drop what is pending; wait for the readers to let go as far as they can."""
         self._turns.clear()
-        await self.reader.aclose()
+        await self._route.aclose()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -4,10 +4,14 @@ The source connects. `nonce` (of the ticket) names the transfer in every message
 comes from a client. Durations only, never timestamps.
 
     source                          target
-    Hello                      ->                 compares fingerprints, picks and connects a transport
+    Hello                      ->                 compares fingerprints, ranks the paths, connects the best
                                <-   HelloReply | Rejected
+    Probe                      ->                 reads borrowed blocks over every path
+                               <-   Probed
     Open, Announce...          ->                 reads regions as they are announced
+                               <-   Progress      what has been read: the source announces no more than a window ahead
     Renew (every lease/3)      ->                 renews the leases
+                               <-   Alive         renews the source's patience
     Commit                     ->                 waits for its reads, verifies
                                <-   ReadDone
     Confirmed                  ->                 only if the source still holds those very blocks
@@ -20,6 +24,7 @@ from typing import Union
 
 import msgspec
 
+from kvrelay.kvtransfer.types import PathReport
 from kvrelay.types import Fingerprint
 
 
@@ -57,7 +62,7 @@ class Open(_Message, frozen=True, tag="open"):
 
 
 class Announce(_Message, frozen=True, tag="announce"):
-    """These blocks are final in these layers. `checksums`: u64 little-endian, layer-major, or empty."""
+    """These blocks are final in these layers. `checksums`: u64 little-endian, layer-major, of the checked regions."""
 
     nonce: bytes
     first_index: int
@@ -65,6 +70,14 @@ class Announce(_Message, frozen=True, tag="announce"):
     first_layer: int
     num_layers: int
     checksums: bytes = b""
+
+
+class Probe(_Message, frozen=True, tag="probe"):
+    """These blocks of the source, lent for the purpose, may be read over every path. Answered by Probed."""
+
+    probe_id: int
+    block_ids: list[int]
+    checksums: bytes  # as Announce's, of every layer; empty under checks "off"
 
 
 class Commit(_Message, frozen=True, tag="commit"):
@@ -78,6 +91,10 @@ class Renew(_Message, frozen=True, tag="renew"):
     """The source still works on these."""
 
     nonces: list[bytes]
+
+
+class Alive(_Message, frozen=True, tag="alive"):
+    """Answer to Renew: the target lives."""
 
 
 class Confirmed(_Message, frozen=True, tag="confirmed"):
@@ -100,6 +117,22 @@ class HelloReply(_Message, frozen=True, tag="hello-reply"):
     epoch: str
     transport: str
     why: str
+    checks: str  # "full" | "sampled" | "off": which regions the source must hash
+    sampled_share: float = 1.0
+
+
+class Probed(_Message, frozen=True, tag="probed"):
+    """What the paths measured, best first."""
+
+    probe_id: int
+    paths: list[PathReport]
+
+
+class Progress(_Message, frozen=True, tag="progress"):
+    """`num_bytes` more of this transfer have been read."""
+
+    nonce: bytes
+    num_bytes: int
 
 
 class Rejected(_Message, frozen=True, tag="rejected"):
@@ -107,6 +140,7 @@ class Rejected(_Message, frozen=True, tag="rejected"):
 
     reason: str
     detail: str
+    remedy: str = ""
 
 
 class Refusal(_Message, frozen=True, tag="refusal"):
@@ -127,12 +161,13 @@ class Committed(_Message, frozen=True, tag="committed"):
     """The target's sequence owns the blocks."""
 
     nonce: bytes
+    transport: str  # the path that moved most of it
     num_bytes: int
     seconds: float
 
 
-ToTarget = Union[Hello, Open, Announce, Commit, Renew, Confirmed, Cancel]
-ToSource = Union[HelloReply, Rejected, Refusal, ReadDone, Committed]
+ToTarget = Union[Hello, Probe, Open, Announce, Commit, Renew, Confirmed, Cancel]
+ToSource = Union[HelloReply, Probed, Alive, Progress, Rejected, Refusal, ReadDone, Committed]
 
 _encoder = msgspec.msgpack.Encoder()
 _to_target = msgspec.msgpack.Decoder(ToTarget)

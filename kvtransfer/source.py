@@ -5,7 +5,7 @@ asks whether they still were, so a block that was let go of early is never decod
 """
 
 import asyncio
-import dataclasses
+import copy
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from kvrelay.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from kvrelay.kvtransfer.checksums import checksums_of, kind_of, pack
+from kvrelay.kvtransfer.checksums import checksums_at, kind_of, pack
 from kvrelay.kvtransfer.messages import (
     Announce,
     Cancel,
@@ -32,20 +32,27 @@ from kvrelay.kvtransfer.messages import (
     Hello,
     Offer,
     Open,
+    Progress,
     ReadDone,
     Refusal,
     ToSource,
 )
+from kvrelay.kvtransfer.plans import Offsets, cut, region_offsets
+from kvrelay.kvtransfer.probes import num_probe_blocks
+from kvrelay.kvtransfer.sampling import Chosen, chosen_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
-from kvrelay.kvtransfer.source_link import TargetLink
-from kvrelay.kvtransfer.tickets import TRANSFER_PROTOCOL, Reason, Ticket, open_ticket, reason_of, refusal
+from kvrelay.kvtransfer.source_link import TargetAddress, TargetLink
+from kvrelay.kvtransfer.tickets import REMEDIES, TRANSFER_PROTOCOL, Reason, Ticket, open_ticket, reason_of, refusal
 from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
-from kvrelay.kvtransfer.types import TransferResult, TransferStats
+from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
+ANNOUNCE_BYTES = 4 << 20  # about what one announcement covers
+_PAIR_TIMEOUT_S = 60.0
+_LOST_REMEDY = "see whether the decode worker runs, and whether its KV port can be reached from here"
 _KINDS: dict[str, type[TransferError]] = {
     kind.__name__: kind for kind in (TransferRefused, TransferTimeout, LeaseExpired, ChecksumMismatch, PeerLost)
 }
@@ -68,6 +75,8 @@ class SourceTransfer:
         self._generations: dict[int, int] = {}  # of every announced block, when it was announced
         self._outcome: asyncio.Future[TransferResult] = asyncio.get_running_loop().create_future()
         self._commit_at = 0.0
+        self._num_ahead = 0  # bytes announced and not yet read, as the link's window counts them
+        self._chosen: Chosen | None = None
         self._task = asyncio.create_task(self._run(), name=f"kv transfer of {ticket.request_id}")
 
     @property
@@ -125,10 +134,12 @@ class SourceTransfer:
                 self._confirm()
             case Refusal(kind=kind, why=why):
                 self._end(_KINDS.get(kind, TransferRefused)(self.request_id, why))
-            case Committed(num_bytes=num_bytes, seconds=seconds):
+            case Progress(num_bytes=num_bytes):
+                self._give(min(num_bytes, self._num_ahead))
+            case Committed(transport=transport, num_bytes=num_bytes, seconds=seconds):
                 exposed_s = time.monotonic() - self._commit_at
                 blocks = len(self.ticket.target_blocks)
-                self._end(TransferResult(self._link.transport, blocks, num_bytes, seconds, exposed_s))
+                self._end(TransferResult(transport, blocks, num_bytes, seconds, exposed_s))
 
     def on_lost(self, error: TransferError) -> None:
         self._end(error)
@@ -148,7 +159,10 @@ class SourceTransfer:
         """Connect, open, then send announcements in order as their checksums become ready."""
         try:
             await self._link.ready(self.request_id)
-            nonce = self.ticket.nonce
+            nonce, reply = self.ticket.nonce, self._link.reply
+            if reply is not None and reply.checks == "sampled":
+                num_layers, num_blocks = self._source.memory.layout.num_layers, len(self.ticket.target_blocks)
+                self._chosen = chosen_regions(nonce, num_layers, num_blocks, reply.sampled_share)
             await self._link.send(self.request_id, Open(nonce=nonce, request_id=self.request_id, ticket=self._data))
             while True:
                 item = await self._outbox.get()
@@ -163,16 +177,36 @@ class SourceTransfer:
             self._end(refusal(self.request_id, Reason.CANCELLED, f"the source failed: {error}"), is_told=True)
 
     async def _send(self, item: _Announcement) -> None:
-        message = Announce(
-            nonce=self.ticket.nonce, first_index=item.first_index, block_ids=item.block_ids,
-            first_layer=item.layers.start, num_layers=len(item.layers), checksums=await self._source.checksums(item),
-        )  # fmt: skip
-        await self._link.send(self.request_id, message)
+        """In pieces, so that the target reads the first while the next is hashed, and others get their turn."""
+        region_bytes = self._source.memory.layout.region_bytes
+        for blocks, layers in cut(len(item.block_ids), item.layers, region_bytes, ANNOUNCE_BYTES):
+            block_ids, first_index = item.block_ids[blocks], item.first_index + blocks.start
+            self._num_ahead += await self._link.window.take(len(block_ids) * len(layers) * region_bytes)
+            message = Announce(
+                nonce=self.ticket.nonce, first_index=first_index, block_ids=block_ids,
+                first_layer=layers.start, num_layers=len(layers),
+                checksums=await self._checksums(first_index, block_ids, layers),
+            )  # fmt: skip
+            await self._link.send(self.request_id, message)
+
+    async def _checksums(self, first_index: int, block_ids: list[int], layers: range) -> bytes:
+        if self._link.reply is None or self._link.reply.checks == "off":
+            return b""
+        offsets = region_offsets(self._source.memory.layout, block_ids, layers)
+        if self._chosen is not None:
+            first = first_index - self.ticket.first_block
+            offsets = offsets[self._chosen[layers.start : layers.stop, first : first + len(block_ids)].ravel()]
+        return await self._source.checksums(offsets)
+
+    def _give(self, num_bytes: int) -> None:
+        self._num_ahead -= num_bytes
+        self._link.window.give(num_bytes)
 
     def _end(self, outcome: TransferResult | TransferError, *, is_told: bool = False) -> None:
         if self._outcome.done():
             return
         self._link.remove(self)
+        self._give(self._num_ahead)
         if is_told:
             why = outcome.why if isinstance(outcome, TransferError) else ""
             self._link.tell(Cancel(nonce=self.ticket.nonce, reason=why))
@@ -199,13 +233,14 @@ class KvSource:
         *,
         host: str,
         generation_of: Callable[[int], int],
+        lender: Lender | None = None,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
-        self.memory, self.settings, self.generation_of = memory, settings, generation_of
+        self.memory, self.settings, self.generation_of, self.lender = memory, settings, generation_of, lender
         self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
         self._secret, self._host, self._transports = secret, host, transports
         self._exporters: dict[str, Exporter] = {}
-        self._links: dict[tuple[str, int, str, str], TargetLink] = {}
+        self._links: dict[TargetAddress, TargetLink] = {}
         self._open: set[SourceTransfer] = set()
         self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-checksums")
         self._stats = TransferStats()
@@ -243,8 +278,9 @@ class KvSource:
 
     def stats(self) -> TransferStats:
         """Counts so far, as a copy."""
-        by_reason = self._stats.refusals_by_reason.copy()
-        return dataclasses.replace(self._stats, open_transfers=len(self._open), refusals_by_reason=by_reason)
+        stats = copy.deepcopy(self._stats)
+        stats.open_transfers = len(self._open)
+        return stats
 
     def open(self, request_id: str, ticket: bytes) -> SourceTransfer:
         """Begin the transfer that `ticket` admits; connects in the background.
@@ -263,24 +299,27 @@ class KvSource:
         except TransferRefused as error:
             self._stats.refuse(str(reason_of(error)))
             raise TransferRefused(request_id, error.why) from None
-        link = self._link_to(content)
+        link = self._link_to(
+            TargetAddress(content.target_worker, content.target_epoch, content.target_host, content.target_port)
+        )
         transfer = SourceTransfer(self, content, ticket, link)
         link.add(transfer)
         self._open.add(transfer)
         self._tell_exporters()
         return transfer
 
-    def _link_to(self, ticket: Ticket) -> TargetLink:
-        key = (ticket.target_host, ticket.target_port, ticket.target_worker, ticket.target_epoch)
-        if key not in self._links:
-            link = TargetLink(ticket, self._hello(), self._secret, lambda link: self._forget(key, link))
-            self._links[key] = link
+    def _link_to(self, address: TargetAddress) -> TargetLink:
+        if address not in self._links:
+            link = TargetLink(
+                address, self._hello(), self._secret, self.settings, lambda link: self._forget(address, link)
+            )
+            self._links[address] = link
             link.start()
-        return self._links[key]
+        return self._links[address]
 
-    def _forget(self, key: tuple[str, int, str, str], link: TargetLink) -> None:
-        if self._links.get(key) is link:
-            del self._links[key]
+    def _forget(self, address: TargetAddress, link: TargetLink) -> None:
+        if self._links.get(address) is link:
+            del self._links[address]
 
     def _hello(self) -> Hello:
         return Hello(
@@ -290,17 +329,69 @@ class KvSource:
             offers=[Offer(name, exporter.describe()) for name, exporter in self._exporters.items()],
         )  # fmt: skip
 
-    async def checksums(self, item: _Announcement) -> bytes:
-        """Packed checksums of an announcement's regions; on a thread unless they are few."""
-        if self.settings.checks == "off":
-            return b""
-        size = len(item.block_ids) * len(item.layers) * self.memory.layout.region_bytes
-        if size <= INLINE_BYTES and self.memory.view is not None:
-            return pack(checksums_of(self.memory, item.layers, item.block_ids))
-        work = asyncio.get_running_loop().run_in_executor(
-            self._hasher, checksums_of, self.memory, item.layers, item.block_ids
+    # ---- pairing
+
+    async def pair(self, address: TargetAddress) -> PairReport:
+        """Connect to a decode worker, compare fingerprints and probe every path. Never raises TransferError."""
+        link = self._link_to(address)
+        try:
+            async with asyncio.timeout(_PAIR_TIMEOUT_S):
+                await link.ready("pairing")
+                if not link.paths:
+                    await self._probe(link)
+        except (TransferError, TimeoutError) as error:
+            return self._unpaired(address, error)
+        return PairReport(
+            source=self._worker_id, target=address.worker, target_epoch=address.epoch, ok=True, paths=link.paths
         )
-        return pack(await work)
+
+    def _unpaired(self, address: TargetAddress, error: TransferError | TimeoutError) -> PairReport:
+        reason = reason_of(error) if isinstance(error, TransferRefused) else None
+        detail = error.why if isinstance(error, TransferError) else f"it did not answer within {_PAIR_TIMEOUT_S:g} s"
+        return PairReport(
+            source=self._worker_id, target=address.worker, target_epoch=address.epoch, ok=False,
+            reason=str(reason or type(error).__name__), detail=detail.removeprefix(f"{reason}: "),
+            remedy=REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY,
+        )  # fmt: skip
+
+    async def _probe(self, link: TargetLink) -> None:
+        lender = self.lender
+        blocks = await lender.borrow(num_probe_blocks(self.memory)) if lender is not None else []
+        try:
+            checksums = b""
+            if blocks and link.reply is not None and link.reply.checks != "off":
+                layout = self.memory.layout
+                checksums = await self.checksums(region_offsets(layout, blocks, range(layout.num_layers)))
+            self._tell_exporters(num_probes=1)
+            await link.probe(blocks, checksums)
+        finally:
+            self._tell_exporters()
+            if lender is not None:
+                lender.give_back(blocks)
+
+    def pairs(self) -> list[PairReport]:
+        """The decode workers that this one is connected to, with what was probed."""
+        return [
+            PairReport(
+                source=self._worker_id, target=address.worker, target_epoch=address.epoch, ok=link.reply is not None,
+                paths=link.paths,
+            )
+            for address, link in self._links.items()
+        ]  # fmt: skip
+
+    # ---- for the transfers
+
+    async def checksums(self, offsets: Offsets) -> bytes:
+        """Packed checksums of the regions at these offsets; on a thread unless they are few."""
+        region_bytes = self.memory.layout.region_bytes
+        began = time.perf_counter()
+        if len(offsets) * region_bytes <= INLINE_BYTES and self.memory.view is not None:
+            values = checksums_at(self.memory, offsets, region_bytes)
+        else:
+            loop = asyncio.get_running_loop()
+            values = await loop.run_in_executor(self._hasher, checksums_at, self.memory, offsets, region_bytes)
+        self._stats.check_s += time.perf_counter() - began
+        return pack(values)
 
     def on_ended(self, transfer: SourceTransfer, outcome: TransferResult | TransferError) -> None:
         """A transfer is over (called by it, once)."""
@@ -308,11 +399,17 @@ class KvSource:
         self._tell_exporters()
         if isinstance(outcome, TransferResult):
             self._stats.count(outcome)
+            sums = self._stats.path(outcome.transport)
+            sums.num_bytes += outcome.num_bytes
+            sums.seconds += outcome.seconds
+            sums.exposed_s += outcome.exposed_s
             return
+        if isinstance(outcome, LeaseExpired):
+            self._stats.expired_leases += 1
         reason = reason_of(outcome) if isinstance(outcome, TransferRefused) else type(outcome).__name__
         if reason is not Reason.CANCELLED:
             self._stats.refuse(str(reason))
 
-    def _tell_exporters(self) -> None:
+    def _tell_exporters(self, num_probes: int = 0) -> None:
         for exporter in self._exporters.values():
-            exporter.set_busy(len(self._open))
+            exporter.set_busy(len(self._open) + num_probes)

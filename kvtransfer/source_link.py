@@ -5,18 +5,25 @@ transfers fail and the next transfer connects anew.
 """
 
 import asyncio
+import itertools
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from kvrelay import plane
-from kvrelay.errors import AuthenticationFailed, PeerLost, PlaneError, TransferError
+from kvrelay.config import TransferSettings
+from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError
 from kvrelay.kvtransfer.messages import (
+    Alive,
     Cancel,
     Hello,
     HelloReply,
+    Probe,
+    Probed,
     Rejected,
     Renew,
     ToSource,
@@ -25,6 +32,8 @@ from kvrelay.kvtransfer.messages import (
     encode,
 )
 from kvrelay.kvtransfer.tickets import Reason, Ticket, refusal
+from kvrelay.kvtransfer.types import PathReport
+from kvrelay.kvtransfer.window import Window
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +52,37 @@ class Sender(Protocol):
         """The link is gone."""
 
 
+@dataclass(frozen=True, slots=True)
+class TargetAddress:
+    """One incarnation of a decode worker, and where it listens for sources. Never from a client."""
+
+    worker: str
+    epoch: str
+    host: str
+    port: int
+
+
 class TargetLink:
     """Runs from connect() until the connection ends; `on_closed` is called then."""
 
-    def __init__(self, ticket: Ticket, hello: Hello, secret: bytes, on_closed: Callable[["TargetLink"], None]) -> None:
-        self._host, self._port = ticket.target_host, ticket.target_port
-        self._worker, self._epoch = ticket.target_worker, ticket.target_epoch
+    def __init__(
+        self,
+        address: TargetAddress,
+        hello: Hello,
+        secret: bytes,
+        settings: TransferSettings,
+        on_closed: Callable[["TargetLink"], None],
+    ) -> None:
+        self._host, self._port = address.host, address.port
+        self._worker, self._epoch = address.worker, address.epoch
         self._hello, self._secret, self._on_closed = hello, secret, on_closed
+        self.window = Window(settings.window_bytes)
+        self.reply: HelloReply | None = None  # set by the handshake
+        self.paths: list[PathReport] = []  # of the last probe
+        self._lease_s = settings.lease_s
+        self._last_heard = 0.0
+        self._probes: dict[int, asyncio.Future[list[PathReport]]] = {}
+        self._probe_ids = itertools.count(1)
         self._connection: plane.Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -57,7 +90,6 @@ class TargetLink:
         self._farewells: list[Cancel] = []  # of transfers cancelled before there was a connection
         self._senders: dict[bytes, Sender] = {}
         self._error: Callable[[str], TransferError] | None = None
-        self.transport = ""
 
     def start(self) -> None:
         """Connect in the background."""
@@ -78,8 +110,21 @@ class TargetLink:
         await self._is_ready.wait()
         if self._error is not None:
             raise self._error(request_id)
-        if self._renewing is None or self._renewing.done():
+        if self._senders and (self._renewing is None or self._renewing.done()):
+            self._last_heard = time.monotonic()
             self._renewing = asyncio.create_task(self._renew(), name="kv lease renewal")
+
+    async def probe(self, block_ids: list[int], checksums: bytes) -> list[PathReport]:
+        """Have the target measure the paths with these blocks of ours, which must stay lent meanwhile. Raises TransferError."""
+        probe_id = next(self._probe_ids)
+        answer: asyncio.Future[list[PathReport]] = asyncio.get_running_loop().create_future()
+        self._probes[probe_id] = answer
+        try:
+            await self.send("probe", Probe(probe_id=probe_id, block_ids=block_ids, checksums=checksums))
+            self.paths = await answer
+            return self.paths
+        finally:
+            del self._probes[probe_id]
 
     async def send(self, request_id: str, message: ToTarget) -> None:
         """Raises PeerLost."""
@@ -137,6 +182,9 @@ class TargetLink:
         for sender in list(self._senders.values()):
             sender.on_lost(self._error(sender.ticket.request_id))
         self._senders.clear()
+        for answer in self._probes.values():
+            if not answer.done():
+                answer.set_exception(self._error("probe"))
 
     async def _handshake(self) -> None:
         self._connection = await plane.connect(self._host, self._port, self._secret)
@@ -145,14 +193,14 @@ class TargetLink:
             reply = decode_to_source(await self._connection.receive())
         if isinstance(reply, Rejected):
             reason = Reason(reply.reason) if reply.reason in Reason._value2member_map_ else Reason.MALFORMED
-            raise refusal("?", reason, reply.detail)
+            raise refusal("?", reason, f"{reply.detail}; {reply.remedy}" if reply.remedy else reply.detail)
         if not isinstance(reply, HelloReply):
             raise refusal("?", Reason.MALFORMED, "no reply to the hello")
         if (reply.worker_id, reply.epoch) != (self._worker, self._epoch):
             raise refusal(
                 "?", Reason.STALE_EPOCH, f"{self._worker} has been replaced by {reply.worker_id} {reply.epoch}"
             )
-        self.transport = reply.transport
+        self.reply = reply
         logger.info("KV to %s goes over %s: %s", self._worker, reply.transport, reply.why)
         self._is_ready.set()
         for farewell in self._farewells:
@@ -163,17 +211,28 @@ class TargetLink:
         assert self._connection is not None
         while True:
             message = decode_to_source(await self._connection.receive())
+            self._last_heard = time.monotonic()
             if isinstance(message, Rejected):
                 raise refusal("?", Reason.MALFORMED, message.detail)
-            if isinstance(message, HelloReply):
-                continue
-            sender = self._senders.get(message.nonce)
-            if sender is not None:
-                sender.on_message(message)
+            if isinstance(message, Probed):
+                answer = self._probes.get(message.probe_id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message.paths)
+            elif not isinstance(message, HelloReply | Alive):
+                sender = self._senders.get(message.nonce)
+                if sender is not None:
+                    sender.on_message(message)
 
     async def _renew(self) -> None:
-        """While transfers are open, tell the target that we live: three times in a lease."""
+        """While transfers are open, tell the target that we live, three times in a lease; and give up a silent one."""
         while self._senders:
-            await asyncio.sleep(min(sender.ticket.lease_s for sender in self._senders.values()) / 3)
+            await asyncio.sleep(min(self._lease_s, *(sender.ticket.lease_s for sender in self._senders.values())) / 3)
+            silent_s = time.monotonic() - self._last_heard
+            if silent_s > self._lease_s:
+                why = f"no sign of {self._worker} for {silent_s:.1f} s"
+                self._error = lambda request_id: LeaseExpired(request_id, why)
+                assert self._task is not None
+                self._task.cancel()
+                return
             if self._senders:
                 self.tell(Renew(nonces=list(self._senders)))

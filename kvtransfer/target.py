@@ -6,6 +6,7 @@ as no transport can write those blocks any more. All callbacks run on the loop.
 """
 
 import asyncio
+import copy
 import dataclasses
 import logging
 import secrets
@@ -29,17 +30,32 @@ from kvrelay.errors import (
 from kvrelay.kvtransfer.arrivals import Arrival, Tamper
 from kvrelay.kvtransfer.checksums import kind_of
 from kvrelay.kvtransfer.grants import Grant, Unit, check_grantable, check_ticket
-from kvrelay.kvtransfer.messages import Announce, Cancel, Commit, Committed, Confirmed, Open, ReadDone, Refusal, Renew
+from kvrelay.kvtransfer.messages import (
+    Alive,
+    Announce,
+    Cancel,
+    Commit,
+    Committed,
+    Confirmed,
+    Open,
+    Progress,
+    ReadDone,
+    Refusal,
+    Renew,
+)
+from kvrelay.kvtransfer.paths import untried
 from kvrelay.kvtransfer.plans import plan_copies, region_offsets
+from kvrelay.kvtransfer.sampling import chosen_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
 from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, open_ticket, reason_of, refusal, seal
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
-from kvrelay.kvtransfer.types import TransferResult, TransferStats
+from kvrelay.kvtransfer.types import Lender, TransferResult, TransferStats
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
+_ABANDON_GRACE_S = 1.0  # for an abandoned read to end, before its path is called stuck
 _REMEMBERED = 16_384  # ended grants, so that a late ticket is refused by its right name
 
 
@@ -66,9 +82,10 @@ class KvTarget:
         on_commit: Callable[[str, bytes, TransferResult], None],
         on_failed: Callable[[str, TransferError], None],
         on_released: Callable[[str], None],
+        lender: Lender | None = None,
         transports: Mapping[str, Transport] = TRANSPORTS,
     ) -> None:
-        self.memory, self.settings = memory, settings
+        self.memory, self.settings, self.lender = memory, settings, lender
         checksums = kind_of(memory, settings.checks)
         self.identity = TargetIdentity(worker_id, epoch, fingerprint, memory.device, checksums)
         self._secret, self._host, self._transports = secret, host, transports
@@ -110,10 +127,9 @@ class KvTarget:
 
     def stats(self) -> TransferStats:
         """Counts so far, as a copy."""
-        return dataclasses.replace(
-            self._stats, open_transfers=len(self._grants), quarantined_blocks=self.quarantined_blocks(),
-            refusals_by_reason=self._stats.refusals_by_reason.copy(),
-        )  # fmt: skip
+        stats = copy.deepcopy(self._stats)
+        stats.open_transfers, stats.quarantined_blocks = len(self._grants), self.quarantined_blocks()
+        return stats
 
     def quarantined_blocks(self) -> int:
         """Blocks of ended transfers that a transport may still write."""
@@ -137,8 +153,11 @@ class KvTarget:
             target_blocks=list(block_ids), generations=[self._generation_of(block) for block in block_ids],
             fingerprint=self.identity.fingerprint, lease_s=self.settings.lease_s, nonce=secrets.token_bytes(NONCE_BYTES),
         )  # fmt: skip
-        announced = np.zeros((self.memory.layout.num_layers, len(block_ids)), dtype=np.bool_)
+        num_layers, checks = self.memory.layout.num_layers, self.settings.checks
+        announced = np.zeros((num_layers, len(block_ids)), dtype=np.bool_)
         grant = Grant(ticket, seal(ticket, self._secret), announced, time.monotonic())
+        if checks == "sampled":
+            grant.chosen = chosen_regions(ticket.nonce, num_layers, len(block_ids), self.settings.sampled_share)
         self._grants[ticket.nonce] = grant
         asyncio.get_running_loop().call_later(ticket.lease_s, self._check_lease, grant)
         return grant.data
@@ -162,8 +181,8 @@ class KvTarget:
         self._refuse(grant.link, grant.ticket.nonce, error)
         if not is_ours:
             self._call(self._on_failed, grant.request_id, error)
-        for read in list(grant.reading):
-            self._abandon(grant, read)
+        for read, reader in list(grant.reading.items()):
+            reader.abandon(read)
         if not grant.reading:
             asyncio.get_running_loop().call_soon(self._release, grant)
 
@@ -175,14 +194,9 @@ class KvTarget:
         while len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def _abandon(self, grant: Grant, read: "asyncio.Future[None]") -> None:
-        link = grant.link
-        if isinstance(link, SourceLink) and link.lane is not None:
-            link.lane.reader.abandon(read)
-
     def _on_read_settled(self, grant: Grant, read: "asyncio.Future[None]") -> None:
         """No byte of this read can land any more."""
-        grant.reading.discard(read)
+        grant.reading.pop(read, None)
         if not read.cancelled():
             read.exception()  # seen, though nobody may wait for it any more
         if grant.is_ended and not grant.reading:
@@ -208,6 +222,7 @@ class KvTarget:
             return
         left_s = grant.last_sign + grant.ticket.lease_s - time.monotonic()
         if left_s <= 0:
+            self._stats.expired_leases += 1
             why = f"no sign of the source for {grant.ticket.lease_s:g} s"
             self._end(grant, LeaseExpired(grant.request_id, why))
         else:
@@ -266,6 +281,7 @@ class KvTarget:
     def on_renew(self, link: SourceLink, message: Renew) -> None:
         for nonce in message.nonces:
             self._mine(link, nonce)
+        link.send(Alive())
 
     def on_announce(self, link: SourceLink, message: Announce) -> None:
         grant = self._mine(link, message.nonce)
@@ -329,45 +345,80 @@ class KvTarget:
         return carry
 
     async def _carry(self, link: SourceLink, grant: Grant, unit: Unit) -> None:
-        """Read one unit, verify it, and see whether it was the last."""
-        if grant.is_ended:  # while this task waited to run; its blocks may be released by now
+        """Read one unit over the best path that works, verify it, and see whether it was the last."""
+        assert link.route is not None
+        for name in untried(link.route.table, time.monotonic):
+            if grant.is_ended:  # while this task waited; its blocks may be released by now
+                return
+            try:
+                await self._read_over(link, name, grant, unit)
+                return
+            except CorruptRead as error:
+                link.route.failed(name, str(error))
+                layer, index = divmod(error.region, len(unit.target_blocks))
+                where = f"layer {unit.layers[layer]} of block {unit.target_blocks[index]}"
+                raise ChecksumMismatch(grant.request_id, f"{name}: {error}, first {where}") from error
+            except TransportError as error:
+                if grant.is_ended:  # then it was us who stopped the read
+                    return
+                link.route.failed(name, str(error))
+                self._stats.retries += 1
+                self._stats.path(name).retries += 1
+        raise PeerLost(grant.request_id, f"no path to the source is left: {link.route.problems()}")
+
+    async def _read_over(self, link: SourceLink, name: str, grant: Grant, unit: Unit) -> None:
+        """Raises TransportError once nothing of the read can land any more."""
+        assert link.route is not None and link.hello is not None
+        reader = await link.route.reader(name)
+        if grant.is_ended:
             return
-        assert link.lane is not None and link.hello is not None
         grant.check_generations(self._generation_of)  # before a byte is written
         source = dataclasses.replace(self.memory.layout, num_blocks=link.hello.num_blocks)
         copies = plan_copies(source, self.memory.layout, unit.source_blocks, unit.target_blocks, unit.layers)
         arrival = self._arrival(unit)
         began = time.monotonic()
         try:
-            await self._read(link.lane.reader, grant, copies.total_bytes, link.lane.reader.read(copies, arrival))
-        except CorruptRead as error:
-            layer, index = divmod(error.region, len(unit.target_blocks))
-            where = f"layer {unit.layers[layer]} of block {unit.target_blocks[index]}"
-            raise ChecksumMismatch(grant.request_id, f"{error}, first {where}") from error
+            await self._read(reader, grant, reader.read(copies, arrival), arrival)
+        except TransferTimeout as error:
+            link.route.table.failed(name, error.why, time.monotonic())  # the reader stays: its read is not over
+            raise
         if grant.is_ended:
             return
-        grant.num_unverified -= 1
-        grant.busy_s += time.monotonic() - began
-        self._stats.check_s += arrival.check_s
+        self._count(link, name, grant, copies.total_bytes, time.monotonic() - began, arrival.check_s)
+        link.send(Progress(nonce=grant.ticket.nonce, num_bytes=copies.total_bytes))
         self._advance(grant)
 
-    async def _read(self, reader: Reader, grant: Grant, num_bytes: int, read: "asyncio.Future[None]") -> None:
-        grant.reading.add(read)
+    def _count(self, link: SourceLink, name: str, grant: Grant, num_bytes: int, seconds: float, check_s: float) -> None:
+        assert link.route is not None
+        link.route.table.moved(name, num_bytes, seconds)
+        grant.num_unverified -= 1
+        grant.busy_s += seconds
+        grant.bytes_by_path[name] += num_bytes
+        sums = self._stats.path(name)
+        sums.num_bytes += num_bytes
+        sums.seconds += seconds
+        sums.check_s += check_s
+        self._stats.check_s += check_s
+
+    async def _read(self, reader: Reader, grant: Grant, read: "asyncio.Future[None]", arrival: Arrival) -> None:
+        """Wait for a read, as long as it gets on. Raises TransferTimeout where it cannot be stopped either."""
+        grant.reading[read] = reader
         read.add_done_callback(lambda read: self._on_read_settled(grant, read))
-        if not read.done():
-            await asyncio.wait({read}, timeout=self.settings.deadline_s)
+        seen, stall_s = -1, self.settings.stall_s
+        while not read.done() and arrival.num_landed > seen:
+            seen = arrival.num_landed
+            await asyncio.wait({read}, timeout=stall_s)
         if not read.done():
             reader.abandon(read)
-            why = f"a read did not end within {self.settings.deadline_s:g} s"
-            raise TransferTimeout(grant.request_id, why)
-        grant.reading.discard(read)
+            await asyncio.wait({read}, timeout=_ABANDON_GRACE_S)
+        if not read.done():
+            raise TransferTimeout(grant.request_id, f"a read got stuck for {stall_s:g} s and cannot be stopped")
         read.result()
-        grant.num_bytes += num_bytes
 
     def _arrival(self, unit: Unit) -> Arrival:
         layout = self.memory.layout
         offsets = region_offsets(layout, unit.target_blocks, unit.layers)
-        return Arrival(self.memory, offsets, layout.region_bytes, unit.checksums, tamper=self.tamper)
+        return Arrival(self.memory, offsets, layout.region_bytes, unit.checksums, unit.is_checked, self.tamper)
 
     def _advance(self, grant: Grant) -> None:
         """Once all is read and verified, ask the source whether it held on until now."""
@@ -380,7 +431,12 @@ class KvTarget:
     def _commit(self, grant: Grant, link: SourceLink, payload: bytes) -> None:
         self._close(grant, Reason.USED)
         exposed_s = time.monotonic() - grant.committed_at
-        result = TransferResult(link.transport, grant.num_blocks, grant.num_bytes, grant.busy_s, exposed_s)
+        mostly = grant.bytes_by_path.most_common(1)
+        transport = mostly[0][0] if mostly else link.transport
+        result = TransferResult(transport, grant.num_blocks, grant.num_bytes, grant.busy_s, exposed_s)
         self._stats.count(result)
+        self._stats.path(transport).exposed_s += exposed_s
         self._call(self._on_commit, grant.request_id, payload, result)
-        link.send(Committed(nonce=grant.ticket.nonce, num_bytes=result.num_bytes, seconds=result.seconds))
+        link.send(
+            Committed(nonce=grant.ticket.nonce, transport=transport, num_bytes=result.num_bytes, seconds=result.seconds)
+        )

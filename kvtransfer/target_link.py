@@ -6,6 +6,7 @@ connection and fails its transfers, nothing else.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,7 +14,9 @@ from typing import Protocol
 import msgspec
 
 from kvrelay import plane
+from kvrelay.config import TransferSettings
 from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError
+from kvrelay.kvtransfer.checksums import unpack
 from kvrelay.kvtransfer.grants import Grant, Unit
 from kvrelay.kvtransfer.lanes import Lane
 from kvrelay.kvtransfer.messages import (
@@ -24,16 +27,22 @@ from kvrelay.kvtransfer.messages import (
     Hello,
     HelloReply,
     Open,
+    Probed,
     Rejected,
     Renew,
     ToSource,
     decode_to_target,
     encode,
 )
+from kvrelay.kvtransfer.messages import Probe as ProbeRequest
+from kvrelay.kvtransfer.paths import PathTable
+from kvrelay.kvtransfer.probes import Probe
+from kvrelay.kvtransfer.route import Route
 from kvrelay.kvtransfer.selection import rank
 from kvrelay.kvtransfer.tickets import TRANSFER_PROTOCOL, Reason
 from kvrelay.kvtransfer.transports.base import Reader, TransportError, host_id
-from kvrelay.types import Fingerprint
+from kvrelay.kvtransfer.types import Lender
+from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +64,9 @@ class Owner(Protocol):
     """The target, as its links see it."""
 
     identity: TargetIdentity
+    settings: TransferSettings
+    memory: KvMemory
+    lender: Lender | None
 
     def offers(self) -> list[str]:
         """Transports that the target can read over, best first."""
@@ -85,8 +97,15 @@ class SourceLink:
     def __init__(self, owner: Owner, connection: plane.Connection) -> None:
         self._owner, self._connection = owner, connection
         self.hello: Hello | None = None
+        self.route: Route | None = None
         self.lane: Lane | None = None
-        self.transport = ""
+        self._probing: asyncio.Task[None] | None = None
+
+    @property
+    def transport(self) -> str:
+        """The path that the next read takes."""
+        path = self.route.table.best(time.monotonic()) if self.route is not None else None
+        return path.name if path is not None else ""
 
     @property
     def source_num_blocks(self) -> int:
@@ -110,6 +129,9 @@ class SourceLink:
             raise
         finally:
             self._owner.on_link_lost(self, why)
+            if self._probing is not None:
+                self._probing.cancel()
+                await asyncio.gather(self._probing, return_exceptions=True)
             if self.lane is not None:
                 await self.lane.aclose()
 
@@ -132,15 +154,24 @@ class SourceLink:
         if misfit := self._misfit(hello):
             await self._reject(*misfit)
             return False
-        reader, name, why = await self._connect_reader(hello)
-        if reader is None:
-            await self._reject(Reason.TRANSPORT, why)
+        route = self._make_route(hello)
+        try:
+            path = await route.open()
+        except BaseException as error:
+            await route.aclose()
+            if not isinstance(error, TransportError):
+                raise
+            await self._reject(Reason.TRANSPORT, str(error) if route.table.names else self._nothing_in_common(hello))
             return False
-        logger.info("KV from %s comes over %s: %s", hello.worker_id, name, why)
-        self.hello, self.transport = hello, name
-        self.lane = Lane(reader, self._owner.carry(self))
-        me = self._owner.identity
-        self.send(HelloReply(worker_id=me.worker_id, epoch=me.epoch, transport=name, why=why))
+        logger.info("KV from %s comes over %s: %s", hello.worker_id, path.name, path.why)
+        self.hello, self.route, self.lane = hello, route, Lane(route, self._owner.carry(self))
+        me, settings = self._owner.identity, self._owner.settings
+        self.send(
+            HelloReply(
+                worker_id=me.worker_id, epoch=me.epoch, transport=path.name, why=path.why,
+                checks=settings.checks, sampled_share=settings.sampled_share,
+            )
+        )  # fmt: skip
         return True
 
     def _misfit(self, hello: Hello) -> tuple[Reason, str] | None:
@@ -159,28 +190,34 @@ class SourceLink:
             return Reason.CHECKSUM, detail
         return None
 
-    async def _connect_reader(self, hello: Hello) -> tuple[Reader | None, str, str]:
-        """(connected reader or None, transport, why). Tries the ranked transports in order."""
+    def _make_route(self, hello: Hello) -> Route:
         offers = {offer.name: offer.descriptor for offer in hello.offers}
-        is_same_host = bool(hello.host_id) and hello.host_id == host_id()
-        mine = self._owner.offers()
         ranked = rank(
-            list(offers), mine, is_same_host=is_same_host,
+            list(offers), self._owner.offers(), is_same_host=bool(hello.host_id) and hello.host_id == host_id(),
             source_device=hello.device, target_device=self._owner.identity.device,
         )  # fmt: skip
-        problems = []
-        for name, why in ranked:
-            reader = self._owner.make_reader(name)
+        return Route(PathTable(ranked), offers, self._owner.make_reader)
+
+    def _nothing_in_common(self, hello: Hello) -> str:
+        return f"the source offers {[offer.name for offer in hello.offers]}, this worker {self._owner.offers()}"
+
+    def _begin_probe(self, message: ProbeRequest) -> None:
+        if self._probing is None or self._probing.done():
+            self._probing = asyncio.create_task(self._probe(message), name="kv probe")
+
+    async def _probe(self, message: ProbeRequest) -> None:
+        """Measure the paths with the blocks that the source lends, and tell it."""
+        owner, route, blocks = self._owner, self.route, message.block_ids
+        assert route is not None
+        num_layers = owner.memory.layout.num_layers
+        fits = bool(blocks) and min(blocks) >= 0 and max(blocks) < self.source_num_blocks
+        if owner.lender is not None and fits and len(message.checksums) in (0, 8 * num_layers * len(blocks)):
+            checksums = unpack(message.checksums).reshape(num_layers, -1) if message.checksums else None
             try:
-                await reader.connect(offers[name])
-            except BaseException as error:
-                await reader.aclose()
-                if not isinstance(error, TransportError):
-                    raise
-                problems.append(f"{name}: {error}")
-                continue
-            return reader, name, why if not problems else f"{why} (after {'; '.join(problems)})"
-        return None, "", "; ".join(problems) or f"the source offers {list(offers)}, this worker {mine}"
+                await Probe(route, owner.memory, self.source_num_blocks, checksums).run(owner.lender, blocks)
+            except Exception:  # a process edge: without a probe the paths keep their ranks
+                logger.exception("the probe of %s failed", self._connection.peer)
+        self.send(Probed(probe_id=message.probe_id, paths=route.table.reports(time.monotonic())))
 
     def _dispatch(self, message: object) -> None:
         owner = self._owner
@@ -197,5 +234,7 @@ class SourceLink:
                 owner.on_renew(self, message)
             case Cancel():
                 owner.on_cancel(self, message)
+            case ProbeRequest():
+                self._begin_probe(message)
             case _:
                 logger.warning("%s sent a second hello; ignored", self._connection.peer)

@@ -7,6 +7,8 @@ sides, the logs and the metrics use the same few words.
 import enum
 import hashlib
 import hmac
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import msgspec
 
@@ -35,6 +37,18 @@ class Reason(enum.StrEnum):
     CANCELLED = "cancelled"  # one side gave up
     TRANSPORT = "transport"  # no way to move bytes that both sides have
     MALFORMED = "malformed"  # not a message of this protocol
+
+
+REMEDIES: Mapping[Reason, str] = MappingProxyType(
+    {
+        Reason.BAD_MAC: "start every worker of the cluster with the same cluster.secret",
+        Reason.FINGERPRINT: "start both workers with the same model, settings and versions of kvrelay",
+        Reason.CHECKSUM: "set transfer.checks alike on both",
+        Reason.TRANSPORT: "set transfer.transport to one that both have, or to auto",
+        Reason.STALE_EPOCH: "the decode worker has restarted: nothing to do, the new one is paired anew",
+        Reason.MALFORMED: "install the same version of kvrelay for both workers",
+    }
+)
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

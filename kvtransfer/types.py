@@ -25,6 +25,7 @@ class PathSums:
 
     num_bytes: int = 0
     seconds: float = 0.0
+    exposed_s: float = 0.0  # of transfers that went mostly this way
     check_s: float = 0.0  # of `seconds`, spent on checksums
     retries: int = 0  # reads that failed here and went on over another path
 
