@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -230,7 +231,7 @@ class TargetLink:
             silent_s = time.monotonic() - self._last_heard
             if silent_s > self._lease_s:
                 why = f"no sign of {self._worker} for {silent_s:.1f} s"
-                self._error = lambda request_id: LeaseExpired(request_id, why)
+                self._error = partial(LeaseExpired, why=why)
                 assert self._task is not None
                 self._task.cancel()
                 return
