@@ -92,6 +92,7 @@ class KvTarget:
         self._generation_of = generation_of
         self._on_commit, self._on_failed, self._on_released = on_commit, on_failed, on_released
         self._offers: list[str] = []
+        self._links: set[SourceLink] = set()
         self._server = plane.Server(self._serve, secret)
         self._port = 0
         self._grants: dict[bytes, Grant] = {}  # live, by nonce
@@ -130,6 +131,10 @@ class KvTarget:
         stats = copy.deepcopy(self._stats)
         stats.open_transfers, stats.quarantined_blocks = len(self._grants), self.quarantined_blocks()
         return stats
+
+    def links(self) -> list[SourceLink]:
+        """The connected sources."""
+        return list(self._links)
 
     def quarantined_blocks(self) -> int:
         """Blocks of ended transfers that a transport may still write."""
@@ -231,7 +236,12 @@ class KvTarget:
     # ---- messages of the sources (see target_link.Owner)
 
     async def _serve(self, connection: plane.Connection) -> None:
-        await SourceLink(self, connection).serve()
+        link = SourceLink(self, connection)
+        self._links.add(link)
+        try:
+            await link.serve()
+        finally:
+            self._links.discard(link)
 
     def offers(self) -> list[str]:
         return self._offers

@@ -69,14 +69,15 @@ class Generations(dict):
 
 class SourceSide(KvSource):
     def __init__(
-        self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1", **settings
-    ):
+        self, transport="tcp", *, memory=None, fill=1, fingerprint=FINGERPRINT, secret=SECRET, epoch="p1",
+        transports=None, lender=None, **settings,
+    ):  # fmt: skip
         self.generations = Generations()
-        name, transports = table(transport)
+        name, known = table(transport)
         super().__init__(
             memory or allocate(fill=fill), "prefill-0", epoch, fingerprint, secret,
             TransferSettings(transport=name, **settings), host="127.0.0.1",
-            generation_of=self.generations, transports=transports,
+            generation_of=self.generations, lender=lender, transports=transports or known,
         )  # fmt: skip
 
 
@@ -84,8 +85,9 @@ class TargetSide(KvTarget):
     """Records how every grant ends; `event(kind, request_id)` waits for it."""
 
     def __init__(
-        self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, **settings
-    ):
+        self, transport="tcp", *, memory=None, fingerprint=FINGERPRINT, epoch="d1", transports=None, lender=None,
+        **settings,
+    ):  # fmt: skip
         self.generations = Generations()
         self.ends = []  # (kind, request_id, detail) in order
         self._waiting = {}
@@ -96,7 +98,7 @@ class TargetSide(KvTarget):
             on_commit=lambda request_id, payload, result: self._record("commit", request_id, (payload, result)),
             on_failed=lambda request_id, error: self._record("failed", request_id, error),
             on_released=lambda request_id: self._record("released", request_id, None),
-            transports=transports or known,
+            lender=lender, transports=transports or known,
         )  # fmt: skip
 
     def _record(self, kind, request_id, detail):
@@ -116,6 +118,23 @@ class TargetSide(KvTarget):
 
     def kinds(self, request_id):
         return [kind for kind, name, _ in self.ends if name == request_id]
+
+
+class FreeBlocks:
+    """Lends these blocks, as a worker lends free ones of its pool; knows which are out."""
+
+    def __init__(self, *blocks):
+        self.free, self.lent = list(blocks), []
+
+    async def borrow(self, count):
+        taken, self.free = self.free[:count], self.free[count:]
+        self.lent += taken
+        return taken
+
+    def give_back(self, blocks):
+        for block in blocks:
+            self.lent.remove(block)
+            self.free.append(block)
 
 
 # ---- the script
