@@ -38,6 +38,7 @@ from kvrelay.kvtransfer.window import Window
 
 logger = logging.getLogger(__name__)
 
+_CONNECT_TIMEOUT_S = 5.0
 _HANDSHAKE_TIMEOUT_S = 30.0  # an RDMA wire-up included
 
 
@@ -188,10 +189,14 @@ class TargetLink:
                 answer.set_exception(self._error("probe"))
 
     async def _handshake(self) -> None:
-        self._connection = await plane.connect(self._host, self._port, self._secret)
+        patience_s = min(self._lease_s, _CONNECT_TIMEOUT_S)
+        self._connection = await plane.connect(self._host, self._port, self._secret, timeout_s=patience_s)
+        await self._connection.send(encode(self._hello))
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
-            await self._connection.send(encode(self._hello))
-            reply = decode_to_source(await self._connection.receive())
+            reply: ToSource = Alive()
+            while isinstance(reply, Alive):  # it lives, and is still wiring up a path
+                async with asyncio.timeout(self._lease_s):
+                    reply = decode_to_source(await self._connection.receive())
         if isinstance(reply, Rejected):
             reason = Reason(reply.reason) if reply.reason in Reason._value2member_map_ else Reason.MALFORMED
             raise refusal("?", reason, f"{reply.detail}; {reply.remedy}" if reply.remedy else reply.detail)

@@ -20,6 +20,7 @@ from kvrelay.kvtransfer.checksums import unpack
 from kvrelay.kvtransfer.grants import Grant, Unit
 from kvrelay.kvtransfer.lanes import Lane
 from kvrelay.kvtransfer.messages import (
+    Alive,
     Announce,
     Cancel,
     Commit,
@@ -155,6 +156,7 @@ class SourceLink:
             await self._reject(*misfit)
             return False
         route = self._make_route(hello)
+        waiting = asyncio.create_task(self._show_life(), name="kv handshake")
         try:
             path = await route.open()
         except BaseException as error:
@@ -163,6 +165,8 @@ class SourceLink:
                 raise
             await self._reject(Reason.TRANSPORT, str(error) if route.table.names else self._nothing_in_common(hello))
             return False
+        finally:
+            waiting.cancel()
         logger.info("KV from %s comes over %s: %s", hello.worker_id, path.name, path.why)
         self.hello, self.route, self.lane = hello, route, Lane(route, self._owner.carry(self))
         me, settings = self._owner.identity, self._owner.settings
@@ -189,6 +193,12 @@ class SourceLink:
             )
             return Reason.CHECKSUM, detail
         return None
+
+    async def _show_life(self) -> None:
+        """A path may take seconds to wire up; the source would take a silent target for a dead one."""
+        while True:
+            self.send(Alive())
+            await asyncio.sleep(self._owner.settings.lease_s / 4)
 
     def _make_route(self, hello: Hello) -> Route:
         offers = {offer.name: offer.descriptor for offer in hello.offers}

@@ -194,6 +194,8 @@ async def run_target(config):
             case "grant":
                 blocks = command["blocks"]
                 say(op="ticket", ticket=target.grant(command["request_id"], 0, blocks, len(blocks)).hex())
+            case "kinds":
+                say(op="kinds", kinds=target.kinds(command["request_id"]))
             case "await":
                 await target.event(command["kind"], command["request_id"])
                 say(op="event", digest=digest(target.memory, command["blocks"]))

@@ -77,7 +77,7 @@ async def test_the_rest_of_a_transfer_goes_on_over_the_next_path(kv, two, mood):
 
 
 async def test_a_path_that_failed_rests_and_is_taken_again_afterwards(kv, two):
-    source, target, first, second = two
+    source, target, first, _second = two
     first.mood = "fails"
     assert (await kv.send(source, target, "r1", BLOCKS, BLOCKS).commit(b"")).transport == "second"
     first.mood = "well"
