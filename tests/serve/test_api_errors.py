@@ -319,3 +319,31 @@ async def test_an_error_is_told_without_a_traceback(make_cluster, caplog):
     error = error_of(await cluster.client.post("/v1/completions", json=COMPLETION), 500)
     assert "secret" not in error["message"]
     assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "remote_engine_id": "d0", "remote_block_ids": [0, 1, 2]},
+        {"do_remote_decode": True, "remote_host": "203.0.113.9", "remote_port": 1},
+        {"remote_block_ids": [-1, 10**9]},
+        {},
+        "garbage",
+        None,
+    ],
+)
+async def test_what_a_client_says_of_transfers_goes_nowhere(make_cluster, params):
+    """Elsewhere such parameters of a body name hosts and blocks, and incomplete ones end the engine (CVE-2026-94622)."""
+    cluster = await make_cluster()
+    plain = await cluster.client.post("/v1/completions", json={**COMPLETION, "seed": 1})
+    sent = [worker.count(wire.Prefill) + worker.count(wire.Reserve) for worker in cluster.workers]
+    answer = await cluster.client.post(
+        "/v1/completions", json={**COMPLETION, "seed": 1, "kv_transfer_params": params, "ticket": "AAAA"}
+    )
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == plain.json()["choices"]
+    assert [worker.count(wire.Prefill) + worker.count(wire.Reserve) for worker in cluster.workers] == [
+        2 * count for count in sent
+    ]
+    await cluster.all_released()
