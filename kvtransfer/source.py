@@ -181,7 +181,8 @@ class SourceTransfer:
         region_bytes = self._source.memory.layout.region_bytes
         for blocks, layers in cut(len(item.block_ids), item.layers, region_bytes, ANNOUNCE_BYTES):
             block_ids, first_index = item.block_ids[blocks], item.first_index + blocks.start
-            self._num_ahead += await self._link.window.take(len(block_ids) * len(layers) * region_bytes)
+            taken = await self._link.window.take(len(block_ids) * len(layers) * region_bytes)
+            self._num_ahead += taken  # not in one statement: what is given back meanwhile would be lost
             message = Announce(
                 nonce=self.ticket.nonce, first_index=first_index, block_ids=block_ids,
                 first_layer=layers.start, num_layers=len(layers),
