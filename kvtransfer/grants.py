@@ -4,6 +4,7 @@ No sockets, no clock (times are arguments), no callbacks: target.py drives it.
 """
 
 import asyncio
+import hmac
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from kvrelay.kvtransfer.checksums import Checksums, unpack
 from kvrelay.kvtransfer.messages import Announce
 from kvrelay.kvtransfer.plans import cut
 from kvrelay.kvtransfer.sampling import Chosen
-from kvrelay.kvtransfer.tickets import Reason, Ticket, refusal
+from kvrelay.kvtransfer.tickets import Reason, Ticket, Transcript, refusal
 from kvrelay.kvtransfer.transports.base import Reader
 from kvrelay.types import KvLayout
 
@@ -40,6 +41,7 @@ class Grant:
     ticket: Ticket
     data: bytes  # sealed
     announced: NDArray[np.bool_]
+    transcript: Transcript
     last_sign: float  # when its source was last heard of (or the grant made)
     chosen: Chosen | None = None  # [num_layers, blocks]: which regions are checked; None: all or none
     link: object | None = None  # the connection that opened it
@@ -95,6 +97,11 @@ class Grant:
         self.pending.extend(units)
         self.num_unverified += len(units)
         return units
+
+    def check_seal(self, payload: bytes, seal: bytes) -> None:
+        """Raises TransferRefused (checksum) unless all that was announced came as the source said it."""
+        if not hmac.compare_digest(self.transcript.seal(payload), seal):
+            raise refusal(self.request_id, Reason.CHECKSUM, "what the source announced did not arrive as it was sent")
 
     def _columns(self, message: Announce, source_num_blocks: int) -> slice:
         first = message.first_index - self.ticket.first_block

@@ -81,10 +81,11 @@ class Probe(_Message, frozen=True, tag="probe"):
 
 
 class Commit(_Message, frozen=True, tag="commit"):
-    """Everything has been announced; `payload` is for the decode worker."""
+    """Everything has been announced; `payload` is for the decode worker. `seal`: Transcript's, of all of it."""
 
     nonce: bytes
     payload: bytes
+    seal: bytes
 
 
 class Renew(_Message, frozen=True, tag="renew"):

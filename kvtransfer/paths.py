@@ -54,9 +54,10 @@ class PathTable:
     def failed(self, name: str, why: str, now_s: float) -> None:
         """It could not be opened, or a read over it failed."""
         path = self[name]
-        path.rests_until_s = now_s + min(FIRST_REST_S * 2**path.failures, LAST_REST_S)
-        path.failures = min(path.failures + 1, 16)
         path.problem = why
+        if path.rests_until_s <= now_s:  # several reads may fail of the same cause
+            path.rests_until_s = now_s + min(FIRST_REST_S * 2**path.failures, LAST_REST_S)
+            path.failures = min(path.failures + 1, 16)
 
     def moved(self, name: str, num_bytes: int, seconds: float) -> None:
         """A read over it ended well."""

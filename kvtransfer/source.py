@@ -36,13 +36,23 @@ from kvrelay.kvtransfer.messages import (
     ReadDone,
     Refusal,
     ToSource,
+    encode,
 )
 from kvrelay.kvtransfer.plans import Offsets, cut, region_offsets
 from kvrelay.kvtransfer.probes import num_probe_blocks
 from kvrelay.kvtransfer.sampling import Chosen, chosen_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.source_link import TargetAddress, TargetLink
-from kvrelay.kvtransfer.tickets import REMEDIES, TRANSFER_PROTOCOL, Reason, Ticket, open_ticket, reason_of, refusal
+from kvrelay.kvtransfer.tickets import (
+    REMEDIES,
+    TRANSFER_PROTOCOL,
+    Reason,
+    Ticket,
+    Transcript,
+    open_ticket,
+    reason_of,
+    refusal,
+)
 from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
 from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
@@ -77,6 +87,7 @@ class SourceTransfer:
         self._commit_at = 0.0
         self._num_ahead = 0  # bytes announced and not yet read, as the link's window counts them
         self._chosen: Chosen | None = None
+        self._transcript = source.transcript(ticket.nonce)
         self._task = asyncio.create_task(self._run(), name=f"kv transfer of {ticket.request_id}")
 
     @property
@@ -167,7 +178,8 @@ class SourceTransfer:
             while True:
                 item = await self._outbox.get()
                 if isinstance(item, bytes):
-                    await self._link.send(self.request_id, Commit(nonce=nonce, payload=item))
+                    commit = Commit(nonce=nonce, payload=item, seal=self._transcript.seal(item))
+                    await self._link.send(self.request_id, commit)
                     return
                 await self._send(item)
         except TransferError as error:
@@ -188,6 +200,7 @@ class SourceTransfer:
                 first_layer=layers.start, num_layers=len(layers),
                 checksums=await self._checksums(first_index, block_ids, layers),
             )  # fmt: skip
+            self._transcript.add(encode(message))
             await self._link.send(self.request_id, message)
 
     async def _checksums(self, first_index: int, block_ids: list[int], layers: range) -> bytes:
@@ -381,6 +394,9 @@ class KvSource:
         ]  # fmt: skip
 
     # ---- for the transfers
+
+    def transcript(self, nonce: bytes) -> Transcript:
+        return Transcript(self._secret, nonce)
 
     async def checksums(self, offsets: Offsets) -> bytes:
         """Packed checksums of the regions at these offsets; on a thread unless they are few."""

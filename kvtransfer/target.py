@@ -42,13 +42,14 @@ from kvrelay.kvtransfer.messages import (
     ReadDone,
     Refusal,
     Renew,
+    encode,
 )
 from kvrelay.kvtransfer.paths import untried
 from kvrelay.kvtransfer.plans import plan_copies, region_offsets
 from kvrelay.kvtransfer.sampling import chosen_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
-from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, open_ticket, reason_of, refusal, seal
+from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, Transcript, open_ticket, reason_of, refusal, seal
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
 from kvrelay.kvtransfer.types import Lender, TransferResult, TransferStats
 from kvrelay.types import Fingerprint, KvMemory
@@ -160,7 +161,8 @@ class KvTarget:
         )  # fmt: skip
         num_layers, checks = self.memory.layout.num_layers, self.settings.checks
         announced = np.zeros((num_layers, len(block_ids)), dtype=np.bool_)
-        grant = Grant(ticket, seal(ticket, self._secret), announced, time.monotonic())
+        transcript = Transcript(self._secret, ticket.nonce)
+        grant = Grant(ticket, seal(ticket, self._secret), announced, transcript, time.monotonic())
         if checks == "sampled":
             grant.chosen = chosen_regions(ticket.nonce, num_layers, len(block_ids), self.settings.sampled_share)
         self._grants[ticket.nonce] = grant
@@ -298,6 +300,7 @@ class KvTarget:
         if grant is None:
             return
         try:
+            grant.transcript.add(encode(message))
             is_checked = self.settings.checks != "off"
             grant.accept(message, self.memory.layout, link.source_num_blocks, is_checked=is_checked)
         except TransferRefused as error:
@@ -313,6 +316,7 @@ class KvTarget:
         grant.payload, grant.committed_at = message.payload, time.monotonic()
         try:
             grant.check_complete()
+            grant.check_seal(message.payload, message.seal)
         except TransferRefused as error:
             self._end(grant, error)
             return

@@ -15,10 +15,11 @@ import msgspec
 from kvrelay.errors import TransferRefused
 from kvrelay.types import Fingerprint
 
-TRANSFER_PROTOCOL = 1
+TRANSFER_PROTOCOL = 2
 NONCE_BYTES = 16
 _MAC_BYTES = hashlib.sha256().digest_size
 _LABEL = b"kvrelay-ticket-v1\0"
+_TRANSCRIPT_LABEL = b"kvrelay-transcript-v1\0"
 
 
 class Reason(enum.StrEnum):
@@ -85,6 +86,26 @@ def reason_of(error: TransferRefused) -> Reason | None:
 
 def _mac(body: bytes, secret: bytes) -> bytes:
     return hmac.digest(secret, _LABEL + body, hashlib.sha256)
+
+
+class Transcript:
+    """What was said in one transfer, sealed at its end: both sides keep one and compare.
+
+    TCP's own checksum is weak, and regions' checksums prove content, not where it was said to belong.
+    """
+
+    def __init__(self, secret: bytes, nonce: bytes) -> None:
+        self._mac = hmac.new(secret, _TRANSCRIPT_LABEL + nonce, hashlib.sha256)
+
+    def add(self, frame: bytes) -> None:
+        """One announcement, as it goes over the wire."""
+        self._mac.update(len(frame).to_bytes(4, "little") + frame)
+
+    def seal(self, payload: bytes) -> bytes:
+        """Over all announcements in order, and the payload of the commit."""
+        mac = self._mac.copy()
+        mac.update(payload)
+        return mac.digest()
 
 
 def seal(ticket: Ticket, secret: bytes) -> bytes:

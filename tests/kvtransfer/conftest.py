@@ -12,9 +12,16 @@ from pathlib import Path
 import pytest
 
 _PATH = Path(__file__).with_name("peer_process.py")
-_spec = importlib.util.spec_from_file_location("kvrelay_kvtransfer_peer", _PATH)
-peers = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(peers)
+
+
+def _load(name):
+    spec = importlib.util.spec_from_file_location(f"kvrelay_kvtransfer_{name}", _PATH.with_name(f"{name}.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+peers, proxies = _load("peer_process"), _load("link_proxy")
 
 
 class Peer:
@@ -75,6 +82,9 @@ async def kv():
             await side.start()
             stack.push_async_callback(side.aclose)
             return side
+
+        async def proxy(self, port, **options):
+            return await self._start(proxies.LinkProxy(port, **options))
 
         async def process(self, role, **options):
             peer = await Peer.spawn(role, **options)

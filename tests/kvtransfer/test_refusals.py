@@ -18,9 +18,9 @@ def resealed(kv, ticket, **changes):
     return seal(msgspec.structs.replace(open_ticket(ticket, kv.lib.SECRET), **changes), kv.lib.SECRET)
 
 
-async def refusal_of(transfer):
+async def refusal_of(transfer, payload=b""):
     with pytest.raises(TransferRefused) as refused:
-        await transfer.commit(b"")
+        await transfer.commit(payload)
     return refused.value
 
 
@@ -268,7 +268,7 @@ async def test_messages_before_the_hello_are_rejected(kv):
     nonce = open_ticket(ticket, kv.lib.SECRET).nonce
     intruder = await plane.connect("127.0.0.1", target.port, kv.lib.SECRET)
     await intruder.send(encode(Open(nonce=nonce, request_id="r1", ticket=ticket)))
-    await intruder.send(encode(Commit(nonce=nonce, payload=b"")))
+    await intruder.send(encode(Commit(nonce=nonce, payload=b"", seal=b"")))
     assert isinstance(decode_to_source(await intruder.receive()), Rejected)
     await intruder.aclose()
     assert target.kinds("r1") == []
@@ -311,3 +311,28 @@ async def test_a_source_that_ran_out_of_file_descriptors_takes_connections_again
     source, target = await kv.pair(transport)
     await kv.send(source, target, "r1", [1, 2], [3, 4]).commit(b"")
     assert target.kinds("r1") == ["commit"] and not failures
+
+
+@pytest.mark.parametrize("field", ["payload", "block_ids", "first_index"])
+async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
+    """A bit of a message flips on the way: with checks off nothing but the seal of the whole transfer could tell."""
+    source, target = await kv.pair(checks="off")
+    transfer = source.open("r1", target.grant("r1", 0, [5, 6], 2))
+    link = transfer._link
+    send = link.send
+
+    async def garbling(request_id, message):
+        if isinstance(message, Commit) and field == "payload":
+            message = msgspec.structs.replace(message, payload=b"token 8")
+        elif isinstance(message, Announce) and field == "block_ids":
+            message = msgspec.structs.replace(message, block_ids=[block ^ 1 for block in message.block_ids])
+        elif isinstance(message, Announce) and field == "first_index":
+            message = msgspec.structs.replace(message, first_index=1 - message.first_index)
+        await send(request_id, message)
+
+    link.send = garbling
+    transfer.announce(0, [1], range(4))
+    transfer.announce(1, [2], range(4))
+    error = await refusal_of(transfer, b"token 7")
+    assert reason_of(error) is Reason.CHECKSUM
+    assert "commit" not in target.kinds("r1")

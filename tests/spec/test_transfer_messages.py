@@ -37,7 +37,7 @@ def test_an_incomplete_message_is_a_decode_error(missing):
 
 def test_a_message_for_the_other_side_is_a_decode_error():
     with pytest.raises(msgspec.DecodeError):
-        decode_to_source(encode(Commit(nonce=b"n", payload=b"")))
+        decode_to_source(encode(Commit(nonce=b"n", payload=b"", seal=b"")))
 
 
 @given(position=st.integers(0, 255), bit=st.integers(0, 7))

@@ -32,6 +32,13 @@ def test_a_failed_path_rests_twice_as_long_each_time_up_to_a_limit():
     assert rests[-1] == LAST_REST_S
 
 
+def test_reads_that_fail_together_count_once():
+    paths = table("shm", "tcp")
+    for _ in range(4):
+        paths.failed("shm", "no", 0.0)
+    assert (paths["shm"].failures, paths["shm"].rests_until_s) == (1, FIRST_REST_S)
+
+
 def test_a_read_that_ends_well_makes_up_for_all_failures():
     paths = table()
     paths.failed("shm", "no", 0.0)
