@@ -17,6 +17,7 @@ KvrelayError
 │   ├── ProtocolError
 │   └── ConnectionLost
 ├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
+├── LayoutMismatch         two pools between which no block can travel
 └── TransferError          the KV plane's
     ├── TransferRefused    stale, foreign, used, expired, misfit: carries the reason
     ├── TransferTimeout
@@ -43,6 +44,17 @@ class BackendUnavailable(KvrelayError):
 
     def __str__(self) -> str:
         return f"{self.name} is not available here: {self.why}"
+
+
+class LayoutMismatch(KvrelayError):
+    """Two pools between which no block can travel: names the field of their layouts at fault."""
+
+    def __init__(self, field: str, why: str) -> None:
+        super().__init__(field, why)
+        self.field, self.why = field, why
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.why}"
 
 
 class ModelError(KvrelayError):

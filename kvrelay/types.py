@@ -22,11 +22,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class KvLayout:
     """How a pool's KV lies in memory: [num_layers, num_blocks, 2, block_size, num_kv_heads, head_dim].
 
-    A *region* is one layer's part of one block: contiguous, K then V, `region_bytes` long.
+    With order "HND" the heads stand before the tokens of a block. A *region* is one layer's part of one block:
+    contiguous, K then V, `region_bytes` long. Latent KV (MLA) is one vector of `head_dim` per token: no K and V, one head.
+
+    A pool may hold a share of the model: `num_kv_heads` heads from `first_kv_head` on (tensor parallel; a head may
+    be held by several), and `num_layers` layers from `first_layer` on (pipeline stages). None: all there are.
     """
 
     num_layers: int
@@ -34,15 +41,56 @@ class KvLayout:
     block_size: int
     num_kv_heads: int
     head_dim: int
-    dtype: str  # "float32" | "bfloat16" | "float16"
+    dtype: str  # a key of ITEM_BYTES
+    order: str = "NHD"  # or "HND"
+    first_kv_head: int = 0
+    total_kv_heads: int | None = None
+    first_layer: int = 0
+    total_layers: int | None = None
+    is_latent: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no pool can be: layouts also come from peers."""
+        if self.dtype not in ITEM_BYTES or self.order not in ("NHD", "HND"):
+            raise ValueError(f"no KV layout has dtype {self.dtype!r} and order {self.order!r}")
+        if min(self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads, self.head_dim) < 1:
+            raise ValueError("every size of a KV layout is at least 1")
+        for held, total in ((self.kv_heads, self.model_kv_heads), (self.layers, self.model_layers)):
+            if held.start < 0 or held.stop > total:
+                raise ValueError(f"a pool cannot hold {held.start}..{held.stop} of {total}")
+        if self.is_latent and self.model_kv_heads != 1:
+            raise ValueError("latent KV has one head")
+
+    @property
+    def kv_heads(self) -> range:
+        """The model's KV heads that this pool holds."""
+        return range(self.first_kv_head, self.first_kv_head + self.num_kv_heads)
+
+    @property
+    def layers(self) -> range:
+        """The model's layers that this pool holds."""
+        return range(self.first_layer, self.first_layer + self.num_layers)
+
+    @property
+    def model_kv_heads(self) -> int:
+        return self.num_kv_heads if self.total_kv_heads is None else self.total_kv_heads
+
+    @property
+    def model_layers(self) -> int:
+        return self.num_layers if self.total_layers is None else self.total_layers
+
+    @property
+    def num_parts(self) -> int:
+        """Keys and values, or the one latent vector."""
+        return 1 if self.is_latent else 2
 
     @property
     def itemsize(self) -> int:
-        return 4 if self.dtype == "float32" else 2
+        return ITEM_BYTES[self.dtype]
 
     @property
     def region_bytes(self) -> int:
-        return 2 * self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
+        return self.num_parts * self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
 
     @property
     def layer_bytes(self) -> int:
@@ -58,6 +106,7 @@ class KvLayout:
         return self.num_layers * self.layer_bytes
 
     def region_offset(self, layer: int, block: int) -> int:
+        """Where one block's part of the pool's `layer`-th layer begins."""
         return layer * self.layer_bytes + block * self.region_bytes
 
 

@@ -1,19 +1,29 @@
-"""Plans: from block lists to a short list of contiguous copies. Pure; numpy only.
+"""Plans: from two layouts and two block lists to a short list of contiguous copies. Pure; numpy only.
 
-A plan is data: offsets into the source's pool, offsets into the target's, lengths, and how
-often the whole pattern repeats (once per layer, a fixed stride apart). Other layouts (unequal
-heads, block sizes) become other plans; transports only see copies.
+What travels is counted in *atoms*: the tokens of the smaller of the two block sizes, in one layer. Every atom of
+a pair of layouts is the same number of *pieces* of equal length, the longest runs that are contiguous in both
+pools, in one order that both ends agree on: K before V, then token, head, dim (with "HND" pools on both sides: head,
+token, dim). Hence a copy list is the source's pieces beside the target's, neighbours merged; and an atom's checksum is
+that of its pieces in this order, which each end computes from its own memory.
+
+A plan is data: transports only see copies. Unequal dtypes are no matter of copies: see conversion.py.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.errors import LayoutMismatch
 from kvrelay.types import KvLayout
 
 Offsets = NDArray[np.int64]
+
+_MANY_PIECES = 16
+"""An atom of more pieces is not searched for neighbours: at most two of its pieces have one (where V follows K, where
+the next atom follows), and the search would cost more than planning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,34 +56,196 @@ class CopyList:
         return source, target, np.tile(self.num_bytes, self.repeats)
 
 
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """What two pools of one model have in common. `heads` and `layers` are the model's numbers."""
+
+    atom_tokens: int
+    heads: range
+    layers: range
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class End:
+    """Where a pair's atoms lie at one end. Offsets and strides are bytes.
+
+    `pieces`: of an atom's pieces, from where the atom begins.
+    """
+
+    layout: KvLayout
+    atoms_per_block: int
+    atom_stride: int  # to the next atom of a block
+    first: int  # of the first common head in a region
+    pieces: Offsets
+
+    def numbers(self, blocks: Sequence[int] | Offsets, first_atom: int = 0, num_atoms: int | None = None) -> Offsets:
+        """Which atoms of the pool hold `num_atoms` (None: all) of a sequence: block * atoms_per_block + place in it.
+
+        Args:
+            blocks: of one sequence, in its order; `first_atom` counts from the first token of blocks[0].
+
+        Raises ValueError when these blocks do not reach so far.
+        """
+        ids, each = np.asarray(blocks, dtype=np.int64), self.atoms_per_block
+        room = len(ids) * each
+        stop = room if num_atoms is None else first_atom + num_atoms
+        if not 0 <= first_atom <= stop <= room:
+            raise ValueError(f"atoms {first_atom}..{stop} of {len(ids)} blocks with {each} each")
+        if each == 1:
+            return ids[first_atom:stop]
+        index, place = np.divmod(np.arange(first_atom, stop, dtype=np.int64), each)
+        return ids[index] * each + place
+
+    def offsets(self, numbers: Offsets) -> Offsets:
+        """Where these atoms begin in the pool's first layer."""
+        if self.atoms_per_block == 1:
+            return numbers * self.layout.region_bytes + self.first
+        block, place = np.divmod(numbers, self.atoms_per_block)
+        begins: Offsets = block * self.layout.region_bytes + (place * self.atom_stride + self.first)
+        return begins
+
+    def atoms(self, blocks: Sequence[int] | Offsets, first_atom: int = 0, num_atoms: int | None = None) -> Offsets:
+        """Where the atoms begin that hold part of a sequence: see `numbers` and `offsets`."""
+        return self.offsets(self.numbers(blocks, first_atom, num_atoms))
+
+    def layer_offset(self, layer: int) -> int:
+        """What to add to an atom for the model's layer `layer`."""
+        return (layer - self.layout.first_layer) * self.layout.layer_bytes
+
+    def pieces_of(self, atoms: Offsets, layers: range) -> Offsets:
+        """[layers, atoms, pieces] where every piece of these atoms begins in every layer."""
+        of_layers = np.array([self.layer_offset(layer) for layer in layers], dtype=np.int64)
+        return np.add.outer(np.add.outer(of_layers, atoms), self.pieces)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pairing:
+    """Two layouts between which blocks can travel as plain copies. Made by `pair`."""
+
+    source: End
+    target: End
+    overlap: Overlap
+    piece_bytes: int
+
+    @property
+    def pieces_per_atom(self) -> int:
+        return len(self.source.pieces)
+
+    @property
+    def atom_bytes(self) -> int:
+        return self.pieces_per_atom * self.piece_bytes
+
+    def num_atoms(self, num_tokens: int) -> int:
+        """Atoms that hold so many tokens: the last one may be partly empty."""
+        return -(-num_tokens // self.overlap.atom_tokens)
+
+    def copies(self, source_atoms: Offsets, target_atoms: Offsets, layers: range) -> CopyList:
+        """Copies that bring each source atom to the target atom beside it, in every layer of `layers`.
+
+        Bytes land atom by atom in the order given, layer after layer. Sorted by source there are fewest copies: then
+        no two of one layer could be merged (but see _MANY_PIECES). Raises ValueError on unequal lists or layers not
+        in common.
+        """
+        if len(source_atoms) != len(target_atoms):
+            raise ValueError(f"{len(source_atoms)} atoms cannot go to {len(target_atoms)}")
+        if layers and not (layers[0] in self.overlap.layers and layers[-1] in self.overlap.layers):
+            raise ValueError(f"layers {layers} are not among the common ones, {self.overlap.layers}")
+        first = layers.start if layers else self.overlap.layers.start
+        source = np.add.outer(source_atoms + self.source.layer_offset(first), self.source.pieces).ravel()
+        target = np.add.outer(target_atoms + self.target.layer_offset(first), self.target.pieces).ravel()
+        strides = self.source.layout.layer_bytes, self.target.layout.layer_bytes
+        if self.pieces_per_atom > _MANY_PIECES:
+            return CopyList(source, target, np.full(len(source), self.piece_bytes), len(layers), *strides)
+        return CopyList(*self._merged(source, target), len(layers), *strides)
+
+    def _merged(self, source: Offsets, target: Offsets) -> tuple[Offsets, Offsets, Offsets]:
+        """Neighbours at both ends become one copy."""
+        is_new = (np.diff(source) != self.piece_bytes) | (np.diff(target) != self.piece_bytes)
+        starts = np.concatenate((np.zeros(min(len(source), 1), dtype=np.int64), np.flatnonzero(is_new) + 1))
+        return source[starts], target[starts], np.diff(starts, append=len(source)) * self.piece_bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def overlap(source: KvLayout, target: KvLayout) -> Overlap:
+    """What the two pools share, whatever their dtypes. Raises LayoutMismatch naming the field that forbids it."""
+    for field in ("is_latent", "head_dim", "model_kv_heads", "model_layers"):
+        ours, theirs = getattr(source, field), getattr(target, field)
+        if ours != theirs:
+            raise LayoutMismatch(field, f"{ours} at the source, {theirs} at the target: not the same model")
+    large, small = sorted((source.block_size, target.block_size), reverse=True)
+    if large % small:
+        raise LayoutMismatch("block_size", f"{small} tokens do not divide {large}")
+    heads = _common(source.kv_heads, target.kv_heads)
+    layers = _common(source.layers, target.layers)
+    if not heads or not layers:
+        field = "layers" if heads else "kv_heads"
+        ours, theirs = getattr(source, field), getattr(target, field)
+        raise LayoutMismatch(field, f"{ours} at the source, {theirs} at the target: none in common")
+    return Overlap(small, heads, layers)
+
+
+def _common(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
+
+
+@functools.lru_cache(maxsize=1024)
+def pair(source: KvLayout, target: KvLayout) -> Pairing:
+    """How blocks of `source` lie in `target`. Raises LayoutMismatch naming the field that forbids plain copies."""
+    both = overlap(source, target)
+    if source.dtype != target.dtype:
+        raise LayoutMismatch("dtype", f"{source.dtype} at the source, {target.dtype} at the target: convert one")
+    heads_first = source.order == target.order == "HND"
+    dims = [_dims(layout, both, heads_first=heads_first) for layout in (source, target)]
+    length, left = source.head_dim * source.itemsize, len(dims[0])
+    while left and _goes_on([sides[left - 1] for sides in dims], length):
+        left -= 1
+        length *= dims[0][left][0]
+    begins, lands = _end(source, both, dims[0][:left]), _end(target, both, dims[1][:left])
+    return Pairing(begins, lands, both, length)
+
+
+def _goes_on(dim: list[tuple[int, int]], length: int) -> bool:
+    """Whether a run of `length` bytes at both ends goes on through this dimension, (count, stride) at each."""
+    return dim[0][0] == 1 or all(stride == length for _, stride in dim)
+
+
+def _strides(layout: KvLayout) -> tuple[int, int, int]:
+    """Bytes from one part (K, V), token and head to the next."""
+    row = layout.head_dim * layout.itemsize
+    part = layout.block_size * layout.num_kv_heads * row
+    return (part, layout.num_kv_heads * row, row) if layout.order == "NHD" else (part, row, layout.block_size * row)
+
+
+def _dims(layout: KvLayout, both: Overlap, *, heads_first: bool) -> list[tuple[int, int]]:
+    """(count, stride) of an atom's dimensions outside of head_dim, outermost first, in the order of its pieces."""
+    part, token, head = _strides(layout)
+    tokens, heads = (both.atom_tokens, token), (len(both.heads), head)
+    return [(layout.num_parts, part), heads, tokens] if heads_first else [(layout.num_parts, part), tokens, heads]
+
+
+def _end(layout: KvLayout, both: Overlap, outer: list[tuple[int, int]]) -> End:
+    _, token, head = _strides(layout)
+    pieces = np.zeros(1, dtype=np.int64)
+    for count, stride in outer:
+        pieces = np.add.outer(pieces, np.arange(count, dtype=np.int64) * stride).ravel()
+    pieces.setflags(write=False)  # shared by everyone who asks for this pair
+    first = (both.heads.start - layout.first_kv_head) * head
+    return End(layout, layout.block_size // both.atom_tokens, both.atom_tokens * token, first, pieces)
+
+
 def plan_copies(
     source: KvLayout, target: KvLayout, source_blocks: Sequence[int], target_blocks: Sequence[int], layers: range
 ) -> CopyList:
-    """Copies that bring `source_blocks[i]` to `target_blocks[i]` in every layer of `layers`.
+    """Copies that bring `source_blocks[i]` to `target_blocks[i]`, blocks of equal size, in every layer of `layers`.
 
-    Neighbours on both sides become one copy; sorted by source there are fewest. The layouts have equal regions (same fingerprint);
-    their numbers of blocks may differ. Raises ValueError if they do not match.
+    Sorted by source there are fewest. Raises LayoutMismatch or ValueError when the two do not match.
     """
-    if source.region_bytes != target.region_bytes or len(source_blocks) != len(target_blocks):
-        raise ValueError("plans between unequal regions or block lists of unequal length")
-    from_blocks = np.asarray(source_blocks, dtype=np.int64)
-    to_blocks = np.asarray(target_blocks, dtype=np.int64)
-    breaks = np.flatnonzero((np.diff(from_blocks) != 1) | (np.diff(to_blocks) != 1)) + 1
-    starts = np.concatenate((np.zeros(min(len(from_blocks), 1), dtype=np.int64), breaks))
-    runs = np.diff(np.append(starts, len(from_blocks)))
-    first = layers.start
-    return CopyList(
-        source_offset=from_blocks[starts] * source.region_bytes + first * source.layer_bytes,
-        target_offset=to_blocks[starts] * target.region_bytes + first * target.layer_bytes,
-        num_bytes=runs * source.region_bytes,
-        repeats=len(layers),
-        source_stride=source.layer_bytes,
-        target_stride=target.layer_bytes,
-    )
+    both = pair(source, target)
+    return both.copies(both.source.atoms(source_blocks), both.target.atoms(target_blocks), layers)
 
 
 def region_offsets(layout: KvLayout, blocks: Sequence[int], layers: range) -> Offsets:
-    """Byte offset of every (layer, block) region, layer-major."""
+    """Byte offset of every (layer, block) region, layer-major. `layers` are the pool's."""
     of_layers = np.arange(layers.start, layers.stop, dtype=np.int64) * layout.layer_bytes
     of_blocks = np.asarray(blocks, dtype=np.int64) * layout.region_bytes
     return np.add.outer(of_layers, of_blocks).ravel()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvrelay.errors import LayoutMismatch
 from kvrelay.kvtransfer.plans import cut, plan_copies, region_offsets
 from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
 from kvrelay.kvtransfer.transports.copying import copy_all
@@ -72,9 +73,9 @@ def test_neighbours_on_one_side_only_stay_apart():
 
 
 def test_unequal_regions_or_lists_are_refused():
-    with pytest.raises(ValueError, match="unequal"):
+    with pytest.raises(LayoutMismatch, match="head_dim"):
         plan_copies(SOURCE, dataclasses.replace(TARGET, head_dim=4), [1], [1], range(1))
-    with pytest.raises(ValueError, match="unequal"):
+    with pytest.raises(ValueError, match="2 atoms cannot go to 1"):
         plan_copies(SOURCE, TARGET, [1, 2], [1], range(1))
 
 
