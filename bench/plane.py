@@ -32,9 +32,11 @@ from kvrelay.errors import ConnectionLost
 from kvrelay.plane import Connection, Server, connect
 from kvrelay.router.router import Router
 from kvrelay.serve.dispatcher import Dispatcher, Member
+from kvrelay.types import Fingerprint
 
 SECRET = b"bench"
 BLOCK_SIZE = 16
+FINGERPRINT = Fingerprint(1, "m", "bfloat16", BLOCK_SIZE, 2, 2, 8, "seed")
 PROMPT_TOKENS = 64
 GOAL_MS, GOAL_CPU_US = 1.0, 50.0
 
@@ -62,7 +64,7 @@ class FakeWorker:
             port=port,
             node_id="n",
             model="m",
-            fingerprint="f",
+            fingerprint=FINGERPRINT,
             block_size=BLOCK_SIZE,
             num_blocks=1 << 20,
             max_model_len=1 << 20,
@@ -197,7 +199,7 @@ class Meter:
 async def through_dispatcher(port: int, meter: Meter, streams: int, tokens: int) -> None:
     """What the ingress does with every stream."""
     settings = Settings()
-    dispatcher = Dispatcher(Router(settings.router, block_size=BLOCK_SIZE), SECRET, settings)
+    dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=BLOCK_SIZE), SECRET, settings)
     dispatcher.set_members([Member("decode-0", "decode", "127.0.0.1", port)])
     await dispatcher.start()
     async with asyncio.timeout(10):

@@ -14,9 +14,11 @@ from collections.abc import Callable
 from kvrelay.config import RouterSettings
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, RouteRequest
+from kvrelay.types import Fingerprint
 from kvrelay.wire import KvSnapshot, LoadReport, WorkerInfo
 
 BLOCK_SIZE = 16
+FINGERPRINT = Fingerprint(1, "m", "bfloat16", BLOCK_SIZE, 2, 2, 8, "seed")
 BLOCKS_PER_PROMPT = 865
 BLOCKS_PER_WORKER = 20_000
 
@@ -30,7 +32,7 @@ def worker(index: int) -> WorkerInfo:
         port=0,
         node_id=f"n{index // 8}",
         model="bench",
-        fingerprint="bench",
+        fingerprint=FINGERPRINT,
         block_size=BLOCK_SIZE,
         num_blocks=2 * BLOCKS_PER_WORKER,
         max_model_len=32768,
@@ -43,7 +45,7 @@ def worker(index: int) -> WorkerInfo:
 
 def build(num_workers: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> Router:
     """A router whose workers hold prefixes of the prompts and unrelated blocks."""
-    router = Router(RouterSettings(), block_size=BLOCK_SIZE)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK_SIZE)
     held: list[list[bytes]] = [[] for _ in range(num_workers)]
     for prompt in prompts:
         held[2 * rng.randrange(num_workers // 2)] += prompt[: len(prompt) // 2]

@@ -76,7 +76,7 @@ class IngressReplica:
         self._card = model_card(self._settings, model_dir)
         router = Router(
             self._settings.router,
-            block_size=self._settings.engine.block_size,
+            tokens_per_hash=self._settings.tokens_per_hash,
             max_waiting=self._settings.engine.max_waiting,
         )
         self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)

@@ -160,7 +160,7 @@ async def local_cluster(
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
-    router = Router(settings.router, block_size=settings.engine.block_size, max_waiting=settings.engine.max_waiting)
+    router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, max_waiting=settings.engine.max_waiting)
     cluster = LocalCluster(Dispatcher(router, secret, settings))
     try:
         roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]

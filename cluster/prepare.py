@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
+from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -117,13 +118,15 @@ def _say(message: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def _check_cuda() -> None:
-    """Raises BackendUnavailable. Takes seconds: it imports torch."""
-    from kvrelay.errors import BackendUnavailable
-    from kvrelay.kernels.select import why_no_cuda
+def _check_backend(settings: Settings, role: Role) -> None:
+    """Raises BackendUnavailable, ConfigError. Only where there is doubt, for it imports torch, which takes seconds."""
+    from kvrelay.engine.fit import check_kv_layout
 
-    if (why := why_no_cuda()) is not None:
-        raise BackendUnavailable("cuda", why)
+    engine = settings.for_role(role).engine
+    if engine.backend == "cuda" or engine.kv_layout != "NHD":
+        from kvrelay.kernels.select import kv_layouts
+
+        check_kv_layout(*kv_layouts(engine.backend, engine.device), settings, role)
 
 
 def main() -> int:
@@ -145,9 +148,10 @@ def main() -> int:
 
     try:
         folder = prepare_checkpoint(settings.model, report)
-        check_fit(ModelSpec.from_folder(folder), settings)
-        if settings.engine.backend == "cuda":
-            _check_cuda()
+        spec = ModelSpec.from_folder(folder)
+        for role in [Role.PREFILL, Role.DECODE] if settings.cluster.prefill else [Role.DECODE]:
+            check_fit(spec, settings, role)
+            _check_backend(settings, role)
         _say({"name": model_name(settings.model), "folder": str(folder)})
     except KvrelayError as error:
         _say({"error": str(error)})

@@ -260,6 +260,7 @@ class Verifier:
             token_ids=case.token_ids,
             num_prompt_tokens=len(case.token_ids),
             block_hashes=list(block_hashes(case.token_ids, BLOCK_SIZE)),
+            tokens_per_hash=BLOCK_SIZE,
             sampling=Sampling(max_tokens=self._num_output, temperature=0.0, ignore_eos=True),
         )
 

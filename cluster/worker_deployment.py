@@ -20,6 +20,7 @@ from kvrelay.cluster.registry_actor import Terms, connect_registry, keep_listed
 from kvrelay.cluster.serve_config import planned_workers
 from kvrelay.config import Settings, cache_dir, settings_from
 from kvrelay.errors import EngineFailed
+from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,8 @@ class WorkerReplica:
     async def _lease_cores(self) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
         cluster, cores = self._settings.cluster, usable_cores()
-        if self._settings.engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
+        engine = self._settings.for_role(Role(self.role)).engine
+        if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
             return None
         want = cluster.cores_per_worker or fair_share(len(cores), await deployed_workers() or LEAST_WORKERS)
         return acquire_cores(cache_dir() / "cores", cores, want)

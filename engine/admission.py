@@ -19,7 +19,10 @@ def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) ->
         return "no prompt tokens, or more of them than tokens"
     if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
         return "a token id is outside the vocabulary"
-    if len(request.block_hashes) > len(token_ids) // block_size:
+    step = request.tokens_per_hash or block_size
+    if step < 1 or block_size % step:
+        return f"hashes of every {step} tokens name no blocks of {block_size}"
+    if len(request.block_hashes) > len(token_ids) // step:
         return "more block hashes than full blocks"
     if any(len(digest) != HASH_BYTES for digest in request.block_hashes):
         return f"a block hash is not {HASH_BYTES} bytes long"

@@ -6,7 +6,7 @@ Every method is called from the owner's single thread; nothing here knows of net
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from kvrelay import __version__
 from kvrelay.engine.admission import request_fault
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
@@ -23,7 +24,7 @@ from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence
 from kvrelay.hashing import HASH_SEED
-from kvrelay.kernels.backend import Backend
+from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
 from kvrelay.kvcache.storage import DTYPES, KvStorage
@@ -49,6 +50,7 @@ class EngineConfig:
     """What an engine needs to know. Memory is bytes, the rest tokens and sequences."""
 
     block_size: int = 16
+    kv_layout: KvOrder = "NHD"
     kv_memory_bytes: int = 256 << 20
     token_budget: int = 512
     max_running: int = 64
@@ -128,9 +130,11 @@ class Engine:
         shape, spec = model.attention_shape, model.spec
         self._layers_per_hook = layers_per_hook or max(1, -(-spec.num_layers // 4))
         dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
-        layout = KvLayout(spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        layout = KvLayout(
+            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=config.kv_layout
+        )
         num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
-        layout = KvLayout(spec.num_layers, num_blocks, config.block_size, shape.num_kv_heads, shape.head_dim, dtype)
+        layout = replace(layout, num_blocks=num_blocks)
         self.storage = KvStorage(layout, backend.device)
         self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len or 1 << 62)
         self.fingerprint = Fingerprint(
@@ -138,10 +142,13 @@ class Engine:
             model_digest,
             dtype,
             config.block_size,
-            spec.num_layers,
-            shape.num_kv_heads,
+            layout.model_layers,
+            layout.model_kv_heads,
             shape.head_dim,
             HASH_SEED,
+            order=layout.order,
+            tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
+            versions=versions(),
         )
         self.pool = BlockPool(num_blocks, prefix_caching=config.prefix_caching)
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
@@ -384,6 +391,11 @@ class Engine:
         return on_layer
 
 
+def versions() -> str:
+    """Of what computes KV and hashes: see Fingerprint. torch's build (CPU, CUDA) and patch are left out."""
+    return f"kvrelay {__version__}, torch {'.'.join(torch.__version__.split('.')[:2])}"
+
+
 def load_engine(
     folder: Path,
     backend: Backend,
@@ -394,7 +406,7 @@ def load_engine(
     layers_per_hook: int = 0,
 ) -> Engine:
     """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
-    model = load_model(folder, backend, dtype, block_size=config.block_size)
+    model = load_model(folder, backend, dtype, block_size=config.block_size, kv_layout=config.kv_layout)
     return Engine(
         model,
         backend,

@@ -14,7 +14,7 @@ from torch import Tensor
 from kvrelay.engine.rope import cos_sin_table
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.weights import WeightReader
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, Linear
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, KvOrder, Linear
 
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
 
@@ -49,9 +49,12 @@ class DecoderModel:
         final_norm: Tensor,
         lm_head: Linear,
         block_size: int = 16,
+        kv_layout: KvOrder = "NHD",
     ) -> None:
         self.spec, self.dtype = spec, dtype
-        self.attention_shape = AttentionShape(spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype)
+        self.attention_shape = AttentionShape(
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, kv_layout
+        )
         self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies
@@ -190,8 +193,10 @@ class _Packer:
         )
 
 
-def load_model(folder: Path, backend: Backend, dtype: torch.dtype, *, block_size: int = 16) -> DecoderModel:
-    """The model of a checkpoint folder, packed for `backend`. `block_size` is the KV cache's, in tokens.
+def load_model(
+    folder: Path, backend: Backend, dtype: torch.dtype, *, block_size: int = 16, kv_layout: KvOrder = "NHD"
+) -> DecoderModel:
+    """The model of a checkpoint folder, packed for `backend`. `block_size` (tokens) and `kv_layout` are the KV cache's.
 
     Raises:
         UnsupportedModel, CheckpointCorrupt, ModelNotFound: see ModelSpec.from_folder and WeightReader.
@@ -209,4 +214,5 @@ def load_model(folder: Path, backend: Backend, dtype: torch.dtype, *, block_size
             final_norm=packer.norm("norm.weight"),
             lm_head=backend.pack_linear(embedding) if spec.is_tied else packer.linear("lm_head"),
             block_size=block_size,
+            kv_layout=kv_layout,
         )

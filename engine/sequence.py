@@ -39,7 +39,7 @@ class Sequence:
     output_limit: int | None = None  # stop here even if the request wants more (a prefill worker: 1)
     token_ids: list[int] = field(default_factory=list)
     blocks: list[BlockId] = field(default_factory=list)
-    hashes: list[BlockHash] = field(default_factory=list)
+    chain: list[BlockHash] = field(default_factory=list)  # one hash for every tokens_per_hash tokens
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
@@ -55,7 +55,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
-        self.hashes = [BlockHash(digest) for digest in self.request.block_hashes]
+        self.chain = [BlockHash(digest) for digest in self.request.block_hashes]
 
     @property
     def request_id(self) -> str:
@@ -85,12 +85,14 @@ class Sequence:
         return -(-num_tokens // self.block_size)
 
     def full_hashes(self) -> list[BlockHash]:
-        """Hashes of all full blocks, extended as the output grows."""
-        while len(self.hashes) < self.num_tokens // self.block_size:
-            start = len(self.hashes) * self.block_size
-            parent = self.hashes[-1] if self.hashes else root_hash(self.request.salt)
-            self.hashes.append(next_hash(parent, self.token_ids[start : start + self.block_size]))
-        return self.hashes
+        """Hashes of all full blocks, extended as the output grows: of the chain, those that end a block."""
+        step = self.request.tokens_per_hash or self.block_size
+        while len(self.chain) < self.num_tokens // step:
+            start = len(self.chain) * step
+            parent = self.chain[-1] if self.chain else root_hash(self.request.salt)
+            self.chain.append(next_hash(parent, self.token_ids[start : start + step]))
+        stride = self.block_size // step
+        return self.chain[stride - 1 :: stride] if stride > 1 else self.chain
 
     def move_to(self, state: State) -> None:
         """Change state; an illegal change is our own bug."""

@@ -20,7 +20,7 @@ import torch
 
 from kvrelay.config import Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
-from kvrelay.engine.fit import check_fit, dtype_name
+from kvrelay.engine.fit import check_fit, check_kv_layout
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import ConnectionLost, WorkerError
@@ -151,9 +151,8 @@ class WorkerService:
 
     def status(self) -> dict[str, Any]:
         """Everything that `kvrelay status` shows of this worker."""
-        info = msgspec.structs.asdict(self.info) if self.info else {}
         return {
-            "info": info,
+            "info": msgspec.to_builtins(self.info) if self.info else {},
             "load": msgspec.structs.asdict(self.load()),
             "transfer": msgspec.to_builtins(self._transfer_stats()),
             "backend": self._backend_facts(),
@@ -171,15 +170,17 @@ class WorkerService:
 
     def _build(self) -> Engine:
         """On the engine's thread: backend, weights, pool."""
-        check_fit(ModelSpec.from_folder(self.model_dir), self.settings)
-        settings = self.settings.engine
+        check_fit(ModelSpec.from_folder(self.model_dir), self.settings, self.role)
+        own = self.settings.for_role(self.role)
+        settings = own.engine
         num_threads = settings.num_threads or (len(self.cores) if self.cores else None)
         if num_threads:
             torch.set_num_threads(num_threads)
         backend = select_backend(settings.backend, settings.device, num_threads)
-        dtype = DTYPES[dtype_name(self.settings)]
+        check_kv_layout(backend.name, backend.kv_layouts, self.settings, self.role)
         config = EngineConfig(
             block_size=settings.block_size,
+            kv_layout=settings.kv_layout,
             kv_memory_bytes=settings.kv_memory_bytes,
             token_budget=settings.token_budget,
             max_running=settings.max_running,
@@ -188,7 +189,7 @@ class WorkerService:
             prefix_caching=settings.prefix_caching,
         )
         return load_engine(
-            self.model_dir, backend, dtype, config,
+            self.model_dir, backend, DTYPES[own.model.kv_dtype], config,
             layer_hook=self._layer_hook(), layers_per_hook=self.settings.transfer.layers_per_announce,
         )  # fmt: skip
 
@@ -202,7 +203,7 @@ class WorkerService:
             port=port,
             node_id=self.node_id,
             model=self.model_name,
-            fingerprint="/".join(str(getattr(engine.fingerprint, name)) for name in engine.fingerprint.__slots__),
+            fingerprint=engine.fingerprint,
             block_size=layout.block_size,
             num_blocks=layout.num_blocks,
             max_model_len=engine.max_model_len,

@@ -1,7 +1,8 @@
 """The one interface behind which every kernel lives: `reference`, `cpu` and `cuda` implement it.
 
 Tensors live on `device`. T = tokens in this step, S = sequences in this step. A layer's cache is
-[num_blocks, 2, block_size, num_kv_heads, head_dim]: keys at index 0, values at index 1.
+[num_blocks, 2, block_size, num_kv_heads, head_dim]: keys at index 0, values at index 1. It is contiguous where
+kv_layout is "NHD"; where it is "HND" heads stand before tokens in memory, and the cache is a transposed view.
 """
 
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 Activation = Literal["silu", "gelu_tanh"]
+KvOrder = Literal["NHD", "HND"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +24,7 @@ class AttentionShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    kv_layout: KvOrder = "NHD"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
+    kv_layouts: tuple[KvOrder, ...]  # the caches that its kernels take
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""

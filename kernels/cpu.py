@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Linear, SamplingBatch
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
 from kvrelay.kernels.cpu_linear import Pack, choose_linear
 from kvrelay.kernels.native_cpu import SUPPORTED, NativeKernels, NativePlan
 from kvrelay.kernels.reference import ReferencePlan
@@ -44,6 +44,7 @@ class CpuBackend:
     """
 
     name = "cpu"
+    kv_layouts: tuple[KvOrder, ...] = ("NHD",)  # what the compiled kernels are written for
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.device = torch.device("cpu")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels import sampling
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Linear, SamplingBatch
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
 from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan
 
 logger = logging.getLogger(__name__)
@@ -73,13 +73,18 @@ def has_attention(shape: AttentionShape) -> bool:
     return shape.dtype in _HALF and shape.head_dim in _HEAD_DIMS
 
 
-def has_append(k: Tensor, kv_layer: Tensor) -> bool:
-    """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache.
+def in_memory_order(kv_layer: Tensor, kv_layout: KvOrder) -> Tensor:
+    """The cache as FlashInfer takes it under `kv_layout`: its dimensions in the order in which they lie in memory."""
+    return kv_layer.transpose(2, 3) if kv_layout == "HND" else kv_layer
+
+
+def has_append(k: Tensor, kv_cache: Tensor) -> bool:
+    """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache, given as it lies in memory.
 
     Its kernel takes one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads for each token.
     """
     _, num_heads, head_dim = k.shape
-    if k.dtype not in _HALF or k.dtype != kv_layer.dtype or head_dim not in _HEAD_DIMS or not kv_layer.is_contiguous():
+    if k.dtype not in _HALF or k.dtype != kv_cache.dtype or head_dim not in _HEAD_DIMS or not kv_cache.is_contiguous():
         return False
     return num_heads * head_dim // max(8, head_dim // 32) <= _MAX_THREADS
 
@@ -102,6 +107,7 @@ class CudaBackend:
     """
 
     name = "cuda"
+    kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -117,7 +123,7 @@ class CudaBackend:
         self._plain = ReferenceBackend(self.device)
         # FlashInfer asks for zeros at first use
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
-        self._wrappers: dict[tuple[str, Variant], Any] = {}
+        self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
         self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._current: CudaPlan | None = None
         self._told: set[str] = set()
@@ -194,12 +200,14 @@ class CudaBackend:
         else:  # no planned step: a test
             slots = slot_mapping.to(device=self.device, dtype=torch.int32)
             zeros = torch.zeros_like(slots)
-        if not has_append(k, kv_layer):
+        kv_layout: KvOrder = "NHD" if kv_layer.is_contiguous() else "HND"
+        kv_cache = in_memory_order(kv_layer, kv_layout)
+        if not has_append(k, kv_cache):
             self._plain.store_kv(k, v, kv_layer, slots)
             return
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         indices, indptr, last_page_len = self._whole_cache(kv_layer)
-        self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_layer, indices, indptr, last_page_len, "NHD")
+        self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, indices, indptr, last_page_len, kv_layout)
 
     def _whole_cache(self, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(kv_indices, kv_indptr, kv_last_page_len) of one sequence that fills the whole cache, its blocks in order.
@@ -244,9 +252,9 @@ class CudaBackend:
             plan.qo_indptr = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)
         return plan
 
-    def _wrapper(self, kind: str, variant: Variant) -> Any:
+    def _wrapper(self, kind: str, kv_layout: KvOrder, variant: Variant) -> Any:
         """The wrapper of this kind and variant; it is planned anew every step."""
-        key = (kind, variant)
+        key = (kind, kv_layout, variant)
         if key not in self._wrappers:
             make = (
                 self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
@@ -254,7 +262,7 @@ class CudaBackend:
                 else self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
             )
             options = {} if kind == "prefill" else {"use_tensor_cores": True}  # any group size
-            self._wrappers[key] = make(self._workspace, "NHD", backend=_ATTENTION_KERNELS, **options)
+            self._wrappers[key] = make(self._workspace, kv_layout, backend=_ATTENTION_KERNELS, **options)
         return self._wrappers[key]
 
     def _planned(self, plan: CudaPlan, variant: Variant) -> tuple[Any, Any]:
@@ -262,10 +270,10 @@ class CudaBackend:
         if variant not in plan.wrappers:
             decode = prefill = None
             if plan.decode is not None:
-                decode = self._wrapper("decode", variant)
+                decode = self._wrapper("decode", plan.shape.kv_layout, variant)
                 plan_decode(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
-                prefill = self._wrapper("prefill", variant)
+                prefill = self._wrapper("prefill", plan.shape.kv_layout, variant)
                 plan_prefill(prefill, plan, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
@@ -278,11 +286,11 @@ class CudaBackend:
         decode, prefill = self._planned(plan, (scale, window, softcap))
         q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        n = plan.num_decode
+        n, kv_cache = plan.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
         if decode is not None:
-            decode.run(q[:n], kv_layer, out=out[:n])
+            decode.run(q[:n], kv_cache, out=out[:n])
         if prefill is not None:
-            prefill.run(q[n:], kv_layer, out=out[n:])
+            prefill.run(q[n:], kv_cache, out=out[n:])
         return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -112,7 +112,7 @@ class DecodeGraphs:
         device = self._backend.device
         return self._backend._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._backend._workspace,
-            "NHD",
+            self._shape.kv_layout,
             use_cuda_graph=True,
             use_tensor_cores=True,
             paged_kv_indptr_buffer=torch.zeros(batch_size + 1, dtype=torch.int32, device=device),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay.kernels import sampling
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Linear, SamplingBatch
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
 
 
 class ReferenceLinear:
@@ -84,6 +84,7 @@ class ReferenceBackend:
     """Plain torch on one device."""
 
     name = "reference"
+    kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)

@@ -5,12 +5,12 @@ Imports torch only; each backend's own dependencies are imported when it is chos
 
 import functools
 import logging
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.backend import Backend
+from kvrelay.kernels.backend import Backend, KvOrder
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,27 @@ def select_backend(name: Name = "auto", device: str = "auto", num_threads: int |
         _log_once(f"kernel backend cpu (no cuda: {why_no_cuda() or 'device is cpu'})")
     else:
         _log_once(f"kernel backend {chosen} on {place}")
-    if chosen == "cuda":
+    kind = _class_of(chosen)
+    backend: Backend = kind(num_threads) if chosen == "cpu" else kind(place)
+    return backend
+
+
+def kv_layouts(name: Name = "auto", device: str = "auto") -> tuple[str, tuple[KvOrder, ...]]:
+    """The name of the backend that `select_backend` would make, and the caches that it takes. Raises as that does."""
+    chosen, _ = _resolve(name, device)
+    layouts: tuple[KvOrder, ...] = _class_of(chosen).kv_layouts
+    return chosen, layouts
+
+
+def _class_of(name: str) -> Any:
+    if name == "cuda":
         from kvrelay.kernels.cuda import CudaBackend
 
-        return CudaBackend(place)
-    if chosen == "cpu":
+        return CudaBackend
+    if name == "cpu":
         from kvrelay.kernels.cpu import CpuBackend
 
-        return CpuBackend(num_threads)
+        return CpuBackend
     from kvrelay.kernels.reference import ReferenceBackend
 
-    return ReferenceBackend(place)
+    return ReferenceBackend

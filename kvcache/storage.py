@@ -15,13 +15,18 @@ class KvStorage:
     """One worker's KV tensors.
 
     `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer whose
-    layout is `memory.layout`. On CPU the buffer is an anonymous shared file (memfd), which the
+    layout is `memory.layout` (with order "HND" they are not contiguous). On CPU the buffer is an anonymous shared file (memfd), which the
     kernel frees with its last user, so that kill -9 leaves nothing behind.
     """
 
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
         dtype = DTYPES[layout.dtype]
-        shape = (layout.num_layers, layout.num_blocks, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        inner = (
+            (layout.block_size, layout.num_kv_heads)
+            if layout.order == "NHD"
+            else (layout.num_kv_heads, layout.block_size)
+        )
+        shape = (layout.num_layers, layout.num_blocks, layout.num_parts, *inner, layout.head_dim)
         view: memoryview | None = None
         memfd: int | None = None
         if device.type == "cpu":
@@ -33,6 +38,6 @@ class KvStorage:
         else:
             tensor = torch.zeros(shape, dtype=dtype, device=device)
         self.tensor = tensor
-        self.layers: list[Tensor] = list(tensor.unbind(0))
+        self.layers: list[Tensor] = list((tensor if layout.order == "NHD" else tensor.transpose(3, 4)).unbind(0))
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
         self.memory = KvMemory(layout, tensor.data_ptr(), name, memfd, view, tensor)

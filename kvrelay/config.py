@@ -13,10 +13,12 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
+from kvrelay.types import Role
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "tcp"]
+KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -49,7 +51,14 @@ def _checked_size(text: str | int) -> str | int:
     return text
 
 
+def _checked_block_size(tokens: int) -> int:
+    if tokens & (tokens - 1) or not 1 <= tokens <= 512:
+        raise ValueError("a block holds a power of two of tokens, up to 512")
+    return tokens
+
+
 Size = Annotated[str | int, AfterValidator(_checked_size)]
+BlockSize = Annotated[int, AfterValidator(_checked_block_size)]
 
 
 class _Settings(BaseModel):
@@ -73,6 +82,11 @@ class ModelSettings(_Settings):
         "else $XDG_CACHE_HOME/kvrelay, else ~/.cache/kvrelay",
     )
 
+    @property
+    def kv_dtype(self) -> str:
+        """The type of weights and KV."""
+        return "bfloat16" if self.dtype == "auto" else self.dtype
+
 
 class EngineSettings(_Settings):
     """One worker's engine."""
@@ -81,7 +95,11 @@ class EngineSettings(_Settings):
         "auto", description="kernels: auto (cuda where it can run, else cpu), reference, cpu, cuda"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:<n>")
-    block_size: int = Field(16, description="tokens in a block; a power of two")
+    block_size: BlockSize = Field(16, description="tokens in a block; a power of two")
+    kv_layout: KvOrder = Field(
+        "NHD",
+        description="order of a block's tokens (N) and heads (H) in memory; HND: backends reference and cuda only",
+    )
     kv_memory: Size = Field("256MiB", description="bytes of KV pool on each worker")
     token_budget: int = Field(512, ge=16, description="most tokens in one step")
     max_running: int = Field(64, ge=1, description="most sequences in one batch; at most token_budget")
@@ -89,15 +107,24 @@ class EngineSettings(_Settings):
     num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's cores")
     prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.block_size & (self.block_size - 1) or not 1 <= self.block_size <= 512:
-            raise ValueError("block_size must be a power of two up to 512")
-        return self
-
     @property
     def kv_memory_bytes(self) -> int:
         return parse_bytes(self.kv_memory)
+
+
+class RoleSettings(_Settings):
+    """What one role's workers have of their own, over `engine` and `model.dtype`."""
+
+    dtype: Dtype | None = Field(None, description="as model.dtype; unequal ones need transfer.convert_dtype")
+    backend: BackendName | None = Field(None, description="as engine.backend")
+    device: str | None = Field(None, description="as engine.device")
+    block_size: BlockSize | None = Field(None, description="as engine.block_size; prompts are hashed by the smallest")
+    kv_layout: KvOrder | None = Field(None, description="as engine.kv_layout")
+    kv_memory: Size | None = Field(None, description="as engine.kv_memory")
+    token_budget: int | None = Field(None, ge=16, description="as engine.token_budget")
+    max_running: int | None = Field(None, ge=1, description="as engine.max_running")
+    num_threads: int | None = Field(None, ge=1, description="as engine.num_threads")
+    prefix_caching: bool | None = Field(None, description="as engine.prefix_caching")
 
 
 class TransferSettings(_Settings):
@@ -122,6 +149,11 @@ class TransferSettings(_Settings):
     )
     layers_per_announce: int = Field(
         0, ge=0, description="layers grouped in one announcement; 0: a quarter of the model"
+    )
+    convert_dtype: bool = Field(
+        False,
+        description="let prefill and decode workers have unequal dtypes: KV is cast on its way. Texts may then differ from "
+        "those of one worker alone",
     )
 
     @property
@@ -194,10 +226,47 @@ class Settings(_Settings):
 
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
+    prefill: RoleSettings = Field(RoleSettings(), description="Prefill workers' own. None: as for all workers.")
+    decode: RoleSettings = Field(RoleSettings(), description="Decode workers' own. None: as for all workers.")
     transfer: TransferSettings = TransferSettings()
     router: RouterSettings = RouterSettings()
     serve: ServeSettings = ServeSettings()
     cluster: ClusterSettings = ClusterSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        dtypes = {self.key_of(role, "dtype"): self.for_role(role).model.kv_dtype for role in Role}
+        if len(set(dtypes.values())) > 1 and not self.transfer.convert_dtype:
+            told = " and ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
+            raise ValueError(f"{told}: set them alike, or transfer.convert_dtype to true")
+        return self
+
+    def for_role(self, role: Role) -> "Settings":
+        """What one role's workers run with: its own section over `engine` and `model.dtype`; no role differs in it."""
+        own = self._own(role).model_dump(exclude_none=True)
+        dtype = own.pop("dtype", self.model.dtype)
+        return self.model_copy(
+            update={
+                "model": self.model.model_copy(update={"dtype": dtype}),
+                "engine": self.engine.model_copy(update=own),
+                "prefill": RoleSettings(),
+                "decode": RoleSettings(),
+            }
+        )
+
+    def key_of(self, role: Role, name: str) -> str:
+        """Where this role's `name`, a key of RoleSettings, is set: for messages."""
+        if getattr(self._own(role), name) is not None:
+            return f"{role}.{name}"
+        return f"model.{name}" if name == "dtype" else f"engine.{name}"
+
+    def _own(self, role: Role) -> RoleSettings:
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    @property
+    def tokens_per_hash(self) -> int:
+        """Tokens that one block hash covers: the smallest block of any role, so that each has hashes of its own blocks."""
+        return min(self._own(role).block_size or self.engine.block_size for role in Role)
 
 
 def _nearest(error: ValidationError) -> str:
@@ -318,7 +387,7 @@ def settings_table() -> str:
         lines += [
             f"## `{section}`",
             "",
-            (model.__doc__ or "").strip(),
+            field.description or (model.__doc__ or "").strip(),
             "",
             "| key | default | meaning |",
             "|---|---|---|",

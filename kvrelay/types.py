@@ -128,8 +128,26 @@ class KvMemory:
 
 
 @dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which two workers differ so that no KV may go from one to the other, and what to do about it."""
+
+    field: str
+    ours: object
+    theirs: object
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.ours!r} != {self.theirs!r}"
+
+
+@dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What must be equal on both ends before one block may travel. Compared field by field."""
+    """What two workers compare before one block may travel between them. Sizes of the whole model, not of a share.
+
+    Most fields must be equal. `block_size`, `order` and `tensor_parallel` need only fit together (see plans.py), and
+    `dtype` too where the settings allow conversion. `versions` names what computes the KV and the hashes: kvrelay, and
+    torch up to its minor version (its kernels' rounding is part of the KV; a CPU's and a GPU's build may work together).
+    """
 
     protocol: int
     model: str  # digest of config and weights
@@ -139,11 +157,39 @@ class Fingerprint:
     num_kv_heads: int
     head_dim: int
     hash_seed: str
+    order: str = "NHD"
+    tensor_parallel: int = 1
+    versions: str = ""
 
     def first_difference(self, other: "Fingerprint") -> str | None:
-        """The first field that differs as "field: ours != theirs", or None."""
+        """The first field that differs at all as "field: ours != theirs", or None."""
         for name in self.__slots__:
             mine, theirs = getattr(self, name), getattr(other, name)
             if mine != theirs:
                 return f"{name}: {mine!r} != {theirs!r}"
         return None
+
+    def misfit(self, other: "Fingerprint", *, convert_dtype: bool) -> Difference | None:
+        """The first field that forbids that KV goes between the two, or None."""
+        for name, remedy in _MUST_BE_EQUAL.items():
+            if getattr(self, name) != getattr(other, name):
+                return Difference(name, getattr(self, name), getattr(other, name), remedy)
+        if self.dtype != other.dtype and not convert_dtype:
+            remedy = "set model.dtype, prefill.dtype and decode.dtype alike, or transfer.convert_dtype to true"
+            return Difference("dtype", self.dtype, other.dtype, remedy)
+        if max(self.block_size, other.block_size) % min(self.block_size, other.block_size):
+            return Difference("block_size", self.block_size, other.block_size, "make one a multiple of the other")
+        return None
+
+
+_SAME_MODEL = "let every worker serve the same model.source, prepared from the same files"
+_SAME_VERSIONS = "install the same versions of kvrelay and torch for every worker"
+_MUST_BE_EQUAL = {
+    "protocol": _SAME_VERSIONS,
+    "versions": _SAME_VERSIONS,
+    "hash_seed": _SAME_VERSIONS,
+    "model": _SAME_MODEL,
+    "num_layers": _SAME_MODEL,
+    "num_kv_heads": _SAME_MODEL,
+    "head_dim": _SAME_MODEL,
+}

@@ -8,7 +8,9 @@ from typing import Union
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+from kvrelay.types import Fingerprint
+
+PROTOCOL_VERSION = 2
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -43,8 +45,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One sequence to compute. Token ids and hashes travel; text does not.
 
     `token_ids` is the prompt, followed, when a stream is continued on another worker, by the
-    output so far; `num_prompt_tokens` tells them apart. `block_hashes` covers the full blocks
-    of `token_ids`; `salt` is the tenant's.
+    output so far; `num_prompt_tokens` tells them apart. `block_hashes` is the chain over `token_ids`,
+    one for every `tokens_per_hash` whole tokens (0: for every block of the worker that gets it); `salt`
+    is the tenant's. A worker with k times larger blocks names them by every k-th hash.
     """
 
     request_id: str
@@ -53,6 +56,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     block_hashes: list[bytes]
     sampling: Sampling
     salt: str = ""
+    tokens_per_hash: int = 0
 
     @property
     def num_output_tokens(self) -> int:
@@ -77,7 +81,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     node_id: str
     model: str  # served model name
-    fingerprint: str  # one line, for people and equality
+    fingerprint: Fingerprint
     block_size: int
     num_blocks: int
     max_model_len: int

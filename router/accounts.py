@@ -100,6 +100,7 @@ class WorkerAccount:
             node_id=info.node_id,
             max_model_len=info.max_model_len,
             num_blocks=info.num_blocks,
+            block_size=info.block_size,
             kv_bytes_per_token=info.kv_bytes_per_token,
             prefill_tokens_per_s=_bucketed(report.prefill_tokens_per_s),
             decode_step_s=_bucketed(report.decode_step_s or report.step_s),
@@ -132,7 +133,7 @@ class Assignment:
 
 
 def common_prefix(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> int:
-    """Leading blocks that two chains share. Chained hashes are nested, so bisection is exact."""
+    """Leading hashes that two chains share. Chained hashes are nested, so bisection is exact."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -196,7 +197,7 @@ class Ledger:
         del self._assignments[request_id]
 
     def pending_matches(self, hashes: tuple[bytes, ...]) -> Iterator[tuple[WorkerAccount, int]]:
-        """Workers that are about to compute a prefix of `hashes`, with its blocks; newest first, bounded."""
+        """Workers that are about to compute a prefix of `hashes`, with its hashes; newest first, bounded."""
         if not hashes or hashes[0] not in self._pending:
             return
         for assignment in islice(reversed(self._pending[hashes[0]].values()), MAX_PENDING_COMPARED):

@@ -54,9 +54,7 @@ def prefill_terms(load: WorkerLoad, *, uncached_tokens: int, pressure: int, rate
     return PrefillTerms(compute, load.queued_tokens / speed, compute * pressure)
 
 
-def decode_terms(
-    load: WorkerLoad, *, blocks_now: int, blocks_later: int, block_size: int, model: CostModel
-) -> DecodeTerms:
+def decode_terms(load: WorkerLoad, *, blocks_now: int, blocks_later: int, model: CostModel) -> DecodeTerms:
     """The weight of the sequences and of the memory that are taken already.
 
     `blocks_now` is what must be reserved at once, `blocks_later` what it may grow to. The wait for
@@ -65,7 +63,7 @@ def decode_terms(
     """
     step_s = load.decode_step_s or model.default_decode_step_s
     missing = blocks_now * (1 + load.waiting) - load.free_blocks
-    wait = missing * block_size * step_s / max(load.sequences, 1) if missing > 0 else 0.0
+    wait = missing * load.block_size * step_s / max(load.sequences, 1) if missing > 0 else 0.0
     memory = step_s * min(1.0, blocks_later / max(load.free_blocks, 1))
     return DecodeTerms(model.decode_load_weight * step_s * load.sequences, memory, wait)
 

@@ -55,7 +55,6 @@ class Context(NamedTuple):
     request: RouteRequest
     settings: RouterSettings
     model: CostModel
-    block_size: int
     max_waiting: int
     prefill_rate: float  # tokens/s of a worker that has not measured its own
     pressure: int
@@ -116,7 +115,7 @@ def _fits(ctx: Context, load: WorkerLoad, *, needs_output: bool) -> bool:
     if request.num_tokens + (request.max_tokens > 1) > load.max_model_len:
         return False
     output = request.max_tokens if needs_output and request.needs_decode else 1
-    return _blocks(min(request.num_tokens + output, load.max_model_len), ctx.block_size) <= load.num_blocks
+    return _blocks(min(request.num_tokens + output, load.max_model_len), load.block_size) <= load.num_blocks
 
 
 def _usable(ctx: Context, options: Sequence[Option], *, needs_output: bool) -> list[Option]:
@@ -162,8 +161,8 @@ def _shortest(
 
 def _computing(ctx: Context, option: Option) -> _Computing:
     """The prompt computed by this worker: at least its last token, whose logits give the first output token."""
-    num_tokens = ctx.request.num_tokens
-    usable = (num_tokens - 1) // ctx.block_size * ctx.block_size
+    num_tokens, block_size = ctx.request.num_tokens, option.load.block_size
+    usable = (num_tokens - 1) // block_size * block_size
     uncached = num_tokens - min(max(option.held_tokens, option.coming_tokens), usable)
     work = prefill_terms(option.load, uncached_tokens=uncached, pressure=ctx.pressure, rate=ctx.prefill_rate)
     return _Computing(option, uncached, work, uncached <= ctx.settings.local_prefill_tokens)
@@ -177,12 +176,12 @@ def _decoding(ctx: Context, option: Option) -> _Decoding:
 def _decode_parts(ctx: Context, option: Option) -> DecodeTerms:
     request = ctx.request
     grown = request.num_tokens + min(request.max_tokens, ctx.model.expected_output_tokens)
-    held = option.held_tokens // ctx.block_size
+    block_size = option.load.block_size
+    held = option.held_tokens // block_size
     return decode_terms(
         option.load,
-        blocks_now=_blocks(request.num_tokens + 1, ctx.block_size) - held,
-        blocks_later=_blocks(grown, ctx.block_size) - held,
-        block_size=ctx.block_size,
+        blocks_now=_blocks(request.num_tokens + 1, block_size) - held,
+        blocks_later=_blocks(grown, block_size) - held,
         model=ctx.model,
     )
 
@@ -255,7 +254,7 @@ def _refusal(ctx: Context, role: str, live: Sequence[Option]) -> Refusal:
     fitting = [o for o in live if _fits(ctx, o.load, needs_output=role == "decode")]
     if not fitting:
         request = ctx.request
-        most = max(min(o.load.max_model_len, o.load.num_blocks * ctx.block_size) for o in live)
+        most = max(min(o.load.max_model_len, o.load.num_blocks * o.load.block_size) for o in live)
         asked = f"{request.num_tokens} tokens and up to {request.max_tokens} more"
         return Refusal("too_long", f"{asked} cannot fit on any {role} worker: the largest holds {most}", MAX_RETRY_S)
     wait = min(_decode_parts(ctx, option).wait for option in fitting)

@@ -1,9 +1,10 @@
 """Which worker holds which prefix: block hash -> bitmask of workers, fed by their KV events.
 
 Owns the index alone; never imports torch, Ray, sockets or a clock. A hash is chained, so it
-names a whole prefix; a worker's match is the number of leading blocks that it holds without a hole.
+names a whole prefix; a worker's match is the number of leading hashes whose blocks it holds without a hole. A worker
+whose blocks are k hashes long (its stride) names them by every k-th hash of a chain.
 
-A plain dict of bitmasks, walked with C-level `map`: one pass finds every worker's match, holes included.
+A plain dict of bitmasks, walked with C-level `map`: one pass finds the match of every worker of a stride, holes included.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,10 +19,10 @@ REASK_EVERY = 256
 class _Held:
     """One worker's part of the index."""
 
-    __slots__ = ("bit", "hashes", "ignored", "max_blocks", "name", "seq", "state")
+    __slots__ = ("bit", "hashes", "ignored", "max_blocks", "name", "seq", "state", "stride")
 
-    def __init__(self, name: str, bit: int, max_blocks: int) -> None:
-        self.name, self.bit, self.max_blocks = name, bit, max_blocks
+    def __init__(self, name: str, bit: int, max_blocks: int, stride: int) -> None:
+        self.name, self.bit, self.max_blocks, self.stride = name, bit, max_blocks, stride
         self.hashes: dict[bytes, None] = {}  # a dict of bytes, unlike a set, is nothing that the GC walks
         self.state = IndexState.STALE
         self.seq = 0
@@ -36,17 +37,17 @@ class PrefixIndex:
         self._workers: dict[str, _Held] = {}
         self._by_bit: dict[int, _Held] = {}
         self._free_bits: list[int] = []
-        self._routable = 0  # bits of workers that are not STALE
+        self._routable: dict[int, int] = {}  # stride -> bits of workers that are not STALE
 
     def __len__(self) -> int:
         """Number of distinct hashes held by any worker."""
         return len(self._holders)
 
-    def add_worker(self, worker_id: str, *, max_blocks: int) -> None:
+    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1) -> None:
         """A new or restarted worker: starts empty. More than `max_blocks` hashes make it DEGRADED."""
         self.remove_worker(worker_id)
         bit = self._free_bits.pop() if self._free_bits else 1 << len(self._workers)
-        held = _Held(worker_id, bit, max_blocks)
+        held = _Held(worker_id, bit, max_blocks, stride)
         self._workers[worker_id] = self._by_bit[bit] = held
 
     def remove_worker(self, worker_id: str) -> None:
@@ -55,7 +56,7 @@ class PrefixIndex:
         if held is None:
             return
         self._drop(held, held.hashes.keys())
-        self._routable &= ~held.bit
+        self._route(held, is_routable=False)
         del self._by_bit[held.bit]
         self._free_bits.append(held.bit)
 
@@ -96,20 +97,24 @@ class PrefixIndex:
         self._set_state(held, IndexState.EXACT if complete else IndexState.DEGRADED)
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading blocks of `hashes` that each worker holds; workers with none, and STALE ones, are absent."""
+        """Leading ones of `hashes` that each worker's blocks cover; workers with none, and STALE ones, are absent."""
         found: dict[str, int] = {}
-        mask = self._routable
+        for stride, mask in self._routable.items():
+            self._match(hashes if stride == 1 else hashes[stride - 1 :: stride], stride, mask, found)
+        return found
+
+    def _match(self, hashes: Sequence[bytes], stride: int, mask: int, found: dict[str, int]) -> None:
+        """Of the workers of `mask`, whose blocks have these names."""
         for depth, holders in enumerate(map(self._holders.get, hashes, repeat(0))):
             kept = mask & holders
             if kept != mask:
                 if depth:
-                    self._name(mask ^ kept, depth, found)
+                    self._name(mask ^ kept, depth * stride, found)
                 mask = kept
                 if not mask:
-                    return found
+                    return
         if hashes:
-            self._name(mask, len(hashes), found)
-        return found
+            self._name(mask, len(hashes) * stride, found)
 
     def state(self, worker_id: str) -> IndexState:
         return self._workers[worker_id].state
@@ -154,6 +159,11 @@ class PrefixIndex:
         held.state = state
         if state is IndexState.STALE:
             held.ignored = 0
-            self._routable &= ~held.bit
-        else:
-            self._routable |= held.bit
+        self._route(held, is_routable=state is not IndexState.STALE)
+
+    def _route(self, held: _Held, *, is_routable: bool) -> None:
+        """Let `match` find this worker, or not."""
+        others = self._routable.pop(held.stride, 0) & ~held.bit
+        mask = others | held.bit if is_routable else others
+        if mask:
+            self._routable[held.stride] = mask

@@ -29,12 +29,15 @@ class Router:
         self,
         settings: RouterSettings,
         *,
-        block_size: int,
+        tokens_per_hash: int,
         max_waiting: int = 256,
         model: CostModel | None = None,
     ) -> None:
-        """`max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit)."""
-        self._settings, self._block_size, self._max_waiting = settings, block_size, max_waiting
+        """`tokens_per_hash` divides every worker's block size; requests bring one hash for so many tokens.
+
+        `max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit).
+        """
+        self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = model or CostModel()
         self._accounts: dict[str, WorkerAccount] = {}
         self._index = PrefixIndex()
@@ -57,7 +60,9 @@ class Router:
             self._index.mark_stale(info.worker_id)
             return
         self._accounts[info.worker_id] = WorkerAccount(info)
-        self._index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks)
+        stride, rest = divmod(info.block_size, self._tokens_per_hash)
+        assert not rest, f"blocks of {info.block_size} tokens have no hashes of every {self._tokens_per_hash}"
+        self._index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks, stride=stride)
 
     def worker_down(self, worker_id: str) -> None:
         """Forget a worker; its requests stay counted nowhere, and their `on_end` changes nothing else."""
@@ -90,9 +95,7 @@ class Router:
         options = self._options(request)
         prefills = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.PREFILL]
         decodes = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.DECODE]
-        ctx = Context(
-            request, self._settings, self._model, self._block_size, self._max_waiting, self._prefill_rate, pressure=0
-        )
+        ctx = Context(request, self._settings, self._model, self._max_waiting, self._prefill_rate, pressure=0)
         choice = choose(ctx, prefills, decodes)
         if isinstance(choice, Decision):
             self._reserve(request, choice, now_s)
@@ -116,11 +119,12 @@ class Router:
         """All live workers with what they hold, and will hold, of the prompt."""
         matched = self._index.match(request.block_hashes)
         coming = dict(matched)
-        for account, blocks in self._ledger.pending_matches(request.block_hashes):
+        size = self._tokens_per_hash
+        for account, hashes in self._ledger.pending_matches(request.block_hashes):
             worker_id = account.info.worker_id
             if self._accounts.get(worker_id) is account and self._index.state(worker_id) is not IndexState.STALE:
-                coming[worker_id] = max(blocks, coming.get(worker_id, 0))
-        size = self._block_size
+                whole = hashes - hashes % (account.info.block_size // size)  # of its own blocks
+                coming[worker_id] = max(whole, coming.get(worker_id, 0))
         return [
             Option(account.load(), matched.get(worker_id, 0) * size, coming.get(worker_id, 0) * size)
             for worker_id, account in self._accounts.items()
@@ -129,7 +133,8 @@ class Router:
     def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
         compute = self._accounts[decision.prefill or decision.decode or ""]
         decode = self._accounts[decision.decode] if decision.decode is not None else None
-        held = decision.cached_tokens_decode // self._block_size
+        size = decode.info.block_size if decode is not None else 1
+        held = decision.cached_tokens_decode // size
         self._ledger.assign(
             Assignment(
                 request_id=request.request_id,
@@ -137,7 +142,7 @@ class Router:
                 compute=compute,
                 compute_tokens=request.num_tokens - decision.cached_tokens_prefill,
                 decode=decode,
-                decode_blocks=-(-(request.num_tokens + 1) // self._block_size) - held if decode else 0,
+                decode_blocks=-(-(request.num_tokens + 1) // size) - held if decode else 0,
                 assigned_at_s=now_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
             )

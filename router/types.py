@@ -38,7 +38,7 @@ class IndexState(enum.StrEnum):
 class RouteRequest:
     """What the router may know of a sequence: no token ids, no text.
 
-    `block_hashes` are the chained hashes of the full blocks of its `num_tokens` tokens.
+    `block_hashes` is the chain over its `num_tokens` tokens, one hash for every `tokens_per_hash` of the router's.
     `max_tokens` bounds the output that may follow. `excluded` are workers not to be tried (again).
     `force` overrides where the prompt is computed: "local" on the decode worker, "remote" on a prefill worker.
     """
@@ -110,6 +110,7 @@ class WorkerLoad:
     node_id: str
     max_model_len: int
     num_blocks: int
+    block_size: int
     kv_bytes_per_token: int
     prefill_tokens_per_s: float
     decode_step_s: float

@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 Force = Literal["local", "remote"] | None
 RETRY_AFTER_FULL_S = 1.0
+_SAME_SETTINGS = "start every worker and ingress with the same settings"
 
 
 class Dispatcher:
@@ -109,12 +110,13 @@ class Dispatcher:
 
     def link_up(self, link: WorkerLink, info: wire.WorkerInfo) -> str | None:
         """Take a worker, unless it cannot work with us or with those who are here."""
-        block_size = self.settings.engine.block_size
-        if info.block_size != block_size:
-            return f"its blocks have {info.block_size} tokens, ours {block_size}"
+        step = self.settings.tokens_per_hash
+        if info.block_size % step:
+            return f"block_size: its blocks have {info.block_size} tokens, but prompts are hashed by {step}: {_SAME_SETTINGS}"
         for other, _ in self.live_workers():
-            if other.fingerprint != info.fingerprint:
-                return f"it serves {info.fingerprint}, but worker {other.worker_id} serves {other.fingerprint}"
+            convert_dtype = self.settings.transfer.convert_dtype
+            if difference := info.fingerprint.misfit(other.fingerprint, convert_dtype=convert_dtype):
+                return f"{difference} of worker {other.worker_id}: {difference.remedy}"
         if self._links.get(link.worker_id) is link:
             self.router.worker_up(info)
         logger.info("worker %s (%s) is up", info.worker_id, info.role)

@@ -100,6 +100,7 @@ class _Choice:
             block_hashes=self._hashes,
             sampling=sampling,
             salt=job.salt,
+            tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
         )
         explain = job.explain if self._index == 0 else None
         if explain is not None:
@@ -152,10 +153,10 @@ class Generation:
                 choice.close()
 
     async def _choices(self) -> list[_Choice]:
-        block_size = self.dispatcher.settings.engine.block_size
+        tokens_per_hash = self.dispatcher.settings.tokens_per_hash
         choices: list[_Choice] = []
         for number, prompt in enumerate(self.job.prompts):
-            hashes = await _hashes(prompt.token_ids, block_size, self.job.salt)
+            hashes = await _hashes(prompt.token_ids, tokens_per_hash, self.job.salt)
             gate = asyncio.Event()
             if len(hashes) < GATED_BLOCKS:
                 gate.set()
@@ -164,10 +165,10 @@ class Generation:
         return choices
 
 
-async def _hashes(token_ids: list[int], block_size: int, salt: str) -> list[bytes]:
+async def _hashes(token_ids: list[int], tokens_per_hash: int, salt: str) -> list[bytes]:
     if len(token_ids) < LONG_PROMPT_TOKENS:
-        return list(block_hashes(token_ids, block_size, salt))
-    return list(await asyncio.to_thread(block_hashes, token_ids, block_size, salt))
+        return list(block_hashes(token_ids, tokens_per_hash, salt))
+    return list(await asyncio.to_thread(block_hashes, token_ids, tokens_per_hash, salt))
 
 
 _Item = tuple[int, Piece] | BaseException | None

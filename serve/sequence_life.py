@@ -185,7 +185,7 @@ class SequenceLife:
             return self._request
         original, emitted = self._request, self._order.tokens
         self._order.forget_early()
-        token_ids = original.token_ids + emitted
+        token_ids, tokens_per_hash = original.token_ids + emitted, self._carrier.settings.tokens_per_hash
         sampling = original.sampling
         if emitted and sampling.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -193,9 +193,10 @@ class SequenceLife:
             request_id=f"{original.request_id}~{self._attempts_made}",
             token_ids=token_ids,
             num_prompt_tokens=original.num_prompt_tokens,
-            block_hashes=list(block_hashes(token_ids, self._carrier.settings.engine.block_size, original.salt)),
+            block_hashes=list(block_hashes(token_ids, tokens_per_hash, original.salt)),
             sampling=sampling,
             salt=original.salt,
+            tokens_per_hash=tokens_per_hash,
         )
 
     async def _reserve(self, attempt: Attempt, worker_id: str) -> bytes:

@@ -15,13 +15,14 @@ from kvrelay import plane, wire
 from kvrelay.errors import ConnectionLost
 from kvrelay.serve.detokenizer import ByteDetokenizer
 from kvrelay.serve.worker_link import Member
-from kvrelay.types import Role
+from kvrelay.types import Fingerprint, Role
 from kvrelay.wire import SequenceRequest, TokenLogprob, TokenOutput
 
 SECRET = b"the secret of the tests"
 EOS = 256
 VOCAB_SIZE = 258
 BLOCK_SIZE = 16
+FINGERPRINT = Fingerprint(1, "fake", "float32", BLOCK_SIZE, 2, 2, 8, "seed")
 
 
 class ByteCodec:
@@ -126,7 +127,7 @@ class FakeWorker:
     def info(self) -> wire.WorkerInfo:
         fields: dict[str, object] = {
             "worker_id": self._name, "role": self.role.value, "epoch": "e1", "host": "127.0.0.1",
-            "port": self.port, "node_id": "n1", "model": "fake", "fingerprint": "fake fp32", "block_size": BLOCK_SIZE,
+            "port": self.port, "node_id": "n1", "model": "fake", "fingerprint": FINGERPRINT, "block_size": BLOCK_SIZE,
             "num_blocks": 1024, "max_model_len": 1024, "max_running": 64, "kv_bytes_per_token": 1024,
             "device": "cpu", "transports": ["fake"],
         }  # fmt: skip

@@ -50,6 +50,8 @@ def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int,
         (["serve", "--kv-memory", "lots"], "not a size"),
         (["serve", "--set", "engine.token_budge=3"], "engine.token_budget"),
         (["serve", "--set", "engin.token_budget=3"], "engine"),
+        (["serve", "--set", "prefill.block_size=24"], "prefill.block_size: a block holds a power of two"),
+        (["serve", "--set", "decode.dtype=float32"], "transfer.convert_dtype"),
         (["serve", "--config", "no/such.yaml"], "no/such.yaml"),
         (["sreve"], "serve"),
         (["scale"], "--decode"),
@@ -187,6 +189,11 @@ def test_building_the_application_imports_no_torch():
             "model.max_model_len: 100000000 tokens, but this model's longest context is 2048",
         ),
         (["--host", "192.0.2.7"], "cannot listen on 192.0.2.7"),
+        (["--set", "decode.kv_memory=1KiB"], "decode.kv_memory: 1024 bytes hold 0 blocks"),
+        (
+            ["--set", "prefill.kv_layout=HND", "--backend", "cpu"],
+            "prefill.kv_layout: the cpu backend takes NHD, not HND",
+        ),
     ],
 )
 def test_settings_that_the_model_or_machine_cannot_take_are_told_before_ray_starts(

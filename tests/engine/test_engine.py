@@ -1,5 +1,6 @@
 """The engine against Hugging Face: batched, chunked, cached, pre-empted, handed over: the same tokens."""
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
@@ -248,3 +249,33 @@ def test_abort_in_every_state_frees_everything(make):
     assert not engine.abort("unknown")
     assert engine.pool.counts().used == 0 and not engine.scheduler.sequences
     engine.check()
+
+
+def test_heads_before_tokens_in_memory_give_the_same_tokens(folder, oracle):
+    backend = select_backend("reference", "cpu", 1)
+    config = EngineConfig(block_size=8, kv_layout="HND", kv_memory_bytes=64 * 8 * 3 * 2 * 2 * 16 * 4, token_budget=24)
+    engine = load_engine(folder, backend, torch.float32, config)
+    assert engine.memory.layout.order == engine.fingerprint.order == "HND"
+    prompt = prompt_of(50)
+    for name in ("cold", "cached"):
+        engine.add(request(name, prompt))
+        assert tokens(drain(engine)[name]) == oracle(prompt, 12)
+
+
+def test_hashes_finer_than_the_blocks_find_and_name_the_same_blocks(make, oracle):
+    engine, prompt = make(), prompt_of(50)
+    for name in ("cold", "warm"):
+        wanted = msgspec.structs.replace(request(name, prompt, block_size=2), tokens_per_hash=2)
+        engine.add(wanted)
+        outputs = drain(engine)[name]
+        assert tokens(outputs) == oracle(prompt, 12)
+    assert outputs[0].cached_tokens == 48
+    events = engine.drain_events()
+    whole = prompt + oracle(prompt, 12)
+    assert set(events.stored) == set(block_hashes(whole[:-1], 2)[3::4])  # the last token has no KV
+
+
+@pytest.mark.parametrize("step", [16, 3, -8])
+def test_hashes_that_name_no_block_of_this_engine_are_refused(make, step):
+    wanted = msgspec.structs.replace(request("a", prompt_of(50)), tokens_per_hash=step)
+    assert make().refusal(wanted) == ("invalid", f"hashes of every {step} tokens name no blocks of 8")

@@ -5,11 +5,14 @@ import logging
 import pytest
 import torch
 
-from kvrelay.errors import BackendUnavailable
+from kvrelay.config import settings_from
+from kvrelay.engine.fit import check_kv_layout
+from kvrelay.errors import BackendUnavailable, ConfigError
 from kvrelay.kernels import native_cpu, select
 from kvrelay.kernels.cpu import CpuBackend
-from kvrelay.kernels.select import select_backend
+from kvrelay.kernels.select import kv_layouts, select_backend
 from kvrelay.kernels.selfcheck import first_wrong_kernel
+from kvrelay.types import Role
 
 NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
 
@@ -39,6 +42,22 @@ def test_unknown_names_and_misfit_devices_are_refused():
 
 def test_the_reference_runs_where_it_is_told():
     assert select_backend("reference", "auto").device == torch.device("cpu")
+
+
+@NO_GPU
+def test_the_caches_that_a_backend_takes_are_known_before_it_is_made():
+    assert kv_layouts("reference") == ("reference", ("NHD", "HND"))
+    assert kv_layouts("auto") == kv_layouts("cpu") == ("cpu", ("NHD",))
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
+        kv_layouts("cuda")
+
+
+def test_a_role_whose_backend_cannot_read_its_kv_layout_is_told_by_the_key():
+    settings = settings_from({"decode": {"kv_layout": "HND"}})
+    check_kv_layout("cpu", ("NHD",), settings, Role.PREFILL)
+    check_kv_layout("cuda", ("NHD", "HND"), settings, Role.DECODE)
+    with pytest.raises(ConfigError, match=r"decode\.kv_layout: the cpu backend takes NHD, not HND"):
+        check_kv_layout("cpu", ("NHD",), settings, Role.DECODE)
 
 
 def test_without_a_compiler_torch_takes_over_with_one_line(monkeypatch, caplog):

@@ -118,11 +118,12 @@ def test_elementwise_kernels_equal_the_reference(cuda, reference, dtype):
         torch.testing.assert_close(a.cpu(), b, **near)
 
 
-def check_store_kv(backend, planned, dtype, wrap=lambda batch: batch):
+def check_store_kv(backend, planned, dtype, wrap=lambda batch: batch, kv_layout="NHD"):
     step = make_step(Case(((1, 33), (9, 20)), dtype=dtype))
     fused, device = random(10, 6, 64, dtype=dtype), backend.device
     k, v = fused[:, 2:4], fused[:, 4:]  # strided, as the model's are
     cache = torch.zeros_like(step.kv_layer).to(device)
+    cache = cache.transpose(2, 3).contiguous().transpose(2, 3) if kv_layout == "HND" else cache
     batch, slots = wrap(step.batch), step.batch.slot_mapping
     if planned:
         backend.plan(batch, step.case.shape)
@@ -135,8 +136,9 @@ def check_store_kv(backend, planned, dtype, wrap=lambda batch: batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [*HALF, torch.float32])
 @pytest.mark.parametrize("planned", [False, True])
-def test_store_kv_writes_its_slots(cuda, planned, dtype):
-    check_store_kv(cuda, planned, dtype)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_store_kv_writes_its_slots(cuda, planned, dtype, kv_layout):
+    check_store_kv(cuda, planned, dtype, kv_layout=kv_layout)
 
 
 @pytest.mark.gpu
@@ -153,14 +155,16 @@ def test_sampling_equals_the_reference(cuda, reference, filters):
 
 
 @pytest.mark.gpu
-def test_a_replayed_step_of_a_real_model_equals_the_step(cuda, folder):
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_replayed_step_of_a_real_model_equals_the_step(cuda, folder, kv_layout):
     with torch.inference_mode():
-        assert_graphs_equal_steps(Decoder(cuda, folder))
+        assert_graphs_equal_steps(Decoder(cuda, folder, kv_layout=kv_layout))
 
 
 @pytest.mark.gpu
-def test_a_mixed_step_of_a_real_model_equals_the_reference(cuda, reference, folder):
-    found, expected = Decoder(cuda, folder), Decoder(reference, folder)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_mixed_step_of_a_real_model_equals_the_reference(cuda, reference, folder, kv_layout):
+    found, expected = Decoder(cuda, folder, kv_layout=kv_layout), Decoder(reference, folder)
     token_ids, batch = found.step(((1, 33), (1, 60), (5, 5), (17, 40)), 1)
     near = {"atol": 1e-1, "rtol": 5e-2}  # bfloat16 through four layers
     torch.testing.assert_close(found.plain(token_ids, batch).cpu(), expected.plain(token_ids, batch), **near)
@@ -213,6 +217,7 @@ class FakeGpu:
         self.plain = ReferenceBackend("cpu")
         self.calls: list[Callable[[], object]] | None = None  # of the capture under way
         self.num_captures = 0
+        self.appended: list[str] = []  # the layouts of append's caches
         self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(FakeDecode, self)
         self.BatchPrefillWithPagedKVCacheWrapper = functools.partial(FakePrefill, self)
 
@@ -238,7 +243,9 @@ class FakeGpu:
 
     def append_paged_kv_cache(self, k, v, batch_indices, positions, cache, indices, indptr, last_page_len, kv_layout):
         """As AppendPagedKVCacheKernel in FlashInfer 0.7.2's page.cuh."""
-        assert kv_layout == "NHD" and k.dtype == v.dtype == cache.dtype in HALF
+        assert k.dtype == v.dtype == cache.dtype in HALF
+        self.appended.append(kv_layout)
+        cache = tokens_then_heads(cache, kv_layout)
         assert all(t.dtype == torch.int32 for t in (batch_indices, positions, indices, indptr, last_page_len))
         assert len(last_page_len) == len(indptr) - 1
 
@@ -268,6 +275,12 @@ class FakeGpu:
         self.num_captures += 1
 
 
+def tokens_then_heads(cache, kv_layout):
+    """The cache [blocks, 2, block_size, heads, head_dim], however FlashInfer was told that it lies."""
+    assert cache.is_contiguous() and kv_layout in ("NHD", "HND")
+    return cache if kv_layout == "NHD" else cache.transpose(2, 3)
+
+
 def copy_all(targets, sources):
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
@@ -277,7 +290,8 @@ class FakeDecode:
     """BatchDecodeWithPagedKVCacheWrapper; one for graphs keeps its three buffers."""
 
     def __init__(self, gpu, workspace, kv_layout, *, backend, use_tensor_cores=False, use_cuda_graph=False, **buffers):
-        assert kv_layout == "NHD" and not workspace.any()
+        assert not workspace.any()
+        self._kv_layout = kv_layout
         names = ("indptr", "indices", "last_page_len")
         self._fixed = [buffers[f"paged_kv_{name}_buffer"] for name in names] if use_cuda_graph else None
         self._gpu, self._starts = gpu, None
@@ -295,6 +309,7 @@ class FakeDecode:
         self._size, self._options = page_size, options
 
     def run(self, q, cache, out):
+        cache = tokens_then_heads(cache, self._kv_layout)
         self._gpu.kernel(lambda: self._run(q, cache, out))
         return out
 
@@ -367,11 +382,14 @@ def folder(request, tmp_path, monkeypatch):
 class Decoder:
     """A model over a cache of random keys and values: 64 blocks of 16."""
 
-    def __init__(self, backend, folder, dtype=torch.bfloat16):
-        self.backend, self.model = backend, load_model(folder, backend, dtype, block_size=16)
+    def __init__(self, backend, folder, dtype=torch.bfloat16, kv_layout="NHD"):
+        self.backend = backend
+        self.model = load_model(folder, backend, dtype, block_size=16, kv_layout=kv_layout)
         self.shape, self.generator = self.model.attention_shape, torch.Generator().manual_seed(3)
         sizes = (self.model.spec.num_layers, 64, 2, 16, self.shape.num_kv_heads, self.shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype).to(backend.device)
+        if kv_layout == "HND":
+            self.kv = self.kv.transpose(3, 4).contiguous().transpose(3, 4)
 
     def step(self, sequences, seed):
         """(token ids, batch) of these (new tokens, context) pairs."""
@@ -405,8 +423,9 @@ def wrap_ids(wrap, token_ids):
     return token_ids.as_subclass(OnHost) if wrap is on_host else token_ids
 
 
-def test_a_replayed_step_of_a_real_model_equals_the_step_on_a_fake_gpu(fake_gpu, folder):
-    assert_graphs_equal_steps(Decoder(fake_gpu, folder), on_host)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_replayed_step_of_a_real_model_equals_the_step_on_a_fake_gpu(fake_gpu, folder, kv_layout):
+    assert_graphs_equal_steps(Decoder(fake_gpu, folder, kv_layout=kv_layout), on_host)
     assert fake_gpu.gpu.num_captures == 2  # one for each size
 
 
@@ -423,9 +442,10 @@ def test_a_forward_that_copies_metadata_by_itself_cannot_be_captured(fake_gpu, f
         graphs.run(token_ids.as_subclass(OnHost), on_host(batch), copying)
 
 
-def test_a_mixed_step_of_a_real_model_equals_the_reference_on_a_fake_gpu(fake_gpu, reference, folder):
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_a_mixed_step_of_a_real_model_equals_the_reference_on_a_fake_gpu(fake_gpu, reference, folder, kv_layout):
     for dtype in (torch.bfloat16, torch.float32):  # float32 goes through torch
-        found, expected = Decoder(fake_gpu, folder, dtype), Decoder(reference, folder, dtype)
+        found, expected = Decoder(fake_gpu, folder, dtype, kv_layout), Decoder(reference, folder, dtype)
         token_ids, batch = found.step(((1, 33), (1, 60), (5, 5), (17, 40)), 1)
         near = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
         torch.testing.assert_close(found.plain(token_ids, on_host(batch)), expected.plain(token_ids, batch), **near)
@@ -492,5 +512,7 @@ def test_flashinfer_appends_what_its_kernel_has_threads_for(heads, head_dim, dty
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("planned", [False, True])
-def test_store_kv_writes_its_slots_on_a_fake_gpu(fake_gpu, planned, dtype):
-    check_store_kv(fake_gpu, planned, dtype, on_host)
+@pytest.mark.parametrize("kv_layout", ["NHD", "HND"])
+def test_store_kv_writes_its_slots_on_a_fake_gpu(fake_gpu, planned, dtype, kv_layout):
+    check_store_kv(fake_gpu, planned, dtype, on_host, kv_layout)
+    assert fake_gpu.gpu.appended == ([kv_layout] if dtype in HALF else [])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,7 @@ from kvrelay import wire
 from kvrelay.errors import EngineFailed, InvalidRequest, Overloaded, RequestError, WorkerLost
 from kvrelay.serve.worker_link import Member
 from kvrelay.types import Role
-from tests.fakes import EOS, FakeWorker, alphabet, expected_tokens, scripted
+from tests.fakes import EOS, FINGERPRINT, FakeWorker, alphabet, expected_tokens, scripted
 from tests.serve.conftest import collect, hold_in_line, sequence
 
 
@@ -326,8 +327,19 @@ async def test_a_worker_no_longer_listed_ends_its_streams_but_gets_no_new_ones(m
     assert len((await reading)[0]) == 8
 
 
-@pytest.mark.parametrize("wrong", [{"block_size": 32}, {"fingerprint": "another model"}, {"claims_to_be": "someone"}])
-async def test_a_worker_that_does_not_fit_is_not_used(make_cluster, wrong):
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"block_size": 24}, "blocks have 24 tokens, but prompts are hashed by 16"),
+        (
+            {"fingerprint": replace(FINGERPRINT, model="another")},
+            "model: 'another' != 'fake' of worker d0: let every worker",
+        ),
+        ({"fingerprint": replace(FINGERPRINT, dtype="float16")}, "dtype: 'float16' != 'float32'"),
+        ({"claims_to_be": "someone"}, "is worker someone"),
+    ],
+)
+async def test_a_worker_that_does_not_fit_is_not_used(make_cluster, wrong, why, caplog):
     cluster = await make_cluster(prefill=0, decode=1)
     stranger = FakeWorker("d9", Role.DECODE, **wrong)
     member = await stranger.start()
@@ -337,6 +349,38 @@ async def test_a_worker_that_does_not_fit_is_not_used(make_cluster, wrong):
     await stranger.until(lambda w: w.num_greetings > 1)  # turned away once, and back
     await collect(cluster.dispatcher.generate(sequence()))
     assert [info.worker_id for info, _ in cluster.dispatcher.live_workers()] == ["d0"]
+    assert why in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("other", "transfer"),
+    [
+        ({"block_size": 32, "fingerprint": replace(FINGERPRINT, block_size=32, order="HND")}, {}),
+        ({"fingerprint": replace(FINGERPRINT, dtype="float16")}, {"convert_dtype": True}),
+    ],
+)
+async def test_a_worker_that_differs_in_what_can_be_paired_is_used(make_cluster, other, transfer):
+    cluster = await make_cluster(prefill=0, decode=1, transfer=transfer)
+    cluster.decode.append(FakeWorker("d1", Role.DECODE, **other))
+    members = [Member("d0", "decode", "127.0.0.1", cluster.decode[0].port), await cluster.decode[1].start()]
+    cluster.dispatcher.set_members(members)
+    async with asyncio.timeout(10):
+        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
+    cluster.dispatcher.set_members(members[1:])
+    request = sequence()
+    assert (await collect(cluster.dispatcher.generate(request)))[0] == expected_tokens(alphabet, request)
+    assert cluster.decode[1].count(wire.Generate) == 1
+
+
+async def test_hashes_travel_with_the_tokens_that_each_covers(make_cluster):
+    cluster = await make_cluster(prefill=0, engine={"block_size": 8})
+    worker = cluster.decode[0]
+    response = await cluster.client.post(
+        "/v1/completions", json={"model": "fake-model", "prompt": "x" * 40, "max_tokens": 1}
+    )
+    assert response.status_code == 200
+    request = next(message.request for message in worker.received if isinstance(message, wire.Generate))
+    assert (request.tokens_per_hash, len(request.block_hashes)) == (8, 5)
 
 
 def fail_with(code, *, retryable=True):

@@ -169,7 +169,7 @@ async def post(http_folder, messages, **body):
     import httpx
 
     settings = settings_from({})
-    dispatcher = Dispatcher(Router(settings.router, block_size=settings.engine.block_size), SECRET, settings)
+    dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), SECRET, settings)
     app = create_app(dispatcher, Tokenizer(http_folder), settings, ModelCard("m", 512, 0))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
         return await client.post("/v1/chat/completions", json={"messages": messages, "max_tokens": 1, **body})

@@ -178,8 +178,10 @@ def test_flags_win_over_the_file_and_pairs_over_flags(tmp_path: Path):
     file = tmp_path / "f.yaml"
     file.write_text("engine: {token_budget: 64, kv_memory: 1GiB}\ncluster: {decode: 3}\n")
     flags = {"engine": {"kv_memory": "2GiB"}, "cluster": {"prefill": 2, "decode": None}}
-    settings = settings_from_flags(file, flags, ["engine.token_budget=128", "model.max_model_len=512"])
-    assert (settings.engine.token_budget, settings.engine.kv_memory) == (128, "2GiB")
+    settings = settings_from_flags(
+        file, flags, ["engine.token_budget=128", "model.max_model_len=512", "prefill.block_size=32"]
+    )
+    assert (settings.engine.token_budget, settings.engine.kv_memory, settings.prefill.block_size) == (128, "2GiB", 32)
     assert (settings.cluster.prefill, settings.cluster.decode, settings.model.max_model_len) == (2, 3, 512)
 
 

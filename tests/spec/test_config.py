@@ -15,6 +15,7 @@ from kvrelay.config import (
     with_secrets,
 )
 from kvrelay.errors import ConfigError
+from kvrelay.types import Role
 
 
 @pytest.mark.parametrize(
@@ -80,9 +81,9 @@ def test_a_key_like_no_other_gets_no_hint():
 @pytest.mark.parametrize(
     ("data", "key"),
     [
-        ({"engine": {"block_size": 24}}, "engine"),
-        ({"engine": {"block_size": 0}}, "engine"),
-        ({"engine": {"block_size": 1024}}, "engine"),
+        ({"engine": {"block_size": 24}}, "engine.block_size: a block holds a power of two"),
+        ({"engine": {"block_size": 0}}, "engine.block_size"),
+        ({"engine": {"block_size": 1024}}, "engine.block_size"),
         ({"engine": {"token_budget": 1}}, "engine.token_budget"),
         ({"serve": {"port": 70000}}, "serve.port"),
         ({"transfer": {"transport": "carrier-pigeon"}}, "transfer.transport"),
@@ -217,3 +218,68 @@ def test_switches_of_the_environment(monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_OFFLINE", "true")
     monkeypatch.setenv("KVRELAY_NATIVE", "0")
     assert (hub_offline(), native_disabled()) == (True, True)
+
+
+def test_a_roles_own_section_goes_over_the_common_one():
+    settings = settings_from(
+        {
+            "engine": {"block_size": 16, "token_budget": 256},
+            "prefill": {"block_size": 32, "kv_memory": "1GiB", "prefix_caching": False},
+            "decode": {"token_budget": 64, "kv_layout": "HND", "backend": "reference"},
+        }
+    )
+    prefill, decode = settings.for_role(Role.PREFILL).engine, settings.for_role(Role.DECODE).engine
+    assert (prefill.block_size, prefill.kv_memory_bytes, prefill.token_budget) == (32, 1 << 30, 256)
+    assert (prefill.kv_layout, prefill.prefix_caching, decode.prefix_caching) == ("NHD", False, True)
+    assert (decode.block_size, decode.token_budget, decode.kv_layout, decode.backend) == (16, 64, "HND", "reference")
+
+
+def test_a_role_without_a_section_is_as_the_common_one():
+    settings = settings_from({"engine": {"block_size": 32}, "model": {"dtype": "float32"}})
+    for role in Role:
+        assert settings.for_role(role) == settings
+
+
+def test_in_one_roles_settings_no_role_differs():
+    prefill = settings_from({"prefill": {"block_size": 32}}).for_role(Role.PREFILL)
+    assert prefill.for_role(Role.DECODE) == prefill.for_role(Role.PREFILL) == prefill
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "smallest"), [(None, None, 16), (32, None, 16), (32, 64, 32), (None, 4, 4)]
+)
+def test_prompts_are_hashed_by_the_smallest_block_of_any_role(prefill, decode, smallest):
+    settings = settings_from({"prefill": {"block_size": prefill}, "decode": {"block_size": decode}})
+    assert settings.tokens_per_hash == smallest
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"prefill": {"block_size": 24}}, "prefill.block_size: a block holds a power of two"),
+        ({"decode": {"kv_memory": "lots"}}, "decode.kv_memory: 'lots' is not a size"),
+        ({"prefill": {"blok_size": 8}}, "unknown setting prefill.blok_size; did you mean prefill.block_size?"),
+        ({"decode": {"dtype": "int3"}}, "decode.dtype"),
+        ({"engine": {"kv_layout": "DNH"}}, "engine.kv_layout"),
+        ({"prefill": {"dtype": "float32"}}, "prefill.dtype is float32 and model.dtype is bfloat16"),
+        ({"prefill": {"dtype": "float32"}}, "transfer.convert_dtype"),
+    ],
+)
+def test_a_roles_wrong_value_is_told_by_its_own_key(data, message):
+    with pytest.raises(ConfigError) as caught:
+        settings_from(data)
+    assert message in str(caught.value)
+
+
+def test_unequal_dtypes_are_taken_where_they_are_converted():
+    data = {"prefill": {"dtype": "float32"}, "transfer": {"convert_dtype": True}}
+    settings = settings_from(data)
+    assert [settings.for_role(role).model.kv_dtype for role in Role] == ["float32", "bfloat16"]
+    assert settings_from({"prefill": {"dtype": "bfloat16"}}).for_role(Role.PREFILL).model.dtype == "bfloat16"
+
+
+def test_the_key_of_a_roles_setting_is_where_it_stands():
+    settings = settings_from({"prefill": {"kv_memory": "1GiB"}})
+    assert settings.key_of(Role.PREFILL, "kv_memory") == "prefill.kv_memory"
+    assert settings.key_of(Role.DECODE, "kv_memory") == "engine.kv_memory"
+    assert settings.key_of(Role.DECODE, "dtype") == "model.dtype"

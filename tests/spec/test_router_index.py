@@ -8,9 +8,11 @@ from kvrelay.config import RouterSettings
 from kvrelay.router.prefix_index import REASK_EVERY, PrefixIndex
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, IndexState, RouteRequest
+from kvrelay.types import Fingerprint
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 
 BLOCK = 16
+FINGERPRINT = Fingerprint(1, "m", "bfloat16", BLOCK, 2, 2, 8, "seed")
 CHAINS = [tuple(f"{name}{i}".encode().ljust(16) for i in range(6)) for name in "abc"]
 ALL_HASHES = [block_hash for chain in CHAINS for block_hash in chain]
 A = CHAINS[0]
@@ -123,6 +125,31 @@ def test_a_new_worker_on_a_freed_place_inherits_nothing():
     assert index.match(A) == {"w3": 1}
 
 
+def test_a_worker_with_larger_blocks_is_found_by_every_kth_hash():
+    index = fed("w1")
+    index.add_worker("w2", max_blocks=100, stride=2)
+    index.apply_snapshot("w2", 0, [A[1], A[3]])
+    index.apply_events("w1", 1, A[:5], [])
+    assert index.match(A) == {"w1": 5, "w2": 4}
+    assert index.match(A[:3]) == {"w1": 3, "w2": 2}
+    assert index.match(A[:1]) == {"w1": 1}
+
+
+def test_a_worker_with_larger_blocks_is_not_found_by_hashes_that_end_none_of_them():
+    index = PrefixIndex()
+    index.add_worker("w2", max_blocks=100, stride=2)
+    index.apply_snapshot("w2", 0, [A[0], A[2], A[4]])
+    assert index.match(A) == {}
+
+
+def test_a_worker_may_come_back_with_other_blocks():
+    index = PrefixIndex()
+    for stride, expected in ((2, {"w1": 6}), (1, {}), (3, {})):
+        index.add_worker("w1", max_blocks=100, stride=stride)
+        index.apply_snapshot("w1", 0, [A[1], A[3], A[5]])
+        assert index.match(A) == expected
+
+
 def info(worker_id, epoch="e1", role="prefill"):
     return WorkerInfo(
         worker_id=worker_id,
@@ -132,8 +159,8 @@ def info(worker_id, epoch="e1", role="prefill"):
         port=1,
         node_id="n",
         model="m",
-        fingerprint="f",
-        block_size=BLOCK,
+        fingerprint=FINGERPRINT,
+        block_size=2 * BLOCK if worker_id.endswith("2") else BLOCK,
         num_blocks=100,
         max_model_len=1600,
         max_running=8,
@@ -150,7 +177,7 @@ def routed(router, request_id="r", chain=A):
 
 
 def router_with(*workers):
-    router = Router(RouterSettings(), block_size=BLOCK)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     for worker in workers:
         router.worker_up(worker)
         router.apply_snapshot(worker.worker_id, KvSnapshot(seq=0, hashes=[]))
@@ -204,7 +231,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.router = Router(RouterSettings(), block_size=BLOCK)
+        self.router = Router(RouterSettings(), tokens_per_hash=BLOCK)
         self.held = {}  # worker -> set of hashes that it really has
         self.seq = {}
         self.exact = set()
@@ -312,9 +339,11 @@ class RouterMachine(RuleBasedStateMachine):
         for chain in CHAINS:
             expected = {}
             for name in self.exact:
-                depth = next((i for i, h in enumerate(chain) if h not in self.held[name]), len(chain))
+                stride = 2 if name.endswith("2") else 1
+                ends = chain[stride - 1 :: stride]
+                depth = next((i for i, h in enumerate(ends) if h not in self.held[name]), len(ends))
                 if depth:
-                    expected[name] = depth
+                    expected[name] = depth * stride
             found = index.match(chain)
             for name, depth in expected.items():
                 assert found.get(name, 0) == depth

@@ -5,12 +5,16 @@ import pytest
 from kvrelay.config import RouterSettings
 from kvrelay.router.router import Router
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, Refusal, RouteRequest
+from kvrelay.types import Fingerprint
 from kvrelay.wire import KvSnapshot, LoadReport, WorkerInfo
 
 BLOCK = 16
+FINGERPRINT = Fingerprint(1, "m", "bfloat16", BLOCK, 2, 2, 8, "seed")
 
 
-def info(worker_id, role, *, epoch="e1", node="n1", num_blocks=1000, max_model_len=8192, max_running=64):
+def info(
+    worker_id, role, *, epoch="e1", node="n1", num_blocks=1000, max_model_len=8192, max_running=64, block_size=BLOCK
+):
     return WorkerInfo(
         worker_id=worker_id,
         role=role,
@@ -19,8 +23,8 @@ def info(worker_id, role, *, epoch="e1", node="n1", num_blocks=1000, max_model_l
         port=1,
         node_id=node,
         model="m",
-        fingerprint="f",
-        block_size=BLOCK,
+        fingerprint=FINGERPRINT,
+        block_size=block_size,
         num_blocks=num_blocks,
         max_model_len=max_model_len,
         max_running=max_running,
@@ -31,7 +35,7 @@ def info(worker_id, role, *, epoch="e1", node="n1", num_blocks=1000, max_model_l
 
 
 def cluster(prefill=(), decode=(), **settings):
-    router = Router(RouterSettings(**settings), block_size=BLOCK)
+    router = Router(RouterSettings(**settings), tokens_per_hash=BLOCK)
     for role, names in (("prefill", prefill), ("decode", decode)):
         for name in names:
             router.worker_up(info(name, role))
@@ -195,7 +199,7 @@ def test_a_shared_prefix_in_flight_attracts_until_the_queue_outweighs_it():
 
 
 def test_the_pair_is_chosen_jointly_by_node():
-    router = Router(RouterSettings(), block_size=BLOCK)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     for name, role, node in (("p1", "prefill", "n1"), ("p2", "prefill", "n2"), ("d1", "decode", "n2")):
         router.worker_up(info(name, role, node=node))
     load(router, "d1", kv_bytes=10**9, kv_seconds=10.0)  # 0.1 GB/s: the move is not hidden
@@ -312,7 +316,7 @@ def test_excluded_workers_are_not_tried():
 
 
 def test_what_no_decode_worker_can_ever_hold_is_too_long():
-    router = Router(RouterSettings(), block_size=BLOCK)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     router.worker_up(info("d1", "decode", num_blocks=64, max_model_len=4096))
     refusal = refused(router.select_and_reserve(ask(tokens=1000, max_tokens=100), 0.0))
     assert refusal.reason == "too_long"
@@ -327,7 +331,7 @@ def test_a_prompt_beyond_the_context_is_too_long():
 
 
 def test_a_small_prefill_worker_is_passed_over():
-    router = Router(RouterSettings(), block_size=BLOCK)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     router.worker_up(info("p1", "prefill", num_blocks=10))
     router.worker_up(info("p2", "prefill"))
     router.worker_up(info("d1", "decode"))
@@ -352,7 +356,7 @@ def test_full_lines_everywhere_are_refused_with_a_time_to_come_back():
 
 
 def test_a_burst_beyond_the_line_is_refused_before_any_report():
-    router = Router(RouterSettings(), block_size=BLOCK, max_waiting=4)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK, max_waiting=4)
     router.worker_up(info("d1", "decode", max_running=2))
     choices = [router.select_and_reserve(ask(f"r{i}", prompt=f"x{i}"), 0.0) for i in range(7)]
     assert [isinstance(c, Decision) for c in choices] == [True] * 6 + [False]
@@ -409,7 +413,56 @@ def test_the_prediction_error_follows_what_is_observed():
 )
 def test_a_prompt_may_fill_the_context_when_nothing_follows_it(tokens, max_tokens, is_taken):
     """Scoring with echo: one token is drawn, and none is computed after it."""
-    router = Router(RouterSettings(), block_size=BLOCK)
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
     router.worker_up(info("d1", "decode", num_blocks=4, max_model_len=64))
     choice = router.select_and_reserve(ask(tokens=tokens, max_tokens=max_tokens), 0.0)
     assert isinstance(choice, Decision if is_taken else Refusal)
+
+
+# ---- workers with blocks of unequal sizes
+
+
+def mixed(prefill_block, decode_block, **decode):
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK)
+    for name, role, block_size, rest in (("p", "prefill", prefill_block, {}), ("d", "decode", decode_block, decode)):
+        router.worker_up(info(name, role, block_size=block_size, **rest))
+        router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
+    return router
+
+
+def test_cached_tokens_are_counted_in_each_workers_own_blocks():
+    router, hashes = mixed(4 * BLOCK, BLOCK), chain("a", 62)
+    holds(router, "p", hashes[3:40:4])  # 10 blocks of 64 tokens
+    holds(router, "d", hashes[:7])
+    choice = router.select_and_reserve(ask(hashes=hashes, force="remote"), 0.0)
+    assert (choice.cached_tokens_prefill, choice.cached_tokens_decode) == (640, 112)
+
+
+def test_the_last_token_is_computed_though_every_large_block_is_cached():
+    router, hashes = mixed(4 * BLOCK, BLOCK), chain("a", 8)
+    holds(router, "p", [hashes[3], hashes[7]])
+    choice = router.select_and_reserve(ask(tokens=128, hashes=hashes, force="remote"), 0.0)
+    assert choice.cached_tokens_prefill == 64  # of two blocks, the second holds the last token
+
+
+def test_what_another_request_computes_counts_in_whole_blocks_of_that_worker():
+    router, hashes = mixed(4 * BLOCK, BLOCK), chain("a", 7)
+    router.select_and_reserve(ask("r1", tokens=113, hashes=hashes, force="remote"), 0.0)
+    choice = router.select_and_reserve(ask("r2", tokens=113, hashes=hashes, force="remote"), 0.0)
+    assert choice.cached_tokens_prefill == 64  # 112 tokens are shared, one block of 64 of them is full
+
+
+def test_room_is_counted_in_the_workers_own_blocks():
+    few = mixed(BLOCK, 4 * BLOCK, num_blocks=20)
+    assert isinstance(few.select_and_reserve(ask(tokens=1000, max_tokens=200), 0.0), Decision)
+    router = mixed(BLOCK, BLOCK, num_blocks=20)
+    refusal = router.select_and_reserve(ask(tokens=1000, max_tokens=200), 0.0)
+    assert isinstance(refusal, Refusal) and "the largest holds 320" in refusal.message
+
+
+def test_blocks_that_a_request_will_take_are_the_decode_workers_own():
+    router = mixed(BLOCK, 4 * BLOCK)
+    before = next(view.load.free_blocks for view in router.workers() if view.worker_id == "d")
+    router.select_and_reserve(ask(tokens=1000, force="remote"), 0.0)
+    after = next(view.load.free_blocks for view in router.workers() if view.worker_id == "d")
+    assert before - after == 16  # 1,001 tokens in blocks of 64

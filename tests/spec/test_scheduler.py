@@ -44,6 +44,42 @@ def shape(plan: StepPlan) -> list[tuple[str, int, int]]:
     return [(item.seq.request_id, item.start, item.num_tokens) for item in plan.work]
 
 
+def hashed_by(step: int, name: str, ids: list[int]) -> SequenceRequest:
+    """A request with a hash for every `step` tokens, BLOCK or a part of it."""
+    return SequenceRequest(
+        request_id=name, token_ids=ids, num_prompt_tokens=len(ids), block_hashes=list(block_hashes(ids, step)),
+        sampling=Sampling(max_tokens=8), tokens_per_hash=step,
+    )  # fmt: skip
+
+
+def test_blocks_larger_than_a_hash_are_named_by_the_hash_that_ends_them():
+    sched, ids = scheduler(), list(range(15))
+    sched.add(hashed_by(2, "a", ids), 0.0)
+    run(sched)
+    change = sched.pool.drain_changes()
+    assert change is not None and list(change.stored) == block_hashes(ids, 2)[1:6:2]  # 3 blocks of 4 tokens
+
+
+def test_output_extends_the_chain_by_the_hashes_own_step():
+    sched, ids = scheduler(), list(range(6))
+    sched.add(hashed_by(2, "a", ids), 0.0)
+    for _ in range(3):  # 6 tokens, then two more: the second block is full
+        run(sched)
+    seq = sched.sequences["a"]
+    assert seq.full_hashes() == block_hashes([*ids, 99, 99], 2)[1::2]
+    assert seq.full_hashes() != block_hashes([*ids, 99, 99], BLOCK)
+
+
+def test_a_prefix_is_found_by_requests_with_the_same_step_only():
+    sched, ids = scheduler(), list(range(13))
+    sched.add(hashed_by(2, "a", ids), 0.0)
+    run(sched)
+    sched.add(hashed_by(2, "b", ids), 0.0)
+    sched.add(hashed_by(BLOCK, "c", ids), 0.0)
+    run(sched)
+    assert (sched.sequences["b"].num_cached, sched.sequences["c"].num_cached) == (12, 0)
+
+
 def test_a_long_prompt_is_cut_at_the_token_budget_and_goes_on_where_it_stopped():
     sched = scheduler(budget=16)
     sched.add(request("a", 40), 0.0)

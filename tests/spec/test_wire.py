@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay import wire
+from kvrelay.types import Fingerprint
 
 SAMPLING = wire.Sampling(max_tokens=5, temperature=0.5, stop_token_ids=(1, 2), logit_bias={7: -1.5}, logprobs=0)
 REQUEST = wire.SequenceRequest(
@@ -26,7 +27,7 @@ INFO = wire.WorkerInfo(
     port=1,
     node_id="n",
     model="m",
-    fingerprint="f",
+    fingerprint=Fingerprint(1, "m", "bfloat16", 16, 2, 2, 8, "seed", order="HND", versions="kvrelay 0"),
     block_size=16,
     num_blocks=10,
     max_model_len=160,
