@@ -107,8 +107,9 @@ class DecodeWorker(WorkerService):
             timer.cancel()
         try:
             ticket = self.target.grant(
-                request_id, reservation.first_block, reservation.target_blocks, reservation.num_blocks
-            )
+                request_id, reservation.first_block, reservation.target_blocks, reservation.num_blocks,
+                num_tokens=len(self._expected[request_id].token_ids),
+            )  # fmt: skip
         except ValueError as error:  # the transport still holds blocks of an earlier request of this id
             self._refused(request_id, "duplicate", str(error))
             self.thread.post(lambda engine: engine.abort(request_id))

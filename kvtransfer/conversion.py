@@ -4,6 +4,7 @@ The wire carries the narrower of the two dtypes where that can be. Where to conv
 something is converted. Rounding is to nearest, ties to even; widening is exact.
 """
 
+import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -31,16 +32,27 @@ def where_to_convert(source: str, target: str, *, can_source_convert: bool) -> W
     return "source" if is_narrowing and can_source_convert else "target"
 
 
-def convert(source: KvMemory, source_atoms: Offsets, target: KvMemory, target_atoms: Offsets, layers: range) -> None:
+def convert(
+    source: KvMemory,
+    source_atoms: Offsets,
+    target: KvMemory,
+    target_atoms: Offsets,
+    layers: range,
+    *,
+    atom_tokens: int | None = None,
+) -> None:
     """Cast every source atom into the target atom beside it, in `layers`: the heads that both pools hold, in any order.
 
     Args:
         source_atoms, target_atoms: [n] numbers, as of plans.End.numbers.
         layers: the model's numbers.
+        atom_tokens: what the numbers count in, where that is smaller than the smaller block.
 
     Values beyond the target's range become its largest; NaN stays NaN. Raises LayoutMismatch.
     """
     both = overlap(source.layout, target.layout)
+    if atom_tokens is not None:
+        both = dataclasses.replace(both, atom_tokens=atom_tokens)
     taken, put = _atoms_of(source, both), _atoms_of(target, both)
     from_block, from_place = (index.to(taken.device) for index in _places(source_atoms, taken))
     to_block, to_place = (index.to(put.device) for index in _places(target_atoms, put))

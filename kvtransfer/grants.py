@@ -13,40 +13,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kvtransfer.checksums import Checksums, unpack
+from kvrelay.kvtransfer.landing import Landing
 from kvrelay.kvtransfer.messages import Announce
-from kvrelay.kvtransfer.plans import cut
-from kvrelay.kvtransfer.sampling import Chosen
+from kvrelay.kvtransfer.plans import Offsets, Pairing
+from kvrelay.kvtransfer.sampling import Chosen, chosen_regions
 from kvrelay.kvtransfer.tickets import Reason, Ticket, Transcript, refusal
 from kvrelay.kvtransfer.transports.base import Reader
-from kvrelay.types import KvLayout
-
-MAX_UNIT_BYTES = 8 << 20  # one turn of a transfer on the wire
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What one read brings: blocks x layers, and what they must hash to."""
+    """What one read brings: atoms x layers, and what they must hash to."""
 
-    source_blocks: list[int]
-    target_blocks: list[int]
+    source_atoms: Offsets
+    target_atoms: Offsets
     layers: range
     checksums: Checksums | None  # layer-major; None: nothing is checked
-    is_checked: Chosen | None = None  # layer-major: which regions are; None: all
+    is_checked: Chosen | None = None  # layer-major: which atoms are; None: all
 
 
 @dataclass(slots=True, eq=False)
 class Grant:
-    """State of one granted transfer. `announced`: [num_layers, blocks that the target lacks]."""
+    """State of one granted transfer. Rows of `announced` and `chosen` are the common layers, columns the atoms wanted."""
 
     ticket: Ticket
     data: bytes  # sealed
-    announced: NDArray[np.bool_]
     transcript: Transcript
     last_sign: float  # when its source was last heard of (or the grant made)
-    chosen: Chosen | None = None  # [num_layers, blocks]: which regions are checked; None: all or none
+    landing: Landing | None = None  # of the connection that opened it
+    atoms: Offsets = field(default_factory=lambda: np.empty(0, dtype=np.int64))  # where each lands
+    first_atom: int = 0  # of the sequence, that this pool lacks
+    announced: NDArray[np.bool_] = field(default_factory=lambda: np.zeros((0, 0), dtype=np.bool_))
+    chosen: Chosen | None = None  # which are checked; None: all or none
     link: object | None = None  # the connection that opened it
     pending: deque[Unit] = field(default_factory=deque)
-    reading: "dict[asyncio.Future[None], Reader]" = field(default_factory=dict)  # reads whose bytes may still land
+    reading: "dict[asyncio.Future[None], Reader | None]" = field(default_factory=dict)  # whose bytes may still land
     num_unverified: int = 0  # units announced and not yet verified
     bytes_by_path: Counter[str] = field(default_factory=Counter)
     payload: bytes | None = None  # set by Commit
@@ -54,6 +55,15 @@ class Grant:
     busy_s: float = 0.0  # spent reading and verifying, summed over reads
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
+
+    def begin(self, link: object, landing: Landing, sampled_share: float | None) -> None:
+        """Its source has opened it: from now on it is known what must come. `sampled_share`: None unless sampled."""
+        self.link, self.landing = link, landing
+        num_atoms, self.first_atom = atoms_wanted(landing.pairing, self.ticket)
+        self.atoms = landing.pairing.target.numbers(self.ticket.target_blocks, 0, num_atoms)
+        self.announced = np.zeros((len(landing.layers), num_atoms), dtype=np.bool_)
+        if sampled_share is not None:
+            self.chosen = chosen_regions(self.ticket.nonce, len(landing.layers), num_atoms, sampled_share)
 
     @property
     def request_id(self) -> str:
@@ -75,52 +85,56 @@ class Grant:
             if generation_of(block) != generation:
                 raise refusal(self.request_id, Reason.STALE_GENERATION, f"block {block} of the target")
 
-    def accept(self, message: Announce, target: KvLayout, source_num_blocks: int, *, is_checked: bool) -> list[Unit]:
-        """The units that this announcement adds. Raises TransferRefused when it does not fit the grant."""
-        columns = self._columns(message, source_num_blocks)
-        layers = self._layers(message)
-        cells = self.announced[layers.start : layers.stop, columns]
+    def accept(self, message: Announce, *, is_checked: bool) -> None:
+        """Add what this announcement brings. Raises TransferRefused when it does not fit the grant."""
+        assert self.landing is not None
+        columns, layers = self._columns(message), self._layers(message)
+        rows = slice(layers.start - self.landing.layers.start, layers.stop - self.landing.layers.start)
+        cells = self.announced[rows, columns]
         if cells.any():
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "a region was announced twice")
-        chosen = None if self.chosen is None else self.chosen[layers.start : layers.stop, columns]
+        chosen = None if self.chosen is None else self.chosen[rows, columns]
         checksums = self._checksums(message, len(layers), chosen) if is_checked else None
         cells[:] = True
-        order = np.argsort(message.block_ids, kind="stable")  # neighbours in the source's pool become one copy
-        sources = [message.block_ids[i] for i in order]
-        targets = [self.ticket.target_blocks[columns.start + i] for i in order]
-        units = []
-        for blocks, some in cut(len(message.block_ids), layers, target.region_bytes, MAX_UNIT_BYTES):
-            rows = slice(some.start - layers.start, some.stop - layers.start)
-            sums = None if checksums is None else checksums[rows][:, order[blocks]].ravel()
-            which = None if chosen is None or sums is None else chosen[rows][:, order[blocks]].ravel()
-            units.append(Unit(sources[blocks], targets[blocks], some, sums, which))
-        self.pending.extend(units)
-        self.num_unverified += len(units)
-        return units
+        self._add_units(np.asarray(message.atoms, dtype=np.int64), self.atoms[columns], layers, checksums, chosen)
+
+    def _add_units(
+        self, sources: Offsets, targets: Offsets, layers: range, checksums: Checksums | None, chosen: Chosen | None
+    ) -> None:
+        assert self.landing is not None
+        order = np.argsort(sources, kind="stable")  # neighbours in the source's pool become one copy
+        for atoms, some in self.landing.units(len(sources), layers):
+            rows, these = slice(some.start - layers.start, some.stop - layers.start), order[atoms]
+            sums = None if checksums is None else checksums[rows][:, these].ravel()
+            which = None if chosen is None or sums is None else chosen[rows][:, these].ravel()
+            self.pending.append(Unit(sources[these], targets[these], some, sums, which))
+            self.num_unverified += 1
 
     def check_seal(self, payload: bytes, seal: bytes) -> None:
         """Raises TransferRefused (checksum) unless all that was announced came as the source said it."""
         if not hmac.compare_digest(self.transcript.seal(payload), seal):
             raise refusal(self.request_id, Reason.CHECKSUM, "what the source announced did not arrive as it was sent")
 
-    def _columns(self, message: Announce, source_num_blocks: int) -> slice:
-        first = message.first_index - self.ticket.first_block
-        stop = first + len(message.block_ids)
-        if self.payload is not None or not message.block_ids or first < 0 or stop > self.num_blocks:
+    def _columns(self, message: Announce) -> slice:
+        assert self.landing is not None
+        first, source = message.first_atom - self.first_atom, self.landing.pairing.source
+        stop = first + len(message.atoms)
+        if self.payload is not None or not message.atoms or first < 0 or stop > len(self.atoms):
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "blocks that were not granted")
-        if min(message.block_ids) < 0 or max(message.block_ids) >= source_num_blocks:
+        if min(message.atoms) < 0 or max(message.atoms) >= source.layout.num_blocks * source.atoms_per_block:
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "blocks that the source does not have")
         return slice(first, stop)
 
     def _layers(self, message: Announce) -> range:
-        stop = message.first_layer + message.num_layers
-        if message.first_layer < 0 or message.num_layers < 1 or stop > len(self.announced):
+        assert self.landing is not None
+        layers, stop = self.landing.layers, message.first_layer + message.num_layers
+        if message.first_layer < layers.start or message.num_layers < 1 or stop > layers.stop:
             raise refusal(self.request_id, Reason.OUT_OF_RANGE, "layers that do not exist")
         return range(message.first_layer, stop)
 
     def _checksums(self, message: Announce, num_layers: int, chosen: Chosen | None) -> Checksums:
-        """[num_layers, blocks]; nothing of meaning where a region is not chosen."""
-        shape = (num_layers, len(message.block_ids))
+        """[num_layers, atoms]; nothing of meaning where one is not chosen."""
+        shape = (num_layers, len(message.atoms))
         wanted = np.ones(shape, dtype=np.bool_) if chosen is None else chosen
         if len(message.checksums) != 8 * np.count_nonzero(wanted):
             raise refusal(self.request_id, Reason.CHECKSUM, "an announcement without its checksums")
@@ -138,6 +152,12 @@ class Grant:
     def is_read(self) -> bool:
         """Committed by the source, and every unit is read and verified."""
         return self.payload is not None and self.num_unverified == 0
+
+
+def atoms_wanted(pairing: Pairing, ticket: Ticket) -> tuple[int, int]:
+    """(how many atoms must travel, the first of them in the sequence)."""
+    first = ticket.first_block * pairing.target.atoms_per_block
+    return max(pairing.num_atoms(ticket.num_tokens) - first, 0), first
 
 
 def check_ticket(ticket: Ticket, fingerprint_difference: str | None, epoch: str, num_blocks: int) -> None:

@@ -25,7 +25,7 @@ from typing import Union
 import msgspec
 
 from kvrelay.kvtransfer.types import PathReport
-from kvrelay.types import Fingerprint
+from kvrelay.types import Fingerprint, KvLayout
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -48,7 +48,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     fingerprint: Fingerprint
     host_id: str  # equal on one host
     device: str
-    num_blocks: int  # of the source's pool
+    layout: KvLayout  # of the source's pool
     checksums: str  # "xxh3" | "sum64" | "off": see checksums.py
     offers: list[Offer]
 
@@ -62,12 +62,12 @@ class Open(_Message, frozen=True, tag="open"):
 
 
 class Announce(_Message, frozen=True, tag="announce"):
-    """These blocks are final in these layers. `checksums`: u64 little-endian, layer-major, of the checked regions."""
+    """These atoms are final in these layers. `checksums`: u64 little-endian, layer-major, of those to be checked."""
 
     nonce: bytes
-    first_index: int
-    block_ids: list[int]
-    first_layer: int
+    first_atom: int  # counted from the sequence's first token
+    atoms: list[int]  # where they lie in the source's pool: plans.End.numbers
+    first_layer: int  # the model's number
     num_layers: int
     checksums: bytes = b""
 
@@ -118,6 +118,7 @@ class HelloReply(_Message, frozen=True, tag="hello-reply"):
     epoch: str
     transport: str
     why: str
+    layout: KvLayout  # of the target's pool
     checks: str  # "full" | "sampled" | "off": which regions the source must hash
     sampled_share: float = 1.0
 

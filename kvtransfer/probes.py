@@ -6,14 +6,16 @@ go back only when it has ended.
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections.abc import Sequence
 
+import numpy as np
+
 from kvrelay.kvtransfer.arrivals import Arrival
-from kvrelay.kvtransfer.checksums import Checksums
-from kvrelay.kvtransfer.plans import plan_copies, region_offsets
+from kvrelay.kvtransfer.checksums import Checksums, unpack
+from kvrelay.kvtransfer.landing import Landing
+from kvrelay.kvtransfer.plans import Offsets
 from kvrelay.kvtransfer.route import Route
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
 from kvrelay.kvtransfer.types import Lender
@@ -34,47 +36,64 @@ def num_probe_blocks(memory: KvMemory) -> int:
 
 
 class Probe:
-    """Measures every path of one route."""
+    """Measures every path of one route. Raises ValueError when the source's blocks or checksums cannot be."""
 
-    def __init__(self, route: Route, memory: KvMemory, source_num_blocks: int, checksums: Checksums | None) -> None:
-        self._route, self._memory, self._checksums = route, memory, checksums
-        self._source = dataclasses.replace(memory.layout, num_blocks=source_num_blocks)
+    def __init__(self, route: Route, landing: Landing, source_blocks: Sequence[int], checksums: bytes) -> None:
+        self._route, self._landing = route, landing
+        self._sources = landing.pairing.source.numbers(source_blocks)
+        num_atoms = landing.source.num_blocks * landing.pairing.source.atoms_per_block
+        if len(self._sources) and not (self._sources.min() >= 0 and self._sources.max() < num_atoms):
+            raise ValueError("blocks that the source does not have")
+        self._checksums: Checksums | None = None
+        if checksums:
+            self._checksums = unpack(checksums).reshape(len(landing.layers), len(self._sources))
         self._reads: set[asyncio.Future[None]] = set()
 
-    async def run(self, lender: Lender, source_blocks: Sequence[int]) -> None:
-        """Fill the route's table, as far as blocks can be had; a path that fails rests."""
-        blocks = await lender.borrow(len(source_blocks))
+    async def run(self, lender: Lender | None) -> None:
+        """Fill the route's table, as far as blocks can be had; a path that fails rests.
+
+        Pools of unlike dtypes: into the staging buffer, which needs no blocks.
+        """
+        landing, blocks = self._landing, []
+        if landing.staging is not None:
+            room = landing.max_atoms
+        elif lender is not None:
+            wanted = -(-len(self._sources) // landing.pairing.target.atoms_per_block)
+            blocks = await lender.borrow(wanted)
+            room = len(blocks) * landing.pairing.target.atoms_per_block
+        else:
+            return
+        targets = np.arange(room) if landing.staging is not None else landing.pairing.target.numbers(blocks)
+        count = min(room, len(self._sources))
         try:
-            if blocks:
+            if count:
                 for name in self._route.table.names:
-                    await self._measure(name, list(source_blocks[: len(blocks)]), blocks)
+                    await self._measure(name, targets[:count])
                 self._route.table.reorder()
         finally:
-            self._give_back(lender, blocks)
+            if lender is not None:
+                self._give_back(lender, blocks)
 
-    async def _measure(self, name: str, source_blocks: list[int], target_blocks: list[int]) -> None:
+    async def _measure(self, name: str, targets: Offsets) -> None:
+        layers = self._landing.layers if self._landing.staging is None else self._landing.layers[:1]
         try:
             reader = await self._route.reader(name)
-            one = [await self._read(reader, source_blocks[:1], target_blocks[:1], range(1), None) for _ in range(3)]
-            layers = range(self._memory.layout.num_layers)
-            many = await self._read(reader, source_blocks, target_blocks, layers, self._checksums)
+            one = [await self._read(reader, targets[:1], layers[:1]) for _ in range(_LATENCY_ROUNDS)]
+            many = await self._read(reader, targets, layers)
         except TransportError as error:
             self._route.failed(name, f"probe: {error}")
             return
-        num_bytes = len(target_blocks) * self._memory.layout.block_bytes
+        num_bytes = len(targets) * len(layers) * self._landing.pairing.atom_bytes
         self._route.table.probed(name, num_bytes / many, min(one))
 
-    async def _read(
-        self, reader: Reader, source_blocks: list[int], target_blocks: list[int], layers: range, sums: Checksums | None
-    ) -> float:
+    async def _read(self, reader: Reader, targets: Offsets, layers: range) -> float:
         """Seconds. Raises TransportError, CorruptRead included."""
-        layout = self._memory.layout
-        copies = plan_copies(self._source, layout, source_blocks, target_blocks, layers)
-        if sums is not None:
-            sums = sums[:, : len(target_blocks)].ravel()
-        arrival = Arrival(self._memory, region_offsets(layout, target_blocks, layers), layout.region_bytes, sums)
+        landing, sums = self._landing, self._checksums
+        plan = landing.plan(self._sources[: len(targets)], targets, layers)
+        expected = None if sums is None else sums[: len(layers), : len(targets)].ravel()
+        arrival = Arrival(landing.memory, plan.pieces, landing.pairing.piece_bytes, expected)
         began = time.perf_counter()
-        read = reader.read(copies, arrival)
+        read = reader.read(plan.copies, arrival)
         self._reads.add(read)
         read.add_done_callback(self._reads.discard)
         await asyncio.wait({read}, timeout=_PATIENCE_S)

@@ -16,13 +16,17 @@ from kvrelay.config import TransferSettings
 from kvrelay.errors import (
     BackendUnavailable,
     ChecksumMismatch,
+    LayoutMismatch,
     LeaseExpired,
     PeerLost,
     TransferError,
     TransferRefused,
     TransferTimeout,
 )
-from kvrelay.kvtransfer.checksums import checksums_at, kind_of, pack
+from kvrelay.kvtransfer.checksums import kind_of, pack
+from kvrelay.kvtransfer.gather import checksums_of_atoms
+from kvrelay.kvtransfer.grants import atoms_wanted
+from kvrelay.kvtransfer.landing import wire_layout
 from kvrelay.kvtransfer.messages import (
     Announce,
     Cancel,
@@ -38,7 +42,7 @@ from kvrelay.kvtransfer.messages import (
     ToSource,
     encode,
 )
-from kvrelay.kvtransfer.plans import Offsets, cut, region_offsets
+from kvrelay.kvtransfer.plans import Offsets, Pairing, cut, pair
 from kvrelay.kvtransfer.probes import num_probe_blocks
 from kvrelay.kvtransfer.sampling import Chosen, chosen_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
@@ -56,7 +60,7 @@ from kvrelay.kvtransfer.tickets import (
 from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
 from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
-from kvrelay.types import Fingerprint, KvMemory
+from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
 
@@ -70,16 +74,17 @@ _KINDS: dict[str, type[TransferError]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Announcement:
-    first_index: int
-    block_ids: list[int]
-    layers: range
+    first_atom: int
+    atoms: Offsets
+    layers: range  # the model's numbers
 
 
 class SourceTransfer:
     """One transfer of this source. Made by KvSource.open; used on its loop only."""
 
-    def __init__(self, source: "KvSource", ticket: Ticket, data: bytes, link: TargetLink) -> None:
-        self.ticket = ticket
+    def __init__(self, source: "KvSource", ticket: Ticket, data: bytes, link: TargetLink, pairing: Pairing) -> None:
+        self.ticket, self._pairing = ticket, pairing
+        self._num_atoms, self._first_atom = atoms_wanted(pairing, ticket)
         self._source, self._data, self._link = source, data, link
         self._outbox: asyncio.Queue[_Announcement | bytes] = asyncio.Queue()  # bounded by the ticket's regions
         self._generations: dict[int, int] = {}  # of every announced block, when it was announced
@@ -102,17 +107,23 @@ class SourceTransfer:
         """
         if self._outcome.done():
             return
-        skip = max(self.ticket.first_block - first_index, 0)
-        blocks = list(block_ids[skip:])
-        if first_index + len(block_ids) > self.ticket.num_blocks:
-            raise ValueError(f"{self.request_id}: announced beyond the {self.ticket.num_blocks} blocks of the ticket")
-        if not blocks or not len(layers):
+        layout, end = self._source.memory.layout, self._pairing.source
+        last = -(-self.ticket.num_tokens // layout.block_size)
+        if first_index + len(block_ids) > last:
+            raise ValueError(f"{self.request_id}: announced beyond the {last} blocks of the ticket")
+        each = end.atoms_per_block
+        first = max(first_index * each, self._first_atom)
+        stop = min((first_index + len(block_ids)) * each, self._first_atom + self._num_atoms)
+        if stop <= first or not len(layers):
             return
-        if min(blocks) < 0 or max(blocks) >= self._source.memory.layout.num_blocks:
+        atoms = end.numbers(block_ids, first - first_index * each, stop - first)
+        blocks = (atoms // each).tolist()
+        if min(blocks) < 0 or max(blocks) >= layout.num_blocks:
             raise ValueError(f"{self.request_id}: announced a block that is not in the pool")
         for block in blocks:
             self._generations.setdefault(block, self._source.generation_of(block))
-        self._outbox.put_nowait(_Announcement(first_index + skip, blocks, layers))
+        of_model = range(layout.first_layer + layers.start, layout.first_layer + layers.stop)
+        self._outbox.put_nowait(_Announcement(first, atoms, of_model))
 
     async def commit(self, payload: bytes) -> TransferResult:
         """Everything is announced; `payload` goes to the decode worker. Ends when that has the blocks.
@@ -172,8 +183,8 @@ class SourceTransfer:
             await self._link.ready(self.request_id)
             nonce, reply = self.ticket.nonce, self._link.reply
             if reply is not None and reply.checks == "sampled":
-                num_layers, num_blocks = self._source.memory.layout.num_layers, len(self.ticket.target_blocks)
-                self._chosen = chosen_regions(nonce, num_layers, num_blocks, reply.sampled_share)
+                num_layers = len(self._pairing.overlap.layers)
+                self._chosen = chosen_regions(nonce, num_layers, self._num_atoms, reply.sampled_share)
             await self._link.send(self.request_id, Open(nonce=nonce, request_id=self.request_id, ticket=self._data))
             while True:
                 item = await self._outbox.get()
@@ -190,27 +201,28 @@ class SourceTransfer:
 
     async def _send(self, item: _Announcement) -> None:
         """In pieces, so that the target reads the first while the next is hashed, and others get their turn."""
-        region_bytes = self._source.memory.layout.region_bytes
-        for blocks, layers in cut(len(item.block_ids), item.layers, region_bytes, ANNOUNCE_BYTES):
-            block_ids, first_index = item.block_ids[blocks], item.first_index + blocks.start
-            taken = await self._link.window.take(len(block_ids) * len(layers) * region_bytes)
+        atom_bytes = self._pairing.atom_bytes
+        for which, layers in cut(len(item.atoms), item.layers, atom_bytes, ANNOUNCE_BYTES):
+            atoms, first_atom = item.atoms[which], item.first_atom + which.start
+            taken = await self._link.window.take(len(atoms) * len(layers) * atom_bytes)
             self._num_ahead += taken  # not in one statement: what is given back meanwhile would be lost
             message = Announce(
-                nonce=self.ticket.nonce, first_index=first_index, block_ids=block_ids,
-                first_layer=layers.start, num_layers=len(layers),
-                checksums=await self._checksums(first_index, block_ids, layers),
+                nonce=self.ticket.nonce, first_atom=first_atom, atoms=atoms.tolist(), first_layer=layers.start,
+                num_layers=len(layers), checksums=await self._checksums(first_atom, atoms, layers),
             )  # fmt: skip
             self._transcript.add(encode(message))
             await self._link.send(self.request_id, message)
 
-    async def _checksums(self, first_index: int, block_ids: list[int], layers: range) -> bytes:
+    async def _checksums(self, first_atom: int, atoms: Offsets, layers: range) -> bytes:
         if self._link.reply is None or self._link.reply.checks == "off":
             return b""
-        offsets = region_offsets(self._source.memory.layout, block_ids, layers)
+        end = self._pairing.source
+        pieces = end.pieces_of(end.offsets(atoms), layers).reshape(-1, self._pairing.pieces_per_atom)
         if self._chosen is not None:
-            first = first_index - self.ticket.first_block
-            offsets = offsets[self._chosen[layers.start : layers.stop, first : first + len(block_ids)].ravel()]
-        return await self._source.checksums(offsets)
+            first_layer, first = self._pairing.overlap.layers.start, first_atom - self._first_atom
+            rows = slice(layers.start - first_layer, layers.stop - first_layer)
+            pieces = pieces[self._chosen[rows, first : first + len(atoms)].ravel()]
+        return await self._source.checksums(pieces, self._pairing.piece_bytes)
 
     def _give(self, num_bytes: int) -> None:
         self._num_ahead -= num_bytes
@@ -306,8 +318,7 @@ class KvSource:
             content = open_ticket(ticket, self._secret)
             if content.request_id != request_id:
                 raise refusal(request_id, Reason.UNKNOWN, f"the ticket is for {content.request_id}")
-            if difference := self._fingerprint.first_difference(content.fingerprint):
-                raise refusal(request_id, Reason.FINGERPRINT, difference)
+            pairing = self._pair_with(content)
             if any(transfer.ticket.nonce == content.nonce for transfer in self._open):
                 raise refusal(request_id, Reason.USED, "a transfer with this ticket is open")
         except TransferRefused as error:
@@ -316,11 +327,22 @@ class KvSource:
         link = self._link_to(
             TargetAddress(content.target_worker, content.target_epoch, content.target_host, content.target_port)
         )
-        transfer = SourceTransfer(self, content, ticket, link)
+        transfer = SourceTransfer(self, content, ticket, link, pairing)
         link.add(transfer)
         self._open.add(transfer)
         self._tell_exporters()
         return transfer
+
+    def _pair_with(self, ticket: Ticket) -> Pairing:
+        """Raises TransferRefused (fingerprint) naming the field that forbids the transfer."""
+        convert_dtype = self.settings.convert_dtype
+        if difference := self._fingerprint.misfit(ticket.fingerprint, convert_dtype=convert_dtype):
+            raise refusal(ticket.request_id, Reason.FINGERPRINT, f"{difference}; {difference.remedy}")
+        layout = self.memory.layout
+        try:
+            return pair(layout, wire_layout(ticket.layout, layout.dtype))
+        except LayoutMismatch as error:
+            raise refusal(ticket.request_id, Reason.FINGERPRINT, str(error)) from error
 
     def _link_to(self, address: TargetAddress) -> TargetLink:
         if address not in self._links:
@@ -338,7 +360,7 @@ class KvSource:
     def _hello(self) -> Hello:
         return Hello(
             protocol=TRANSFER_PROTOCOL, worker_id=self._worker_id, epoch=self._epoch, fingerprint=self._fingerprint,
-            host_id=host_id(), device=self.memory.device, num_blocks=self.memory.layout.num_blocks,
+            host_id=host_id(), device=self.memory.device, layout=self.memory.layout,
             checksums=kind_of(self.memory, self.settings.checks),
             offers=[Offer(name, exporter.describe()) for name, exporter in self._exporters.items()],
         )  # fmt: skip
@@ -374,14 +396,19 @@ class KvSource:
         try:
             checksums = b""
             if blocks and link.reply is not None and link.reply.checks != "off":
-                layout = self.memory.layout
-                checksums = await self.checksums(region_offsets(layout, blocks, range(layout.num_layers)))
+                checksums = await self._probe_checksums(link.reply.layout, blocks)
             self._tell_exporters(num_probes=1)
             await link.probe(blocks, checksums)
         finally:
             self._tell_exporters()
             if lender is not None:
                 lender.give_back(blocks)
+
+    async def _probe_checksums(self, target: KvLayout, blocks: list[int]) -> bytes:
+        pairing = pair(self.memory.layout, wire_layout(target, self.memory.layout.dtype))
+        end, layers = pairing.source, pairing.overlap.layers
+        pieces = end.pieces_of(end.atoms(blocks), layers).reshape(-1, pairing.pieces_per_atom)
+        return await self.checksums(pieces, pairing.piece_bytes)
 
     def pairs(self) -> list[PairReport]:
         """The decode workers that this one is connected to, with what was probed."""
@@ -398,15 +425,14 @@ class KvSource:
     def transcript(self, nonce: bytes) -> Transcript:
         return Transcript(self._secret, nonce)
 
-    async def checksums(self, offsets: Offsets) -> bytes:
-        """Packed checksums of the regions at these offsets; on a thread unless they are few."""
-        region_bytes = self.memory.layout.region_bytes
+    async def checksums(self, pieces: Offsets, piece_bytes: int) -> bytes:
+        """Packed checksums of atoms, [num_atoms, pieces_per_atom] of offsets; on a thread unless they are few."""
         began = time.perf_counter()
-        if len(offsets) * region_bytes <= INLINE_BYTES and self.memory.view is not None:
-            values = checksums_at(self.memory, offsets, region_bytes)
+        if pieces.size * piece_bytes <= INLINE_BYTES and self.memory.view is not None:
+            values = checksums_of_atoms(self.memory, pieces, piece_bytes)
         else:
             loop = asyncio.get_running_loop()
-            values = await loop.run_in_executor(self._hasher, checksums_at, self.memory, offsets, region_bytes)
+            values = await loop.run_in_executor(self._hasher, checksums_of_atoms, self.memory, pieces, piece_bytes)
         self._stats.check_s += time.perf_counter() - began
         return pack(values)
 

@@ -6,15 +6,13 @@ as no transport can write those blocks any more. All callbacks run on the loop.
 """
 
 import asyncio
+import contextlib
 import copy
-import dataclasses
 import logging
 import secrets
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-
-import numpy as np
 
 from kvrelay import plane
 from kvrelay.config import TransferSettings
@@ -30,6 +28,7 @@ from kvrelay.errors import (
 from kvrelay.kvtransfer.arrivals import Arrival, Tamper
 from kvrelay.kvtransfer.checksums import kind_of
 from kvrelay.kvtransfer.grants import Grant, Unit, check_grantable, check_ticket
+from kvrelay.kvtransfer.landing import Landing
 from kvrelay.kvtransfer.messages import (
     Alive,
     Announce,
@@ -45,8 +44,6 @@ from kvrelay.kvtransfer.messages import (
     encode,
 )
 from kvrelay.kvtransfer.paths import untried
-from kvrelay.kvtransfer.plans import plan_copies, region_offsets
-from kvrelay.kvtransfer.sampling import chosen_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
 from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, Transcript, open_ticket, reason_of, refusal, seal
@@ -141,30 +138,37 @@ class KvTarget:
         """Blocks of ended transfers that a transport may still write."""
         return sum(grant.num_blocks for grant in self._letting_go.values())
 
-    def grant(self, request_id: str, first_block: int, block_ids: Sequence[int], num_blocks: int) -> bytes:
+    def grant(
+        self,
+        request_id: str,
+        first_block: int,
+        block_ids: Sequence[int],
+        num_blocks: int,
+        *,
+        num_tokens: int | None = None,
+    ) -> bytes:
         """A sealed ticket that admits one transfer into `block_ids`; its lease starts now.
 
         Args:
             block_ids: where blocks first_block..num_blocks-1 of the sequence must land.
+            num_tokens: of the sequence, where its last block is not full.
 
         Raises ValueError: blocks that do not fit, or a grant of this request that is not yet released.
         """
-        check_grantable(request_id, first_block, block_ids, num_blocks, self.memory.layout.num_blocks)
+        layout = self.memory.layout
+        check_grantable(request_id, first_block, block_ids, num_blocks, layout.num_blocks)
         for other in (*self._grants.values(), *self._letting_go.values()):
             if other.request_id == request_id:
                 raise ValueError(f"{request_id} still holds the blocks of an earlier grant")
         ticket = Ticket(
             request_id=request_id, target_worker=self.identity.worker_id, target_epoch=self.identity.epoch,
             target_host=self._host, target_port=self._port, first_block=first_block, num_blocks=num_blocks,
+            num_tokens=num_blocks * layout.block_size if num_tokens is None else num_tokens, layout=layout,
             target_blocks=list(block_ids), generations=[self._generation_of(block) for block in block_ids],
             fingerprint=self.identity.fingerprint, lease_s=self.settings.lease_s, nonce=secrets.token_bytes(NONCE_BYTES),
         )  # fmt: skip
-        num_layers, checks = self.memory.layout.num_layers, self.settings.checks
-        announced = np.zeros((num_layers, len(block_ids)), dtype=np.bool_)
         transcript = Transcript(self._secret, ticket.nonce)
-        grant = Grant(ticket, seal(ticket, self._secret), announced, transcript, time.monotonic())
-        if checks == "sampled":
-            grant.chosen = chosen_regions(ticket.nonce, num_layers, len(block_ids), self.settings.sampled_share)
+        grant = Grant(ticket, seal(ticket, self._secret), transcript, time.monotonic())
         self._grants[ticket.nonce] = grant
         asyncio.get_running_loop().call_later(ticket.lease_s, self._check_lease, grant)
         return grant.data
@@ -189,7 +193,8 @@ class KvTarget:
         if not is_ours:
             self._call(self._on_failed, grant.request_id, error)
         for read, reader in list(grant.reading.items()):
-            reader.abandon(read)
+            if reader is not None:
+                reader.abandon(read)
         if not grant.reading:
             asyncio.get_running_loop().call_soon(self._release, grant)
 
@@ -248,8 +253,8 @@ class KvTarget:
     def offers(self) -> list[str]:
         return self._offers
 
-    def make_reader(self, name: str) -> Reader:
-        return self._transports[name].make_reader(self.memory, self._secret, self._host)
+    def make_reader(self, name: str, memory: KvMemory) -> Reader:
+        return self._transports[name].make_reader(memory, self._secret, self._host)
 
     def on_open(self, link: SourceLink, message: Open) -> None:
         grant: Grant | None = None
@@ -265,14 +270,17 @@ class KvTarget:
                 logger.warning("refused a transfer of %s: %s", message.request_id, error.why)
                 self._refuse(link, message.nonce, error)
             return
-        grant.link, grant.last_sign = link, time.monotonic()
+        assert link.landing is not None
+        settings = self.settings
+        grant.begin(link, link.landing, settings.sampled_share if settings.checks == "sampled" else None)
+        grant.last_sign = time.monotonic()
 
     def _admit(self, message: Open) -> Grant:
         """The live, unused grant that this ticket stands for. A refusal here harms no grant."""
         ticket = open_ticket(message.ticket, self._secret)
         if (ticket.nonce, ticket.request_id) != (message.nonce, message.request_id):
             raise refusal(message.request_id, Reason.UNKNOWN, "the ticket is another request's")
-        difference = self.identity.fingerprint.first_difference(ticket.fingerprint)
+        difference = self.identity.fingerprint.first_difference(ticket.fingerprint)  # it was ours
         check_ticket(ticket, difference, self.identity.epoch, self.memory.layout.num_blocks)
         grant = self._grants.get(ticket.nonce)
         if grant is not None and grant.ticket == ticket:
@@ -302,7 +310,7 @@ class KvTarget:
         try:
             grant.transcript.add(encode(message))
             is_checked = self.settings.checks != "off"
-            grant.accept(message, self.memory.layout, link.source_num_blocks, is_checked=is_checked)
+            grant.accept(message, is_checked=is_checked)
         except TransferRefused as error:
             self._end(grant, error)
             return
@@ -369,8 +377,9 @@ class KvTarget:
                 return
             except CorruptRead as error:
                 link.route.failed(name, str(error))
-                layer, index = divmod(error.region, len(unit.target_blocks))
-                where = f"layer {unit.layers[layer]} of block {unit.target_blocks[index]}"
+                layer, index = divmod(error.region, len(unit.target_atoms))
+                each = link.landing.pairing.target.atoms_per_block if link.landing is not None else 1
+                where = f"layer {unit.layers[layer]} of block {unit.target_atoms[index] // each}"
                 raise ChecksumMismatch(grant.request_id, f"{name}: {error}, first {where}") from error
             except TransportError as error:
                 if grant.is_ended:  # then it was us who stopped the read
@@ -382,25 +391,44 @@ class KvTarget:
 
     async def _read_over(self, link: SourceLink, name: str, grant: Grant, unit: Unit) -> None:
         """Raises TransportError once nothing of the read can land any more."""
-        assert link.route is not None and link.hello is not None
+        landing = link.landing
+        assert link.route is not None and landing is not None
         reader = await link.route.reader(name)
+        async with link.staging_lock if landing.staging is not None else contextlib.nullcontext():
+            if grant.is_ended:
+                return
+            grant.check_generations(self._generation_of)  # before a byte is written
+            plan = landing.plan(unit.source_atoms, unit.target_atoms, unit.layers)
+            arrival = Arrival(
+                landing.memory, plan.pieces, landing.pairing.piece_bytes, unit.checksums, unit.is_checked, self.tamper
+            )
+            began = time.monotonic()
+            try:
+                await self._read(reader, grant, reader.read(plan.copies, arrival), arrival)
+            except TransferTimeout as error:
+                link.route.table.failed(name, error.why, time.monotonic())  # the reader stays: its read is not over
+                if landing.staging is not None:
+                    link.abort()  # the staging buffer may still be written: begin anew with another
+                raise
+            if landing.staging is not None:
+                await self._settle(grant, landing, unit)
         if grant.is_ended:
             return
-        grant.check_generations(self._generation_of)  # before a byte is written
-        source = dataclasses.replace(self.memory.layout, num_blocks=link.hello.num_blocks)
-        copies = plan_copies(source, self.memory.layout, unit.source_blocks, unit.target_blocks, unit.layers)
-        arrival = self._arrival(unit)
-        began = time.monotonic()
-        try:
-            await self._read(reader, grant, reader.read(copies, arrival), arrival)
-        except TransferTimeout as error:
-            link.route.table.failed(name, error.why, time.monotonic())  # the reader stays: its read is not over
-            raise
-        if grant.is_ended:
-            return
-        self._count(link, name, grant, copies.total_bytes, time.monotonic() - began, arrival.check_s)
-        link.send(Progress(nonce=grant.ticket.nonce, num_bytes=copies.total_bytes))
+        num_bytes = plan.copies.total_bytes
+        self._count(link, name, grant, num_bytes, time.monotonic() - began, arrival.check_s)
+        link.send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
         self._advance(grant)
+
+    async def _settle(self, grant: Grant, landing: Landing, unit: Unit) -> None:
+        """Cast a verified unit from the staging buffer into the pool; the blocks are not free until that has ended."""
+        if grant.is_ended:
+            return
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(None, landing.settle, unit.target_atoms, unit.layers)
+        grant.reading[work] = None
+        work.add_done_callback(lambda work: self._on_read_settled(grant, work))
+        await asyncio.wait({work})
+        work.result()
 
     def _count(self, link: SourceLink, name: str, grant: Grant, num_bytes: int, seconds: float, check_s: float) -> None:
         assert link.route is not None
@@ -428,11 +456,6 @@ class KvTarget:
         if not read.done():
             raise TransferTimeout(grant.request_id, f"a read got stuck for {stall_s:g} s and cannot be stopped")
         read.result()
-
-    def _arrival(self, unit: Unit) -> Arrival:
-        layout = self.memory.layout
-        offsets = region_offsets(layout, unit.target_blocks, unit.layers)
-        return Arrival(self.memory, offsets, layout.region_bytes, unit.checksums, unit.is_checked, self.tamper)
 
     def _advance(self, grant: Grant) -> None:
         """Once all is read and verified, ask the source whether it held on until now."""

@@ -15,9 +15,9 @@ import msgspec
 
 from kvrelay import plane
 from kvrelay.config import TransferSettings
-from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError
-from kvrelay.kvtransfer.checksums import unpack
+from kvrelay.errors import ConnectionLost, LayoutMismatch, PlaneError, ProtocolError
 from kvrelay.kvtransfer.grants import Grant, Unit
+from kvrelay.kvtransfer.landing import Landing
 from kvrelay.kvtransfer.lanes import Lane
 from kvrelay.kvtransfer.messages import (
     Alive,
@@ -40,7 +40,7 @@ from kvrelay.kvtransfer.paths import PathTable
 from kvrelay.kvtransfer.probes import Probe
 from kvrelay.kvtransfer.route import Route
 from kvrelay.kvtransfer.selection import rank
-from kvrelay.kvtransfer.tickets import TRANSFER_PROTOCOL, Reason
+from kvrelay.kvtransfer.tickets import REMEDIES, TRANSFER_PROTOCOL, Reason
 from kvrelay.kvtransfer.transports.base import Reader, TransportError, host_id
 from kvrelay.kvtransfer.types import Lender
 from kvrelay.types import Fingerprint, KvMemory
@@ -72,7 +72,7 @@ class Owner(Protocol):
     def offers(self) -> list[str]:
         """Transports that the target can read over, best first."""
 
-    def make_reader(self, name: str) -> Reader: ...
+    def make_reader(self, name: str, memory: KvMemory) -> Reader: ...
 
     def carry(self, link: "SourceLink") -> Callable[[Grant, Unit], Awaitable[None]]:
         """What the link's lane does with a unit."""
@@ -99,6 +99,8 @@ class SourceLink:
         self._owner, self._connection = owner, connection
         self.hello: Hello | None = None
         self.route: Route | None = None
+        self.landing: Landing | None = None
+        self.staging_lock = asyncio.Lock()
         self.lane: Lane | None = None
         self._probing: asyncio.Task[None] | None = None
 
@@ -107,10 +109,6 @@ class SourceLink:
         """The path that the next read takes."""
         path = self.route.table.best(time.monotonic()) if self.route is not None else None
         return path.name if path is not None else ""
-
-    @property
-    def source_num_blocks(self) -> int:
-        return self.hello.num_blocks if self.hello is not None else 0
 
     async def serve(self) -> None:
         """Run until the connection ends; then fail its transfers and let go of the source."""
@@ -143,9 +141,9 @@ class SourceLink:
         except PlaneError as error:
             logger.debug("not sent: %s", error)
 
-    async def _reject(self, reason: Reason, detail: str) -> None:
+    async def _reject(self, reason: Reason, detail: str, remedy: str = "") -> None:
         logger.warning("refused the KV source at %s: %s: %s", self._connection.peer, reason, detail)
-        self.send(Rejected(reason=str(reason), detail=detail))
+        self.send(Rejected(reason=str(reason), detail=detail, remedy=remedy or REMEDIES.get(reason, "")))
         await self._connection.aclose()
 
     async def _welcome(self, hello: object) -> bool:
@@ -155,7 +153,12 @@ class SourceLink:
         if misfit := self._misfit(hello):
             await self._reject(*misfit)
             return False
-        route = self._make_route(hello)
+        try:
+            landing = Landing(hello.layout, self._owner.memory)
+        except LayoutMismatch as error:
+            await self._reject(Reason.FINGERPRINT, str(error))
+            return False
+        route = self._make_route(hello, landing)
         waiting = asyncio.create_task(self._show_life(), name="kv handshake")
         try:
             path = await route.open()
@@ -168,25 +171,31 @@ class SourceLink:
         finally:
             waiting.cancel()
         logger.info("KV from %s comes over %s: %s", hello.worker_id, path.name, path.why)
-        self.hello, self.route, self.lane = hello, route, Lane(route, self._owner.carry(self))
+        self.hello, self.route, self.landing = hello, route, landing
+        self.lane = Lane(route, self._owner.carry(self))
         me, settings = self._owner.identity, self._owner.settings
         self.send(
             HelloReply(
-                worker_id=me.worker_id, epoch=me.epoch, transport=path.name, why=path.why,
+                worker_id=me.worker_id, epoch=me.epoch, transport=path.name, why=path.why, layout=self._owner.memory.layout,
                 checks=settings.checks, sampled_share=settings.sampled_share,
             )
         )  # fmt: skip
         return True
 
-    def _misfit(self, hello: Hello) -> tuple[Reason, str] | None:
+    def abort(self) -> None:
+        """Drop the connection: its transfers fail, and the source connects anew."""
+        self._connection.abort()
+
+    def _misfit(self, hello: Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
         me = self._owner.identity
         if hello.protocol != TRANSFER_PROTOCOL:
             return (
                 Reason.FINGERPRINT,
                 f"transfer protocol: {me.worker_id} has {TRANSFER_PROTOCOL}, not {hello.protocol}",
             )
-        if difference := me.fingerprint.first_difference(hello.fingerprint):
-            return Reason.FINGERPRINT, difference
+        convert_dtype = self._owner.settings.convert_dtype
+        if difference := me.fingerprint.misfit(hello.fingerprint, convert_dtype=convert_dtype):
+            return Reason.FINGERPRINT, str(difference), difference.remedy
         if me.checksums not in ("off", hello.checksums):
             detail = (
                 f"this worker verifies {me.checksums}, the source sends {hello.checksums}: set transfer.checks alike"
@@ -200,13 +209,13 @@ class SourceLink:
             self.send(Alive())
             await asyncio.sleep(self._owner.settings.lease_s / 4)
 
-    def _make_route(self, hello: Hello) -> Route:
+    def _make_route(self, hello: Hello, landing: Landing) -> Route:
         offers = {offer.name: offer.descriptor for offer in hello.offers}
         ranked = rank(
             list(offers), self._owner.offers(), is_same_host=bool(hello.host_id) and hello.host_id == host_id(),
             source_device=hello.device, target_device=self._owner.identity.device,
         )  # fmt: skip
-        return Route(PathTable(ranked), offers, self._owner.make_reader)
+        return Route(PathTable(ranked), offers, lambda name: self._owner.make_reader(name, landing.memory))
 
     def _nothing_in_common(self, hello: Hello) -> str:
         return f"the source offers {[offer.name for offer in hello.offers]}, this worker {self._owner.offers()}"
@@ -217,16 +226,13 @@ class SourceLink:
 
     async def _probe(self, message: ProbeRequest) -> None:
         """Measure the paths with the blocks that the source lends, and tell it."""
-        owner, route, blocks = self._owner, self.route, message.block_ids
-        assert route is not None
-        num_layers = owner.memory.layout.num_layers
-        fits = bool(blocks) and min(blocks) >= 0 and max(blocks) < self.source_num_blocks
-        if owner.lender is not None and fits and len(message.checksums) in (0, 8 * num_layers * len(blocks)):
-            checksums = unpack(message.checksums).reshape(num_layers, -1) if message.checksums else None
-            try:
-                await Probe(route, owner.memory, self.source_num_blocks, checksums).run(owner.lender, blocks)
-            except Exception:  # a process edge: without a probe the paths keep their ranks
-                logger.exception("the probe of %s failed", self._connection.peer)
+        owner, route, landing = self._owner, self.route, self.landing
+        assert route is not None and landing is not None
+        try:
+            async with self.staging_lock:
+                await Probe(route, landing, message.block_ids, message.checksums).run(owner.lender)
+        except Exception:  # a process edge: without a probe the paths keep their ranks
+            logger.exception("the probe of %s failed", self._connection.peer)
         self.send(Probed(probe_id=message.probe_id, paths=route.table.reports(time.monotonic())))
 
     def _dispatch(self, message: object) -> None:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import msgspec
 
 from kvrelay.errors import TransferRefused
-from kvrelay.types import Fingerprint
+from kvrelay.types import Fingerprint, KvLayout
 
 TRANSFER_PROTOCOL = 2
 NONCE_BYTES = 16
@@ -53,7 +53,10 @@ REMEDIES: Mapping[Reason, str] = MappingProxyType(
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """What the target granted. `target_blocks[i]` receives block `first_block + i` of the sequence."""
+    """What the target granted. `target_blocks[i]` receives block `first_block + i` of the sequence.
+
+    Blocks are the target's, of `layout.block_size` tokens; the source's may be of another size.
+    """
 
     request_id: str
     target_worker: str
@@ -62,6 +65,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     target_port: int
     first_block: int  # index in the sequence of the first block that the target lacks
     num_blocks: int  # blocks of the prompt in all
+    num_tokens: int  # tokens of the prompt
+    layout: KvLayout  # of the target's pool
     target_blocks: list[int]
     generations: list[int]  # of target_blocks, at the time of the grant
     fingerprint: Fingerprint
@@ -118,6 +123,8 @@ def _misfit(ticket: Ticket) -> str | None:
     missing = ticket.num_blocks - ticket.first_block
     if not 0 <= ticket.first_block <= ticket.num_blocks:
         return "first_block is beyond num_blocks"
+    if ticket.num_blocks != -(-ticket.num_tokens // ticket.layout.block_size):
+        return f"{ticket.num_blocks} blocks are not {ticket.num_tokens} tokens"
     if len(ticket.target_blocks) != missing or len(ticket.generations) != missing:
         return f"{missing} blocks are missing but {len(ticket.target_blocks)} are granted"
     if len(set(ticket.target_blocks)) != missing:

@@ -139,7 +139,7 @@ async def test_a_source_block_that_was_reused_during_the_read_is_never_committed
 
 @pytest.mark.parametrize("field", ["model", "dtype", "block_size", "hash_seed"])
 async def test_another_fingerprint_is_refused_with_the_field(kv, field):
-    other = dataclasses.replace(kv.lib.FINGERPRINT, **{field: 8 if field == "block_size" else "other"})
+    other = dataclasses.replace(kv.lib.FINGERPRINT, **{field: 24 if field == "block_size" else "other"})
     source, target = await kv.source(fingerprint=other), await kv.target()
     ticket = target.grant("r1", 0, [1], 1)
     with pytest.raises(TransferRefused) as refused:
@@ -164,13 +164,13 @@ async def test_a_commit_before_every_region_came_is_incomplete(kv):
 @pytest.mark.parametrize(
     "announce",
     [
-        {"first_index": 0, "block_ids": [64], "first_layer": 0, "num_layers": 4},
-        {"first_index": 0, "block_ids": [-1], "first_layer": 0, "num_layers": 4},
-        {"first_index": 1, "block_ids": [1, 2], "first_layer": 0, "num_layers": 4},
-        {"first_index": -1, "block_ids": [1], "first_layer": 0, "num_layers": 4},
-        {"first_index": 0, "block_ids": [1], "first_layer": 3, "num_layers": 2},
-        {"first_index": 0, "block_ids": [1], "first_layer": 0, "num_layers": 0},
-        {"first_index": 0, "block_ids": [], "first_layer": 0, "num_layers": 4},
+        {"first_atom": 0, "atoms": [64], "first_layer": 0, "num_layers": 4},
+        {"first_atom": 0, "atoms": [-1], "first_layer": 0, "num_layers": 4},
+        {"first_atom": 1, "atoms": [1, 2], "first_layer": 0, "num_layers": 4},
+        {"first_atom": -1, "atoms": [1], "first_layer": 0, "num_layers": 4},
+        {"first_atom": 0, "atoms": [1], "first_layer": 3, "num_layers": 2},
+        {"first_atom": 0, "atoms": [1], "first_layer": 0, "num_layers": 0},
+        {"first_atom": 0, "atoms": [], "first_layer": 0, "num_layers": 4},
     ],
 )
 async def test_announcements_out_of_range_are_refused(kv, announce):
@@ -313,7 +313,7 @@ async def test_a_source_that_ran_out_of_file_descriptors_takes_connections_again
     assert target.kinds("r1") == ["commit"] and not failures
 
 
-@pytest.mark.parametrize("field", ["payload", "block_ids", "first_index"])
+@pytest.mark.parametrize("field", ["payload", "atoms", "first_atom"])
 async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
     """A bit of a message flips on the way: with checks off nothing but the seal of the whole transfer could tell."""
     source, target = await kv.pair(checks="off")
@@ -324,10 +324,10 @@ async def test_what_the_source_said_is_sealed_as_well_as_the_blocks(kv, field):
     async def garbling(request_id, message):
         if isinstance(message, Commit) and field == "payload":
             message = msgspec.structs.replace(message, payload=b"token 8")
-        elif isinstance(message, Announce) and field == "block_ids":
-            message = msgspec.structs.replace(message, block_ids=[block ^ 1 for block in message.block_ids])
-        elif isinstance(message, Announce) and field == "first_index":
-            message = msgspec.structs.replace(message, first_index=1 - message.first_index)
+        elif isinstance(message, Announce) and field == "atoms":
+            message = msgspec.structs.replace(message, atoms=[atom ^ 1 for atom in message.atoms])
+        elif isinstance(message, Announce) and field == "first_atom":
+            message = msgspec.structs.replace(message, first_atom=1 - message.first_atom)
         await send(request_id, message)
 
     link.send = garbling

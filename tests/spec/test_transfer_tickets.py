@@ -7,16 +7,17 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import TransferRefused
 from kvrelay.kvtransfer.tickets import Reason, Ticket, open_ticket, reason_of, refusal, seal
-from kvrelay.types import Fingerprint
+from kvrelay.types import Fingerprint, KvLayout
 
 SECRET = b"secret"
+LAYOUT = KvLayout(30, 64, 16, 3, 64, "bfloat16")
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", 16, 30, 3, 64, "seed")
 
 
 def ticket(**changes):
     fields = {
         "request_id": "r1", "target_worker": "d0", "target_epoch": "e1", "target_host": "127.0.0.1", "target_port": 4000,
-        "first_block": 1, "num_blocks": 4, "target_blocks": [9, 4, 7], "generations": [2, 0, 5],
+        "first_block": 1, "num_blocks": 4, "num_tokens": 61, "layout": LAYOUT, "target_blocks": [9, 4, 7], "generations": [2, 0, 5],
         "fingerprint": FINGERPRINT, "lease_s": 10.0, "nonce": b"n" * 16,
     }  # fmt: skip
     return Ticket(**{**fields, **changes})
@@ -71,6 +72,8 @@ def test_a_sealed_ticket_without_a_field_is_refused(missing):
         {"first_block": -1, "target_blocks": [1, 2, 3, 4, 5], "generations": [0] * 5},
         {"target_blocks": [1, 2]},
         {"generations": [1]},
+        {"num_tokens": 65},
+        {"num_tokens": 48},
         {"target_blocks": [1, 1, 2]},
         {"target_blocks": [1, -1, 2]},
     ],
