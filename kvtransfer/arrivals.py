@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kvtransfer.checksums import Checksums, checksums_at
+from kvrelay.kvtransfer.mover import Receipt
 from kvrelay.kvtransfer.plans import Offsets
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.types import KvMemory
@@ -15,7 +16,9 @@ Tamper = Callable[[KvMemory, int, int], None]
 
 
 class Arrival:
-    """Call it with the bytes that are in place so far. Regions are in the order in which the read copies them.
+    """Call it with the bytes that are in place so far, or let a mover fill in its receipt and settle that.
+
+    Regions are in the order in which the read copies them.
 
     Args:
         offsets: [num_regions] where each region lands, bytes from the pool's base.
@@ -35,14 +38,44 @@ class Arrival:
     ) -> None:
         self._memory, self._offsets, self._region_bytes = memory, offsets, region_bytes
         self._expected, self._is_checked, self._tamper = expected, is_checked, tamper
-        self._num_done = 0
-        self.num_landed = 0  # bytes; tells a slow read from a stuck one
-        self.check_s = 0.0
+        self._num_done = self._num_landed = 0
+        self._check_s = 0.0
+        self._receipt: Receipt | None = None
+
+    @property
+    def num_landed(self) -> int:
+        """Bytes so far; tells a slow read from a stuck one."""
+        return self._num_landed if self._receipt is None else self._receipt.num_landed
+
+    @property
+    def check_s(self) -> float:
+        """Seconds spent verifying."""
+        return self._check_s if self._receipt is None else self._receipt.hash_s
+
+    def receipt(self) -> Receipt | None:
+        """What a mover is to fill in; None where regions must be looked at one by one: a fault is injected, or
+        the pool is a GPU's."""
+        if self._tamper is not None or self._memory.view is None:
+            return None
+        if self._expected is None:
+            self._receipt = Receipt()
+        else:
+            self._receipt = Receipt(self._offsets, self._region_bytes, self._is_checked)
+        return self._receipt
+
+    def settle(self, receipt: Receipt) -> None:
+        """The read that filled in `receipt` is over. Raises CorruptRead, naming the first wrong region."""
+        if self._expected is None or bytes(receipt.hashes) == self._expected.tobytes():
+            return
+        is_wrong = receipt.found != self._expected
+        if self._is_checked is not None:
+            is_wrong &= self._is_checked
+        _refuse(np.flatnonzero(is_wrong))
 
     def __call__(self, num_bytes: int) -> None:
         """Raises CorruptRead, naming the first wrong region by its index."""
         first, stop = self._num_done, num_bytes // self._region_bytes
-        self.num_landed, self._num_done = num_bytes, stop
+        self._num_landed, self._num_done = num_bytes, stop
         offsets = self._offsets[first:stop]
         if self._tamper is not None:
             for offset in offsets.tolist():
@@ -51,13 +84,17 @@ class Arrival:
             return
         began = time.perf_counter()
         self._verify(first, offsets, self._expected[first:stop])
-        self.check_s += time.perf_counter() - began
+        self._check_s += time.perf_counter() - began
 
     def _verify(self, first: int, offsets: Offsets, expected: Checksums) -> None:
         index = np.arange(first, first + len(offsets))
         if self._is_checked is not None:
             chosen = self._is_checked[index]
             index, offsets, expected = index[chosen], offsets[chosen], expected[chosen]
-        wrong = np.flatnonzero(checksums_at(self._memory, offsets, self._region_bytes) != expected)
-        if len(wrong):
-            raise CorruptRead(len(wrong), int(index[wrong[0]]))
+        _refuse(index[checksums_at(self._memory, offsets, self._region_bytes) != expected])
+
+
+def _refuse(wrong: NDArray[np.intp]) -> None:
+    """Raises CorruptRead when any index is given."""
+    if len(wrong):
+        raise CorruptRead(len(wrong), int(wrong[0]))
