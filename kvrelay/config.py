@@ -16,7 +16,7 @@ from kvrelay.errors import ConfigError
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
-TransportName = Literal["auto", "nixl", "shm", "tcp"]
+TransportName = Literal["auto", "nixl", "shm", "vmread", "tcp"]
 ChecksMode = Literal["full", "off"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -104,7 +104,8 @@ class TransferSettings(_Settings):
     """How KV travels."""
 
     transport: TransportName = Field(
-        "auto", description="shm, nixl or tcp; auto: shm on one host, nixl for CUDA, else tcp"
+        "auto",
+        description="shm, vmread, nixl or tcp; auto: shm on one host (else vmread), nixl for CUDA, else tcp",
     )
     checks: ChecksMode = Field("full", description="per-region checksums, verified before commit")
     lease_s: float = Field(10.0, gt=0, description="blocks of a silent peer are freed after this")
