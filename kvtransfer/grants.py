@@ -45,7 +45,8 @@ class Grant:
     num_bytes: int = 0
     payload: bytes | None = None  # set by Commit
     committed_at: float = 0.0
-    busy_s: float = 0.0  # spent reading and verifying, summed over reads
+    busy_s: float = 0.0  # with a read under way, verifying included
+    busy_since: float = 0.0  # when the first of the reads under way began
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
 

@@ -337,7 +337,8 @@ class KvTarget:
         source = dataclasses.replace(self.memory.layout, num_blocks=link.hello.num_blocks)
         copies = plan_copies(source, self.memory.layout, unit.source_blocks, unit.target_blocks, unit.layers)
         arrival = self._arrival(unit)
-        began = time.monotonic()
+        if not grant.reading:
+            grant.busy_since = time.monotonic()
         try:
             await self._read(link.lane.reader, grant, copies.total_bytes, link.lane.reader.read(copies, arrival))
         except CorruptRead as error:
@@ -347,7 +348,8 @@ class KvTarget:
         if grant.is_ended:
             return
         grant.num_unverified -= 1
-        grant.busy_s += time.monotonic() - began
+        if not grant.reading:
+            grant.busy_s += time.monotonic() - grant.busy_since
         self._stats.check_s += arrival.check_s
         self._advance(grant)
 
