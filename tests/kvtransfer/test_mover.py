@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,12 +16,13 @@ import xxhash
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvrelay.kvtransfer import mover
+from kvrelay.kvtransfer import mover, process_memory
 from kvrelay.kvtransfer.mover import Receipt, move, xxh3_regions
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.process_memory import NONCE_BYTES, NotTheSource, Place
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.kvtransfer.transports.copying import place_of
+from kvrelay.native import load_native
 
 WAYS = ["native", "python"]
 NONCE = ctypes.create_string_buffer(b"a nonce of 16 by", NONCE_BYTES)
@@ -230,10 +232,10 @@ _ADDRESS, _SIZE = 0x7E0000000000, 8 << 20
 
 
 @contextlib.contextmanager
-def squatter(content, nonce):
+def squatter(content, nonce, size=None):
     """A process with a pool at the one address, its nonce at the pool's beginning."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _SQUATTER, str(_ADDRESS), str(_SIZE), str(content), nonce.hex()],
+        [sys.executable, "-c", _SQUATTER, str(_ADDRESS), str(size or _SIZE), str(content), nonce.hex()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with process:
@@ -290,6 +292,78 @@ def test_memory_that_cannot_be_read_is_a_fault_and_not_a_short_read(each_way):
         assert libc.mprotect(*last, mmap.PROT_READ | mmap.PROT_WRITE) == 0
         del pool
     assert error.value.errno == errno.EFAULT
+
+
+_SHORT = """
+#define _GNU_SOURCE
+#include <sys/uio.h>
+static int num_calls;
+static ssize_t readv_a_little(pid_t pid, const struct iovec *to, unsigned long n, const struct iovec *from,
+                              unsigned long m, unsigned long flags)
+{
+    struct iovec ours[1024], theirs[1024];
+    size_t left = 1000 + 777 * (num_calls++ % 3);
+    for (unsigned long i = 0; i < n; i++) {
+        ours[i] = to[i], theirs[i] = from[i];
+        if (ours[i].iov_len > left) ours[i].iov_len = theirs[i].iov_len = left;
+        left -= ours[i].iov_len;
+    }
+    return process_vm_readv(pid, ours, n, theirs, m, flags);
+}
+#define process_vm_readv readv_a_little
+#include "MOVE"
+"""
+
+
+def short_calls(name, monkeypatch, folder):
+    """System calls that bring at most a few kilobytes each, cut anywhere."""
+    if name == "native":
+        source = folder / "short.c"
+        source.write_text(_SHORT.replace("MOVE", str(mover._FOLDER / "move.c")))
+        lib = load_native("short", [source, mover._FOLDER / "xxh3.c"], [*mover._FOLDER.glob("*.[ch]")])
+        lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+        monkeypatch.setattr(mover, "library", lambda: lib)
+        return
+    libc = process_memory._libc
+
+    def readv_a_little(pid, ours, n, theirs, _m, flags):
+        left = 1777
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.size = other.size = min(mine.size, left)
+            left -= mine.size
+        return libc.process_vm_readv(pid, ours, n, theirs, n, flags)
+
+    monkeypatch.setattr(process_memory, "_libc", SimpleNamespace(process_vm_readv=readv_a_little))
+
+
+def test_short_reads_go_on_where_they_stopped(each_way, monkeypatch, tmp_path):
+    short_calls(each_way, monkeypatch, tmp_path)
+    source, target = noise(30_000), np.zeros(30_000, np.uint8)
+    copies = CopyList(np.array([5, 9000, 20_000]), np.array([0, 12_000, 7000]), np.array([6999, 11_000, 5000]))
+    receipt = Receipt(np.array([0, 12_000]), 5000)
+    move(foreign(source), place_of(target), copies, receipt).run()
+    assert np.array_equal(target, carried_out(copies, source, target.nbytes))
+    assert receipt.found[0] == xxhash.xxh3_64_intdigest(target[:5000].tobytes())
+
+
+@pytest.mark.slow
+def test_a_stranger_is_no_source_even_where_it_has_less_memory(each_way):
+    with squatter(9, b"another nonce...", 96 << 10) as stranger:
+        reading, _ = whole_pool(stranger.pid)
+        with pytest.raises(NotTheSource):
+            reading.run()
+
+
+def test_a_nonce_that_goes_during_a_call_is_noticed(each_way):
+    """The read itself overwrites it."""
+    target = np.zeros(4096, np.uint8)
+    target[64 : 64 + NONCE_BYTES] = np.frombuffer(NONCE.raw, np.uint8)
+    source = noise(4096)
+    place = Place(source.ctypes.data, 4096, os.getpid(), target.ctypes.data + 64, NONCE.raw)
+    before, over = CopyList(*[np.array([n]) for n in (0, 0, 64)]), CopyList(*[np.array([n]) for n in (0, 0, 65)])
+    move(place, place_of(target), before, Receipt()).run()
+    with pytest.raises(NotTheSource):
+        move(place, place_of(target), over, Receipt()).run()
 
 
 def test_a_withdrawn_nonce_ends_a_read(each_way):
