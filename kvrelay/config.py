@@ -17,7 +17,7 @@ from kvrelay.types import Role
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
-TransportName = Literal["auto", "nixl", "shm", "tcp"]
+TransportName = Literal["auto", "nixl", "shm", "vmread", "tcp"]
 KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
 
@@ -131,7 +131,8 @@ class TransferSettings(_Settings):
     """How KV travels."""
 
     transport: TransportName = Field(
-        "auto", description="shm, nixl or tcp; auto: shm on one host, nixl for CUDA, else tcp"
+        "auto",
+        description="shm, vmread, nixl or tcp; auto: shm on one host (else vmread), nixl for CUDA, else tcp",
     )
     checks: ChecksMode = Field(
         "full", description="checksums of KV regions, verified before commit: of all, of a random sample, or of none"

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 
 from kvrelay.kvtransfer.checksums import Checksums
 from kvrelay.kvtransfer.gather import checksums_of_atoms
+from kvrelay.kvtransfer.mover import Receipt
 from kvrelay.kvtransfer.plans import Offsets
 from kvrelay.kvtransfer.transports.base import CorruptRead
 from kvrelay.types import KvMemory
@@ -16,7 +17,9 @@ Tamper = Callable[[KvMemory, int, int], None]
 
 
 class Arrival:
-    """Call it with the bytes that are in place so far. Atoms are in the order in which the read copies them.
+    """Call it with the bytes that are in place so far, or let a mover fill in its receipt and settle that.
+
+    Atoms are in the order in which the read copies them.
 
     Args:
         memory: what the read writes.
@@ -38,14 +41,44 @@ class Arrival:
         self._memory, self._pieces, self._piece_bytes = memory, pieces, piece_bytes
         self._expected, self._is_checked, self._tamper = expected, is_checked, tamper
         self._atom_bytes = pieces.shape[1] * piece_bytes
-        self._num_done = 0
-        self.num_landed = 0  # bytes; tells a slow read from a stuck one
-        self.check_s = 0.0
+        self._num_done = self._num_landed = 0
+        self._check_s = 0.0
+        self._receipt: Receipt | None = None
+
+    @property
+    def num_landed(self) -> int:
+        """Bytes so far; tells a slow read from a stuck one."""
+        return self._num_landed if self._receipt is None else self._receipt.num_landed
+
+    @property
+    def check_s(self) -> float:
+        """Seconds spent verifying."""
+        return self._check_s if self._receipt is None else self._receipt.hash_s
+
+    def receipt(self) -> Receipt | None:
+        """What a mover is to fill in; None where atoms must be looked at one by one: a fault is injected, they lie
+        in several pieces, or the pool is a GPU's."""
+        if self._tamper is not None or self._memory.view is None:
+            return None
+        if self._expected is None:
+            self._receipt = Receipt()
+        elif self._pieces.shape[1] == 1:
+            self._receipt = Receipt(self._pieces[:, 0], self._piece_bytes, self._is_checked)
+        return self._receipt
+
+    def settle(self, receipt: Receipt) -> None:
+        """The read that filled in `receipt` is over. Raises CorruptRead, naming the first wrong atom."""
+        if self._expected is None or bytes(receipt.hashes) == self._expected.tobytes():
+            return
+        is_wrong = receipt.found != self._expected
+        if self._is_checked is not None:
+            is_wrong &= self._is_checked
+        _refuse(np.flatnonzero(is_wrong))
 
     def __call__(self, num_bytes: int) -> None:
         """Raises CorruptRead, naming the first wrong atom by its index."""
         first, stop = self._num_done, num_bytes // self._atom_bytes
-        self.num_landed, self._num_done = num_bytes, stop
+        self._num_landed, self._num_done = num_bytes, stop
         pieces = self._pieces[first:stop]
         if self._tamper is not None:
             for offset in pieces.ravel().tolist():
@@ -54,13 +87,17 @@ class Arrival:
             return
         began = time.perf_counter()
         self._verify(first, pieces, self._expected[first:stop])
-        self.check_s += time.perf_counter() - began
+        self._check_s += time.perf_counter() - began
 
     def _verify(self, first: int, pieces: Offsets, expected: Checksums) -> None:
         index = np.arange(first, first + len(pieces))
         if self._is_checked is not None:
             chosen = self._is_checked[index]
             index, pieces, expected = index[chosen], pieces[chosen], expected[chosen]
-        wrong = np.flatnonzero(checksums_of_atoms(self._memory, pieces, self._piece_bytes) != expected)
-        if len(wrong):
-            raise CorruptRead(len(wrong), int(index[wrong[0]]))
+        _refuse(index[checksums_of_atoms(self._memory, pieces, self._piece_bytes) != expected])
+
+
+def _refuse(wrong: NDArray[np.intp]) -> None:
+    """Raises CorruptRead when any index is given."""
+    if len(wrong):
+        raise CorruptRead(len(wrong), int(wrong[0]))

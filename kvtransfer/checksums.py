@@ -1,39 +1,21 @@
 """Checksums of regions: what proves that a block arrived as it left.
 
-Host memory: xxh3-64. CUDA memory: a position-weighted 64-bit sum computed on the device, so
+Host memory: xxh3-64 (mover.py). CUDA memory: a position-weighted 64-bit sum computed on the device, so
 that no KV crosses PCIe for it (not verified on hardware yet). Both ends must use the same kind;
 the kind follows from where the pool lies and is compared when they connect.
 """
 
-import time
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
+from kvrelay.kvtransfer.mover import xxh3_regions
 from kvrelay.kvtransfer.plans import Offsets, region_offsets
 from kvrelay.types import KvMemory
 
 Checksums = NDArray[np.uint64]
-_YIELD_BYTES = 4 << 20
 _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-
-
-def xxh3_regions(view: memoryview, offsets: Offsets, num_bytes: int) -> Checksums:
-    """xxh3-64 of `view[offset : offset + num_bytes]` for each offset.
-
-    xxhash holds the interpreter lock below 64 KiB: the engine's thread gets it every 4 MiB.
-    """
-    digest = xxhash.xxh3_64_intdigest
-    step = max(_YIELD_BYTES // max(num_bytes, 1), 1)
-    values: list[int] = []
-    starts = offsets.tolist()
-    for first in range(0, len(starts), step):
-        if first:
-            time.sleep(1e-6)
-        values += [digest(view[start : start + num_bytes]) for start in starts[first : first + step]]
-    return np.array(values, dtype="<u8")
 
 
 def weighted_sum_regions(words: Any, layers: range, blocks: list[int]) -> Checksums:

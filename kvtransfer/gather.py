@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kvtransfer.checksums import Checksums, checksums_at, weighted_sums, xxh3_regions
+from kvrelay.kvtransfer.checksums import Checksums, checksums_at, weighted_sums
+from kvrelay.kvtransfer.mover import xxh3_regions
 from kvrelay.kvtransfer.plans import Offsets
 from kvrelay.types import KvMemory
 

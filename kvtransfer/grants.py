@@ -52,7 +52,8 @@ class Grant:
     bytes_by_path: Counter[str] = field(default_factory=Counter)
     payload: bytes | None = None  # set by Commit
     committed_at: float = 0.0
-    busy_s: float = 0.0  # spent reading and verifying, summed over reads
+    busy_s: float = 0.0  # with a read under way, verifying included
+    busy_since: float = 0.0  # when the first of the reads under way began
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
 

@@ -24,6 +24,7 @@ class Route:
         self._descriptors, self._make_reader = descriptors, make_reader
         self._connecting: dict[str, asyncio.Task[Reader]] = {}
         self._readers: dict[str, Reader] = {}  # connected
+        self._last_end: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
@@ -68,6 +69,13 @@ class Route:
             self._connecting.pop(name, None)
         self._readers[name] = reader
         return reader
+
+    def ended(self, name: str, num_bytes: int, began: float, now: float) -> float:
+        """A read ended well. Returns the seconds that count as its own: not those in which it waited for another."""
+        seconds = now - max(began, self._last_end.get(name, 0.0))
+        self._last_end[name] = now
+        self.table.moved(name, num_bytes, seconds)
+        return seconds
 
     def failed(self, name: str, why: str) -> None:
         """Let the path rest, and begin anew with it afterwards."""

@@ -9,9 +9,10 @@ from kvrelay.kvtransfer.transports.loopback import LOOPBACK
 from kvrelay.kvtransfer.transports.nixl import NIXL
 from kvrelay.kvtransfer.transports.shm import SHM
 from kvrelay.kvtransfer.transports.tcp import TCP
+from kvrelay.kvtransfer.transports.vmread import VMREAD
 from kvrelay.types import KvMemory
 
-TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, NIXL, TCP)})
+TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, VMREAD, NIXL, TCP)})
 
 
 def is_cuda(device: str) -> bool:

@@ -403,6 +403,8 @@ class KvTarget:
                 landing.memory, plan.pieces, landing.pairing.piece_bytes, unit.checksums, unit.is_checked, self.tamper
             )
             began = time.monotonic()
+            if not grant.reading:
+                grant.busy_since = began
             try:
                 await self._read(reader, grant, reader.read(plan.copies, arrival), arrival)
             except TransferTimeout as error:
@@ -415,7 +417,7 @@ class KvTarget:
         if grant.is_ended:
             return
         num_bytes = plan.copies.total_bytes
-        self._count(link, name, grant, num_bytes, time.monotonic() - began, arrival.check_s)
+        self._count(link, name, grant, num_bytes, began, arrival.check_s)
         link.send(Progress(nonce=grant.ticket.nonce, num_bytes=num_bytes))
         self._advance(grant)
 
@@ -430,12 +432,13 @@ class KvTarget:
         await asyncio.wait({work})
         work.result()
 
-    def _count(self, link: SourceLink, name: str, grant: Grant, num_bytes: int, seconds: float, check_s: float) -> None:
+    def _count(self, link: SourceLink, name: str, grant: Grant, num_bytes: int, began: float, check_s: float) -> None:
         assert link.route is not None
-        link.route.table.moved(name, num_bytes, seconds)
+        seconds = link.route.ended(name, num_bytes, began, time.monotonic())
         grant.num_unverified -= 1
-        grant.busy_s += seconds
         grant.bytes_by_path[name] += num_bytes
+        if not grant.reading:
+            grant.busy_s += time.monotonic() - grant.busy_since
         sums = self._stats.path(name)
         sums.num_bytes += num_bytes
         sums.seconds += seconds

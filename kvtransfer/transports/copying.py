@@ -1,52 +1,43 @@
-"""Copies between two maps of host memory: what loopback and shm do for a read.
+"""Carries out a read whose bytes this process can fetch by itself, and has them verified while the caches hold them.
 
-Both ways let go of the interpreter lock while bytes move, so that the engine's thread runs on.
+Lets go of the interpreter lock while bytes move and are hashed, so that the engine's thread runs on.
 """
-
-import ctypes
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.kvtransfer.arrivals import Arrival
+from kvrelay.kvtransfer.mover import Receipt, move
 from kvrelay.kvtransfer.plans import CopyList
+from kvrelay.kvtransfer.process_memory import Place
+from kvrelay.kvtransfer.transports.base import Landed
 
 Bytes = NDArray[np.uint8]
-INLINE_BYTES = 128 << 10  # less than this is copied faster than a thread is woken
+INLINE_BYTES = 256 << 10  # up to here: copied and verified (< 100 us) before a thread is awake (100 us and more)
+_PIECE_BYTES = 256 << 10  # between two calls of `landed`: what the second-level cache keeps
 
 
-def copy_all(source: Bytes, target: Bytes, copies: CopyList) -> None:
-    """Carry out `copies`; bounds have been checked. `source`, `target`: whole pools, [num_bytes]."""
-    if copies.repeats > 1 and _is_layered(source, target, copies):
-        _copy_layers(source, target, copies)
-    else:
-        _copy_each(source, target, copies)
+def place_of(array: Bytes) -> Place:
+    """This array's memory. Whoever uses the place keeps the array alive."""
+    return Place(array.ctypes.data, array.nbytes)
 
 
-def _is_layered(source: Bytes, target: Bytes, copies: CopyList) -> bool:
-    return (
-        len(source) % max(copies.source_stride, 1) == 0
-        and len(target) % max(copies.target_stride, 1) == 0
-        and copies.source_stride > 0
-        and copies.target_stride > 0
-    )
+def copy_all(source: Place, target: Place, copies: CopyList, landed: Landed | None = None) -> None:
+    """Carry out `copies` and verify them. Raises TransportError (CorruptRead, NotTheSource), OSError.
 
-
-def _copy_layers(source: Bytes, target: Bytes, copies: CopyList) -> None:
-    """One strided copy per run of blocks moves that run in every layer."""
-    from_layers = source.reshape(-1, copies.source_stride)
-    to_layers = target.reshape(-1, copies.target_stride)
-    source_layer, source_column = np.divmod(copies.source_offset, copies.source_stride)
-    target_layer, target_column = np.divmod(copies.target_offset, copies.target_stride)
-    rows = (source_layer, source_column, target_layer, target_column, copies.num_bytes)
-    for s_layer, s_column, t_layer, t_column, size in zip(*(row.tolist() for row in rows), strict=True):
-        to_layers[t_layer : t_layer + copies.repeats, t_column : t_column + size] = from_layers[
-            s_layer : s_layer + copies.repeats, s_column : s_column + size
-        ]
-
-
-def _copy_each(source: Bytes, target: Bytes, copies: CopyList) -> None:
-    from_base, to_base = source.ctypes.data, target.ctypes.data
-    offsets = copies.expanded()
-    move = ctypes.memmove
-    for s_offset, t_offset, size in zip(*(row.tolist() for row in offsets), strict=True):
-        move(to_base + t_offset, from_base + s_offset, size)
+    An Arrival is verified in one go with the copying: the lock is taken once a read, not once a piece. That counts
+    when the engine's thread is busy, which may keep it for milliseconds each time.
+    """
+    receipt = landed.receipt() if isinstance(landed, Arrival) else None
+    if isinstance(landed, Arrival) and receipt is not None:
+        move(source, target, copies, receipt).run()
+        landed.settle(receipt)
+        return
+    receipt, total = Receipt(), copies.total_bytes
+    moving = move(source, target, copies, receipt)
+    if landed is None:
+        moving.run()
+        return
+    while receipt.num_landed < total:
+        moving.run(min(receipt.num_landed + _PIECE_BYTES, total))
+        landed(receipt.num_landed)

@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from kvrelay.kvtransfer.transports.base import Transport, TransportError
-from kvrelay.kvtransfer.transports.threaded import MappedReader
+from kvrelay.kvtransfer.transports.copying import Bytes, place_of
+from kvrelay.kvtransfer.transports.threaded import FetchingReader
 from kvrelay.types import KvMemory
 
 _PROCESS = secrets.token_bytes(16)  # a forked child has another pid
@@ -39,11 +40,12 @@ class LoopbackExporter:
         _exported.pop(self._key, None)
 
 
-class LoopbackReader(MappedReader):
+class LoopbackReader(FetchingReader):
     """Copies from the other pool of this process."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
         super().__init__("kv-loopback", memory)
+        self._pool: Bytes | None = None
 
     async def connect(self, descriptor: bytes) -> None:
         try:
@@ -53,7 +55,8 @@ class LoopbackReader(MappedReader):
         memory = _exported.get(wanted.key) if (wanted.process, wanted.pid) == (_PROCESS, os.getpid()) else None
         if memory is None or memory.view is None:
             raise TransportError("the source is in another process")
-        self._source = np.frombuffer(memory.view, dtype=np.uint8)
+        self._pool = np.frombuffer(memory.view, dtype=np.uint8)
+        self._source = place_of(self._pool)
 
 
 def _why_not(memory: KvMemory) -> str | None:

@@ -5,10 +5,6 @@ of a copy cannot crash the target. The descriptor is opened through /proc; where
 (another user, another PID namespace), it comes over an abstract Unix socket instead.
 """
 
-import asyncio
-import contextlib
-import hashlib
-import hmac
 import logging
 import mmap
 import os
@@ -21,14 +17,15 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.transports.base import Transport, TransportError, connections, host_id, open_off_loop
-from kvrelay.kvtransfer.transports.threaded import MappedReader
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
+from kvrelay.kvtransfer.transports.copying import Bytes, place_of
+from kvrelay.kvtransfer.transports.door import Door, knock
+from kvrelay.kvtransfer.transports.threaded import FetchingReader
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 
-_PROOF_BYTES = hashlib.sha256().digest_size
-_TIMEOUT_S = 2.0
+_LABEL = b"kvrelay-shm-v2"
 
 
 class _Descriptor(msgspec.Struct, frozen=True):
@@ -40,14 +37,7 @@ class _Descriptor(msgspec.Struct, frozen=True):
     num_bytes: int
     nonce: bytes
     nonce_fd: int  # a second memfd that holds the nonce
-
-
-def _proof(secret: bytes, nonce: bytes) -> bytes:
-    return hmac.digest(secret, b"kvrelay-shm-v1\0" + nonce, hashlib.sha256)
-
-
-def _socket_name(nonce: bytes) -> str:
-    return f"\0kvrelay-{nonce.hex()}"
+    door: bytes
 
 
 class ShmExporter:
@@ -55,24 +45,19 @@ class ShmExporter:
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
         assert memory.memfd is not None
-        self._memory, self._memfd, self._secret = memory, memory.memfd, secret
+        self._memory, self._memfd = memory, memory.memfd
         self._nonce = secrets.token_bytes(16)
         self._nonce_fd: int | None = None
-        self._listener: socket.socket | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._door = Door(secret, _LABEL, lambda peer: socket.send_fds(peer, [b"k"], [self._memfd]))
 
     async def start(self) -> None:
         try:
             self._nonce_fd = os.memfd_create("kvrelay-nonce", os.MFD_CLOEXEC)
             os.write(self._nonce_fd, self._nonce)
-            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            self._listener.setblocking(False)
-            self._listener.bind(_socket_name(self._nonce))
-            self._listener.listen(16)
+            await self._door.start()
         except OSError as error:
             await self.aclose()
             raise BackendUnavailable("shm", str(error)) from error
-        self._task = asyncio.create_task(self._serve(self._listener), name="kv-shm-descriptors")
 
     def describe(self) -> bytes:
         assert self._nonce_fd is not None
@@ -81,33 +66,15 @@ class ShmExporter:
             _Descriptor(
                 host=host_id(), pid=os.getpid(), fd=self._memfd, device=stat.st_dev, inode=stat.st_ino,
                 num_bytes=self._memory.layout.num_bytes, nonce=self._nonce, nonce_fd=self._nonce_fd,
+                door=self._door.name,
             )
         )  # fmt: skip
-
-    async def _serve(self, listener: socket.socket) -> None:
-        async for peer in connections(listener):
-            with peer, contextlib.suppress(OSError, TimeoutError):
-                await self._hand_over(peer)
-
-    async def _hand_over(self, peer: socket.socket) -> None:
-        async with asyncio.timeout(_TIMEOUT_S):
-            proof = await asyncio.get_running_loop().sock_recv(peer, _PROOF_BYTES)
-        if hmac.compare_digest(proof, _proof(self._secret, self._nonce)):
-            socket.send_fds(peer, [b"k"], [self._memfd])
-        else:
-            logger.warning("a process without the cluster's secret asked for the KV pool")
 
     def set_busy(self, num_open: int) -> None:
         """Needs no progress."""
 
     async def aclose(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
+        await self._door.aclose()
         if self._nonce_fd is not None:
             os.close(self._nonce_fd)
             self._nonce_fd = None
@@ -131,11 +98,8 @@ def _open_through_proc(wanted: _Descriptor) -> int:
 
 
 def _ask_for_it(wanted: _Descriptor, secret: bytes) -> int:
-    """The pool's descriptor over the source's Unix socket. Blocking. Raises OSError."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        peer.settimeout(_TIMEOUT_S)
-        peer.connect(_socket_name(wanted.nonce))
-        peer.sendall(_proof(secret, wanted.nonce))
+    """The pool's descriptor from the source itself. Blocking. Raises OSError."""
+    with knock(wanted.door, secret, _LABEL) as peer:
         _, fds, _, _ = socket.recv_fds(peer, 1, 1)
     if not fds:
         raise OSError("the source refused to hand over its pool")
@@ -145,12 +109,13 @@ def _ask_for_it(wanted: _Descriptor, secret: bytes) -> int:
     raise OSError("the source handed over something else")
 
 
-class ShmReader(MappedReader):
+class ShmReader(FetchingReader):
     """Maps the source's pool once and copies on a thread of its own."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
         super().__init__("kv-shm", memory)
         self._secret = secret
+        self._pool: Bytes | None = None
 
     async def connect(self, descriptor: bytes) -> None:
         try:
@@ -166,7 +131,8 @@ class ShmReader(MappedReader):
             raise TransportError(f"cannot map the source's pool: {error}") from error
         finally:
             os.close(fd)
-        self._source = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping alive
+        self._pool = np.frombuffer(mapping, dtype=np.uint8)  # keeps the mapping alive
+        self._source = place_of(self._pool)
 
     def _open(self, wanted: _Descriptor) -> int:
         try:
@@ -174,6 +140,10 @@ class ShmReader(MappedReader):
         except OSError as error:
             logger.debug("/proc refused the pool (%s); asking the source", error)
             return _ask_for_it(wanted, self._secret)
+
+    async def aclose(self) -> None:
+        await super().aclose()
+        self._pool = None
 
 
 def _why_not(memory: KvMemory) -> str | None:

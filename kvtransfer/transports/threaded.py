@@ -9,8 +9,9 @@ from functools import partial
 import numpy as np
 
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Landed, TransportError, check_bounds
-from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, copy_all
+from kvrelay.kvtransfer.process_memory import Place
+from kvrelay.kvtransfer.transports.base import Landed, TransportError
+from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, copy_all, place_of
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -65,15 +66,16 @@ class ReadThread:
         await asyncio.to_thread(self._executor.shutdown, True)
 
 
-class MappedReader:
-    """A Reader of a pool that this process can address: its `connect` sets `_source`, a read is a plain copy."""
+class FetchingReader:
+    """A Reader that fetches by itself, from a pool that this process can address or read: `connect` sets `_source`."""
 
-    max_in_flight = 1
+    max_in_flight = 2  # the second is begun by the thread while the loop still ends the first
 
     def __init__(self, name: str, memory: KvMemory) -> None:
         assert memory.view is not None
-        self._target: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
-        self._source: Bytes | None = None
+        self._bytes: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
+        self._target = place_of(self._bytes)
+        self._source: Place | None = None
         self._thread = ReadThread(name)
 
     def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
@@ -81,10 +83,7 @@ class MappedReader:
 
     def _copy(self, landed: Landed | None, copies: CopyList) -> None:
         assert self._source is not None
-        check_bounds(copies, len(self._source), len(self._target))
-        copy_all(self._source, self._target, copies)
-        if landed is not None:
-            landed(copies.total_bytes)
+        copy_all(self._source, self._target, copies, landed)
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
         """A copy ends by itself within milliseconds."""

@@ -46,7 +46,7 @@ async def test_a_path_that_corrupts_or_fails_shows_in_the_report_and_is_not_chos
     class Lying(LoopbackReader):
         def _copy(self, landed, copies):
             super()._copy(None, copies)
-            self._target[copies.target_offset] ^= 1
+            self._bytes[copies.target_offset] ^= 1
             if landed is not None:
                 landed(copies.total_bytes)
 

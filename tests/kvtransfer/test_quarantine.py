@@ -14,6 +14,7 @@ class HeldReader(LoopbackReader):
     """Reads that begin when asked and end when the test lets them; nothing can stop them, as with NIXL."""
 
     held = ()  # set by each test
+    max_in_flight = 1  # so that their order is the lane's
 
     def read(self, copies, landed=None):
         done = asyncio.get_running_loop().create_future()

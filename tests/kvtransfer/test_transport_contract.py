@@ -8,7 +8,7 @@ import pytest
 from kvrelay.errors import ChecksumMismatch, TransferRefused
 from kvrelay.kvtransfer.tickets import Reason, reason_of
 
-TRANSPORTS = ["loopback", "shm", "tcp", "nixl"]
+TRANSPORTS = ["loopback", "shm", "vmread", "tcp", "nixl"]
 
 
 def assert_moved(kv, source, target, source_blocks, target_blocks):
@@ -102,6 +102,17 @@ async def test_one_flipped_bit_is_refused_on_both_sides(kv, transport):
     assert isinstance(await target.event("failed", "r1"), ChecksumMismatch)
     await target.event("released", "r1")
     assert target.kinds("r1") == ["failed", "released"]
+
+
+@pytest.mark.parametrize("transport", ["loopback", "shm", "vmread"])
+async def test_without_a_compiler_blocks_arrive_and_a_flipped_bit_is_refused(kv, transport, monkeypatch):
+    monkeypatch.setattr("kvrelay.kvtransfer.mover.library", lambda: None)
+    source, target = await kv.pair(transport)
+    await kv.send(source, target, "r1", [9, 8, 20], [1, 40, 2]).commit(b"")
+    assert_moved(kv, source, target, [9, 8, 20], [1, 40, 2])
+    target.tamper = flip_one_bit
+    with pytest.raises(ChecksumMismatch):
+        await kv.send(source, target, "r2", [9], [1]).commit(b"")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -10,7 +10,7 @@ from kvrelay.errors import LeaseExpired, PeerLost, TransferTimeout
 
 pytestmark = pytest.mark.slow
 
-TRANSPORTS = ["shm", "tcp", "nixl"]
+TRANSPORTS = ["shm", "vmread", "tcp", "nixl"]
 BLOCKS = [5, 2, 9, 63, 0, 31, 30, 29]
 
 
@@ -58,12 +58,29 @@ async def test_auto_takes_shared_memory_between_processes_of_one_host(kv):
     assert (await target.event("commit", "r1"))[1].transport == "shm"
 
 
-async def test_auto_goes_over_tcp_when_shared_memory_is_refused(kv, monkeypatch):
-    def refuse(*_):
-        raise PermissionError("not here")
+def refuse(*_):
+    raise PermissionError("not here")
 
+
+def refuse_shm(monkeypatch):
     monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
     monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._ask_for_it", refuse)
+
+
+async def test_auto_reads_the_sources_memory_when_its_pool_cannot_be_mapped(kv, monkeypatch):
+    refuse_shm(monkeypatch)
+    peer = await kv.process("source", transport="auto")
+    target = await kv.target("auto")
+    await begin(kv, target, peer, "r1", BLOCKS)
+    peer.tell("commit", request_id="r1")
+    assert (await target.event("commit", "r1"))[1].transport == "vmread"
+    peer.tell("digest", blocks=BLOCKS)
+    assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
+
+
+async def test_auto_goes_over_tcp_when_the_sources_memory_is_out_of_reach(kv, monkeypatch):
+    refuse_shm(monkeypatch)
+    monkeypatch.setattr("kvrelay.kvtransfer.transports.vmread._read_nonce", refuse)
     peer = await kv.process("source", transport="auto")
     target = await kv.target("auto")
     await begin(kv, target, peer, "r1", BLOCKS)
@@ -72,9 +89,6 @@ async def test_auto_goes_over_tcp_when_shared_memory_is_refused(kv, monkeypatch)
 
 
 async def test_the_pool_comes_over_a_unix_socket_when_proc_is_refused(kv, monkeypatch):
-    def refuse(*_):
-        raise PermissionError("not here")
-
     monkeypatch.setattr("kvrelay.kvtransfer.transports.shm._open_through_proc", refuse)
     peer = await kv.process("source", transport="shm")
     target = await kv.target("shm")
@@ -150,16 +164,33 @@ async def test_a_killed_target_is_a_lost_peer_for_the_source(kv, transport):
     assert source.stats().open_transfers == 0
 
 
-async def test_a_restarted_source_is_served_anew(kv):
-    target = await kv.target("nixl")
+@pytest.mark.parametrize("transport", ["vmread", "nixl"])
+async def test_a_restarted_source_is_served_anew(kv, transport):
+    target = await kv.target(transport)
     for epoch in ("p1", "p2"):
-        peer = await kv.process("source", transport="nixl", epoch=epoch, fill=ord(epoch[1]))
+        peer = await kv.process("source", transport=transport, epoch=epoch, fill=ord(epoch[1]))
         await begin(kv, target, peer, epoch, BLOCKS)
         peer.tell("commit", request_id=epoch)
         await target.event("commit", epoch)
         peer.tell("digest", blocks=BLOCKS)
         assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
         peer.signal(signal.SIGKILL)
+
+
+@pytest.mark.parametrize("transport", ["shm", "vmread"])
+async def test_a_frozen_source_is_read_all_the_same_but_confirms_nothing(kv, transport, monkeypatch):
+    """The bytes need nothing of it; the commit does, so that its lease ends the transfer."""
+    peer = await kv.process("source", transport=transport, fill=5)
+    target = await kv.target(transport, lease_s=0.5)
+    peer.tell("digest", blocks=BLOCKS)
+    sent = (await peer.hear("digest"))["value"]
+    is_frozen = freeze_when_reading(monkeypatch, target, peer)
+    await begin(kv, target, peer, "r1", BLOCKS)
+    await soon(target, is_frozen)
+    assert isinstance(await target.event("failed", "r1"), LeaseExpired)
+    await target.event("released", "r1")
+    assert kv.lib.digest(target.memory, BLOCKS) == sent
+    peer.signal(signal.SIGCONT)
 
 
 async def test_a_nixl_read_of_a_frozen_source_stays_in_quarantine_until_it_lands(kv, monkeypatch):

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.checksums import pack, unpack, xxh3_regions
+from kvrelay.kvtransfer.checksums import pack, unpack
 from kvrelay.kvtransfer.messages import Announce, Commit, decode_to_source, decode_to_target, encode
+from kvrelay.kvtransfer.mover import xxh3_regions
 from kvrelay.kvtransfer.selection import offered, rank
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.types import KvLayout, KvMemory

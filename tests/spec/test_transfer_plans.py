@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kvrelay.errors import LayoutMismatch
 from kvrelay.kvtransfer.plans import cut, plan_copies, region_offsets
 from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
-from kvrelay.kvtransfer.transports.copying import copy_all
+from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 from kvrelay.types import KvLayout
 
 SOURCE = KvLayout(num_layers=3, num_blocks=12, block_size=2, num_kv_heads=1, head_dim=2, dtype="float32")
@@ -39,7 +39,7 @@ def test_carrying_out_a_plan_moves_those_regions_and_no_other_byte(pairs, layers
     source, target = pools()
     copies = plan_copies(SOURCE, TARGET, source_blocks, target_blocks, layers)
     check_bounds(copies, len(source), len(target))
-    copy_all(source, target, copies)
+    copy_all(place_of(source), place_of(target), copies)
     expected = np.zeros_like(target).reshape(3, 20, -1)
     expected[layers.start : layers.stop, target_blocks] = source.reshape(3, 12, -1)[
         layers.start : layers.stop, source_blocks
@@ -55,7 +55,7 @@ def test_an_expanded_plan_is_the_same_plan(pairs, layers):
     assert len(sources) == len(targets) == len(sizes) == copies.num_copies
     assert int(sizes.sum()) == copies.total_bytes
     one, other = pools()
-    copy_all(one, other, copies)
+    copy_all(place_of(one), place_of(other), copies)
     again = np.zeros_like(other)
     for source, target, size in zip(sources.tolist(), targets.tolist(), sizes.tolist(), strict=True):
         again[target : target + size] = one[source : source + size]

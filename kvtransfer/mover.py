@@ -1,0 +1,215 @@
+"""Moves scattered bytes into this process's memory and hashes them as they land.
+
+In C (native/) where a compiler is, else in Python: the same bytes, the same hashes. Bytes come from this process's
+memory or straight from another's (process_vm_readv). Neither way holds the interpreter's lock while bytes move.
+"""
+
+import ctypes
+import functools
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kvtransfer.plans import CopyList, Offsets
+from kvrelay.kvtransfer.process_memory import NONCE_BYTES, NotTheSource, Place, bytes_at, copy_from_process
+from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
+from kvrelay.native import load_native
+
+logger = logging.getLogger(__name__)
+
+Hashes = NDArray[np.uint64]
+_FOLDER = Path(__file__).parent / "native"
+_SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
+_PIECE_BYTES = 256 << 10  # in Python: copied, then hashed
+_YIELD_BYTES = 1 << 20  # xxhash holds the interpreter's lock below 64 KiB: others get it this often
+_NOT_THE_SOURCE, _OUT_OF_BOUNDS = -1, -2  # of native/move.c
+_ALL = -1
+_NOTHING = np.empty(0, np.int64)
+
+
+class Receipt:
+    """What a move leaves behind: how far it got, and the hashes of the regions that it was to hash.
+
+    Region i is the i-th `region_bytes` of what lands. Another thread may look at `num_landed` meanwhile.
+
+    Args:
+        offsets: [num_regions] where they land, in the target; None: nothing is hashed.
+        is_checked: [num_regions] which of them to hash; None: all.
+    """
+
+    def __init__(
+        self, offsets: Offsets | None = None, region_bytes: int = 0, is_checked: NDArray[np.bool_] | None = None
+    ) -> None:
+        self.offsets = _NOTHING if offsets is None else offsets
+        self.region_bytes, self.is_checked = region_bytes, is_checked
+        self.hash_s = 0.0
+        self.landed = ctypes.c_int64()  # bytes; written from C
+        self.hashes = (ctypes.c_uint64 * len(self.offsets))()
+
+    @property
+    def num_landed(self) -> int:
+        return self.landed.value
+
+    @property
+    def found(self) -> Hashes:
+        """[num_regions] the hashes; 0 where there is none (yet)."""
+        return np.array(self.hashes, dtype=np.uint64)
+
+
+class _Job(ctypes.Structure):
+    """struct move of native/move.c."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("source", "target")),
+        *((name, ctypes.c_int64) for name in ("source_bytes", "target_bytes", "pid")),
+        ("nonce_address", ctypes.c_uint64),
+        ("nonce", ctypes.c_uint8 * NONCE_BYTES),
+        *((name, ctypes.c_int64) for name in ("num_rows", "repeats", "source_stride", "target_stride")),
+        *((name, ctypes.c_char_p) for name in ("source_offset", "target_offset", "num_bytes")),
+        *((name, ctypes.c_int64) for name in ("num_regions", "region_bytes")),
+        *((name, ctypes.c_char_p) for name in ("region_offset", "is_checked")),
+        *((name, ctypes.c_void_p) for name in ("found", "landed")),
+        *((name, ctypes.c_int64) for name in ("repeat", "row", "inside", "hashed", "hash_ns")),
+    ]
+
+
+@functools.cache
+def library() -> Any:
+    """The compiled mover, or None where there can be none. Compiles at its first call: make that off the loop."""
+    try:
+        lib: Any = load_native("mover", sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h")))
+    except BackendUnavailable as error:
+        logger.info("KV is moved and hashed in Python: %s", error)
+        return None
+    lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
+    lib.kt_xxh3_regions.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    lib.kt_xxh3_regions.restype = None
+    return lib
+
+
+def _packed(array: NDArray[Any]) -> bytes:
+    """For a pointer argument: a copy costs 0.1 us, an array's address 1.5 us."""
+    return array.astype(np.int64, copy=False).tobytes()
+
+
+class NativeMove:
+    """A read in C. It goes on where it stopped, as often as it is run."""
+
+    def __init__(self, lib: Any, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
+        chosen = receipt.is_checked
+        self._lib, self._pid, self._receipt = lib, source.pid, receipt
+        self._job = _Job(
+            source=source.address, target=target.address, source_bytes=source.num_bytes, target_bytes=target.num_bytes,
+            pid=source.pid, nonce_address=source.nonce_address, num_rows=len(copies.num_bytes),
+            repeats=copies.repeats, source_stride=copies.source_stride, target_stride=copies.target_stride,
+            source_offset=_packed(copies.source_offset), target_offset=_packed(copies.target_offset),
+            num_bytes=_packed(copies.num_bytes), num_regions=len(receipt.offsets), region_bytes=receipt.region_bytes,
+            region_offset=_packed(receipt.offsets), is_checked=None if chosen is None else chosen.tobytes(),
+            found=ctypes.addressof(receipt.hashes), landed=ctypes.addressof(receipt.landed),
+        )  # fmt: skip
+        if source.pid:
+            self._job.nonce[:] = source.nonce
+
+    def run(self, until: int = _ALL) -> None:
+        """Go on until the first `until` bytes have landed. Raises TransportError, OSError."""
+        problem = self._lib.kt_move(ctypes.addressof(self._job), until)
+        self._receipt.hash_s = self._job.hash_ns / 1e9
+        if problem == _NOT_THE_SOURCE:
+            raise NotTheSource(self._pid)
+        if problem == _OUT_OF_BOUNDS:
+            raise TransportError("a copy lies outside the pool")
+        if problem:
+            raise OSError(problem, os.strerror(problem))
+
+
+class PythonMove:
+    """The same without a compiler."""
+
+    def __init__(self, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
+        check_bounds(copies, source.num_bytes, target.num_bytes)
+        self._source, self._target, self._receipt = source, target, receipt
+        self._rows = [row.tolist() for row in copies.expanded()]
+        self._total = copies.total_bytes
+        self._row = self._inside = self._num_hashed = 0
+
+    def run(self, until: int = _ALL) -> None:
+        """Go on until the first `until` bytes have landed. Raises TransportError, OSError."""
+        until = self._total if until == _ALL else until
+        if until > self._total:
+            raise TransportError("a copy lies outside the pool")
+        while (landed := self._receipt.num_landed) < until:
+            size = min(max(_PIECE_BYTES, self._receipt.region_bytes), until - landed)
+            spans = list(self._take(size))
+            if self._source.pid:
+                copy_from_process(self._source, spans)
+            else:
+                for source, target, num_bytes in spans:
+                    ctypes.memmove(target, source, num_bytes)
+            self._receipt.landed.value = landed + size
+            self._hash()
+
+    def _take(self, size: int) -> Iterator[tuple[int, int, int]]:
+        """(address in the source, address in the target, length) of the next `size` bytes."""
+        sources, targets, sizes = self._rows
+        while size:
+            some = min(sizes[self._row] - self._inside, size)
+            if some:
+                source = self._source.address + sources[self._row] + self._inside
+                yield source, self._target.address + targets[self._row] + self._inside, some
+            size, self._inside = size - some, self._inside + some
+            if self._inside == sizes[self._row]:
+                self._row, self._inside = self._row + 1, 0
+
+    def _hash(self) -> None:
+        receipt = self._receipt
+        if not len(receipt.offsets):
+            return
+        began = time.perf_counter()
+        stop = min(receipt.num_landed // receipt.region_bytes, len(receipt.offsets))
+        for i in range(self._num_hashed, stop):
+            if receipt.is_checked is None or receipt.is_checked[i]:
+                start = self._target.address + int(receipt.offsets[i])
+                receipt.hashes[i] = xxhash.xxh3_64_intdigest(bytes_at(start, receipt.region_bytes))
+        self._num_hashed = stop
+        receipt.hash_s += time.perf_counter() - began
+
+
+def move(source: Place, target: Place, copies: CopyList, receipt: Receipt) -> NativeMove | PythonMove:
+    """A read that `run` carries out. `receipt` may hold regions of any size."""
+    lib = library()
+    if lib is None or (len(receipt.offsets) and receipt.region_bytes <= _SHORT_BYTES):
+        return PythonMove(source, target, copies, receipt)
+    return NativeMove(lib, source, target, copies, receipt)
+
+
+def xxh3_regions(view: memoryview, offsets: Offsets, num_bytes: int) -> Hashes:
+    """xxh3-64 of `view[offset : offset + num_bytes]` for each offset. Raises ValueError when one lies outside."""
+    if len(offsets) and not 0 <= int(offsets.min()) <= int(offsets.max()) <= view.nbytes - num_bytes:
+        raise ValueError("a region lies outside the pool")
+    lib = library()
+    if lib is None or num_bytes <= _SHORT_BYTES:
+        return _xxh3_in_python(view, offsets, num_bytes)
+    found = np.empty(len(offsets), np.uint64)
+    base = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    lib.kt_xxh3_regions(base, _packed(offsets), len(offsets), num_bytes, found.ctypes.data)
+    return found
+
+
+def _xxh3_in_python(view: memoryview, offsets: Offsets, num_bytes: int) -> Hashes:
+    digest = xxhash.xxh3_64_intdigest
+    step = max(_YIELD_BYTES // max(num_bytes, 1), 1)
+    values: list[int] = []
+    starts = offsets.tolist()
+    for first in range(0, len(starts), step):
+        if first:
+            time.sleep(1e-6)
+        values += [digest(view[start : start + num_bytes]) for start in starts[first : first + step]]
+    return np.array(values, dtype="<u8")

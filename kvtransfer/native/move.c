@@ -1,0 +1,222 @@
+/* One read: scattered rows out of this process's memory, or another's, hashed as they land.
+ *
+ * Bytes land in the order of the rows, repeat after repeat; region i is bytes [i, i + 1) * region_bytes
+ * of that order. A region is hashed where it landed, in the target, while the caches still hold it. Called
+ * without the interpreter's lock; another thread may look at `landed`.
+ */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <time.h>
+#if defined(__linux__)
+#include <sys/uio.h>
+#endif
+#include "lanes.h"
+#include "xxh3.h"
+
+#define NONCE 16
+#define MAX_ROWS 500         /* in one system call; two more are the nonce's; the kernel's limit is 1,024 */
+#define NEAR (64 << 10)      /* bytes copied before they are hashed: the second-level cache keeps them */
+#define FAR (256 << 10)      /* the same where each piece is a system call */
+#define TICK (1 << 20)       /* bytes copied between two counts where nothing is hashed */
+#define STREAM (1 << 20)     /* reads from here on go past the caches, but for what is hashed there */
+#define ALL (-1)
+#define NOT_THE_SOURCE (-1)
+#define OUT_OF_BOUNDS (-2)
+
+struct move {
+    uint64_t source, target; /* addresses; the source's is in process `pid` unless that is 0 */
+    int64_t source_bytes, target_bytes;
+    int64_t pid;
+    uint64_t nonce_address;
+    uint8_t nonce[NONCE];
+    int64_t num_rows, repeats, source_stride, target_stride;
+    const int64_t *source_offset, *target_offset, *num_bytes; /* [num_rows] */
+    int64_t num_regions, region_bytes;
+    const int64_t *region_offset; /* [num_regions], in the target */
+    const uint8_t *is_checked;    /* [num_regions], NULL: all */
+    uint64_t *found;              /* [num_regions] */
+    int64_t *landed;              /* bytes so far */
+    int64_t repeat, row, inside;  /* the cursor: this many bytes of this row are there */
+    int64_t hashed;               /* regions so far */
+    int64_t hash_ns;
+};
+
+struct span {
+    uint64_t from, to;
+    int64_t size;
+};
+
+INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* The next row's rest, at most `limit` bytes of it; the cursor is then behind it. */
+INLINE struct span take(struct move *m, int64_t limit)
+{
+    int64_t left = m->num_bytes[m->row] - m->inside, size = smaller(left, limit);
+    struct span span = {
+        m->source + m->source_offset[m->row] + m->repeat * m->source_stride + m->inside,
+        m->target + m->target_offset[m->row] + m->repeat * m->target_stride + m->inside,
+        size,
+    };
+    m->inside += size;
+    if (size == left) {
+        m->inside = 0;
+        if (++m->row == m->num_rows) m->row = 0, m->repeat++;
+    }
+    return span;
+}
+
+INLINE void place(uint8_t *to, const uint8_t *from, int64_t size, int is_streamed)
+{
+#if HAS_STREAM
+    if (is_streamed && size >= 1024) {
+        int64_t head = -(uintptr_t)to & (WIDTH - 1), i = head;
+        memcpy(to, from, head);
+        for (; i + 4 * WIDTH <= size; i += 4 * WIDTH) {
+            lanes a = load(from + i), b = load(from + i + WIDTH);
+            lanes c = load(from + i + 2 * WIDTH), d = load(from + i + 3 * WIDTH);
+            stream(to + i, a);
+            stream(to + i + WIDTH, b);
+            stream(to + i + 2 * WIDTH, c);
+            stream(to + i + 3 * WIDTH, d);
+        }
+        memcpy(to + i, from + i, size - i);
+        return;
+    }
+#endif
+    memcpy(to, from, size);
+}
+
+static int copy_here(struct move *m, int64_t size, int is_streamed)
+{
+    while (size > 0) {
+        struct span span = take(m, size);
+        place((uint8_t *)span.to, (const uint8_t *)span.from, span.size, is_streamed);
+        size -= span.size;
+    }
+#if HAS_STREAM
+    if (is_streamed) stream_fence();
+#endif
+    return 0;
+}
+
+#if defined(__linux__)
+/* Every call brings the nonce too, before and after the rows. One call reads one process: where the nonce
+ * is right, so is the process, even if the pid has been given to another one since the last call. */
+static int copy_from_process(struct move *m, int64_t size)
+{
+    struct iovec from[MAX_ROWS + 2], to[MAX_ROWS + 2];
+    while (size > 0) {
+        uint8_t before[NONCE], behind[NONCE];
+        int64_t wanted = 0, n = 1;
+        int64_t repeat = m->repeat, row = m->row, inside = m->inside;
+        from[0] = (struct iovec){(void *)m->nonce_address, NONCE};
+        to[0] = (struct iovec){before, NONCE};
+        while (wanted < size && n <= MAX_ROWS) {
+            struct span span = take(m, size - wanted);
+            from[n] = (struct iovec){(void *)span.from, span.size};
+            to[n++] = (struct iovec){(void *)span.to, span.size};
+            wanted += span.size;
+        }
+        from[n] = (struct iovec){(void *)m->nonce_address, NONCE};
+        to[n++] = (struct iovec){behind, NONCE};
+        ssize_t got = process_vm_readv((pid_t)m->pid, to, n, from, n, 0);
+        if (got < 0 && errno != EINTR) return errno;
+        if (got >= NONCE && memcmp(before, m->nonce, NONCE)) return NOT_THE_SOURCE;
+        if (got == wanted + 2 * NONCE) {
+            if (memcmp(behind, m->nonce, NONCE)) return NOT_THE_SOURCE;
+            size -= wanted;
+            continue;
+        }
+        /* Interrupted, or short: go on behind what came. A fault shows as an error once nothing comes any more. */
+        int64_t part = smaller(got < NONCE ? 0 : got - NONCE, wanted);
+        if (got >= 0 && part == 0) return EFAULT;
+        if (part == wanted) return EFAULT; /* all but the nonce behind it */
+        m->repeat = repeat, m->row = row, m->inside = inside;
+        for (int64_t left = part; left > 0;) left -= take(m, left).size;
+        size -= part;
+    }
+    return 0;
+}
+#else
+static int copy_from_process(struct move *m, int64_t size)
+{
+    return ENOSYS;
+}
+#endif
+
+INLINE int needs_hash(const struct move *m, int64_t region) { return !m->is_checked || m->is_checked[region]; }
+
+static int is_any_checked(const struct move *m, int64_t first, int64_t stop)
+{
+    for (int64_t i = first; i < stop; i++)
+        if (needs_hash(m, i)) return 1;
+    return 0;
+}
+
+static int64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return t.tv_sec * 1000000000LL + t.tv_nsec;
+}
+
+/* Hash the regions that are complete. */
+static void hash_landed(struct move *m)
+{
+    int64_t stop = smaller(*m->landed / m->region_bytes, m->num_regions), began = now_ns();
+    for (; m->hashed < stop; m->hashed++) {
+        if (!needs_hash(m, m->hashed)) continue;
+        const uint8_t *data = (const uint8_t *)m->target + m->region_offset[m->hashed];
+        m->found[m->hashed] = kt_xxh3_long(data, m->region_bytes, data);
+    }
+    m->hash_ns += now_ns() - began;
+}
+
+INLINE int is_inside(int64_t offset, int64_t size, int64_t last_step, int64_t whole)
+{
+    return offset >= 0 && size >= 0 && last_step >= 0 && size <= whole && last_step <= whole - size
+        && offset <= whole - size - last_step;
+}
+
+/* The bytes of all rows, or OUT_OF_BOUNDS where a row or a region lies outside the pools. */
+static int64_t measure(const struct move *m)
+{
+    int64_t steps = m->repeats - 1, source_end, target_end, total = 0;
+    if (m->repeats == 0) return 0;
+    if (steps < 0 || __builtin_mul_overflow(steps, m->source_stride, &source_end)
+        || __builtin_mul_overflow(steps, m->target_stride, &target_end))
+        return OUT_OF_BOUNDS;
+    for (int64_t i = 0; i < m->num_rows; i++) {
+        if (!is_inside(m->source_offset[i], m->num_bytes[i], source_end, m->source_bytes)
+            || !is_inside(m->target_offset[i], m->num_bytes[i], target_end, m->target_bytes))
+            return OUT_OF_BOUNDS;
+        total += m->num_bytes[i];
+    }
+    for (int64_t i = 0; i < m->num_regions; i++)
+        if (!is_inside(m->region_offset[i], m->region_bytes, 0, m->target_bytes)) return OUT_OF_BOUNDS;
+    if (m->num_regions && m->region_bytes < XXH3_LONG_FROM) return OUT_OF_BOUNDS;
+    return __builtin_mul_overflow(total, m->repeats, &total) ? OUT_OF_BOUNDS : total;
+}
+
+/* Go on until the first `until` bytes have landed. Returns 0, an errno, NOT_THE_SOURCE or OUT_OF_BOUNDS. */
+int kt_move(struct move *m, int64_t until)
+{
+    int64_t total = measure(m), landed = *m->landed;
+    if (until == ALL) until = total;
+    if (total < 0 || until > total) return OUT_OF_BOUNDS;
+    int64_t region = m->num_regions ? m->region_bytes : 1;
+    int64_t piece = m->pid ? FAR : m->num_regions ? NEAR : TICK;
+    piece = piece < region ? region : piece - piece % region;
+    while (landed < until) {
+        int64_t size = smaller(piece - landed % region, until - landed);
+        int64_t complete = smaller((landed + size) / region, m->num_regions);
+        int is_hashed = is_any_checked(m, m->hashed, complete);
+        int problem = m->pid ? copy_from_process(m, size) : copy_here(m, size, total >= STREAM && !is_hashed);
+        if (problem) return problem;
+        landed += size;
+        __atomic_store_n(m->landed, landed, __ATOMIC_RELEASE);
+        if (is_hashed) hash_landed(m);
+        m->hashed = complete;
+    }
+    return 0;
+}

@@ -1,0 +1,128 @@
+/* XXH3-64 with seed 0 of inputs of more than 240 bytes, after the algorithm's specification
+ * (doc/xxhash_spec.md of github.com/Cyan4973/xxHash). A block is 16 stripes of 64 bytes.
+ *
+ * Two liberties that leave the result alone: what a stripe adds to its neighbours' accumulators is
+ * summed apart and swapped over once for each block, and the first lines of the next page are asked
+ * for in the middle of this one, because the processor's own prefetching ends at a page's edge
+ * (13.5 -> 16.5 GB/s over scattered 32 KiB regions in cold memory, Zen 3).
+ */
+#include "xxh3.h"
+#include "lanes.h"
+
+#define PARTS (64 / WIDTH)
+#define STRIPES 16
+#define BLOCK (64 * STRIPES)
+#define PAGE 4096
+#define AHEAD 16 /* lines of the next page */
+
+#define P32_1 0x9E3779B1ULL
+#define P32_2 0x85EBCA77ULL
+#define P32_3 0xC2B2AE3DULL
+#define P64_1 0x9E3779B185EBCA87ULL
+#define P64_2 0xC2B2AE3D27D4EB4FULL
+#define P64_3 0x165667B19E3779F9ULL
+#define P64_4 0x85EBCA77C2B2AE63ULL
+#define P64_5 0x27D4EB2F165667C5ULL
+#define MIX 0x165667919E3779F9ULL
+
+static const uint8_t SECRET[192] __attribute__((aligned(64))) = {
+    0xb8, 0xfe, 0x6c, 0x39, 0x23, 0xa4, 0x4b, 0xbe, 0x7c, 0x01, 0x81, 0x2c, 0xf7, 0x21, 0xad, 0x1c,
+    0xde, 0xd4, 0x6d, 0xe9, 0x83, 0x90, 0x97, 0xdb, 0x72, 0x40, 0xa4, 0xa4, 0xb7, 0xb3, 0x67, 0x1f,
+    0xcb, 0x79, 0xe6, 0x4e, 0xcc, 0xc0, 0xe5, 0x78, 0x82, 0x5a, 0xd0, 0x7d, 0xcc, 0xff, 0x72, 0x21,
+    0xb8, 0x08, 0x46, 0x74, 0xf7, 0x43, 0x24, 0x8e, 0xe0, 0x35, 0x90, 0xe6, 0x81, 0x3a, 0x26, 0x4c,
+    0x3c, 0x28, 0x52, 0xbb, 0x91, 0xc3, 0x00, 0xcb, 0x88, 0xd0, 0x65, 0x8b, 0x1b, 0x53, 0x2e, 0xa3,
+    0x71, 0x64, 0x48, 0x97, 0xa2, 0x0d, 0xf9, 0x4e, 0x38, 0x19, 0xef, 0x46, 0xa9, 0xde, 0xac, 0xd8,
+    0xa8, 0xfa, 0x76, 0x3f, 0xe3, 0x9c, 0x34, 0x3f, 0xf9, 0xdc, 0xbb, 0xc7, 0xc7, 0x0b, 0x4f, 0x1d,
+    0x8a, 0x51, 0xe0, 0x4b, 0xcd, 0xb4, 0x59, 0x31, 0xc8, 0x9f, 0x7e, 0xc9, 0xd9, 0x78, 0x73, 0x64,
+    0xea, 0xc5, 0xac, 0x83, 0x34, 0xd3, 0xeb, 0xc3, 0xc5, 0x81, 0xa0, 0xff, 0xfa, 0x13, 0x63, 0xeb,
+    0x17, 0x0d, 0xdd, 0x51, 0xb7, 0xf0, 0xda, 0x49, 0xd3, 0x16, 0x55, 0x26, 0x29, 0xd4, 0x68, 0x9e,
+    0x2b, 0x16, 0xbe, 0x58, 0x7d, 0x47, 0xa1, 0xfc, 0x8f, 0xf8, 0xb8, 0xd1, 0x7a, 0xd0, 0x31, 0xce,
+    0x45, 0xcb, 0x3a, 0x8f, 0x95, 0x16, 0x04, 0x28, 0xaf, 0xd7, 0xfb, 0xca, 0xbb, 0x4b, 0x40, 0x7e,
+};
+
+INLINE uint64_t word(const uint8_t *p)
+{
+    uint64_t x;
+    memcpy(&x, p, 8);
+    return x;
+}
+
+INLINE uint64_t folded_product(uint64_t a, uint64_t b)
+{
+    unsigned __int128 product = (unsigned __int128)a * b;
+    return (uint64_t)product ^ (uint64_t)(product >> 64);
+}
+
+/* The stripes of one block; n is 16 but in the last one. */
+INLINE void accumulate(lanes *acc, const uint8_t *data, int64_t n)
+{
+    lanes own[PARTS], neighbours[PARTS];
+    for (int k = 0; k < PARTS; k++) {
+        own[k] = acc[k];
+        neighbours[k] = (lanes){0};
+    }
+    _Pragma("GCC unroll 16")
+    for (int64_t i = 0; i < n; i++) {
+        for (int k = 0; k < PARTS; k++) {
+            lanes x = load(data + i * 64 + k * WIDTH);
+            neighbours[k] += x;
+            own[k] += halves_product(x ^ load(SECRET + i * 8 + k * WIDTH));
+        }
+    }
+    for (int k = 0; k < PARTS; k++) acc[k] = own[k] + swapped(neighbours[k]);
+}
+
+INLINE void scramble(lanes *acc)
+{
+    for (int k = 0; k < PARTS; k++) {
+        lanes x = acc[k] ^ (acc[k] >> 47) ^ load(SECRET + 128 + k * WIDTH);
+        acc[k] = x * P32_1;
+    }
+}
+
+INLINE void last_stripe(lanes *acc, const uint8_t *data)
+{
+    for (int k = 0; k < PARTS; k++) {
+        lanes x = load(data + k * WIDTH);
+        acc[k] += swapped(x) + halves_product(x ^ load(SECRET + 121 + k * WIDTH));
+    }
+}
+
+/* In the middle of a page: the first lines of the next one, or of what is hashed after this. */
+INLINE void look_ahead(const uint8_t *block, const uint8_t *end, const uint8_t *after)
+{
+    if (((uintptr_t)block & (PAGE - 1)) / BLOCK != PAGE / BLOCK / 2) return;
+    const uint8_t *next = (const uint8_t *)(((uintptr_t)block | (PAGE - 1)) + 1);
+    if (next >= end) next = after;
+    for (int line = 0; line < AHEAD; line++) __builtin_prefetch(next + line * 64, 0, 3);
+}
+
+uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after)
+{
+    const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+    lanes acc[PARTS];
+    memcpy(acc, start, 64);
+    int64_t num_blocks = (size - 1) / BLOCK;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        look_ahead(data + b * BLOCK, data + size, after);
+        accumulate(acc, data + b * BLOCK, STRIPES);
+        scramble(acc);
+    }
+    accumulate(acc, data + num_blocks * BLOCK, (size - num_blocks * BLOCK - 1) / 64);
+    last_stripe(acc, data + size - 64);
+
+    uint64_t a[8], hash = (uint64_t)size * P64_1;
+    memcpy(a, acc, 64);
+    for (int i = 0; i < 4; i++)
+        hash += folded_product(a[2 * i] ^ word(SECRET + 11 + 16 * i), a[2 * i + 1] ^ word(SECRET + 19 + 16 * i));
+    hash ^= hash >> 37;
+    hash *= MIX;
+    return hash ^ (hash >> 32);
+}
+
+/* found[i] = hash of the `size` bytes at base + offsets[i]. */
+void kt_xxh3_regions(const uint8_t *base, const int64_t *offsets, int64_t n, int64_t size, uint64_t *found)
+{
+    for (int64_t i = 0; i < n; i++)
+        found[i] = kt_xxh3_long(base + offsets[i], size, base + offsets[i + 1 < n ? i + 1 : i]);
+}

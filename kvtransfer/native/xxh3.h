@@ -1,0 +1,11 @@
+#ifndef KVRELAY_XXH3_H
+#define KVRELAY_XXH3_H
+
+#include <stdint.h>
+
+#define XXH3_LONG_FROM 241 /* shorter inputs are hashed in another way, which is not here */
+
+/* XXH3-64 of at least XXH3_LONG_FROM bytes. `after`: what will be read next, only a hint; any address. */
+uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after);
+
+#endif
