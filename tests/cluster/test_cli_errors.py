@@ -190,10 +190,6 @@ def test_building_the_application_imports_no_torch():
         ),
         (["--host", "192.0.2.7"], "cannot listen on 192.0.2.7"),
         (["--set", "decode.kv_memory=1KiB"], "decode.kv_memory: 1024 bytes hold 0 blocks"),
-        (
-            ["--set", "prefill.kv_layout=HND", "--backend", "cpu"],
-            "prefill.kv_layout: the cpu backend takes NHD, not HND",
-        ),
     ],
 )
 def test_settings_that_the_model_or_machine_cannot_take_are_told_before_ray_starts(

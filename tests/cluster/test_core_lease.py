@@ -46,8 +46,19 @@ async def test_a_worker_takes_a_fair_share_among_those_that_serve_means_to_run(
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
     monkeypatch.setattr(worker_deployment, "deployed_workers", deployed_workers)
     monkeypatch.setattr(worker_deployment, "usable_cores", lambda: tuple(range(16)))
-    replica: Any = SimpleNamespace(_settings=settings_from({"cluster": settings}))
+    replica: Any = SimpleNamespace(role="decode", _settings=settings_from({"cluster": settings}))
     lease = await worker_deployment.WorkerReplica._lease_cores(replica)
     assert (lease and len(lease.cores)) == num_cores
     if lease:
         lease.release()
+
+
+async def test_only_the_role_that_is_on_the_cpu_takes_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    settings = settings_from({"decode": {"device": "cuda"}, "cluster": {"cores_per_worker": 1}})
+    for role, num_cores in (("prefill", 1), ("decode", None)):
+        replica: Any = SimpleNamespace(role=role, _settings=settings)
+        lease = await worker_deployment.WorkerReplica._lease_cores(replica)
+        assert (lease and len(lease.cores)) == num_cores
+        if lease:
+            lease.release()

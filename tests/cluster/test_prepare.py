@@ -8,7 +8,8 @@ import pytest
 from kvrelay.cluster import prepare
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.prepare import Preparation
-from kvrelay.config import Settings
+from kvrelay.config import Settings, settings_from
+from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 
 
 def child_that(monkeypatch: pytest.MonkeyPatch, program: str, shown: list[str] | None = None) -> Preparation:
@@ -18,6 +19,31 @@ def child_that(monkeypatch: pytest.MonkeyPatch, program: str, shown: list[str] |
         prepare.subprocess, "Popen", lambda command, **options: popen([sys.executable, "-c", program], **options)
     )
     return Preparation(Settings(), lambda what, share: (shown if shown is not None else []).append(what))
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"prefill": {"kv_layout": "HND", "backend": "cpu"}}, "prefill.kv_layout: the cpu backend takes NHD, not HND"),
+        ({"decode": {"kv_memory": "1KiB"}}, "decode.kv_memory: 1024 bytes hold 0 blocks"),
+    ],
+)
+def test_what_one_role_cannot_run_with_is_told_by_its_own_key(tmp_path: Path, sections: dict[str, object], told: str):
+    source = str(tiny_checkpoint("llama", tmp_path / "tiny-llama"))
+    preparation = Preparation(settings_from({"model": {"source": source}, **sections}), lambda what, share: None)
+    with pytest.raises(ClusterError) as caught:
+        preparation.result()
+    preparation.stop()
+    assert told in str(caught.value)
+
+
+def test_the_section_of_a_role_without_workers_is_not_looked_at(tmp_path: Path):
+    source = str(tiny_checkpoint("llama", tmp_path / "tiny-llama"))
+    sections = {"prefill": {"kv_memory": "1KiB"}, "cluster": {"prefill": 0}}
+    preparation = Preparation(settings_from({"model": {"source": source}, **sections}), lambda what, share: None)
+    name, _ = preparation.result()
+    preparation.stop()
+    assert name == "tiny-llama"
 
 
 DONE = 'print(\'{"name": "m", "folder": "/f"}\', flush=True)'
