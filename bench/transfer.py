@@ -1,182 +1,185 @@
-"""KV transfers between two processes of this host, against memcpy measured in the same run.
+"""Moving KV blocks between two processes of this host: every transport of ours and the peers, in one run.
 
-    python bench/transfer.py [--blocks 2048] [--rounds 7] [--transports shm,nixl,tcp] [--json out.json]
+    python bench/transfer.py [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F] [--plot F.png]
+    pip install -r bench/requirements-transfer.txt    # the peers
 
-Per transport, with checksums on and off: bandwidth of many scattered 32 KiB blocks (the target's
-first read to its last region verified, and the whole protocol from open to committed), and the
-latency of one block. The source is this process, the target a child; handshakes are not counted.
+Shapes: 2,048 scattered blocks of 32 KiB; 16 of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times.
+"read" runs from the target's first read to its last byte verified, "whole" from open to commit (a peer
+has no protocol around its read). The limit is libc's memcpy of the same blocks inside one process, measured
+in every round too. Everybody takes a turn in every round, in changing order, and the best round counts, so that
+foreign load hits all alike; a latency is the median of a round's twenty. What the target has is compared
+with what the source had before anything is timed. Handshakes are not counted. CPU is process time of either end.
 """
 
 import argparse
 import asyncio
-import ctypes
 import json
-import mmap
-import os
+import random
 import statistics
 import sys
-import time
+from collections import defaultdict
 from pathlib import Path
-
-import numpy as np
-from rich.console import Console
-from rich.table import Table
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout works uninstalled
 
-from kvrelay.config import TransferSettings
-from kvrelay.kvtransfer.source import KvSource
-from kvrelay.kvtransfer.target import KvTarget
-from kvrelay.types import Fingerprint, KvLayout, KvMemory
+from figures import machine
+from transfer_contenders import Contender, ContenderFailed, Pair, contenders
+from transfer_pool import Memcpy, Shape, shapes
+from transfer_report import plot, print_report
+from transfer_side import Row
 
-SECRET = b"bench"
-FINGERPRINT = Fingerprint(1, "bench", "bfloat16", 16, 1, 8, 64, "bench")
-
-
-def layout_for(num_blocks):
-    """One layer of 32 KiB regions, twice as many as will be moved, so that they can be scattered."""
-    return KvLayout(1, 2 * num_blocks, 16, 8, 64, "bfloat16")
+IDLE_S = 10.0
 
 
-def allocate(layout):
-    fd = os.memfd_create("kvrelay-bench", os.MFD_CLOEXEC)
-    os.ftruncate(fd, layout.num_bytes)
-    mapping = mmap.mmap(fd, layout.num_bytes)
-    array = np.frombuffer(mapping, dtype=np.uint8)
-    array[:] = np.arange(len(array), dtype=np.uint8)  # every page is there before the clock runs
-    return KvMemory(layout, array.ctypes.data, "cpu", fd, memoryview(mapping), array)
+class Figures:
+    """What was measured, by row and shape."""
+
+    def __init__(self, every: dict[str, Shape]) -> None:
+        self._shapes = every
+        self._best: dict[tuple[str, str, str], float] = {}  # (row, shape, read or whole) -> seconds
+        self._cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._moved: dict[str, int] = defaultdict(int)
+
+    def add(self, name: str, shape: Shape, visit: dict[str, Any]) -> None:
+        for kind in ("read", "whole"):
+            if kind in visit:
+                key, seconds = (name, shape.name, kind), statistics.median(visit[kind])
+                self._best[key] = min(self._best.get(key, seconds), seconds)
+        if shape.name == "many" and "cpu_s" in visit:
+            self._moved[name] += shape.num_bytes
+            for end, seconds in visit["cpu_s"].items():
+                self._cpu[name][end] += seconds
+
+    def of(self, name: str) -> dict[str, Any]:
+        """One row: GB/s or, for one block, microseconds; CPU seconds per GB by end."""
+        row: dict[str, Any] = {}
+        for shape in self._shapes.values():
+            for kind in ("read", "whole"):
+                seconds = self._best.get((name, shape.name, kind))
+                if seconds is not None:
+                    row[f"{shape.name} {kind}"] = seconds * 1e6 if shape.is_latency else shape.num_bytes / seconds / 1e9
+        row["cpu_s_per_gb"] = {end: s / (self._moved[name] / 1e9) for end, s in self._cpu[name].items()}
+        return row
 
 
-def scattered(layout, count, seed):
-    return np.random.default_rng(seed).permutation(layout.num_blocks)[:count].tolist()
+async def start(wanted: list[Contender], num_blocks: int, every: dict[str, Shape]) -> list[tuple[Pair, list[Row]]]:
+    """Those that start and deliver, with the rows that they can fill; the others are told."""
+    ready = []
+    for contender in wanted:
+        pair = Pair(contender)
+        try:
+            await pair.start(num_blocks)
+        except ContenderFailed as error:
+            hint = f"; {contender.install}" if contender.install else ""
+            print(f"left out: {contender.name}: {error}{hint}", flush=True)
+            await pair.aclose()
+            continue
+        ready.append((pair, await proven(pair, every)))
+    return ready
 
 
-def memcpy_seconds(layout, count, rounds):
-    """Best time of copying the same scattered blocks inside one process."""
-    source, target = allocate(layout), allocate(layout)
-    pairs = list(zip(scattered(layout, count, 1), scattered(layout, count, 2), strict=True))
-    size, times = layout.region_bytes, []
-    for _ in range(rounds):
-        began = time.perf_counter()
-        for from_block, to_block in pairs:
-            ctypes.memmove(target.address + to_block * size, source.address + from_block * size, size)
-        times.append(time.perf_counter() - began)
-    return min(times)
+async def proven(pair: Pair, every: dict[str, Shape]) -> list[Row]:
+    rows = []
+    for row in pair.contender.rows:
+        try:
+            for shape in every:
+                await pair.prove(row, shape)
+        except ContenderFailed as error:
+            print(f"left out: {row['name']}: {error}", flush=True)
+        else:
+            rows.append(row)
+    return rows
 
 
-async def run_target(config):
-    """The child: grants on request, one JSON line each way."""
-    layout = layout_for(config["blocks"])
-    target = KvTarget(
-        allocate(layout), "target", "1", FINGERPRINT, SECRET, TransferSettings(**config["settings"]),
-        host="127.0.0.1", generation_of=lambda block: 0, on_commit=lambda *_: None,
-        on_failed=lambda request_id, error: print(error, file=sys.stderr), on_released=lambda request_id: None,
-    )  # fmt: skip
-    await target.start()
-    reader = asyncio.StreamReader()
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    while line := await reader.readline():
-        request = json.loads(line)
-        blocks = scattered(layout, request["count"], 2)
-        print(target.grant(request["id"], 0, blocks, len(blocks)).hex(), flush=True)
-    await target.aclose()
+async def measure(ready: list[tuple[Pair, list[Row]]], rounds: int, seed: int, num_blocks: int) -> Figures:
+    every, memcpy, order = shapes(num_blocks), Memcpy(num_blocks), random.Random(seed)
+    found = Figures(every)
+
+    def limit() -> None:
+        for shape in every.values():
+            found.add("memcpy", shape, {"read": memcpy.seconds(shape)})
+
+    turns = [(pair, row) for pair, rows in ready for row in rows]
+    limit()
+    for index in range(rounds):
+        order.shuffle(turns)
+        limit()
+        for pair, row in turns:
+            for shape in every.values():
+                found.add(row["name"], shape, await pair.visit(row, shape.name))
+        print(f"round {index + 1} of {rounds}", file=sys.stderr, flush=True)
+    limit()
+    return found
 
 
-class Child:
-    async def start(self, config):
-        self.process = await asyncio.create_subprocess_exec(
-            sys.executable, __file__, "--target", json.dumps(config),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 24,
-        )  # fmt: skip
-
-    async def ticket(self, request_id, count):
-        self.process.stdin.write(json.dumps({"id": request_id, "count": count}).encode() + b"\n")
-        return bytes.fromhex((await self.process.stdout.readline()).decode())
-
-    async def stop(self):
-        self.process.stdin.close()
-        await self.process.wait()
-
-
-async def measure(transport, checks, count, rounds):
-    """Best and median figures of one transport."""
-    settings = {"transport": transport, "checks": checks}
-    layout = layout_for(count)
-    child = Child()
-    await child.start({"settings": settings, "blocks": count})
-    source = KvSource(
-        allocate(layout), "source", "1", FINGERPRINT, SECRET, TransferSettings(**settings),
-        host="127.0.0.1", generation_of=lambda block: 0,
-    )  # fmt: skip
-    await source.start()
-
-    async def once(name, blocks):
-        ticket = await child.ticket(name, len(blocks))
-        began = time.perf_counter()
-        transfer = source.open(name, ticket)
-        transfer.announce(0, blocks, range(1))
-        result = await transfer.commit(b"")
-        return result.seconds, time.perf_counter() - began
-
-    many = scattered(layout, count, 1)
-    await once("warm", many)
-    cpu = time.process_time()
-    large = [await once(f"many{i}", many) for i in range(rounds)]
-    cpu = time.process_time() - cpu
-    small = [await once(f"one{i}", many[:1]) for i in range(20 * rounds)]
-    await child.stop()
-    await source.aclose()
+async def idle(wanted: list[Contender], num_blocks: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Share of a core that each end takes with one finished transfer behind it and nothing to do."""
+    pairs = [Pair(contender) for contender in wanted if contender.is_ours]
+    try:
+        for pair in pairs:
+            await pair.start(num_blocks)
+            await pair.prove(pair.contender.rows[0], "many")
+        await asyncio.sleep(1.0)
+        before = [await pair.cpu_s() for pair in pairs]
+        await asyncio.sleep(seconds)
+        after = [await pair.cpu_s() for pair in pairs]
+    finally:
+        await asyncio.gather(*(pair.aclose() for pair in pairs))
     return {
-        "read_s": min(seconds for seconds, _ in large),
-        "whole_s": min(whole for _, whole in large),
-        "one_read_us": statistics.median(seconds for seconds, _ in small) * 1e6,
-        "one_whole_us": statistics.median(whole for _, whole in small) * 1e6,
-        "source_cpu_s_per_gb": cpu / rounds / (count * layout.region_bytes / 1e9),
+        pair.contender.name: {end: (late[end] - early[end]) / seconds for end in late}
+        for pair, early, late in zip(pairs, before, after, strict=True)
     }
 
 
-async def run(args):
-    layout = layout_for(args.blocks)
-    size = args.blocks * layout.region_bytes
-    rows = {"memcpy": {"read_s": memcpy_seconds(layout, args.blocks, args.rounds)}}
-    for transport in args.transports.split(","):
-        for checks in ("off", "full"):
-            rows[f"{transport}, checks {checks}"] = await measure(transport, checks, args.blocks, args.rounds)
-    limit = rows["memcpy"]["read_s"] = min(
-        rows["memcpy"]["read_s"], memcpy_seconds(layout, args.blocks, args.rounds)
-    )  # before and after: others may use this machine
-    table = Table(title=f"{args.blocks} scattered blocks of {layout.region_bytes >> 10} KiB, best of {args.rounds}")
-    for column in (
-        "path",
-        "GB/s",
-        "x memcpy",
-        "GB/s, open to commit",
-        "1 block us",
-        "1 block, open to commit us",
-        "source CPU s/GB",
-    ):
-        table.add_column(column, justify="left" if column == "path" else "right")
-    for name, row in rows.items():
-        table.add_row(
-            name, f"{size / row['read_s'] / 1e9:.2f}", f"{limit / row['read_s']:.2f}",
-            *((f"{size / row['whole_s'] / 1e9:.2f}", f"{row['one_read_us']:.0f}", f"{row['one_whole_us']:.0f}",
-               f"{row['source_cpu_s_per_gb']:.2f}") if "whole_s" in row else ("", "", "", "")),
-        )  # fmt: skip
-    Console(width=120).print(table)
-    return {"bytes": size, "rows": rows}
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    wanted, every = contenders(options.transports, options.peers), shapes(options.blocks)
+    ready = await start(wanted, options.blocks, every)
+    try:
+        found = await measure(ready, options.rounds, options.seed, options.blocks)
+    finally:
+        await asyncio.gather(*(pair.aclose() for pair, _ in ready))
+    able = [pair.contender for pair, rows in ready if rows]
+    return {
+        "machine": machine(),
+        "rounds": options.rounds,
+        "blocks": options.blocks,
+        "memcpy": found.of("memcpy"),
+        "rows": [
+            {
+                "name": row["name"],
+                "contender": pair.contender.name,
+                "settings": row["settings"],
+                **found.of(row["name"]),
+            }
+            for pair, rows in ready
+            for row in rows
+        ],
+        "idle": await idle(able, options.blocks, options.idle_s) if options.idle_s else {},
+    }
 
 
-def main():
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, default=2048)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--transports", default="shm,nixl,tcp")
-    parser.add_argument("--json")
-    parser.add_argument("--target", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    figures = asyncio.run(run_target(json.loads(args.target)) if args.target else run(args))
-    if args.json:
-        Path(args.json).write_text(json.dumps(figures, indent=2))
+    parser.add_argument("--blocks", type=int, default=2048, help="scattered blocks of 32 KiB")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=1, help="of the order within rounds")
+    parser.add_argument("--transports", type=names, help="default: all that kvrelay has")
+    parser.add_argument("--peers", type=names, help="nixl, mooncake, zeromq, ray; default: all")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="how long idle ends are watched; 0: not at all")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    figures = asyncio.run(run(options))
+    figures["goals"] = print_report(figures)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot:
+        plot(figures, options.plot)
 
 
 if __name__ == "__main__":
