@@ -147,9 +147,8 @@ async def run(options: argparse.Namespace) -> dict[str, Any]:
         "memcpy": found.of("memcpy"),
         "rows": [
             {
-                "name": row["name"],
+                **row,
                 "contender": pair.contender.name,
-                "settings": row["settings"],
                 **found.of(row["name"]),
             }
             for pair, rows in ready

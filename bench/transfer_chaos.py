@@ -24,6 +24,7 @@ import random
 import statistics
 import sys
 import time
+import typing
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
@@ -31,18 +32,21 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout works uninstalled
 
 from figures import machine
-from transfer_chaos_attempts import MUST_NOT_COMMIT, PLANS, WAIT_FOR_LEASES, Attempt, Script
+from transfer_chaos_attempts import FLIP, MUST_NOT_COMMIT, PLANS, WAIT_FOR_LEASES, Attempt, Script
 from transfer_chaos_end import SECRET
 from transfer_chaos_members import Gone, Incarnation, Member
 
+from kvrelay.config import ChecksMode
 from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.tickets import open_ticket
 
 LEASE_S, DEADLINE_S = 1.5, 4.0
 HANG_S = 20.0  # after all orders are given: far beyond lease and deadline, frozen peers included
-DRAIN_S = 20.0
+DRAIN_S = 10.0
 CONCURRENCY = 16
 NUM_MEMBERS = 3  # of each role; the last of each is never killed
+FILES_OF_LINKS = 48  # which of its peers a process has connections with differs from moment to moment
+START = "(a process's start)"  # among the recoveries
 FREEZES_S = (0.05, 2.5)
 FAULTS = {"kill": 50, "kill both": 10, "freeze": 40}
 NIXL_MEMBERS = (0, NUM_MEMBERS - 1)  # an agent takes a while to start
@@ -54,6 +58,7 @@ class Chaos:
     def __init__(self, options: argparse.Namespace) -> None:
         self._seed, self._num, self._fault_every = options.seed, options.n, options.fault_every
         self._is_corrupting = options.corrupt
+        self._weights = {plan: weight for plan, (_, weight) in PLANS.items()} | ({FLIP: 300} if options.corrupt else {})
         self._faults = random.Random(f"{options.seed} faults")
         self._members = {
             role: [Member(role, i, self._config(role, i, options), self._on_event) for i in range(NUM_MEMBERS)]
@@ -75,11 +80,15 @@ class Chaos:
         self.growth: dict[str, Any] = {}
 
     def _config(self, role: str, index: int, options: argparse.Namespace) -> dict[str, Any]:
-        checks = "off" if options.corrupt else "full"
-        limits = {"lease_s": LEASE_S, "deadline_s": DEADLINE_S}
-        names = [name for name in TRANSPORTS if name != "loopback" and (name != "nixl" or index in NIXL_MEMBERS)]
-        paths = {name: {"transport": name, "settings": {"checks": checks, **limits}} for name in names}
-        paths["shm unchecked"] = {"transport": "shm", "settings": {"checks": "off", **limits}}
+        """Paths: each transport alone, all of them to choose from, and less than full checks."""
+        wanted = options.transports or [name for name in TRANSPORTS if name != "loopback"]
+        names = [name for name in wanted if name != "nixl" or index in NIXL_MEMBERS] or wanted
+        every = [name for name in names if name != "nixl"] or names
+        full = {"checks": "off" if options.corrupt else "full", "lease_s": LEASE_S, "deadline_s": DEADLINE_S}
+        paths = {name: {"transports": [name], "settings": full} for name in names}
+        paths["any"] = {"transports": every, "settings": full}
+        for checks in set(typing.get_args(ChecksMode)) - {"full"}:
+            paths[f"any, checks {checks}"] = {"transports": every, "settings": {**full, "checks": checks}}
         return {"paths": paths, "forgets": options.leak and role == "target"}
 
     # ---- events of the processes
@@ -140,7 +149,7 @@ class Chaos:
         if source is None or target is None:
             return False
         path = rng.choice([name for name in source.paths if name in target.paths])
-        plan = rng.choices(list(PLANS), [weight for _, weight in PLANS.values()])[0]
+        plan = rng.choices(list(self._weights), list(self._weights.values()))[0]
         plan, stale = self._fitting(plan, path, rng)
         num_blocks = rng.randint(1, 24) if rng.random() < 0.9 else rng.randint(48, 128)
         if stale is not None:
@@ -158,18 +167,21 @@ class Chaos:
             return True
         finally:
             del self._attempts[attempt.request_id]
+            attempt.end("never began, or hung")
+            for opening in attempt.openings:
+                opening.end("hung")
 
     def _fitting(self, plan: str, path: str, rng: random.Random) -> tuple[str, bytes | None]:
         """The plan, or another where it cannot be had; a dead target's ticket where it is wanted."""
         if plan == "ticket of a dead target":
             return (plan, rng.choice(self._stale)) if self._stale else ("nothing", None)
-        if plan == "a bit flipped on arrival" and "unchecked" in path and not self._is_corrupting:
+        if plan == FLIP and ", checks" in path and not self._is_corrupting:
             return "nothing", None
         return plan, None
 
     async def _run(self, attempt: Attempt, rng: random.Random, stale: bytes | None) -> bool:
         """Give all orders; False when there was no grant."""
-        flip = attempt.plan == "a bit flipped on arrival"
+        flip = attempt.plan == FLIP
         try:
             granted = await attempt.target.ask(
                 "grant", request_id=attempt.request_id, path=attempt.path, first_block=attempt.first_block,
@@ -231,7 +243,7 @@ class Chaos:
         if len(attempt.committed) > 1:
             self.problems.append(f"{what}: committed {len(attempt.committed)} times")
         was_late = attempt.plan == "opened after its lease" and attempt.was_frozen
-        allowed = self._is_corrupting and attempt.plan == "a bit flipped on arrival"
+        allowed = self._is_corrupting and attempt.plan == FLIP
         if attempt.committed and attempt.plan in MUST_NOT_COMMIT and not (was_late or allowed):
             self.problems.append(f"{what}: committed, though it had to be refused")
         for opening in attempt.openings:
@@ -265,12 +277,12 @@ class Chaos:
         affected = self._hit_by(life)
         began = time.monotonic()
         life.kill()
-        watch = asyncio.create_task(self._watch("kill, until its peers' blocks were free", affected, began))
+        watch = asyncio.create_task(self._watch("kill, until its peers' blocks were free", life, affected, began))
         while not life.is_gone:
             await asyncio.sleep(0.005)
         await member.start()
         self._waiting_for[member.now] = ("kill, from restarted to the next commit with it", member.now.ready_at)
-        self.recoveries["(a process's start)"].append(member.now.ready_at - began)
+        self.recoveries[START].append(member.now.ready_at - began)
         await watch
 
     async def _freeze(self, member: Member) -> None:
@@ -278,7 +290,7 @@ class Chaos:
         affected = self._hit_by(life)
         began = time.monotonic()
         life.freeze()
-        watch = asyncio.create_task(self._watch("freeze, until its peers' blocks were free", affected, began))
+        watch = asyncio.create_task(self._watch("freeze, until its peers' blocks were free", life, affected, began))
         await asyncio.sleep(self._faults.uniform(*FREEZES_S))
         life.thaw()
         self._waiting_for[life] = ("freeze, from continued to the next commit with it", time.monotonic())
@@ -288,12 +300,20 @@ class Chaos:
         """What was under way with it and does not wait for a lease anyway."""
         return [each for each in self._attempts.values() if each.involves(life) and each.plan not in WAIT_FOR_LEASES]
 
-    async def _watch(self, kind: str, affected: list[Attempt], began: float) -> None:
-        """The time from a fault until every transfer that it hit was over on the other side (or on both)."""
-        ends = [end for attempt in affected for end in attempt.ends()]
-        if ends:
-            await asyncio.wait(ends, timeout=HANG_S)
+    async def _watch(self, kind: str, life: Incarnation, affected: list[Attempt], began: float) -> None:
+        """The time from a fault of `life` until the other side of every transfer that it hit was free."""
+        if affected:
+            await asyncio.gather(*(self._is_free(attempt, life) for attempt in affected))
             self.recoveries[kind].append(time.monotonic() - began)
+
+    async def _is_free(self, attempt: Attempt, life: Incarnation) -> None:
+        """Wait for the end of what the other side holds, if anything."""
+        while True:
+            ends = [opening.ended for opening in attempt.openings] if attempt.target is life else [attempt.ended]
+            pending = [end for end in ends if not end.done()]
+            if not pending:
+                return
+            await asyncio.wait(pending)
 
     # ---- the whole
 
@@ -325,7 +345,7 @@ class Chaos:
             await asyncio.sleep(0.1)
         self.growth["early"] = await self._holdings()
 
-    async def _holdings(self) -> dict[str, dict[str, int]]:
+    async def _holdings(self) -> dict[str, dict[str, Any]]:
         last = [some[-1] for some in self._members.values()]
         status = {member.name: await member.now.ask("status") for member in last}
         return {name: {key: each[key] for key in ("files", "threads")} for name, each in status.items()}
@@ -345,6 +365,10 @@ class Chaos:
         self.growth["late"] = await self._holdings()
         for name, each in held.items():
             self.problems.append(f"{name} still has {each}")
+        for name, late in self.growth["late"].items():
+            more = sum(late["files"].values()) - sum(self.growth.get("early", {name: late})[name]["files"].values())
+            if more > FILES_OF_LINKS + len(self.recoveries.get(START, ())) // 2:
+                self.problems.append(f"{name} holds {more} more open files than at a fifth of the run")
 
 
 def report(chaos: Chaos, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
@@ -359,7 +383,8 @@ def report(chaos: Chaos, options: argparse.Namespace, seconds: float) -> dict[st
     }
     for kind, each in recoveries.items():
         print(f"  {kind}: {each['times']} times, median {each['median_s']:.3f} s, longest {each['longest_s']:.3f} s")
-    print(f"held by those never killed, early and late: {chaos.growth}")
+    for when, holdings in chaos.growth.items():
+        print(f"  held {when} by those never killed: {holdings}")
     for problem in chaos.problems[:20]:
         print(f"PROBLEM: {problem}")
     print(
@@ -381,6 +406,7 @@ def main() -> int:
     parser.add_argument("--fault-every", type=int, default=40, help="transfers between one kill or freeze and the next")
     parser.add_argument("--corrupt", action="store_true", help="negative control: checks off, bits flipped")
     parser.add_argument("--leak", action="store_true", help="negative control: targets forget a release")
+    parser.add_argument("--transports", type=lambda text: text.split(","), help="default: all that kvrelay has")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     chaos, began = Chaos(options), time.monotonic()

@@ -14,6 +14,7 @@ from transfer_chaos_members import Gone, Incarnation
 
 from kvrelay.kvtransfer.tickets import open_ticket, seal
 
+FLIP = "a bit flipped on arrival"
 # (what is done, where in the transfer's life, how often of 1,000)
 PLANS: dict[str, tuple[str, int]] = {
     "nothing": ("", 520),
@@ -32,7 +33,7 @@ PLANS: dict[str, tuple[str, int]] = {
     "source's blocks re-used while announcing": ("announcing", 15),
     "source's blocks re-used after commit": ("committed", 15),
     "committed incomplete": ("", 20),
-    "a bit flipped on arrival": ("", 20),
+    FLIP: ("", 20),
     "ticket damaged": ("", 13),
     "ticket sealed by strangers": ("", 13),
     "ticket of another request": ("", 13),
@@ -43,7 +44,7 @@ PLANS: dict[str, tuple[str, int]] = {
 }
 MUST_NOT_COMMIT = {
     "revoked after the grant", "never opened", "opened after its lease", "target's blocks re-used after the grant",
-    "committed incomplete", "a bit flipped on arrival", "ticket damaged", "ticket sealed by strangers",
+    "committed incomplete", FLIP, "ticket damaged", "ticket sealed by strangers",
     "ticket of another request", "ticket of a dead target",
 }  # fmt: skip
 WAIT_FOR_LEASES = {"never opened", "opened after its lease"}

@@ -8,12 +8,16 @@ the target, where any byte that lands later breaks it; on the source so that a l
 """
 
 import asyncio
+import contextlib
 import json
 import mmap
 import os
+import re
 import sys
 import threading
 import traceback
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -32,6 +36,7 @@ from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.source import KvSource, SourceTransfer
 from kvrelay.kvtransfer.target import KvTarget
+from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.types import TransferResult
 from kvrelay.types import BlockId, Fingerprint, KvMemory
 
@@ -80,8 +85,15 @@ class Blocks:
     def status(self) -> dict[str, Any]:
         return {
             "missing": LAYOUT.num_blocks - self.held.num_available, "late_writes": self.num_late_writes,
-            "files": len(os.listdir("/proc/self/fd")), "threads": threading.active_count(),
+            "files": dict(Counter(_open_files())), "threads": threading.active_count(),
         }  # fmt: skip
+
+
+def _open_files() -> Iterator[str]:
+    """The kind of each."""
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the listing's own
+            yield re.split(r"[:\d]|_posix", os.readlink(f"/proc/self/fd/{entry}"))[0]
 
 
 class End:
@@ -91,18 +103,20 @@ class End:
         self.name, self.epoch, self._out = config["name"], config["epoch"], out
         self.blocks = Blocks()
         self.paths: dict[str, dict[str, Any]] = {
-            path: each for path, each in config["paths"].items()
-            if TRANSPORTS[each["transport"]].why_not(self.blocks.memory) is None
-        }  # fmt: skip
+            path: {**each, "transports": usable}
+            for path, each in config["paths"].items()
+            if (usable := [n for n in each["transports"] if TRANSPORTS[n].why_not(self.blocks.memory) is None])
+        }
 
     def say(self, **message: Any) -> None:
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
-    def settings(self, path: str) -> tuple[TransferSettings, Any]:
-        transport, more = self.paths[path]["transport"], self.paths[path]["settings"]
-        setting, table = only(transport)
-        return TransferSettings(transport=setting, **more), table
+    def settings(self, path: str) -> tuple[TransferSettings, dict[str, Transport]]:
+        """An engine's settings and the transports that it may choose from."""
+        names, more = self.paths[path]["transports"], self.paths[path]["settings"]
+        setting = only(names[0])[0] if len(names) == 1 else "auto"
+        return TransferSettings(transport=setting, **more), {name: TRANSPORTS[name] for name in names}
 
 
 @dataclass(slots=True)

@@ -13,16 +13,16 @@ from typing import Any
 
 from transfer_side import Row
 
-from kvrelay.config import ChecksMode, TransferSettings
+from kvrelay.config import ChecksMode
+from kvrelay.kvtransfer import selection
 from kvrelay.kvtransfer.selection import TRANSPORTS
 
 CHILD = Path(__file__).with_name("transfer_child.py")
 ANSWER_TIMEOUT_S = 120.0
 OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}  # makes UCX use TCP though both ends are on one host
 CHECKS = sorted(typing.get_args(ChecksMode), key=("off", "sampled", "full").index)
-VARIANTS: dict[str, list[dict[str, Any]]] = {  # beside a transport's defaults, where this version has the settings
-    "tcp": [{"tcp_streams": 4}, {"tls": True}],
-}
+# TCP in other ways than its default, where this version can
+TCP_VARIANTS = ({"tcp_streams": 4}, {"tls": True}) if hasattr(selection, "transports_for") else ()
 
 
 class ContenderFailed(Exception):
@@ -46,20 +46,18 @@ class Contender:
         return self.kind == "kvrelay"
 
 
-def row(name: str, **settings: Any) -> Row:
-    return {"name": name, "settings": settings}
+def row(name: str, table: dict[str, Any] | None = None, **settings: Any) -> Row:
+    """`table`: how a transport differs from its default. `settings`: kvrelay's, or the peer's own."""
+    return {"name": name, "settings": settings, "table": table or {}}
 
 
 def _ours(transport: str) -> Contender:
-    def label(checks: str, more: dict[str, Any]) -> str:
-        extra = "".join(f", {key}={value}" for key, value in more.items())
-        return f"{transport}{extra}, checks {checks}"
-
-    known = TransferSettings.model_fields
-    sets = [{}, *(more for more in VARIANTS.get(transport, []) if more.keys() <= known.keys())]
-    rows = tuple(row(label(checks, more), checks=checks, **more) for more in sets for checks in CHECKS)
+    rows = [row(f"{transport}, checks {checks}", checks=checks) for checks in CHECKS]
+    for table in TCP_VARIANTS if transport == "tcp" else ():
+        how = ", ".join(f"{key} {value}" for key, value in table.items())
+        rows += [row(f"tcp, {how}, checks {checks}", table, checks=checks) for checks in ("off", "full")]
     roles = ("both",) if transport == "loopback" else ("source", "target")
-    return Contender(transport, "kvrelay", rows, roles, {"transport": transport})
+    return Contender(transport, "kvrelay", tuple(rows), roles, {"transport": transport})
 
 
 def contenders(transports: list[str] | None, peers: list[str] | None) -> list[Contender]:

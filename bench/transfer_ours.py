@@ -10,6 +10,7 @@ from transfer_pool import Pool, Shape, fingerprint_of, transfers
 from transfer_side import Row, Side
 
 from kvrelay.config import TransferSettings, TransportName
+from kvrelay.kvtransfer import selection
 from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.source import KvSource
 from kvrelay.kvtransfer.target import KvTarget
@@ -19,10 +20,15 @@ SECRET = b"bench"
 HOST = "127.0.0.1"
 
 
-def only(transport: str) -> tuple[str, Mapping[str, Transport]]:
-    """(setting, table) that leave `transport` as the only choice."""
+def only(transport: str, *, tcp_streams: int = 0, tls: bool = False) -> tuple[str, Mapping[str, Transport]]:
+    """(setting, table) that leave `transport` as the only choice. Streams and TLS are TCP's, where this version has them."""
     setting = transport if transport in typing.get_args(TransportName) else "auto"
-    return setting, {transport: TRANSPORTS[transport]}
+    if not tcp_streams and not tls:
+        return setting, {transport: TRANSPORTS[transport]}
+    from kvrelay.tls import ClusterTls
+
+    table = selection.transports_for(tcp_streams, ClusterTls.derived(SECRET) if tls else None)
+    return setting, {transport: table[transport]}
 
 
 def engine_key(row: Row, shape: Shape) -> tuple[str, int]:
@@ -75,7 +81,7 @@ class OurSource(Side):
     async def _engine(self, row: Row, shape: Shape) -> KvSource:
         key = engine_key(row, shape)
         if key not in self._engines:
-            memory, (setting, table) = self._pool.memory(shape), only(self._transport)
+            memory, (setting, table) = self._pool.memory(shape), only(self._transport, **row["table"])
             engine = KvSource(
                 memory, "source", f"source-{len(self._engines)}", fingerprint_of(memory.layout), SECRET,
                 TransferSettings(transport=setting, **row["settings"]), host=HOST, generation_of=lambda block: 0,
@@ -124,7 +130,7 @@ class OurTarget(Side):
     async def _engine(self, row: Row, shape: Shape) -> KvTarget:
         key = engine_key(row, shape)
         if key not in self._engines:
-            memory, (setting, table) = self._pool.memory(shape), only(self._transport)
+            memory, (setting, table) = self._pool.memory(shape), only(self._transport, **row["table"])
             engine = KvTarget(
                 memory, "target", f"target-{len(self._engines)}", fingerprint_of(memory.layout), SECRET,
                 TransferSettings(transport=setting, **row["settings"]), host=HOST, generation_of=lambda block: 0,

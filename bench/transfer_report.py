@@ -87,7 +87,7 @@ def goals_of(figures: dict[str, Any]) -> list[Goal]:
         """The fastest of a transport's rows (streams are a setting), without TLS."""
         found = [
             row for row in rows
-            if row["contender"] == transport and row["settings"].get("checks") == checks and not row["settings"].get("tls")
+            if row["contender"] == transport and row["settings"].get("checks") == checks and not row["table"].get("tls")
         ]  # fmt: skip
         return max(found, key=lambda row: row["many read"], default=None)
 
