@@ -47,6 +47,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     epoch: str
     fingerprint: Fingerprint
     host_id: str  # equal on one host
+    process_id: str  # equal within one process
     device: str
     layout: KvLayout  # of the source's pool
     checksums: str  # "xxh3" | "sum64" | "off": see checksums.py

@@ -57,7 +57,7 @@ from kvrelay.kvtransfer.tickets import (
     reason_of,
     refusal,
 )
-from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id
+from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id, process_id
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
 from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
 from kvrelay.types import Fingerprint, KvLayout, KvMemory
@@ -360,7 +360,7 @@ class KvSource:
     def _hello(self) -> Hello:
         return Hello(
             protocol=TRANSFER_PROTOCOL, worker_id=self._worker_id, epoch=self._epoch, fingerprint=self._fingerprint,
-            host_id=host_id(), device=self.memory.device, layout=self.memory.layout,
+            host_id=host_id(), process_id=process_id(), device=self.memory.device, layout=self.memory.layout,
             checksums=kind_of(self.memory, self.settings.checks),
             offers=[Offer(name, exporter.describe()) for name, exporter in self._exporters.items()],
         )  # fmt: skip

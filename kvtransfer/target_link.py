@@ -41,7 +41,7 @@ from kvrelay.kvtransfer.probes import Probe
 from kvrelay.kvtransfer.route import Route
 from kvrelay.kvtransfer.selection import rank
 from kvrelay.kvtransfer.tickets import REMEDIES, TRANSFER_PROTOCOL, Reason
-from kvrelay.kvtransfer.transports.base import Reader, TransportError, host_id
+from kvrelay.kvtransfer.transports.base import Reader, TransportError, host_id, process_id
 from kvrelay.kvtransfer.types import Lender
 from kvrelay.types import Fingerprint, KvMemory
 
@@ -213,6 +213,7 @@ class SourceLink:
         offers = {offer.name: offer.descriptor for offer in hello.offers}
         ranked = rank(
             list(offers), self._owner.offers(), is_same_host=bool(hello.host_id) and hello.host_id == host_id(),
+            is_same_process=hello.process_id == process_id(),
             source_device=hello.device, target_device=self._owner.identity.device,
         )  # fmt: skip
         return Route(PathTable(ranked), offers, lambda name: self._owner.make_reader(name, landing.memory))
