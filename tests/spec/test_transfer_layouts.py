@@ -11,7 +11,7 @@ from kvrelay.errors import LayoutMismatch
 from kvrelay.kvtransfer.plans import Pairing, pair
 from kvrelay.kvtransfer.shards import shard, sources_of
 from kvrelay.kvtransfer.transports.base import check_bounds
-from kvrelay.kvtransfer.transports.copying import copy_all
+from kvrelay.kvtransfer.transports.copying import copy_all, place_of
 from kvrelay.types import KvLayout
 
 MODEL = KvLayout(num_layers=2, num_blocks=8, block_size=4, num_kv_heads=4, head_dim=3, dtype="float16")
@@ -116,7 +116,7 @@ def carry(case, plan=plan_of):
         for index in sources_of(target, case.sources, turn):
             source, (both, _, _, copies) = case.sources[index], plan(case, case.sources[index], target)
             check_bounds(copies, source.num_bytes, target.num_bytes)
-            copy_all(pools[index], landed, copies)
+            copy_all(place_of(pools[index]), place_of(landed), copies)
             count = both.num_atoms(case.end - case.held) * both.overlap.atom_tokens
             tokens = range(case.held, case.held + count)
             rows = rows or rows_of(target, case.target_blocks, case.held, tokens)
@@ -163,7 +163,7 @@ def test_both_ends_read_an_atoms_bytes_in_the_same_order_and_they_land_in_it(cas
     index = sources_of(target, case.sources)[0]
     both, begins, lands, copies = plan_of(case, case.sources[index], target)
     pool, landed = random_pool(case.sources[index], 5), np.zeros(target.num_bytes, np.uint8)
-    copy_all(pool, landed, copies)
+    copy_all(place_of(pool), place_of(landed), copies)
     span = np.arange(both.piece_bytes)
     sent = pool[np.add.outer(both.source.pieces_of(begins, both.overlap.layers), span)]
     arrived = landed[np.add.outer(both.target.pieces_of(lands, both.overlap.layers), span)]
