@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 from kvrelay.engine.engine import Engine, Reservation, StepResult
+from kvrelay.engine.lending import BlockLender
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.target import KvTarget
 from kvrelay.kvtransfer.types import TransferResult, TransferStats
 from kvrelay.types import Role
-from kvrelay.wire import Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
+from kvrelay.wire import PairReport, PairsSeen, Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class DecodeWorker(WorkerService):
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._quarantined: dict[str, int] = {}  # touched on the engine's thread only
         self._vocab_size = 0
+        self._told: list[PairReport] = []
 
     # ---- the KV plane
 
@@ -45,6 +47,7 @@ class DecodeWorker(WorkerService):
             engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.secret, self.settings.transfer,
             host=self.host, generation_of=engine.pool.generation,
             on_commit=self._on_commit, on_failed=self._on_transfer_failed, on_released=self._on_released,
+            lender=BlockLender(self.thread),
         )  # fmt: skip
         await self._target.start()
 
@@ -56,6 +59,24 @@ class DecodeWorker(WorkerService):
 
     def _transports(self) -> list[str]:
         return list(self._target.transports) if self._target else []
+
+    def _kv_port(self) -> int:
+        return self._target.port if self._target else 0
+
+    def _pairs(self) -> list[PairReport]:
+        return self._target.pairs() if self._target else []
+
+    def _news(self) -> PairsSeen | None:
+        """The paths' speeds, when they differ from what was last told."""
+        pairs = self._pairs()
+        if pairs == self._told:
+            return None
+        self._told = pairs
+        return PairsSeen(reports=pairs)
+
+    def _subscribe(self, link: Link) -> None:
+        self._told = []  # the newcomer has heard nothing
+        super()._subscribe(link)
 
     @property
     def target(self) -> KvTarget:

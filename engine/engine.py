@@ -5,7 +5,7 @@ Every method is called from the owner's single thread; nothing here knows of net
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
@@ -213,6 +213,16 @@ class Engine:
     def unquarantine(self, key: int) -> None:
         self.scheduler.unquarantine(key)
 
+    def lend(self, count: int) -> list[BlockId]:
+        """Up to `count` free blocks, filled with numbers that mean nothing; see Scheduler.lend."""
+        blocks = self.scheduler.lend(count)
+        self.storage.fill_with_noise(blocks)
+        return blocks
+
+    def take_back(self, blocks: Iterable[BlockId]) -> None:
+        """Lent blocks may be used again."""
+        self.scheduler.take_back(blocks)
+
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         self._runner.forget(seq)
         self.scheduler.finish(seq, reason)
@@ -348,6 +358,7 @@ class Engine:
             total_blocks=self.pool.num_blocks,
             leased_blocks=sum(len(seq.blocks) for seq in scheduler.held.values()),
             quarantined_blocks=sum(map(len, scheduler.quarantined.values())),
+            lent_blocks=len(scheduler.lent),
             step_s=self._speed.step_s,
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_step_s=self._speed.decode_step_s,

@@ -5,6 +5,7 @@ First come, first served; a step is filled up to the token budget, running seque
 """
 
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.engine.sequence import Sequence, State
@@ -60,6 +61,7 @@ class Scheduler:
         self.held: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}  # all of the above
         self.quarantined: dict[int, list[BlockId]] = {}  # by arrival: blocks that a transport may still write
+        self.lent: set[BlockId] = set()  # to the KV plane's probes
         self.num_preemptions = 0
         self.hit_tokens = 0
         self.query_tokens = 0
@@ -282,6 +284,24 @@ class Scheduler:
         """Nothing can write those blocks any more: they may be used again."""
         self.pool.release(self.quarantined.pop(key))
 
+    # ---- blocks that no sequence holds
+
+    def lend(self, count: int) -> list[BlockId]:
+        """Up to `count` blocks without content worth keeping; none while a sequence is in line for blocks.
+
+        Leaves one for each running sequence, so that a probe pre-empts nobody.
+        """
+        spare = self.pool.counts().free - len(self.running) - len(self.receiving)
+        blocks = [] if self.waiting or self.reserving else self.pool.allocate(max(0, min(count, spare)))
+        self.lent.update(blocks or ())
+        return blocks or []
+
+    def take_back(self, blocks: Iterable[BlockId]) -> None:
+        """The borrower is done with these."""
+        returned = list(blocks)
+        self.lent.difference_update(returned)
+        self.pool.release(returned)
+
     def _unqueue(self, seq: Sequence) -> None:
         self.receiving.pop(seq.request_id, None)
         self.held.pop(seq.request_id, None)
@@ -320,6 +340,7 @@ class Scheduler:
         for blocks in self.quarantined.values():
             for block in blocks:
                 holders[block] = holders.get(block, 0) + 1
+        holders.update(dict.fromkeys(self.lent, 1))
         assert len(holders) == self.pool.counts().used, "a used block has no sequence"
         queued = [*self.waiting, *self.reserving, *self.running, *self.receiving.values(), *self.held.values()]
         assert sorted(map(id, queued)) == sorted(map(id, self.sequences.values())), "a sequence is in no queue or two"

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import uuid
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,8 +34,11 @@ from kvrelay.wire import (
     CacheReset,
     Failed,
     Generate,
+    KvPathLoad,
     KvSnapshot,
     LoadReport,
+    Pair,
+    PairReport,
     Prefill,
     Refused,
     Reserve,
@@ -63,7 +66,13 @@ class TransferSums(Protocol):
     transport: str
     num_bytes: int
     seconds: float
+    check_s: float
     refusals: int
+    refusals_by_reason: Counter[str]
+    open_transfers: int
+    expired_leases: int
+
+    def path_loads(self) -> list[KvPathLoad]: ...
 
 
 class Link:
@@ -155,6 +164,7 @@ class WorkerService:
             "info": msgspec.to_builtins(self.info) if self.info else {},
             "load": msgspec.structs.asdict(self.load()),
             "transfer": msgspec.to_builtins(self._transfer_stats()),
+            "pairs": msgspec.to_builtins(self._pairs()),
             "backend": self._backend_facts(),
             "pid": os.getpid(),
         }
@@ -162,6 +172,10 @@ class WorkerService:
     def _transfer_stats(self) -> TransferSums | None:
         """The role's sums over its KV transfers; None before there is a transfer engine."""
         return None
+
+    def _pairs(self) -> list[PairReport]:
+        """Whom of the other role this worker is connected to, and over which paths."""
+        return []
 
     def _backend_facts(self) -> dict[str, Any]:
         engine = self.thread.engine
@@ -211,6 +225,7 @@ class WorkerService:
             kv_bytes_per_token=layout.block_bytes // layout.block_size,
             device=str(engine.backend.device),
             transports=self._transports(),
+            kv_port=self._kv_port(),
         )
 
     # ---- for the roles to override
@@ -220,6 +235,9 @@ class WorkerService:
 
     def _transports(self) -> list[str]:
         return []
+
+    def _kv_port(self) -> int:
+        return 0
 
     async def _start_transfers(self, engine: Engine) -> None:
         """Start the KV plane of this role."""
@@ -237,6 +255,11 @@ class WorkerService:
             kv_bytes=stats.num_bytes,
             kv_seconds=stats.seconds,
             kv_refusals=stats.refusals,
+            kv_refused=dict(stats.refusals_by_reason),
+            kv_check_s=stats.check_s,
+            kv_leases=stats.open_transfers,
+            kv_expired_leases=stats.expired_leases,
+            kv_paths=stats.path_loads(),
         )
 
     def _on_prefill(self, link: Link, message: Prefill) -> None:
@@ -245,11 +268,18 @@ class WorkerService:
     def _on_reserve(self, link: Link, message: Reserve) -> None:
         self._refuse(link, message.request.request_id, "invalid", f"{self.worker_id} does not decode")
 
+    def _on_pair(self, link: Link, message: Pair) -> None:
+        logger.warning("%s is asked to pair with %s, but sends no KV", self.worker_id, message.worker_id)
+
     def _on_output(self, output: TokenOutput) -> None:
         """An output has been sent to its ingress."""
 
     def _on_reservations(self, result: StepResult) -> None:
         assert not result.reservations
+
+    def _news(self) -> msgspec.Struct | None:
+        """What else subscribers hear with this heartbeat."""
+        return None
 
     def _release(self, request_id: str, reason: str) -> None:
         """Free what the request holds here, whatever its state."""
@@ -292,6 +322,8 @@ class WorkerService:
                     self._release(request_id, reason)
             case Subscribe():
                 self._subscribe(link)
+            case Pair():
+                self._on_pair(link, message)
             case StatusQuery(query_id=query_id):
                 link.send(Status(query_id=query_id, json=json.dumps(self.status()).encode()))
             case CacheReset(query_id=query_id):
@@ -396,8 +428,11 @@ class WorkerService:
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_S)
+            news = self._news()
             for link in self._subscribers:
                 link.send(self.load())
+                if news is not None:
+                    link.send(news)
 
     def _on_failure(self, error: BaseException) -> None:
         """The engine is gone: every request fails at once, and nothing new is taken."""

@@ -73,6 +73,8 @@ class EngineThread:
         outcome: Future[T] = Future()
 
         def run() -> None:
+            if not outcome.set_running_or_notify_cancel():  # nobody waits any more: nothing may be set
+                return
             try:
                 outcome.set_result(action(self._require()))
             except Exception as error:

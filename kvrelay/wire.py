@@ -57,6 +57,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: Sampling
     salt: str = ""
     tokens_per_hash: int = 0
+    traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
 
     @property
     def num_output_tokens(self) -> int:
@@ -89,6 +90,42 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     kv_bytes_per_token: int
     device: str
     transports: list[str]
+    kv_port: int = 0  # decode: where prefill workers connect, at `host`
+
+
+class PathReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One way between two workers, as probed and as seen since."""
+
+    path: str
+    why: str  # why it is ranked where it is
+    is_chosen: bool = False
+    bytes_per_s: float = 0.0  # measured; 0: not yet
+    latency_s: float = 0.0  # of one block; 0: not measured
+    problem: str = ""  # why it cannot be used (now)
+
+
+class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether KV may go from one prefill worker to one decode worker, and how."""
+
+    source: str
+    target: str
+    target_epoch: str
+    ok: bool
+    reason: str = ""  # a kvtransfer.tickets.Reason, "lost" or "timeout" when not ok
+    detail: str = ""  # the field that differs, or what went wrong
+    remedy: str = ""  # what to do about it
+    paths: list[PathReport] = []  # best first
+
+
+class KvPathLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What one path has carried since the worker's start."""
+
+    path: str
+    num_bytes: int
+    seconds: float  # reading and verifying, summed over reads
+    exposed_s: float  # of transfers that went mostly this way
+    check_s: float  # of `seconds`, spent on checksums
+    retries: int  # reads that failed here and went on over another path
 
 
 class LoadReport(_Message, frozen=True, tag="load"):
@@ -105,6 +142,7 @@ class LoadReport(_Message, frozen=True, tag="load"):
     total_blocks: int = 0
     leased_blocks: int = 0
     quarantined_blocks: int = 0
+    lent_blocks: int = 0  # to a probe of the KV plane
     step_s: float = 0.0  # moving average of a step
     prefill_tokens_per_s: float = 0.0  # measured
     decode_step_s: float = 0.0
@@ -113,6 +151,11 @@ class LoadReport(_Message, frozen=True, tag="load"):
     kv_bytes: int = 0  # moved so far
     kv_seconds: float = 0.0
     kv_refusals: int = 0
+    kv_refused: dict[str, int] = {}  # of those, by reason
+    kv_check_s: float = 0.0  # spent on checksums at this end
+    kv_leases: int = 0  # transfers open now
+    kv_expired_leases: int = 0
+    kv_paths: list[KvPathLoad] = []
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
 
@@ -164,6 +207,19 @@ class CacheReset(_Message, frozen=True, tag="cache-reset"):
     """Forget every cached block that no sequence uses. Answered by Status."""
 
     query_id: int
+
+
+class Pair(_Message, frozen=True, tag="pair"):
+    """Prefill: see whether KV can travel to this decode worker, and how fast. Answered by Paired.
+
+    The address is what that worker said of itself, never a client's.
+    """
+
+    worker_id: str
+    epoch: str
+    host: str
+    kv_port: int
+    is_probe: bool = False  # measure anew, even when it has been measured
 
 
 # ---- worker -> ingress
@@ -242,6 +298,18 @@ class Transferred(_Message, frozen=True, tag="transferred"):
     exposed_s: float  # after the prefill had ended
 
 
+class Paired(_Message, frozen=True, tag="paired"):
+    """Prefill: the answer to Pair."""
+
+    report: PairReport
+
+
+class PairsSeen(_Message, frozen=True, tag="pairs-seen"):
+    """Decode: how fast its paths from each connected prefill worker have been of late. Sent when that changed."""
+
+    reports: list[PairReport]
+
+
 class KvEvents(_Message, frozen=True, tag="kv"):
     """Blocks stored and removed since `seq - 1`. A gap in `seq` asks for a snapshot."""
 
@@ -276,8 +344,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
-ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset]
-FromWorker = Union[Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status]
+ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair]
+FromWorker = Union[
+    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen
+]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()
 _to_worker = msgspec.msgpack.Decoder(ToWorker)

@@ -54,6 +54,7 @@ class Grant:
     committed_at: float = 0.0
     busy_s: float = 0.0  # with a read under way, verifying included
     busy_since: float = 0.0  # when the first of the reads under way began
+    retries: int = 0  # reads that failed and went on over another path
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
 

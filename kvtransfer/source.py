@@ -367,13 +367,16 @@ class KvSource:
 
     # ---- pairing
 
-    async def pair(self, address: TargetAddress) -> PairReport:
-        """Connect to a decode worker, compare fingerprints and probe every path. Never raises TransferError."""
+    async def pair(self, address: TargetAddress, *, is_anew: bool = False) -> PairReport:
+        """Connect to a decode worker, compare fingerprints and probe every path (again, when `is_anew`).
+
+        Never raises TransferError.
+        """
         link = self._link_to(address)
         try:
             async with asyncio.timeout(_PAIR_TIMEOUT_S):
                 await link.ready("pairing")
-                if not link.paths:
+                if is_anew or not link.paths:
                     await self._probe(link)
         except (TransferError, TimeoutError) as error:
             return self._unpaired(address, error)

@@ -48,7 +48,7 @@ from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
 from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, Transcript, open_ticket, reason_of, refusal, seal
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
-from kvrelay.kvtransfer.types import Lender, TransferResult, TransferStats
+from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -133,6 +133,18 @@ class KvTarget:
     def links(self) -> list[SourceLink]:
         """The connected sources."""
         return list(self._links)
+
+    def pairs(self) -> list[PairReport]:
+        """The prefill workers that are connected, with what is known of the paths from each now."""
+        me, now_s = self.identity, time.monotonic()
+        return [
+            PairReport(
+                source=link.hello.worker_id, target=me.worker_id, target_epoch=me.epoch, ok=True,
+                paths=link.route.table.reports(now_s),
+            )
+            for link in self._links
+            if link.hello is not None and link.route is not None
+        ]  # fmt: skip
 
     def quarantined_blocks(self) -> int:
         """Blocks of ended transfers that a transport may still write."""
@@ -385,6 +397,7 @@ class KvTarget:
                 if grant.is_ended:  # then it was us who stopped the read
                     return
                 link.route.failed(name, str(error))
+                grant.retries += 1
                 self._stats.retries += 1
                 self._stats.path(name).retries += 1
         raise PeerLost(grant.request_id, f"no path to the source is left: {link.route.problems()}")
@@ -473,7 +486,7 @@ class KvTarget:
         exposed_s = time.monotonic() - grant.committed_at
         mostly = grant.bytes_by_path.most_common(1)
         transport = mostly[0][0] if mostly else link.transport
-        result = TransferResult(transport, grant.num_blocks, grant.num_bytes, grant.busy_s, exposed_s)
+        result = TransferResult(transport, grant.num_blocks, grant.num_bytes, grant.busy_s, exposed_s, grant.retries)
         self._stats.count(result)
         self._stats.path(transport).exposed_s += exposed_s
         self._call(self._on_commit, grant.request_id, payload, result)

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import msgspec
+from kvrelay.wire import KvPathLoad
+from kvrelay.wire import PairReport as PairReport  # these two cross the request plane as well
+from kvrelay.wire import PathReport as PathReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +19,7 @@ class TransferResult:
     num_bytes: int
     seconds: float  # spent reading and verifying, summed over reads
     exposed_s: float  # commit received to committed: what the prefill's compute did not hide
+    retries: int = 0  # reads that failed and went on over another path; counted by the target
 
 
 @dataclass(slots=True)
@@ -65,29 +68,12 @@ class TransferStats:
         """This path's sums, to add to."""
         return self.paths.setdefault(name, PathSums())
 
-
-class PathReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way between two workers, as probed and as seen since."""
-
-    path: str
-    why: str  # why it is ranked where it is
-    is_chosen: bool = False
-    bytes_per_s: float = 0.0  # measured; 0: not yet
-    latency_s: float = 0.0  # of one block; 0: not measured
-    problem: str = ""  # why it cannot be used (now)
-
-
-class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether KV may go from one prefill worker to one decode worker, and how."""
-
-    source: str
-    target: str
-    target_epoch: str
-    ok: bool
-    reason: str = ""  # a tickets.Reason, "lost" or "timeout" when not ok
-    detail: str = ""  # the field that differs, or what went wrong
-    remedy: str = ""  # what to do about it
-    paths: list[PathReport] = []  # best first
+    def path_loads(self) -> list[KvPathLoad]:
+        """Every path's sums, as a load report carries them."""
+        return [
+            KvPathLoad(name, sums.num_bytes, sums.seconds, sums.exposed_s, sums.check_s, sums.retries)
+            for name, sums in self.paths.items()
+        ]
 
 
 class Lender(Protocol):

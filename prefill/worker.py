@@ -12,12 +12,14 @@ from functools import partial
 from typing import Any
 
 from kvrelay.engine.engine import Engine, LayerHook
+from kvrelay.engine.lending import BlockLender
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.source import KvSource, SourceTransfer
+from kvrelay.kvtransfer.source_link import TargetAddress
 from kvrelay.kvtransfer.types import TransferStats
 from kvrelay.types import BlockId, Role
-from kvrelay.wire import Manifest, Prefill, TokenOutput, encode
+from kvrelay.wire import Manifest, Pair, Paired, PairReport, Prefill, TokenOutput, encode
 
 logger = logging.getLogger(__name__)
 
@@ -34,22 +36,25 @@ class PrefillWorker(WorkerService):
         self._prompts: dict[str, int] = {}  # tokens whose KV will have been sent
         self._commits: set[asyncio.Task[None]] = set()
         self._device_gate: _DeviceGate | None = None
+        self._pairings: set[asyncio.Task[None]] = set()
+        self._one_pairing = asyncio.Lock()
 
     # ---- the KV plane
 
     async def _start_transfers(self, engine: Engine) -> None:
         self._source = KvSource(
             engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.secret, self.settings.transfer,
-            host=self.host, generation_of=engine.pool.generation,
+            host=self.host, generation_of=engine.pool.generation, lender=BlockLender(self.thread),
         )  # fmt: skip
         await self._source.start()
 
     async def _stop_transfers(self) -> None:
         for request_id in list(self._transfers):
             self._release(request_id, "the worker is shutting down")
-        for task in list(self._commits):
+        tasks = [*self._commits, *self._pairings]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._commits, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         if self._source is not None:
             await self._source.aclose()
         if self._device_gate is not None:
@@ -57,6 +62,22 @@ class PrefillWorker(WorkerService):
 
     def _transports(self) -> list[str]:
         return list(self._source.transports) if self._source else []
+
+    def _pairs(self) -> list[PairReport]:
+        return self._source.pairs() if self._source else []
+
+    def _on_pair(self, link: Link, message: Pair) -> None:
+        task = asyncio.create_task(self._pair(link, message), name=f"pair with {message.worker_id}")
+        self._pairings.add(task)
+        task.add_done_callback(self._pairings.discard)
+
+    async def _pair(self, link: Link, message: Pair) -> None:
+        """One at a time: two probes would share the memory's bandwidth."""
+        assert self._source is not None
+        address = TargetAddress(message.worker_id, message.epoch, message.host, message.kv_port)
+        async with self._one_pairing:
+            report = await self._source.pair(address, is_anew=message.is_probe)
+        link.send(Paired(report=report))
 
     def _layer_hook(self) -> LayerHook:
         def hook(request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None:

@@ -2,6 +2,7 @@
 
 Never imports torch, Ray, sockets, a clock or a random source. Rules:
 - A worker that can never hold the request, is excluded, or whose line is full, is no candidate.
+- A pair that is known to misfit is no candidate; a worker that fits nobody is left out before (see misfits.py).
 - A decode worker that lacks at most `local_prefill_tokens` of the prompt computes it itself.
 - Otherwise the least sum of terms wins, over all pairs of the shortlists and every local choice.
 - Equal scores (to a microsecond) go to the worker chosen longest ago, then by id.
@@ -10,6 +11,7 @@ Never imports torch, Ray, sockets, a clock or a random source. Rules:
 import heapq
 from collections.abc import Callable, Sequence
 from operator import itemgetter
+from types import MappingProxyType
 from typing import NamedTuple, TypeVar
 
 from kvrelay.config import RouterSettings
@@ -22,6 +24,7 @@ from kvrelay.router.cost import (
     stall_term,
     transfer_term,
 )
+from kvrelay.router.misfits import Misfits
 from kvrelay.router.types import (
     TERM_NAMES,
     TTFT_TERMS,
@@ -58,6 +61,7 @@ class Context(NamedTuple):
     max_waiting: int
     prefill_rate: float  # tokens/s of a worker that has not measured its own
     pressure: int
+    misfits: Misfits = MappingProxyType({})
 
 
 class _Computing(NamedTuple):
@@ -132,25 +136,32 @@ def _candidates(ctx: Context, prefills: list[Option], decodes: list[Option]) -> 
     """Every way that is scored in full."""
     request = ctx.request
     computing = [_computing(ctx, p) for p in prefills] if request.force != "local" else []
-    best_p = _shortest(computing, lambda c: sum(c.work), lambda c: c.option.load)
+    best_p = _shortest(ctx, computing, lambda c: sum(c.work), lambda c: c.option.load)
     if not request.needs_decode and best_p:
         return [_score(ctx, c, None) for c in best_p]
     decoding = [_decoding(ctx, d) for d in decodes]
+    targets = _best_targets(ctx, decoding)
     if request.force == "remote":
-        return [_score(ctx, c, d) for d in _best_targets(ctx, decoding) for c in best_p]
-    scored = [_score(ctx, c, d) for d in _best_targets(ctx, decoding) if not d.local.is_near for c in best_p]
+        return [_score(ctx, c, d) for d in targets for c in best_p if _may_pair(ctx, c, d)]
+    scored = [_score(ctx, c, d) for d in targets if not d.local.is_near for c in best_p if _may_pair(ctx, c, d)]
     scored += [
         _score(ctx, d.local, d)
-        for d in _shortest(decoding, lambda d: _local_cost(ctx, d), lambda d: d.local.option.load)
+        for d in _shortest(ctx, decoding, lambda d: _local_cost(ctx, d), lambda d: d.local.option.load)
     ]
     return scored
 
 
+def _may_pair(ctx: Context, compute: _Computing, decode: _Decoding) -> bool:
+    if not ctx.misfits:
+        return True
+    return (compute.option.load.worker_id, decode.local.option.load.worker_id) not in ctx.misfits
+
+
 def _shortest(
-    sides: list[_Side], cost: Callable[[_Side], float], load_of: Callable[[_Side], WorkerLoad]
+    ctx: Context, sides: list[_Side], cost: Callable[[_Side], float], load_of: Callable[[_Side], WorkerLoad]
 ) -> list[_Side]:
-    """The SHORTLIST cheapest; ties as for the final choice."""
-    if len(sides) <= SHORTLIST:
+    """The SHORTLIST cheapest; ties as for the final choice. All while some pairs misfit: the cheapest may be those."""
+    if len(sides) <= SHORTLIST or ctx.misfits:
         return sides
     keyed = []
     for side in sides:
@@ -194,7 +205,7 @@ def _best_targets(ctx: Context, decoding: list[_Decoding]) -> list[_Decoding]:
         moved = transfer_term(load, load, tokens=side.lacking_tokens, compute_s=float("inf"), model=ctx.model)
         return sum(side.parts) + moved
 
-    return _shortest(decoding, cost, lambda side: side.local.option.load)
+    return _shortest(ctx, decoding, cost, lambda side: side.local.option.load)
 
 
 def _stall(ctx: Context, side: _Computing) -> float:

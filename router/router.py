@@ -5,12 +5,15 @@ caller passes the time. Never imports torch, Ray, sockets, a clock or a random s
 several threads. How many requests may be in flight at all (settings.max_inflight) is the caller's.
 """
 
+from dataclasses import replace
+
 from kvrelay.config import RouterSettings
 from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
 from kvrelay.router.cost import CostModel
-from kvrelay.router.policy import Context, Option, choose
+from kvrelay.router.misfits import Misfits, isolated
+from kvrelay.router.policy import MIN_RETRY_S, Context, Option, choose
 from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.types import Decision, IndexState, Refusal, RouteRequest, WorkerView
+from kvrelay.router.types import Decision, IndexState, LeftOut, Refusal, RouteRequest, WorkerView
 from kvrelay.types import Role
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 
@@ -44,6 +47,7 @@ class Router:
         self._ledger = Ledger()
         self._prefill_rate = self._model.default_prefill_tokens_per_s
         self._prediction_error_s = 0.0
+        self._misfits: Misfits = {}
 
     @property
     def prediction_error_s(self) -> float:
@@ -87,6 +91,10 @@ class Router:
         """Everything that a worker has cached: heals its index."""
         self._index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes)
 
+    def set_misfits(self, misfits: Misfits) -> None:
+        """From now on these pairs of live workers are not chosen; any other may be."""
+        self._misfits = dict(misfits)
+
     # ---- what requests do
 
     def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
@@ -95,9 +103,21 @@ class Router:
         options = self._options(request)
         prefills = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.PREFILL]
         decodes = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.DECODE]
-        ctx = Context(request, self._settings, self._model, self._max_waiting, self._prefill_rate, pressure=0)
+        if self._misfits:
+            lonely = isolated([o.load.worker_id for o in prefills], [o.load.worker_id for o in decodes], self._misfits)
+            prefills = [o for o in prefills if o.load.worker_id not in lonely]
+            decodes = [o for o in decodes if o.load.worker_id not in lonely]
+            if lonely and not decodes:
+                return Refusal("misfit", "; ".join(sorted(self._misfits.values())), MIN_RETRY_S)
+        ctx = Context(
+            request, self._settings, self._model, self._max_waiting, self._prefill_rate, pressure=0,
+            misfits=self._misfits,
+        )  # fmt: skip
         choice = choose(ctx, prefills, decodes)
         if isinstance(choice, Decision):
+            if self._misfits:
+                left_out = tuple(LeftOut(*pair, why) for pair, why in self._misfits.items())
+                choice = replace(choice, left_out=left_out)
             self._reserve(request, choice, now_s)
         return choice
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Path = Literal["disaggregated", "local", "prefill_only"]
-RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long"]
+RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long", "misfit"]
 
 TERM_NAMES = (
     "prefill_compute",  # the uncached prompt tokens, at the computing worker's speed
@@ -68,6 +68,15 @@ class CandidateScore:
 
 
 @dataclass(frozen=True, slots=True)
+class LeftOut:
+    """A pair that was not considered, since no KV can travel between the two."""
+
+    prefill: str
+    decode: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """Where the request goes, and why. Its load is counted from now until `Router.on_end`.
 
@@ -84,6 +93,7 @@ class Decision:
     cached_tokens_decode: int  # of the prompt, held by the decode worker: not transferred
     terms: dict[str, float]
     candidates: tuple[CandidateScore, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     @property
     def score(self) -> float:

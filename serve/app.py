@@ -40,6 +40,7 @@ def create_app(dispatcher: Dispatcher, tokenizer: TextCodec, settings: Settings,
             Route("/v1/completions", _endpoint(front, completions), methods=["POST"]),
             Route("/v1/chat/completions", _endpoint(front, chat_completions), methods=["POST"]),
             Route("/health", _endpoint(front, _health), methods=["GET"]),
+            Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},
@@ -95,11 +96,23 @@ async def _model(front: Front, request: Request) -> Response:
 
 
 async def _health(front: Front, request: Request) -> Response:
-    """200 once requests can be served; 503 while no decode worker is connected."""
+    """200 once requests can be served; 503 while no decode worker is connected, or KV cannot reach any."""
     roles = [info.role for info, _ in front.dispatcher.live_workers()]
     body = {"prefill": roles.count("prefill"), "decode": roles.count("decode"), "model": front.model.name}
+    if misfits := list(front.dispatcher.pairs.book.misfits().values()):
+        body["misfits"] = misfits
     is_ready = front.dispatcher.is_ready()
-    return json_response({"status": "ok" if is_ready else "no workers", **body}, 200 if is_ready else 503)
+    status = "ok" if is_ready else "no KV can travel" if front.dispatcher.pairs.book.blocked() else "no workers"
+    return json_response({"status": status, **body}, 200 if is_ready else 503)
+
+
+async def _pairs(front: Front, request: Request) -> Response:
+    """Which workers' KV can reach which; POST measures every pair anew and does not wait for it."""
+    check_api_key(request, front.settings.serve.api_key)
+    dispatcher = front.dispatcher
+    if request.method == "POST":
+        dispatcher.pairs.probe()
+    return json_response(dispatcher.pairs.book.view(dispatcher.clock()))
 
 
 def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:

@@ -18,6 +18,7 @@ from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
+from kvrelay.serve.pairs import PairWatch
 from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
@@ -48,12 +49,14 @@ class Dispatcher:
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._is_open = False
+        self.pairs = PairWatch(self.send, self._on_pairs, clock)
 
     # ---- life and membership
 
     async def start(self) -> None:
         """From now on members are connected to."""
         self._is_open = True
+        self.pairs.start()
         for link in self._links.values():
             link.start()
 
@@ -62,6 +65,7 @@ class Dispatcher:
         self._is_open = False
         links = [*self._links.values(), *self._retired]
         self._links, self._retired = {}, set()
+        await self.pairs.aclose()
         await asyncio.gather(*(link.aclose() for link in links))
 
     def set_members(self, members: Sequence[Member]) -> None:
@@ -82,6 +86,7 @@ class Dispatcher:
             self._retired.add(link)
             link.retire()
         self.router.worker_down(link.worker_id)
+        self.pairs.worker_down(link.worker_id)
         self._notify()
 
     def live_workers(self) -> list[tuple[wire.WorkerInfo, wire.LoadReport]]:
@@ -94,8 +99,8 @@ class Dispatcher:
         return min((info.max_model_len for info, _ in self.live_workers()), default=None)
 
     def is_ready(self) -> bool:
-        """Whether a decode worker is connected (one can serve alone)."""
-        return any(info.role == "decode" for info, _ in self.live_workers())
+        """Whether a decode worker is connected (one can serve alone) that is not cut off from every prefill worker."""
+        return any(info.role == "decode" for info, _ in self.live_workers()) and not self.pairs.book.blocked()
 
     async def wait_for(self, condition: Callable[["Dispatcher"], bool]) -> None:
         """Wait until `condition` holds; looked at whenever a worker comes or goes."""
@@ -106,6 +111,10 @@ class Dispatcher:
     def _notify(self) -> None:
         self._changed.set()
 
+    def _on_pairs(self) -> None:
+        self.router.set_misfits(self.pairs.book.misfits())
+        self._notify()
+
     # ---- LinkOwner
 
     def link_up(self, link: WorkerLink, info: wire.WorkerInfo) -> str | None:
@@ -113,12 +122,14 @@ class Dispatcher:
         step = self.settings.tokens_per_hash
         if info.block_size % step:
             return f"block_size: its blocks have {info.block_size} tokens, but prompts are hashed by {step}: {_SAME_SETTINGS}"
-        for other, _ in self.live_workers():
+        for other, _ in self.live_workers():  # whether the two roles fit each other, they find out: see pairs.py
             convert_dtype = self.settings.transfer.convert_dtype
-            if difference := info.fingerprint.misfit(other.fingerprint, convert_dtype=convert_dtype):
+            difference = info.fingerprint.misfit(other.fingerprint, convert_dtype=convert_dtype)
+            if difference and other.role == info.role:
                 return f"{difference} of worker {other.worker_id}: {difference.remedy}"
         if self._links.get(link.worker_id) is link:
             self.router.worker_up(info)
+            self.pairs.worker_up(info)
         logger.info("worker %s (%s) is up", info.worker_id, info.role)
         asyncio.get_running_loop().call_soon(self._notify)
         return None
@@ -129,6 +140,7 @@ class Dispatcher:
         self._retired.discard(link)
         if self._links.get(link.worker_id, link) is link:
             self.router.worker_down(link.worker_id)
+            self.pairs.worker_down(link.worker_id)
         for attempt in list(self._attempts.values()):
             if attempt.holders.get(link.worker_id) is link:
                 attempt.inbox.put((link.worker_id, WorkerGone(why)))
@@ -166,6 +178,11 @@ class Dispatcher:
                 link.send(wire.Subscribe())
         elif isinstance(message, wire.KvSnapshot):
             self.router.apply_snapshot(link.worker_id, message)
+        elif isinstance(message, wire.Paired):
+            self.pairs.answered(message.report)
+        elif isinstance(message, wire.PairsSeen):
+            for report in message.reports:
+                self.pairs.book.seen(report)
 
     # ---- questions to workers
 

@@ -4,7 +4,7 @@ The parts are whole microseconds and add up to the measured TTFT exactly: what n
 is `ingress`, the remainder.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrelay.router.types import CandidateScore, Decision
@@ -86,6 +86,8 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     fields |= {name: value for name in ("prefill", "decode") if (value := getattr(decision, name)) is not None}
     fields |= {"predicted_ttft_us": _us(decision.predicted_ttft_s), "score": decision.score, "terms": decision.terms}
     fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
+    if decision.left_out:
+        fields["left_out"] = [asdict(pair) for pair in decision.left_out]
     return fields
 
 

@@ -41,9 +41,9 @@ MAX_REFUSALS = 4
 class Unavailable(RequestError):
     """No worker can serve now; one may soon. HTTP 503."""
 
-    def __init__(self, message: str, retry_after_s: float) -> None:
-        super(RequestError, self).__init__(message, retry_after_s)
-        self.message, self.param, self.status, self.code = message, None, 503, "no_workers"
+    def __init__(self, message: str, retry_after_s: float, code: str = "no_workers") -> None:
+        super(RequestError, self).__init__(message, retry_after_s, code)
+        self.message, self.param, self.status, self.code = message, None, 503, code
         self.retry_after_s = retry_after_s
 
 
@@ -343,6 +343,8 @@ class SequenceLife:
         self._carrier.stats.retries += 1
 
     def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
+        if refusal.reason == "misfit":
+            return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
         if refusal.reason == "too_long":
             return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
         if refusal.reason == "full" or self._refusals:

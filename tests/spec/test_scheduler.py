@@ -1,6 +1,7 @@
 """The step scheduler: first come first served, within the budget, nothing lost however a sequence ends."""
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -169,6 +170,44 @@ def test_blocks_in_quarantine_are_not_handed_out():
     sched.check()
 
 
+def test_only_free_blocks_are_lent_and_one_is_left_for_each_running_sequence():
+    sched = scheduler(blocks=8)
+    sched.add(request("cached", 8), 0.0)
+    run(sched)
+    sched.finish(sched.sequences["cached"], FinishReason.STOP)
+    sched.add(request("a", [5] * 4), 0.0)
+    run(sched)
+    before = sched.pool.counts()
+    assert (before.cached, before.free) == (2, 4)
+    lent = sched.lend(100)
+    assert len(lent) == 3 and sched.pool.counts().cached == 2
+    sched.check()
+    for _ in range(5):
+        run(sched)  # "a" grows into the block that was left
+    assert sched.num_preemptions == 0
+    sched.take_back(lent)
+    assert sched.pool.counts().free == 3
+    sched.check()
+
+
+def test_nothing_is_lent_while_a_sequence_is_in_line_and_what_is_back_admits_it():
+    sched = scheduler(blocks=4)
+    lent = sched.lend(2)
+    sched.add_reservation(request("a", 12), 0.0)
+    assert sched.grant_reservations() == [] and sched.lend(1) == []
+    sched.take_back(lent)
+    assert [seq.request_id for seq in sched.grant_reservations()] == ["a"]
+
+
+def test_a_lent_block_that_is_lost_is_noticed():
+    sched = scheduler(blocks=4)
+    sched.lend(2)
+    sched.check()
+    sched.lent.pop()
+    with pytest.raises(AssertionError):
+        sched.check()
+
+
 class Life(RuleBasedStateMachine):
     """Random arrivals, steps, reservations and ends: the ledger holds after every one, and all of it ends."""
 
@@ -177,6 +216,7 @@ class Life(RuleBasedStateMachine):
         self.sched = scheduler(blocks=10, budget=12, running=4, waiting=6)
         self.count = 0
         self.keys: list[int] = []
+        self.lent: list[list[int]] = []
 
     def live(self) -> list[Sequence]:
         return list(self.sched.sequences.values())
@@ -217,6 +257,17 @@ class Life(RuleBasedStateMachine):
     def transport_lets_go(self):
         self.sched.unquarantine(self.keys.pop())
 
+    @rule(count=st.integers(1, 4))
+    def lend(self, count):
+        before = self.sched.pool.counts()
+        self.lent.append(self.sched.lend(count))
+        assert self.sched.pool.counts().cached == before.cached
+
+    @precondition(lambda self: self.lent)
+    @rule()
+    def take_back(self):
+        self.sched.take_back(self.lent.pop())
+
     @precondition(lambda self: self.sched.sequences)
     @rule(data=st.data())
     def abort(self, data):
@@ -230,6 +281,8 @@ class Life(RuleBasedStateMachine):
     def teardown(self):
         for key in self.keys:
             self.sched.unquarantine(key)
+        for blocks in self.lent:
+            self.sched.take_back(blocks)
         for _ in range(400):
             if not self.sched.sequences:
                 break

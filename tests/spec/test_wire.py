@@ -47,6 +47,10 @@ OUTPUT = wire.TokenOutput(
     timings=wire.Timings(queue_s=0.1, compute_s=0.2, num_chunks=3),
 )
 
+PAIR = wire.PairReport(
+    source="p0", target="d0", target_epoch="e", ok=False, reason="fingerprint", detail="dtype", remedy="set it alike",
+    paths=[wire.PathReport(path="shm", why="same host", is_chosen=True, bytes_per_s=1e9, latency_s=1e-5)],
+)  # fmt: skip
 TO_WORKER = [
     wire.Reserve(request=REQUEST, timeout_s=1.5),
     wire.Prefill(request=REQUEST, ticket=b"\x00\xff"),
@@ -56,6 +60,7 @@ TO_WORKER = [
     wire.Subscribe(),
     wire.StatusQuery(query_id=3),
     wire.CacheReset(query_id=4),
+    wire.Pair(worker_id="d0", epoch="e", host="h", kv_port=7, is_probe=True),
 ]
 FROM_WORKER = [
     wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=INFO),
@@ -66,8 +71,12 @@ FROM_WORKER = [
     wire.Transferred(request_id="r1", transport="shm", blocks=2, num_bytes=99, seconds=0.1, exposed_s=0.0),
     wire.KvEvents(seq=4, stored=[b"a" * 16], removed=[]),
     wire.KvSnapshot(seq=4, hashes=[b"a" * 16]),
-    wire.LoadReport(seq=1, running=2, transport="shm"),
+    wire.LoadReport(
+        seq=1, running=2, transport="shm", kv_refused={"checksum": 1}, kv_paths=[wire.KvPathLoad("shm", 9, 0.5, 0.1, 0.2, 1)]
+    ),
     wire.Status(query_id=3, json=b"{}"),
+    wire.Paired(report=PAIR),
+    wire.PairsSeen(reports=[PAIR]),
 ]
 
 
