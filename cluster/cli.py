@@ -91,6 +91,22 @@ def status(
 
 
 @app.command()
+def doctor(
+    url: Url = None,
+    api_key: ApiKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="measure every path anew")] = False,
+) -> None:
+    """Show between which workers KV can travel, how fast, and what to do where it cannot; exit code 1 on a misfit."""
+    from kvrelay.cluster import doctor as doctors
+    from kvrelay.cluster import status_command
+    from kvrelay.config import environment_api_key
+
+    api_url, _ = status_command.endpoints(url, None)
+    raise typer.Exit(doctors.show(console, api_url, api_key or environment_api_key(), as_json=as_json, is_probe=probe))
+
+
+@app.command()
 def scale(
     prefill: Annotated[int | None, typer.Option(min=1, help="prefill workers")] = None,
     decode: Annotated[int | None, typer.Option(min=1, help="decode workers")] = None,

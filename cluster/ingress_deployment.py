@@ -115,6 +115,7 @@ class IngressReplica:
             ),
             "is_ready": self._dispatcher.is_ready(),
             "prediction_error_s": router.prediction_error_s,
+            "pairs": self._dispatcher.pairs.book.view()["pairs"],
             "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
         }
 

@@ -13,11 +13,12 @@ from types import FrameType
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from kvrelay.cluster import doctor, state_file
 from kvrelay.cluster import probe as probing
-from kvrelay.cluster import state_file
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.prepare import Preparation
 from kvrelay.cluster.ray_session import RaySession
@@ -147,10 +148,26 @@ def _start(settings: Settings, session: RaySession, console: Console) -> str:
         for part in ("prefill", "decode", "ingress"):
             if part != "prefill" or settings.cluster.prefill:
                 steps.done(part)
+        if settings.cluster.prefill:
+            steps.say("pairs", "measuring the paths between workers")
+            steps.done("pairs", _check_pairs(settings, progress.console))
         steps.say("probe", "a request through the whole path")
         steps.done("probe", _probe(settings, model))
         progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
     return model
+
+
+def _check_pairs(settings: Settings, console: Console) -> str:
+    """Prints the table of pairs; how many there are. Raises ClusterError when KV cannot travel between two workers."""
+    cluster = settings.cluster
+    view = doctor.settled(api_url(settings), settings.serve.api_key, prefill=cluster.prefill, decode=cluster.decode)
+    console.print(doctor.render(view))
+    if wrong := doctor.misfits(view):
+        raise ClusterError(f"KV cannot travel everywhere: {'; '.join(wrong)}")
+    for pair in view["pairs"]:
+        if pair["verdict"] != "ok":
+            console.print(f"[yellow]warning:[/yellow] {escape(pair['line'])}", highlight=False)
+    return doctor.summary(view)
 
 
 def _probe(settings: Settings, model: str) -> str:

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvrelay.cluster import state_file
+from kvrelay.cluster.doctor import chosen
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.probe import auth_headers, request_json, server_root
 from kvrelay.cluster.ray_env import ray_auth_headers
@@ -99,13 +100,24 @@ def render(status: dict[str, Any]) -> RenderableType:
         head.add_row("Serve", Text(serve["error"], "red"))
     workers = status.get("workers", [])
     down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
-    return Group(head, _workers_table(workers), *down)
+    return Group(head, _workers_table(workers, status.get("pairs", [])), *down)
 
 
-def _workers_table(workers: list[dict[str, Any]]) -> Table:
+def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
+    """The paths that this worker's KV takes now, and the speed of the slowest; which pair has which, `doctor` tells."""
+    mine = [pair for pair in pairs if worker_id in (pair["source"], pair["target"])]
+    if any(pair["verdict"] == "misfit" for pair in mine):
+        return "[red]misfit[/red]"
+    paths = [path for pair in mine if (path := chosen(pair))]
+    names = "/".join(sorted({path["path"] for path in paths}))
+    slowest = min((path["bytes_per_s"] for path in paths if path["bytes_per_s"]), default=0.0)
+    return f"{names} {slowest / 1e9:.1f} GB/s" if slowest else names
+
+
+def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> Table:
     """At most 80 columns wide. Blocks: in use, cached (free to be taken), all."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("worker", "pid", "run", "wait", "used/cached/blocks", "KV over", "moved"):
+    for title in ("worker", "pid", "run", "wait", "used/cached/all", "KV over", "moved"):
         table.add_column(title, no_wrap=True)
     for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
         if not worker.get("is_up"):
@@ -113,7 +125,11 @@ def _workers_table(workers: list[dict[str, Any]]) -> Table:
             continue
         load, info = worker.get("load", {}), worker.get("info", {})
         blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
-        over = load.get("transport") or "/".join(t for t in info.get("transports", []) if t != "loopback")
+        over = (
+            _over(worker["worker_id"], pairs)
+            or load.get("transport")
+            or "/".join(t for t in info.get("transports", []) if t != "loopback")
+        )
         table.add_row(worker["worker_id"], str(worker["pid"]), str(load.get("running", 0)),
                       str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
     return table

@@ -112,7 +112,7 @@ async def _pairs(front: Front, request: Request) -> Response:
     dispatcher = front.dispatcher
     if request.method == "POST":
         dispatcher.pairs.probe()
-    return json_response(dispatcher.pairs.book.view(dispatcher.clock()))
+    return json_response(dispatcher.pairs.book.view())
 
 
 def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:

@@ -45,6 +45,7 @@ class Pair:
     asked_s: float | None = None  # while an answer is due
     next_s: float = 0.0  # when to ask (again); infinite: no need
     is_probe_wanted: bool = False
+    is_demanded: bool = False  # by `ask_again`, and not yet answered
 
     @property
     def key(self) -> tuple[str, str]:
@@ -132,7 +133,7 @@ class PairBook:
         pair = self._pairs.get((report.source, report.target))
         if pair is None or pair.target.epoch != report.target_epoch:
             return None
-        pair.report, pair.asked_s, pair.is_probe_wanted = report, None, False
+        pair.report, pair.asked_s, pair.is_probe_wanted, pair.is_demanded = report, None, False, False
         if pair.verdict is Verdict.OK:
             pair.failures, pair.next_s = 0, float("inf")
         else:
@@ -159,7 +160,7 @@ class PairBook:
         """Measure every pair anew, those apart that are being asked about."""
         for pair in self._pairs.values():
             if pair.asked_s is None:
-                pair.next_s, pair.is_probe_wanted = now_s, True
+                pair.next_s, pair.is_probe_wanted, pair.is_demanded = now_s, True, True
 
     # ---- what follows
 
@@ -171,24 +172,22 @@ class PairBook:
         """The pairs that must not be chosen, and why."""
         return {key: pair.line() for key, pair in self._pairs.items() if pair.verdict is Verdict.MISFIT}
 
-    def is_settled(self, now_s: float) -> bool:
-        """Whether every pair has been reported on, and none is being asked about or about to be."""
-        return all(
-            pair.report is not None and pair.asked_s is None and pair.next_s > now_s for pair in self._pairs.values()
-        )
+    def is_settled(self) -> bool:
+        """Whether every pair has been reported on, since the last `ask_again` if there was one."""
+        return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
 
     def blocked(self) -> str | None:
         """Why nothing can be served although workers of both roles are here: not one pair fits."""
         misfits = self.misfits()
         return "; ".join(misfits.values()) if misfits and len(misfits) == len(self._pairs) else None
 
-    def view(self, now_s: float) -> dict[str, Any]:
+    def view(self) -> dict[str, Any]:
         """For GET /kvrelay/pairs and `kvrelay doctor`."""
         roles = [info.role for info in self._workers.values()]
         return {
             "prefill": roles.count(Role.PREFILL),
             "decode": roles.count(Role.DECODE),
-            "is_settled": self.is_settled(now_s),
+            "is_settled": self.is_settled(),
             "pairs": [_view(pair) for pair in self.pairs],
         }
 
@@ -198,7 +197,12 @@ def _view(pair: Pair) -> dict[str, Any]:
     report = pair.report or PairReport(source=source, target=target, target_epoch=pair.target.epoch, ok=False)
     plain = {name: getattr(report, name) for name in ("source", "target", "reason", "detail", "remedy")}
     paths = [msgspec.structs.asdict(path) for path in report.paths]
-    return {**plain, "verdict": str(pair.verdict), "line": "" if pair.verdict is Verdict.OK else pair.line(), "paths": paths}
+    return {
+        **plain,
+        "verdict": str(pair.verdict),
+        "line": "" if pair.verdict is Verdict.OK else pair.line(),
+        "paths": paths,
+    }
 
 
 class PairWatch:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from kvrelay.cluster import state_file, status_command
+from kvrelay.cluster import doctor, state_file, status_command
 from kvrelay.cluster.autoscaling import UTILISATION, by_utilisation, utilisation, wanted_replicas
 from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.errors import ClusterError
@@ -276,6 +276,41 @@ def test_a_dead_worker_leaves_the_table_readable_at_80_columns():
     assert all(part in row for part in ("654321", "111/222/7777", "shm", "123.0 MiB"))
     assert "down" in next(line for line in text.splitlines() if "123456" in line)
     assert why in " ".join(text.split()) and "[/red] does not answer" in text
+
+
+def pair(source: str, target: str, speed: float = 0.0, verdict: str = "ok") -> dict[str, object]:
+    path = {
+        "path": "shm",
+        "why": "same host",
+        "is_chosen": True,
+        "bytes_per_s": speed,
+        "latency_s": 1e-5,
+        "problem": "",
+    }
+    other = {**path, "path": "tcp", "is_chosen": False, "bytes_per_s": 0.0, "problem": "connecting timed out"}
+    misfit = {"reason": "fingerprint", "detail": "dtype: [a] != [b]", "remedy": "the same [dtype] for both"}
+    told = misfit if verdict == "misfit" else {"reason": "", "detail": "", "remedy": ""}
+    return {"source": source, "target": target, "verdict": verdict, "line": "l", "paths": [path, other], **told}
+
+
+def test_status_shows_the_path_of_a_workers_pairs_and_the_speed_of_the_slowest_at_80_columns():
+    pairs = [pair("prefill-00000001", "d1", 5.2e9), pair("prefill-00000001", "d2", 4.1e9)]
+    console = Console(width=80, file=io.StringIO(), record=True)
+    console.print(render({"workers": [up(1)], "pairs": pairs}))
+    (row,) = [line for line in console.export_text().splitlines() if "prefill-00000001" in line]
+    assert "shm 4.1 GB/s" in row and "123.0 MiB" in row
+    console.print(render({"workers": [up(1)], "pairs": [*pairs, pair("prefill-00000001", "d3", verdict="misfit")]}))
+    assert "misfit" in console.export_text()
+
+
+def test_the_doctors_table_names_path_speed_the_others_problems_and_the_remedy():
+    view = {"pairs": [pair("p1", "d1", 5.2e9), pair("p1", "d2", verdict="misfit")]}
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(doctor.render(view))
+    first, second = (line for line in console.export_text().splitlines() if " p1 " in line)
+    assert all(part in first for part in ("d1", "shm", "same host", "5.20", "10", "tcp (connecting timed out)", "ok"))
+    assert all(part in second for part in ("misfit: fingerprint: dtype: [a] != [b]", "the same [dtype] for both"))
+    assert doctor.misfits(view) == ["l"] and doctor.summary(view) == "1 ok, 1 misfit"
 
 
 class Serve:

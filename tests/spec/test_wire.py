@@ -72,7 +72,11 @@ FROM_WORKER = [
     wire.KvEvents(seq=4, stored=[b"a" * 16], removed=[]),
     wire.KvSnapshot(seq=4, hashes=[b"a" * 16]),
     wire.LoadReport(
-        seq=1, running=2, transport="shm", kv_refused={"checksum": 1}, kv_paths=[wire.KvPathLoad("shm", 9, 0.5, 0.1, 0.2, 1)]
+        seq=1,
+        running=2,
+        transport="shm",
+        kv_refused={"checksum": 1},
+        kv_paths=[wire.KvPathLoad("shm", 9, 0.5, 0.1, 0.2, 1)],
     ),
     wire.Status(query_id=3, json=b"{}"),
     wire.Paired(report=PAIR),

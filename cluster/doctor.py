@@ -1,0 +1,116 @@
+"""`kvrelay doctor`: between which workers KV can travel, over which path, how fast, and what to do where it cannot.
+
+Asks the ingress over HTTP; Ray is not joined. `kvrelay serve` looks at the same table before it says that it serves.
+"""
+
+import json
+import time
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.probe import auth_headers, request_json
+
+TIMEOUT_S = 10.0
+SETTLE_S = 90.0  # a prefill worker gives a pair up within a minute
+POLL_S = 0.2
+_STYLES = {"ok": "green", "misfit": "red", "failing": "yellow", "unknown": "dim"}
+
+
+def fetch(api_url: str, api_key: str | None, *, is_probe: bool = False) -> dict[str, Any]:
+    """The ingress's table of pairs; `is_probe` has every pair measured anew. Raises ClusterError."""
+    method = "POST" if is_probe else "GET"
+    return request_json(method, f"{api_url}/kvrelay/pairs", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
+
+
+def settled(
+    api_url: str, api_key: str | None, *, prefill: int = 0, decode: int = 0, is_probe: bool = False
+) -> dict[str, Any]:
+    """The table once so many workers of each role are connected and every pair is reported on; after SETTLE_S, as it is.
+
+    Raises ClusterError when the ingress does not answer in the end.
+    """
+    deadline_s = time.monotonic() + SETTLE_S
+    if is_probe:
+        fetch(api_url, api_key, is_probe=True)
+    while True:
+        try:
+            view = fetch(api_url, api_key)
+            is_complete = view["is_settled"] and view["prefill"] >= prefill and view["decode"] >= decode
+        except ClusterError:
+            if time.monotonic() > deadline_s or not (prefill or decode):
+                raise
+        else:
+            if is_complete or time.monotonic() > deadline_s:
+                return view
+        time.sleep(POLL_S)
+
+
+def misfits(view: dict[str, Any]) -> list[str]:
+    """What has to be put right before KV can travel everywhere, a line for each pair."""
+    return [pair["line"] for pair in view["pairs"] if pair["verdict"] == "misfit"]
+
+
+def summary(view: dict[str, Any]) -> str:
+    """The pairs by verdict, in a few words."""
+    verdicts = [pair["verdict"] for pair in view["pairs"]]
+    told = [f"{verdicts.count(verdict)} {verdict}" for verdict in _STYLES if verdict in verdicts]
+    return ", ".join(told) or "no pairs"
+
+
+def render(view: dict[str, Any]) -> Table:
+    """The table for people."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("source", "target", "path", "why", "GB/s", "µs", "other paths", "verdict"):
+        table.add_column(title, justify="right" if title in ("GB/s", "µs") else "left", overflow="fold")
+    has_remedies = any(pair["remedy"] for pair in view["pairs"])
+    if has_remedies:
+        table.add_column("remedy", overflow="fold")
+    for pair in view["pairs"]:
+        path = chosen(pair)
+        others = "; ".join(_other(one) for one in pair["paths"] if one is not path)
+        verdict, reason = pair["verdict"], ": ".join(filter(None, (pair["reason"], pair["detail"])))
+        cells = [
+            pair["source"], pair["target"], path.get("path", ""), path.get("why", ""),
+            f"{path['bytes_per_s'] / 1e9:.2f}" if path.get("bytes_per_s") else "",
+            f"{path['latency_s'] * 1e6:.0f}" if path.get("latency_s") else "", others,
+        ]  # fmt: skip
+        told = Text(verdict, _STYLES.get(verdict, ""))
+        if reason:
+            told.append(f": {reason}")
+        table.add_row(*map(Text, cells), told, *([Text(pair["remedy"])] if has_remedies else []))
+    return table
+
+
+def chosen(pair: dict[str, Any]) -> dict[str, Any]:
+    """The path that the pair's next read takes; empty when there is none."""
+    return next((path for path in pair["paths"] if path["is_chosen"]), {})
+
+
+def _other(path: dict[str, Any]) -> str:
+    if path["problem"]:
+        return f"{path['path']} ({path['problem']})"
+    return f"{path['path']} {path['bytes_per_s'] / 1e9:.2f} GB/s" if path["bytes_per_s"] else path["path"]
+
+
+def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, is_probe: bool) -> int:
+    """Print the table; the exit status: 1 when a pair misfits or nothing is there to look at."""
+    view = settled(api_url, api_key, is_probe=is_probe)
+    wrong = misfits(view)
+    is_fine = not wrong and view["decode"] > 0
+    if as_json:
+        print(json.dumps({**view, "ok": is_fine}, indent=2))
+        return 0 if is_fine else 1
+    if view["pairs"]:
+        console.print(render(view))
+    if not view["decode"]:
+        console.print("[red]no decode worker is connected[/red]")
+    elif not view["prefill"]:
+        console.print("no prefill worker is connected: the decode workers compute prompts too, no KV travels")
+    else:
+        console.print(summary(view), style="green" if is_fine else "red", highlight=False)
+    return 0 if is_fine else 1
