@@ -8,7 +8,9 @@ from prometheus_client.registry import Collector
 
 from kvrelay import metrics
 from kvrelay.serve.dispatcher import Dispatcher
+from kvrelay.serve.pairs import Pair, Verdict
 from kvrelay.serve.stats import Histogram, ServeStats
+from kvrelay.types import Role
 from kvrelay.wire import LoadReport, WorkerInfo
 
 
@@ -68,6 +70,7 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         "used": load.used_blocks,
         "leased": load.leased_blocks,
         "quarantined": load.quarantined_blocks,
+        "lent": load.lent_blocks,
     }
     for state, count in blocks.items():
         table.add(metrics.KV_BLOCKS, "KV blocks by state.", {**who, "state": state}, count)
@@ -76,13 +79,56 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     table.add(metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", who, load.queued_tokens)
     table.add(metrics.WORKER_STEP_SECONDS, "Moving average of a step.", who, load.step_s)
     table.add(metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences pre-empted.", who, load.preemptions)
-    table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", who, load.kv_refusals)
     table.add(
         metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL, "Tokens looked up in the prefix cache.", who, load.prefix_query_tokens
     )
     table.add(metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Of those, found there.", who, load.prefix_hit_tokens)
-    transport = {"worker": info.worker_id, "transport": load.transport or "none"}
-    table.add(metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", transport, load.kv_bytes)
+    _transfers(who, load, table)
+
+
+def _transfers(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+    """Both ends count a transfer: sum over one role."""
+    for path in load.kv_paths:
+        labels = {**who, "path": path.path}
+        table.add(metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", labels, path.num_bytes)
+        table.add(
+            metrics.KVTRANSFER_READ_SECONDS_TOTAL, "Reading and verifying, all reads added up.", labels, path.seconds
+        )
+        table.add(
+            metrics.KVTRANSFER_EXPOSED_SECONDS_TOTAL,
+            "Of transfers, after their prefill had ended.",
+            labels,
+            path.exposed_s,
+        )
+        table.add(metrics.KVTRANSFER_RETRIES_TOTAL, "Reads that went on over another path.", labels, path.retries)
+    is_source = who["role"] == Role.PREFILL  # it hashes before a path is chosen
+    checks = {"any": load.kv_check_s} if is_source else {path.path: path.check_s for path in load.kv_paths}
+    for name, seconds in checks.items():
+        table.add(metrics.KVTRANSFER_CHECK_SECONDS_TOTAL, "Checksums of KV.", {**who, "path": name}, seconds)
+    for reason, count in load.kv_refused.items():
+        table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", {**who, "reason": reason}, count)
+    table.add(metrics.KVTRANSFER_LEASES, "KV transfers under way.", who, load.kv_leases)
+    table.add(
+        metrics.KVTRANSFER_LEASE_EXPIRED_TOTAL, "Leases that ended before their transfer.", who, load.kv_expired_leases
+    )
+
+
+def _pairs(pairs: list[Pair], table: _Table) -> None:
+    for pair in pairs:
+        if pair.report is None:
+            continue
+        source, target = pair.key
+        ends = {"source": source, "target": target}
+        chosen = pair.path
+        is_ok = "true" if pair.verdict is Verdict.OK else "false"
+        labels = {**ends, "path": chosen.path if chosen is not None else "none", "ok": is_ok}
+        table.add(metrics.KVTRANSFER_PAIRS, "Prefill and decode workers that are paired.", labels, 1)
+        for path in pair.report.paths:
+            labels = {**ends, "path": path.path}
+            if path.bytes_per_s:
+                table.add(metrics.KVTRANSFER_PATH_BYTES_PER_SECOND, "As measured last.", labels, path.bytes_per_s)
+            if path.latency_s:
+                table.add(metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "One block, as probed.", labels, path.latency_s)
 
 
 class ServeCollector(Collector):
@@ -106,6 +152,7 @@ class ServeCollector(Collector):
             roles[info.role] = roles.get(info.role, 0) + 1
         for role, count in roles.items():
             table.add(metrics.WORKERS, "Connected workers.", {"role": role}, count)
+        _pairs(self._dispatcher.pairs.book.pairs, table)
         yield from table.families.values()
 
 

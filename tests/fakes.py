@@ -97,6 +97,7 @@ class FakeWorker:
         self.paused = asyncio.Event()
         self.hold_first_token = asyncio.Event()
         self.hold_first_token.set()
+        self.pairing: Callable[[wire.Pair], wire.PairReport | None] = self.fits  # None: it says nothing
         self.cached_tokens = 0
         self.tokens_per_message = 1
         self.num_greetings = 0
@@ -129,7 +130,7 @@ class FakeWorker:
             "worker_id": self._name, "role": self.role.value, "epoch": "e1", "host": "127.0.0.1",
             "port": self.port, "node_id": "n1", "model": "fake", "fingerprint": FINGERPRINT, "block_size": BLOCK_SIZE,
             "num_blocks": 1024, "max_model_len": 1024, "max_running": 64, "kv_bytes_per_token": 1024,
-            "device": "cpu", "transports": ["fake"],
+            "device": "cpu", "transports": ["fake"], "kv_port": 7 if self.role is Role.DECODE else 0,
         }  # fmt: skip
         return wire.WorkerInfo(**{**fields, **self._info})  # type: ignore[arg-type]
 
@@ -168,8 +169,25 @@ class FakeWorker:
             self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
         elif isinstance(message, wire.StatusQuery | wire.CacheReset):
             self._send(connection, wire.Status(query_id=message.query_id, json=b"{}"))
+        elif isinstance(message, wire.Pair):
+            if (report := self.pairing(message)) is not None:
+                self._send(connection, wire.Paired(report=report))
         else:
             self._take(connection, message)
+
+    def fits(self, message: wire.Pair, *, bytes_per_s: float = 1e9) -> wire.PairReport:
+        """The report of a pair that works."""
+        path = wire.PathReport(path="fake", why="it is one", is_chosen=True, bytes_per_s=bytes_per_s, latency_s=1e-5)
+        return wire.PairReport(
+            source=self.worker_id, target=message.worker_id, target_epoch=message.epoch, ok=True, paths=[path]
+        )
+
+    def misfits(self, message: wire.Pair, *, reason: str = "fingerprint") -> wire.PairReport:
+        """The report of a pair that cannot."""
+        return wire.PairReport(
+            source=self.worker_id, target=message.worker_id, target_epoch=message.epoch, ok=False, reason=reason,
+            detail="dtype: 'float32' != 'bfloat16'", remedy="start both workers with the same settings",
+        )  # fmt: skip
 
     def _take(self, connection: plane.Connection, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
         request = message.request

@@ -9,12 +9,13 @@ import secrets
 import httpx
 import pytest
 import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
 from kvrelay.cluster import doctor
 from kvrelay.cluster.cli import run
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.local import spawn_worker
+from kvrelay.cluster.local import ProcessWorker, spawn_worker
 from kvrelay.cluster.serve_command import _check_pairs
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
@@ -66,6 +67,14 @@ class Cluster:
         async with httpx.AsyncClient(timeout=60) as client:
             return await client.get(self.url + path, headers=headers)
 
+    async def moved_bytes(self):
+        """{(worker, path): bytes} of every worker, once both have told."""
+        text = (await self.get("/metrics")).text
+        families = {family.name: family.samples for family in text_string_to_metric_families(text)}
+        samples = families.get("kvrelay_kvtransfer_bytes", [])
+        found = {(s.labels["worker"], s.labels["path"]): s.value for s in samples if s.value}
+        return found if len(found) == 2 else {}
+
     async def doctor(self, capsys, *flags):
         code = await asyncio.to_thread(run, ["doctor", "--url", self.url, "--api-key", "k3y", *flags])
         return code, capsys.readouterr().out
@@ -76,11 +85,16 @@ async def cluster(*workers):
     """`workers`: (role, settings, folder) each."""
     secret, own = secrets.token_bytes(32), settings()
     async with contextlib.AsyncExitStack() as stack:
-        members = []
-        for index, (role, theirs, folder) in enumerate(workers):
-            worker = await spawn_worker(role, theirs, folder, secret, f"{role}-{index}")
-            stack.push_async_callback(worker.aclose)
-            members.append(worker.member)
+        starting = [
+            spawn_worker(role, theirs, folder, secret, f"{role}-{index}")
+            for index, (role, theirs, folder) in enumerate(workers)
+        ]
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        for worker in started:
+            if isinstance(worker, ProcessWorker):
+                stack.push_async_callback(worker.aclose)
+        assert all(isinstance(worker, ProcessWorker) for worker in started), started
+        members = [worker.member for worker in started]
         folder = workers[0][2]
         dispatcher = Dispatcher(Router(own.router, block_size=own.engine.block_size), secret, own)
         await dispatcher.start()
@@ -117,6 +131,11 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
         told = await asyncio.to_thread(_check_pairs, settings(here.port), Console(quiet=True))
         assert told == "1 ok"
         assert (await here.get("/kvrelay/pairs")).status_code == 401
+        async with asyncio.timeout(20):  # until a load report has brought it
+            while not (moved := await here.moved_bytes()):
+                await asyncio.sleep(0.05)
+        assert {worker for worker, _ in moved} == {"prefill-0", "decode-1"} and len({path for _, path in moved}) == 1
+        assert len(set(moved.values())) == 1  # both ends have counted the same
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -39,13 +40,16 @@ class Cluster:
         return [*self.prefill, *self.decode]
 
     async def start(self) -> None:
+        """Connected, and every pair reported on."""
         members = [await worker.start() for worker in self.workers]
         for worker in self.prefill:
             worker.peers = {peer.worker_id: peer for peer in self.decode}
         await self.dispatcher.start()
         self.dispatcher.set_members(members)
         async with asyncio.timeout(10):
-            await self.dispatcher.wait_for(lambda d: len(d.live_workers()) == len(members))
+            await self.dispatcher.wait_for(
+                lambda d: len(d.live_workers()) == len(members) and d.pairs.book.is_settled()
+            )
 
     async def aclose(self) -> None:
         await self.client.aclose()
@@ -66,14 +70,23 @@ ClusterFactory = Callable[..., Any]
 
 @pytest.fixture
 async def make_cluster() -> AsyncIterator[ClusterFactory]:
-    """Make a running cluster: `await make_cluster(prefill=1, decode=1, script=..., serve={...}, router={...})`."""
+    """Make a running cluster: `await make_cluster(prefill=1, decode=1, script=..., serve={...}, router={...})`.
+
+    pairings: what each prefill worker answers to Pair, such as FakeWorker.misfits; they fit by default.
+    """
     async with contextlib.AsyncExitStack() as stack:
 
         async def make(
-            prefill: int = 1, decode: int = 1, script: Script = alphabet, **sections: dict[str, Any]
+            prefill: int = 1,
+            decode: int = 1,
+            script: Script = alphabet,
+            pairings: Sequence[Callable[..., Any]] = (),
+            **sections: dict[str, Any],
         ) -> Cluster:
             sections["router"] = {"local_prefill_tokens": 0} | sections.get("router", {})
             cluster = Cluster(prefill, decode, settings_from(sections), script)
+            for worker, pairing in zip(cluster.prefill, pairings, strict=False):
+                worker.pairing = partial(pairing, worker)
             stack.push_async_callback(cluster.aclose)
             await cluster.start()
             return cluster
