@@ -40,7 +40,8 @@ def settled(
     while True:
         try:
             view = fetch(api_url, api_key)
-            is_complete = view["is_settled"] and view["prefill"] >= prefill and view["decode"] >= decode
+            is_there = (view["prefill"] >= prefill and view["decode"] >= decode) or view["turned_away"]
+            is_complete = view["is_settled"] and is_there
         except ClusterError:
             if time.monotonic() > deadline_s or not (prefill or decode):
                 raise
@@ -51,8 +52,8 @@ def settled(
 
 
 def misfits(view: dict[str, Any]) -> list[str]:
-    """What has to be put right before KV can travel everywhere, a line for each pair."""
-    return [pair["line"] for pair in view["pairs"] if pair["verdict"] == "misfit"]
+    """What has to be put right before KV can travel everywhere, a line for each pair, and for each worker without any."""
+    return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "misfit"), *view["turned_away"]]
 
 
 def summary(view: dict[str, Any]) -> str:
@@ -107,9 +108,11 @@ def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, 
         return 0 if is_fine else 1
     if view["pairs"]:
         console.print(render(view))
+    for line in view["turned_away"]:
+        console.print(line, style="red", highlight=False, markup=False)
     if not view["decode"]:
         console.print("[red]no decode worker is connected[/red]")
-    elif not view["prefill"]:
+    elif not view["prefill"] and is_fine:
         console.print("no prefill worker is connected: the decode workers compute prompts too, no KV travels")
     else:
         console.print(summary(view), style="green" if is_fine else "red", highlight=False)

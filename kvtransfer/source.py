@@ -379,18 +379,19 @@ class KvSource:
                 if is_anew or not link.paths:
                     await self._probe(link)
         except (TransferError, TimeoutError) as error:
-            return self._unpaired(address, error)
+            return self._unpaired(address, error, link.remedy)
         return PairReport(
             source=self._worker_id, target=address.worker, target_epoch=address.epoch, ok=True, paths=link.paths
         )
 
-    def _unpaired(self, address: TargetAddress, error: TransferError | TimeoutError) -> PairReport:
+    def _unpaired(self, address: TargetAddress, error: TransferError | TimeoutError, remedy: str) -> PairReport:
         reason = reason_of(error) if isinstance(error, TransferRefused) else None
         detail = error.why if isinstance(error, TransferError) else f"it did not answer within {_PAIR_TIMEOUT_S:g} s"
         return PairReport(
             source=self._worker_id, target=address.worker, target_epoch=address.epoch, ok=False,
-            reason=str(reason or type(error).__name__), detail=detail.removeprefix(f"{reason}: "),
-            remedy=REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY,
+            reason=str(reason or type(error).__name__),
+            detail=detail.removeprefix(f"{reason}: ").removesuffix(f"; {remedy}"),
+            remedy=remedy or (REMEDIES.get(reason, "see the logs of both workers") if reason else _LOST_REMEDY),
         )  # fmt: skip
 
     async def _probe(self, link: TargetLink) -> None:

@@ -81,6 +81,7 @@ class TargetLink:
         self.window = Window(settings.window_bytes)
         self.reply: HelloReply | None = None  # set by the handshake
         self.paths: list[PathReport] = []  # of the last probe
+        self.remedy = ""  # the target's advice, when it has rejected us
         self._lease_s = settings.lease_s
         self._last_heard = 0.0
         self._probes: dict[int, asyncio.Future[list[PathReport]]] = {}
@@ -199,6 +200,7 @@ class TargetLink:
                     reply = decode_to_source(await self._connection.receive())
         if isinstance(reply, Rejected):
             reason = Reason(reply.reason) if reply.reason in Reason._value2member_map_ else Reason.MALFORMED
+            self.remedy = reply.remedy
             raise refusal("?", reason, f"{reply.detail}; {reply.remedy}" if reply.remedy else reply.detail)
         if not isinstance(reply, HelloReply):
             raise refusal("?", Reason.MALFORMED, "no reply to the hello")

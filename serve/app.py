@@ -99,10 +99,11 @@ async def _health(front: Front, request: Request) -> Response:
     """200 once requests can be served; 503 while no decode worker is connected, or KV cannot reach any."""
     roles = [info.role for info, _ in front.dispatcher.live_workers()]
     body = {"prefill": roles.count("prefill"), "decode": roles.count("decode"), "model": front.model.name}
-    if misfits := list(front.dispatcher.pairs.book.misfits().values()):
+    book = front.dispatcher.pairs.book
+    if misfits := [*book.misfits().values(), *book.turned_away()]:
         body["misfits"] = misfits
     is_ready = front.dispatcher.is_ready()
-    status = "ok" if is_ready else "no KV can travel" if front.dispatcher.pairs.book.blocked() else "no workers"
+    status = "ok" if is_ready else "no KV can travel" if book.blocked() else "no workers"
     return json_response({"status": status, **body}, 200 if is_ready else 503)
 
 

@@ -50,6 +50,7 @@ class Dispatcher:
         self._changed = asyncio.Event()
         self._is_open = False
         self.pairs = PairWatch(self.send, self._on_pairs, clock)
+        self._blocked: str | None = None
 
     # ---- life and membership
 
@@ -100,7 +101,7 @@ class Dispatcher:
 
     def is_ready(self) -> bool:
         """Whether a decode worker is connected (one can serve alone) that is not cut off from every prefill worker."""
-        return any(info.role == "decode" for info, _ in self.live_workers()) and not self.pairs.book.blocked()
+        return any(info.role == "decode" for info, _ in self.live_workers()) and self._blocked is None
 
     async def wait_for(self, condition: Callable[["Dispatcher"], bool]) -> None:
         """Wait until `condition` holds; looked at whenever a worker comes or goes."""
@@ -112,6 +113,7 @@ class Dispatcher:
         self._changed.set()
 
     def _on_pairs(self) -> None:
+        self._blocked = self.pairs.book.blocked()
         self.router.set_misfits(self.pairs.book.misfits())
         self._notify()
 
@@ -119,6 +121,18 @@ class Dispatcher:
 
     def link_up(self, link: WorkerLink, info: wire.WorkerInfo) -> str | None:
         """Take a worker, unless it cannot work with us or with those who are here."""
+        if (why := self._why_not(info)) is not None:
+            if self._links.get(link.worker_id) is link:
+                self.pairs.turn_away(info, why)
+            return why
+        if self._links.get(link.worker_id) is link:
+            self.router.worker_up(info)
+            self.pairs.worker_up(info)
+        logger.info("worker %s (%s) is up", info.worker_id, info.role)
+        asyncio.get_running_loop().call_soon(self._notify)
+        return None
+
+    def _why_not(self, info: wire.WorkerInfo) -> str | None:
         step = self.settings.tokens_per_hash
         if info.block_size % step:
             return f"block_size: its blocks have {info.block_size} tokens, but prompts are hashed by {step}: {_SAME_SETTINGS}"
@@ -127,11 +141,6 @@ class Dispatcher:
             difference = info.fingerprint.misfit(other.fingerprint, convert_dtype=convert_dtype)
             if difference and other.role == info.role:
                 return f"{difference} of worker {other.worker_id}: {difference.remedy}"
-        if self._links.get(link.worker_id) is link:
-            self.router.worker_up(info)
-            self.pairs.worker_up(info)
-        logger.info("worker %s (%s) is up", info.worker_id, info.role)
-        asyncio.get_running_loop().call_soon(self._notify)
         return None
 
     def link_down(self, link: WorkerLink, why: str) -> None:
@@ -235,6 +244,8 @@ class Dispatcher:
     # ---- for SequenceLife
 
     def route(self, request: RouteRequest) -> Decision | Refusal:
+        if self._blocked is not None:
+            return Refusal("misfit", self._blocked, RETRY_AFTER_FULL_S)
         return self.router.select_and_reserve(request, self.clock())
 
     def attach(self, attempt: Attempt) -> None:

@@ -85,6 +85,7 @@ class PairBook:
     def __init__(self) -> None:
         self._workers: dict[str, WorkerInfo] = {}
         self._pairs: dict[tuple[str, str], Pair] = {}
+        self._turned_away: dict[str, tuple[str, str]] = {}  # role, and why
 
     # ---- who is there
 
@@ -101,7 +102,13 @@ class PairBook:
 
     def worker_down(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
+        self._turned_away.pop(worker_id, None)
         self._pairs = {key: pair for key, pair in self._pairs.items() if worker_id not in key}
+
+    def turn_away(self, info: WorkerInfo, why: str) -> None:
+        """A member that this ingress cannot work with."""
+        self.worker_down(info.worker_id)
+        self._turned_away[info.worker_id] = info.role, why
 
     # ---- questions and answers
 
@@ -133,7 +140,10 @@ class PairBook:
         pair = self._pairs.get((report.source, report.target))
         if pair is None or pair.target.epoch != report.target_epoch:
             return None
+        was_misfit, before = pair.verdict is Verdict.MISFIT, pair.report
         pair.report, pair.asked_s, pair.is_probe_wanted, pair.is_demanded = report, None, False, False
+        if was_misfit and pair.verdict is Verdict.FAILING:
+            pair.report = before  # that it could not be asked does not mend it
         if pair.verdict is Verdict.OK:
             pair.failures, pair.next_s = 0, float("inf")
         else:
@@ -177,9 +187,24 @@ class PairBook:
         return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
 
     def blocked(self) -> str | None:
-        """Why nothing can be served although workers of both roles are here: not one pair fits."""
+        """Why nothing may be served though workers of both roles are members: not one pair fits, or not one could be made.
+
+        Without this the decode workers would quietly compute every prompt themselves.
+        """
         misfits = self.misfits()
-        return "; ".join(misfits.values()) if misfits and len(misfits) == len(self._pairs) else None
+        if misfits and len(misfits) == len(self._pairs):
+            return "; ".join(misfits.values())
+        has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
+        away = [
+            line
+            for (role, _), line in zip(self._turned_away.values(), self.turned_away(), strict=True)
+            if role == Role.PREFILL
+        ]
+        return "; ".join(away) if away and not has_prefill else None
+
+    def turned_away(self) -> list[str]:
+        """The members that this ingress cannot work with, and why."""
+        return [f"{worker_id} is turned away: {why}" for worker_id, (_, why) in self._turned_away.items()]
 
     def view(self) -> dict[str, Any]:
         """For GET /kvrelay/pairs and `kvrelay doctor`."""
@@ -187,6 +212,7 @@ class PairBook:
         return {
             "prefill": roles.count(Role.PREFILL),
             "decode": roles.count(Role.DECODE),
+            "turned_away": self.turned_away(),
             "is_settled": self.is_settled(),
             "pairs": [_view(pair) for pair in self.pairs],
         }
@@ -237,6 +263,10 @@ class PairWatch:
         self.book.worker_down(worker_id)
         self._tell()
 
+    def turn_away(self, info: WorkerInfo, why: str) -> None:
+        self.book.turn_away(info, why)
+        self._tell()
+
     def answered(self, report: PairReport) -> None:
         """A prefill worker's answer."""
         before = {pair.key: pair.verdict for pair in self.book.pairs}
@@ -261,6 +291,7 @@ class PairWatch:
             while pairs := self.book.due(self._clock()):  # one that cannot be asked makes room for another
                 for pair in pairs:
                     self._ask(pair)
+                self._on_change()  # some may have failed at once
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.book.wait_s(self._clock())):
                     await self._has_news.wait()

@@ -96,7 +96,7 @@ async def cluster(*workers):
         assert all(isinstance(worker, ProcessWorker) for worker in started), started
         members = [worker.member for worker in started]
         folder = workers[0][2]
-        dispatcher = Dispatcher(Router(own.router, block_size=own.engine.block_size), secret, own)
+        dispatcher = Dispatcher(Router(own.router, tokens_per_hash=own.tokens_per_hash), secret, own)
         await dispatcher.start()
         stack.push_async_callback(dispatcher.aclose)
         dispatcher.set_members(members)
@@ -143,7 +143,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
     [
         ({"checks": "off"}, 0, "checksum", "set transfer.checks alike on both"),
         ({"transport": "tcp"}, 0, "transport", "set transfer.transport to one that both have"),
-        ({}, 1, "model", "start both workers with the same model"),
+        ({}, 1, "model", "let every worker serve the same model.source"),
     ],
     ids=["checks", "transport", "weights"],
 )

@@ -88,6 +88,21 @@ async def test_one_misfit_among_pairs_that_fit_is_routed_around_and_explained(ma
     assert (await health(cluster)).json()["misfits"]
 
 
+async def test_a_prefill_worker_that_is_turned_away_is_no_licence_to_decode_alone(make_cluster):
+    cluster = await make_cluster(prefill=0)
+    stranger = FakeWorker("p9", Role.PREFILL, block_size=24)
+    members = [*[link.member for link in cluster.dispatcher._links.values()], await stranger.start()]
+    cluster.prefill.append(stranger)
+    cluster.dispatcher.set_members(members)
+    async with asyncio.timeout(10):
+        await cluster.dispatcher.wait_for(lambda d: bool(d.pairs.book.turned_away()))
+    answer = await complete(cluster)
+    assert answer.status_code == 503 and "block_size" in answer.json()["error"]["message"]
+    assert (await health(cluster)).status_code == 503
+    cluster.dispatcher.set_members(members[:1])
+    assert (await complete(cluster)).status_code == 200
+
+
 async def test_when_the_misfit_leaves_the_others_serve_again(make_cluster):
     cluster = await make_cluster(prefill=1, pairings=[FakeWorker.misfits])
     assert (await complete(cluster)).status_code == 503

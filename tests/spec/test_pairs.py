@@ -108,6 +108,15 @@ def test_a_passing_fault_bars_nothing(reason):
     assert made.misfits() == {} and made.blocked() is None and made.is_settled()
 
 
+def test_a_misfit_stays_one_until_it_is_found_to_fit():
+    made = book("p1", "d1")
+    made.answered(bad("p1", "d1"), 0.0)
+    made.answered(bad("p1", "d1", "PeerLost"), 1.0)
+    assert verdicts(made) == {("p1", "d1"): Verdict.MISFIT} and "fingerprint" in made.blocked()
+    made.answered(good("p1", "d1"), 2.0)
+    assert verdicts(made) == {("p1", "d1"): Verdict.OK}
+
+
 def test_all_is_blocked_only_when_no_pair_may_fit():
     made = book("p1", "d1", "d2")
     assert made.blocked() is None
@@ -117,6 +126,21 @@ def test_all_is_blocked_only_when_no_pair_may_fit():
     assert made.blocked() is not None
     made.answered(good("p1", "d2"), 0.0)
     assert made.blocked() is None and keys(made.pairs) - set(made.misfits()) == {("p1", "d2")}
+
+
+def test_a_prefill_worker_that_cannot_even_connect_does_not_leave_decode_to_serve_alone():
+    made = book("d1")
+    made.turn_away(info("p1"), "block_size: 24")
+    assert made.blocked() == "p1 is turned away: block_size: 24" == made.turned_away()[0]
+    made.turn_away(info("d2"), "model")
+    made.worker_up(info("p2"), 0.0)
+    assert made.blocked() is None and len(made.view()["turned_away"]) == 2
+    made.worker_down("p2")
+    made.worker_up(info("p1"), 0.0)  # it has been put right
+    assert made.blocked() is None and made.turned_away() == ["d2 is turned away: model"]
+    made.worker_down("p1")
+    made.worker_down("d2")
+    assert made.blocked() is None and made.turned_away() == []
 
 
 def test_a_cluster_without_prefill_workers_is_never_blocked():

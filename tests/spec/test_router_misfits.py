@@ -13,7 +13,7 @@ BLOCK = 16
 
 
 def cluster(prefill, decode, misfits=(), **settings):
-    router = Router(RouterSettings(local_prefill_tokens=32, **settings), block_size=BLOCK)
+    router = Router(RouterSettings(local_prefill_tokens=32, **settings), tokens_per_hash=BLOCK)
     for role, names in (("prefill", prefill), ("decode", decode)):
         for name in names:
             info = WorkerInfo(
