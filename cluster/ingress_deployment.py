@@ -13,11 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import ray
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from kvrelay import __version__
+from kvrelay import __version__, tracing
 from kvrelay.cluster.registry import WorkerRecord
 from kvrelay.cluster.registry_actor import connect_registry, follow
 from kvrelay.cluster.worker_deployment import configure_logging, prepared_model
@@ -66,6 +67,7 @@ class IngressReplica:
     async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
         configure_logging()
         let_the_port_be_reused()
+        tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._settings = settings_from(settings)
         registry = connect_registry()
         terms, model_dir = await asyncio.gather(
@@ -141,6 +143,7 @@ class IngressReplica:
         if following := getattr(self, "_following", None):
             following.cancel()
             await self._dispatcher.aclose()
+            await asyncio.to_thread(tracing.shutdown)
 
 
 def model_card(settings: Settings, model_dir: Path) -> ModelCard:

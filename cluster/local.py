@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvrelay import tracing
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.service import WorkerService
 from kvrelay.errors import KvrelayError, WorkerLost
@@ -197,6 +198,7 @@ async def _child() -> int:
         Role(order["role"]), settings_from(order["settings"]), Path(order["model_dir"]), bytes.fromhex(order["secret"]),
         order["worker_id"], tuple(order["cores"]) if order["cores"] else None,
     )  # fmt: skip
+    tracing.configure(worker.worker_id, order["role"])
     try:
         info = await worker.start()
     except KvrelayError as error:
@@ -207,6 +209,7 @@ async def _child() -> int:
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
     await reader.read()
     await worker.aclose()
+    await asyncio.to_thread(tracing.shutdown)
     return 0
 
 

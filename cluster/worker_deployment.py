@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 
+from kvrelay import tracing
 from kvrelay.cluster.autoscaling import UTILISATION, utilisation
 from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share, usable_cores
 from kvrelay.cluster.health import HUNG_S, StepWatch
@@ -46,6 +47,7 @@ class WorkerReplica:
         self._worker = await asyncio.to_thread(
             self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
         )
+        tracing.configure(self._worker.worker_id, self.role)
         info = await self._worker.start()
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
@@ -112,6 +114,7 @@ class WorkerReplica:
         await self._worker.aclose()
         if self._lease is not None:
             self._lease.release()
+        await asyncio.to_thread(tracing.shutdown)
 
 
 class PrefillReplica(WorkerReplica):

@@ -15,7 +15,8 @@ from kvrelay.engine.lending import BlockLender
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.target import KvTarget
-from kvrelay.kvtransfer.types import TransferResult, TransferStats
+from kvrelay.kvtransfer.tickets import reason_word
+from kvrelay.kvtransfer.types import TransferResult, TransferStats, span_attributes
 from kvrelay.types import Role
 from kvrelay.wire import PairReport, PairsSeen, Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
 
@@ -136,6 +137,7 @@ class DecodeWorker(WorkerService):
             self.thread.post(lambda engine: engine.abort(request_id))
             return
         self._granted.add(request_id)
+        self._begin_span(request_id, "kv transfer", held_tokens=reservation.held_tokens)
         link.send(
             Reserved(
                 request_id=request_id, ticket=ticket, held_tokens=reservation.held_tokens, waited_s=reservation.waited_s
@@ -173,12 +175,15 @@ class DecodeWorker(WorkerService):
                 num_bytes=result.num_bytes, seconds=result.seconds, exposed_s=result.exposed_s,
             )
         )  # fmt: skip
+        self._end_span(request_id, "kv transfer", **span_attributes(result))
+        self._begin_span(request_id, "decode")
         token_ids = manifest.token_ids
         self.thread.post(lambda engine: engine.activate(request_id, token_ids))
 
     def _on_transfer_failed(self, request_id: str, error: TransferError) -> None:
         logger.warning("request %s: %s", request_id, error)
         self._quarantine(request_id)
+        self._end_span(request_id, "kv transfer", error=str(error), reason=reason_word(error))
         self._fail(request_id, "transfer", str(error), retryable=True)
 
     def _quarantine(self, request_id: str) -> None:

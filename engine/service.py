@@ -27,6 +27,7 @@ from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.storage import DTYPES
 from kvrelay.plane import Connection, Server
+from kvrelay.tracing import Spans, spans_of
 from kvrelay.types import Role
 from kvrelay.wire import (
     PROTOCOL_VERSION,
@@ -46,6 +47,7 @@ from kvrelay.wire import (
     Status,
     StatusQuery,
     Subscribe,
+    Timings,
     TokenOutput,
     Tokens,
     ToWorker,
@@ -115,6 +117,7 @@ class WorkerService:
         self.draining = False
         self._server = Server(self._serve_link, secret)
         self._owners: dict[str, Link] = {}
+        self._spans: dict[str, Spans] = {}  # of the requests that are traced
         self._links: set[Link] = set()
         self._subscribers: set[Link] = set()
         self._load = LoadReport(seq=0)
@@ -315,7 +318,9 @@ class WorkerService:
             case Reserve():
                 self._on_reserve(link, message)
             case Generate(request=request):
-                self._admit(link, request, lambda engine: engine.add(request))
+                request_id = request.request_id
+                if self._admit(link, request, lambda engine: engine.add(request)):
+                    self._begin_span(request_id, "prefill")
             case Abort(request_id=request_id, reason=reason):
                 if request_id in link.requests:
                     self._forget(request_id)
@@ -362,6 +367,8 @@ class WorkerService:
             return False
         self._owners[request_id] = link
         link.requests.add(request_id)
+        if (spans := spans_of(request.traceparent, request_id=request_id, worker=self.worker_id)) is not None:
+            self._spans[request_id] = spans
         loop = self._loop
         assert loop is not None
 
@@ -388,10 +395,41 @@ class WorkerService:
         link = self._owners.pop(request_id, None)
         if link is not None:
             link.requests.discard(request_id)
+        if (spans := self._spans.pop(request_id, None)) is not None:
+            spans.close("given up")
         return link
+
+    # ---- spans: no-ops for a request that nobody traces
+
+    def _begin_span(self, request_id: str, name: str, **attributes: Any) -> None:
+        if (spans := self._spans.get(request_id)) is not None:
+            spans.begin(name, **attributes)
+
+    def _end_span(self, request_id: str, name: str, **attributes: Any) -> None:
+        if (spans := self._spans.get(request_id)) is not None:
+            spans.end(name, **attributes)
+
+    def _trace_output(self, output: TokenOutput) -> None:
+        """The spans that end or begin with it: prefill with a first token, decode with the last."""
+        spans = self._spans.get(output.request_id)
+        if spans is None:
+            return
+        if spans.has("prefill"):
+            timings = output.timings or Timings()
+            spans.end(
+                "prefill", cached_tokens=output.cached_tokens or 0, queue_s=timings.queue_s,
+                compute_s=timings.compute_s, chunks=timings.num_chunks,
+            )  # fmt: skip
+            if self.role is Role.DECODE and output.finish_reason is None:
+                spans.begin("decode")
+        if output.finish_reason is not None:
+            num_tokens = output.position + len(output.token_ids)
+            spans.end("decode", output_tokens=num_tokens, finish_reason=output.finish_reason)
 
     def _fail(self, request_id: str, code: str, message: str, *, retryable: bool) -> None:
         """Tell the ingress, if it still cares, that nothing more will come."""
+        if (spans := self._spans.get(request_id)) is not None:
+            spans.close(message)
         link = self._forget(request_id)
         if link is not None:
             link.send(Failed(request_id=request_id, code=code, message=message, retryable=retryable))
@@ -409,6 +447,8 @@ class WorkerService:
             link.send(Tokens(outputs=outputs))
             for output in outputs:
                 self._on_output(output)
+                if self._spans:
+                    self._trace_output(output)
                 if output.finish_reason is not None:
                     self._forget(output.request_id)
         self._on_reservations(result)

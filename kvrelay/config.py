@@ -1,7 +1,8 @@
 """Every setting, in frozen models that refuse unknown keys; the only reader of the environment.
 
 One YAML file and command-line flags fill these models. The environment adds two secrets, so that they need stand
-in no file (KVRELAY_API_KEY, KVRELAY_SECRET), and what is no setting: KVRELAY_CACHE, KVRELAY_NATIVE, Hugging Face's own.
+in no file (KVRELAY_API_KEY, KVRELAY_SECRET), and what is no setting: KVRELAY_CACHE, KVRELAY_NATIVE, Hugging Face's and
+OpenTelemetry's own.
 """
 
 import difflib
@@ -371,6 +372,23 @@ def cache_dir(settings: ModelSettings | None = None) -> Path:
 def native_disabled() -> bool:
     """KVRELAY_NATIVE=0 turns the compiled CPU kernels off (they fall back to torch)."""
     return os.environ.get("KVRELAY_NATIVE", "1") == "0"
+
+
+def trace_exporters() -> list[str]:
+    """Where spans go, by OpenTelemetry's own variables: OTEL_TRACES_EXPORTER, else OTLP when an endpoint is set."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return []
+    has_endpoint = any(
+        os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    )
+    names = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if has_endpoint else "")
+    return [name for part in names.split(",") if (name := part.strip()) not in ("", "none")]
+
+
+def otlp_protocol() -> str:
+    """OpenTelemetry's variables for it: "http/protobuf" (its default) or "grpc"."""
+    own = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+    return own or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
 
 
 def hub_offline() -> bool:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from kvrelay.errors import TransferRefused
+from kvrelay.errors import TransferError, TransferRefused
 from kvrelay.types import Fingerprint, KvLayout
 
 TRANSFER_PROTOCOL = 2
@@ -87,6 +87,12 @@ def reason_of(error: TransferRefused) -> Reason | None:
     """The reason that `refusal` put in, or None."""
     word = error.why.partition(":")[0]
     return Reason(word) if word in Reason._value2member_map_ else None
+
+
+def reason_word(error: TransferError) -> str:
+    """The reason of a refusal, else the error's class: one word for metrics and spans."""
+    reason = reason_of(error) if isinstance(error, TransferRefused) else None
+    return str(reason or type(error).__name__)
 
 
 def _mac(body: bytes, secret: bytes) -> bytes:

@@ -22,6 +22,14 @@ class TransferResult:
     retries: int = 0  # reads that failed and went on over another path; counted by the target
 
 
+def span_attributes(result: TransferResult) -> dict[str, str | int | float]:
+    """A transfer that ended well, as its trace span tells it."""
+    return {
+        "path": result.transport, "blocks": result.num_blocks, "bytes": result.num_bytes, "seconds": result.seconds,
+        "exposed_s": result.exposed_s, "retries": result.retries,
+    }  # fmt: skip
+
+
 @dataclass(slots=True)
 class PathSums:
     """One path's share since start. Bytes and seconds are of reads that ended well."""

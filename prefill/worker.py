@@ -17,7 +17,8 @@ from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import BackendUnavailable, TransferError
 from kvrelay.kvtransfer.source import KvSource, SourceTransfer
 from kvrelay.kvtransfer.source_link import TargetAddress
-from kvrelay.kvtransfer.types import TransferStats
+from kvrelay.kvtransfer.tickets import reason_word
+from kvrelay.kvtransfer.types import TransferStats, span_attributes
 from kvrelay.types import BlockId, Role
 from kvrelay.wire import Manifest, Pair, Paired, PairReport, Prefill, TokenOutput, encode
 
@@ -113,7 +114,8 @@ class PrefillWorker(WorkerService):
             self._refuse(link, request_id, "duplicate", f"{request_id} is already here")
             return
         if ticket is None:
-            self._admit(link, request, lambda engine: engine.add(request, output_limit=1))
+            if self._admit(link, request, lambda engine: engine.add(request, output_limit=1)):
+                self._begin_span(request_id, "prefill")
             return
         assert self._source is not None
         try:
@@ -123,7 +125,9 @@ class PrefillWorker(WorkerService):
             return
         self._transfers[request_id] = transfer
         self._prompts[request_id] = len(request.token_ids)
-        if not self._admit(link, request, lambda engine: engine.add(request, hold=True, output_limit=1)):
+        if self._admit(link, request, lambda engine: engine.add(request, hold=True, output_limit=1)):
+            self._begin_span(request_id, "prefill", decode_worker=transfer.ticket.target_worker)
+        else:
             self._drop_transfer(request_id, "refused")
 
     def _refused(self, request_id: str, reason: str, message: str) -> None:
@@ -172,11 +176,14 @@ class PrefillWorker(WorkerService):
 
     async def _commit(self, request_id: str, transfer: SourceTransfer, manifest: Manifest) -> None:
         """Wait until the decode worker has the blocks or never will; then, in every case, let go of them."""
+        self._begin_span(request_id, "kv send")
         try:
-            await transfer.commit(encode(manifest))
+            result = await transfer.commit(encode(manifest))
+            self._end_span(request_id, "kv send", **span_attributes(result))
             self._forget(request_id)
         except TransferError as error:
             logger.warning("request %s: %s", request_id, error)
+            self._end_span(request_id, "kv send", error=str(error), reason=reason_word(error))
             self._fail(request_id, "transfer", str(error), retryable=True)
         finally:
             if self._transfers.get(request_id) is transfer:

@@ -21,6 +21,7 @@ from kvrelay.serve.http import ClientLeft, check_api_key
 from kvrelay.serve.metrics import make_registry
 from kvrelay.serve.replies import Model, ModelList
 from kvrelay.serve.tokenizer import TextCodec
+from kvrelay.serve.traced import Traced
 
 __all__ = ["ModelCard", "create_app"]
 
@@ -37,8 +38,8 @@ def create_app(dispatcher: Dispatcher, tokenizer: TextCodec, settings: Settings,
         routes=[
             Route("/v1/models", _endpoint(front, _models), methods=["GET"]),
             Route("/v1/models/{model:path}", _endpoint(front, _model), methods=["GET"]),
-            Route("/v1/completions", _endpoint(front, completions), methods=["POST"]),
-            Route("/v1/chat/completions", _endpoint(front, chat_completions), methods=["POST"]),
+            Route("/v1/completions", Traced(_endpoint(front, completions)), methods=["POST"]),
+            Route("/v1/chat/completions", Traced(_endpoint(front, chat_completions)), methods=["POST"]),
             Route("/health", _endpoint(front, _health), methods=["GET"]),
             Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),

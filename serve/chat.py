@@ -38,6 +38,7 @@ from kvrelay.serve.replies import (
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, template_messages
 from kvrelay.serve.schemas import ChatBody
 from kvrelay.serve.tokenizer import encode_text
+from kvrelay.serve.traced import traceparent_of
 from kvrelay.wire import TokenLogprob
 
 
@@ -55,6 +56,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         salt=body.cache_salt or "",
         force=forced_path(request),
         explain=explain,
+        traceparent=traceparent_of(request),
     )
     generation = Generation(front.dispatcher, front.codec, job)
     reply = _ChatReply(front, body, generation)

@@ -28,6 +28,7 @@ from kvrelay.serve.replies import DONE_EVENT, Completion, CompletionChoice, Comp
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, prompts_of
 from kvrelay.serve.schemas import CompletionBody
 from kvrelay.serve.tokenizer import encode_text
+from kvrelay.serve.traced import traceparent_of
 
 
 async def completions(front: Front, request: Request) -> Response:
@@ -50,6 +51,7 @@ async def completions(front: Front, request: Request) -> Response:
         salt=body.cache_salt or "",
         force=forced_path(request),
         explain=explain,
+        traceparent=traceparent_of(request),
     )
     reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
     headers = request_id_header(request, job.request_id)

@@ -48,6 +48,7 @@ class Job:
     salt: str = ""
     force: Literal["local", "remote"] | None = None
     explain: Explain | None = None
+    traceparent: str = ""
 
     @property
     def num_choices(self) -> int:
@@ -100,6 +101,7 @@ class _Choice:
             block_hashes=self._hashes,
             sampling=sampling,
             salt=job.salt,
+            traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
         )
         explain = job.explain if self._index == 0 else None

@@ -7,7 +7,7 @@ Imports no HTTP and no sockets.
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 
@@ -31,6 +31,7 @@ from kvrelay.serve.explain import Explain
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import TokenOrder
 from kvrelay.serve.worker_link import WorkerLink
+from kvrelay.tracing import spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class SequenceLife:
         self._started_s = carrier.clock()
         self._first_s = self._last_s = 0.0
         self._time_is_up = False
+        self._spans = spans_of(request.traceparent, request_id=request.request_id)
         self._deadline = asyncio.get_running_loop().call_later(
             carrier.settings.serve.request_timeout_s, self._on_deadline
         )
@@ -114,6 +116,8 @@ class SequenceLife:
         self._deadline.cancel()
         self._end_attempt("client" if outcome == "client" else outcome)
         stats, now_s, num_tokens = self._carrier.stats, self._carrier.clock(), len(self._order.tokens)
+        if self._spans is not None:
+            self._spans.close(outcome)
         stats.running -= 1
         stats.outcomes[outcome] += 1
         stats.total_s.observe(now_s - self._started_s)
@@ -129,6 +133,8 @@ class SequenceLife:
             else:
                 await self._pump(self._attempt)
         except AttemptFailed as failure:
+            if self._spans is not None:
+                self._spans.close(failure.code)
             self._end_attempt(f"retry: {failure.code}")
             self._consider_retry(failure)
 
@@ -150,7 +156,11 @@ class SequenceLife:
         """Choose workers and count the sequence as theirs. Raises the error that ends it when none is left."""
         began_s = self._carrier.clock()
         request = self._continuation()
+        if self._spans is not None:
+            self._spans.begin("route", attempt=self._attempts_made)
         decision = self._select(request)
+        if self._spans is not None:
+            self._spans.end("route", **_routed(decision, self._last_failure))
         if isinstance(decision, Refusal):
             raise self._refused_by_router(decision)
         attempt = Attempt(request, decision)
@@ -196,6 +206,7 @@ class SequenceLife:
             block_hashes=list(block_hashes(token_ids, tokens_per_hash, original.salt)),
             sampling=sampling,
             salt=original.salt,
+            traceparent=original.traceparent,
             tokens_per_hash=tokens_per_hash,
         )
 
@@ -203,6 +214,8 @@ class SequenceLife:
         """Blocks on the decode worker, before any compute is spent."""
         wait_s = self._carrier.settings.router.reserve_timeout_s
         began_s = self._carrier.clock()
+        if self._spans is not None:
+            self._spans.begin("reserve", worker=worker_id)
         self._submit(attempt, worker_id, wire.Reserve(request=attempt.request, timeout_s=wait_s))
         too_late = (worker_id, TimeIsUp("reservation"))
         timer = asyncio.get_running_loop().call_later(wait_s + RESERVE_GRACE_S, attempt.inbox.put, too_late)
@@ -211,6 +224,8 @@ class SequenceLife:
                 await self._pump(attempt)
         finally:
             timer.cancel()
+        if self._spans is not None:
+            self._spans.end("reserve")
         if self._explain is not None:
             self._explain.reserve_s += self._carrier.clock() - began_s
         return attempt.ticket
@@ -354,6 +369,19 @@ class SequenceLife:
         if self._last_failure is not None:
             return _error_of(self._last_failure)
         return Unavailable(refusal.message, refusal.retry_after_s)
+
+
+def _routed(decision: Decision | Refusal, failure: AttemptFailed | None) -> dict[str, Any]:
+    """A routing decision as a span's attributes, with the fault that made this attempt necessary."""
+    told = {} if failure is None else {"previous_failure": f"{failure.worker_id}: {failure.code}"}
+    if isinstance(decision, Refusal):
+        return {**told, "error": f"{decision.reason}: {decision.message}"}
+    workers = {"prefill": decision.prefill, "decode": decision.decode}
+    return {
+        **told, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
+        "cached_tokens": decision.cached_tokens_prefill,
+        **{role: worker for role, worker in workers.items() if worker is not None},
+    }  # fmt: skip
 
 
 def _error_of(failure: AttemptFailed) -> KvrelayError:

@@ -56,6 +56,7 @@ CARRIED = {
     "pydantic_core": "pydantic",
     "jinja2": "torch",
     "huggingface_hub": "transformers",
+    "opentelemetry": "ray",
     "nixl": "nixl-cu13",
     "nixl_cu12": "nixl-cu13",
 }

@@ -1,0 +1,125 @@
+"""Trace spans, in OpenTelemetry's terms: a request's spans in every process join through W3C's traceparent.
+
+Until `configure` finds that the environment asks for it, every span is a no-op; nothing is ever done per token.
+Imports the API only; the SDK when it is asked for.
+"""
+
+import logging
+from importlib.metadata import entry_points
+from typing import Any
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from kvrelay import __version__
+from kvrelay.config import otlp_protocol, trace_exporters
+
+logger = logging.getLogger(__name__)
+
+Value = str | bool | int | float
+_HEADER = "traceparent"
+_propagator = TraceContextTextMapPropagator()
+_tracer = trace.get_tracer("kvrelay", __version__)  # a proxy: it follows the provider that is set later
+_provider: Any = None  # the SDK's, when it was us who set it
+
+
+def configure(instance: str, role: str) -> None:
+    """Export this process's spans where the standard OTEL_* variables say so; a provider that others have set stays."""
+    global _provider
+    names = trace_exporters()
+    if not names or not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
+        return
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    exporters = [exporter for name in names if (exporter := _exporter(name)) is not None]
+    if not exporters:
+        return
+    resource = Resource.create({"service.instance.id": instance, "kvrelay.role": role})
+    if str(resource.attributes.get("service.name", "")).startswith("unknown_service"):  # the environment names none
+        resource = resource.merge(Resource({"service.name": "kvrelay"}))
+    _provider = TracerProvider(resource=resource)
+    for exporter in exporters:
+        _provider.add_span_processor(BatchSpanProcessor(exporter))
+    trace.set_tracer_provider(_provider)
+    logger.info("spans of %s go to %s", instance, ", ".join(names))
+
+
+def _exporter(name: str) -> Any:
+    """An exporter by the name that OTEL_TRACES_EXPORTER has for it, or None when none is installed."""
+    if name == "console":  # on standard error, like the log: standard output may be a pipe that nobody reads
+        import sys
+
+        from opentelemetry.sdk.trace.export import ConsoleSpanExporter
+
+        return ConsoleSpanExporter(out=sys.stderr)
+    wanted = f"otlp_proto_{otlp_protocol().partition('/')[0]}" if name == "otlp" else name
+    for point in entry_points(group="opentelemetry_traces_exporter", name=wanted):
+        return point.load()()
+    logger.warning("no spans are exported: there is no exporter %s; pip install 'kvrelay[tracing]' has OTLP's", wanted)
+    return None
+
+
+def shutdown() -> None:
+    """Send what has not been sent yet. May take seconds."""
+    if _provider is not None:
+        _provider.shutdown()
+
+
+def begin_request(traceparent: str | None, route: str) -> Span:
+    """The span of an HTTP request, a child of the client's own if it has told one."""
+    parent = _propagator.extract({_HEADER: traceparent} if traceparent else {})
+    return _tracer.start_span("request", parent, SpanKind.SERVER, {"http.route": route})
+
+
+def traceparent_of(span: Span) -> str:
+    """What makes another process's spans children of this one; empty when there is nothing to join."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, trace.set_span_in_context(span))
+    return carrier.get(_HEADER, "")
+
+
+def spans_of(traceparent: str, **attributes: Value) -> "Spans | None":
+    """For a sequence's spans in this process, all with these attributes; None when nobody traces it."""
+    return Spans(traceparent, attributes) if traceparent else None
+
+
+class Spans:
+    """Spans by name, all children of one parent. At most one of a name is open; `close` ends what is left."""
+
+    __slots__ = ("_attributes", "_open", "_parent")
+
+    def __init__(self, traceparent: str, attributes: dict[str, Value]) -> None:
+        self._parent = _propagator.extract({_HEADER: traceparent})
+        self._attributes = attributes
+        self._open: dict[str, Span] = {}
+
+    def begin(self, name: str, **attributes: Value) -> None:
+        """From now on; one of this name that is still open ends."""
+        self.end(name)
+        self._open[name] = _tracer.start_span(name, self._parent, attributes=_named({**self._attributes, **attributes}))
+
+    def end(self, name: str, *, error: str = "", **attributes: Value) -> None:
+        """Until now; no effect when it is not open."""
+        span = self._open.pop(name, None)
+        if span is None:
+            return
+        span.set_attributes(_named(attributes))
+        if error:
+            span.set_status(Status(StatusCode.ERROR, error))
+        span.end()
+
+    def has(self, name: str) -> bool:
+        """Whether it is open."""
+        return name in self._open
+
+    def close(self, error: str = "") -> None:
+        """End whatever is open; `error`: why it came to nothing."""
+        for name in list(self._open):
+            self.end(name, error=error)
+
+
+def _named(attributes: dict[str, Value]) -> dict[str, Value]:
+    return {f"kvrelay.{name}": value for name, value in attributes.items()}
