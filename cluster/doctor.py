@@ -64,38 +64,35 @@ def summary(view: dict[str, Any]) -> str:
 
 
 def render(view: dict[str, Any]) -> Table:
-    """The table for people."""
+    """The table for people, a part for each pair: its paths, the one that is taken first and marked. Fits 80 columns."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
-    for title in ("source", "target", "path", "why", "GB/s", "µs", "other paths", "verdict"):
-        table.add_column(title, justify="right" if title in ("GB/s", "µs") else "left", overflow="fold")
-    has_remedies = any(pair["remedy"] for pair in view["pairs"])
-    if has_remedies:
-        table.add_column("remedy", overflow="fold")
+    for title in ("from, to", "verdict", "path", "GB/s", "µs"):
+        table.add_column(title, justify="right" if title in ("GB/s", "µs") else "left", no_wrap=True)
+    table.add_column("why")
     for pair in view["pairs"]:
-        path = chosen(pair)
-        others = "; ".join(_other(one) for one in pair["paths"] if one is not path)
-        verdict, reason = pair["verdict"], ": ".join(filter(None, (pair["reason"], pair["detail"])))
-        cells = [
-            pair["source"], pair["target"], path.get("path", ""), path.get("why", ""),
-            f"{path['bytes_per_s'] / 1e9:.2f}" if path.get("bytes_per_s") else "",
-            f"{path['latency_s'] * 1e6:.0f}" if path.get("latency_s") else "", others,
-        ]  # fmt: skip
-        told = Text(verdict, _STYLES.get(verdict, ""))
-        if reason:
-            told.append(f": {reason}")
-        table.add_row(*map(Text, cells), told, *([Text(pair["remedy"])] if has_remedies else []))
+        verdict, path = pair["verdict"], chosen(pair)
+        paths = [path] * bool(path) + [other for other in pair["paths"] if other is not path]
+        rows = [_cells(one) for one in paths] or [
+            ["", "", "", Text(": ".join(filter(None, (pair["reason"], pair["detail"]))))]
+        ]
+        rows += [["", "", "", ""]] * (2 - len(rows))
+        ends = [pair["source"], f"→ {pair['target']}", *[""] * len(rows)]
+        for index, (end, row) in enumerate(zip(ends, rows, strict=False)):
+            told = Text("" if index else verdict, _STYLES.get(verdict, ""))
+            table.add_row(end, told, *row, end_section=index == len(rows) - 1)
     return table
+
+
+def _cells(path: dict[str, Any]) -> list[str | Text]:
+    speed = f"{path['bytes_per_s'] / 1e9:.2f}" if path["bytes_per_s"] else ""
+    latency = f"{path['latency_s'] * 1e6:.0f}" if path["latency_s"] else ""
+    name = Text(f"▸ {path['path']}", "bold") if path["is_chosen"] else Text(f"  {path['path']}", "dim")
+    return [name, speed, latency, Text(path["problem"] or path["why"])]
 
 
 def chosen(pair: dict[str, Any]) -> dict[str, Any]:
     """The path that the pair's next read takes; empty when there is none."""
     return next((path for path in pair["paths"] if path["is_chosen"]), {})
-
-
-def _other(path: dict[str, Any]) -> str:
-    if path["problem"]:
-        return f"{path['path']} ({path['problem']})"
-    return f"{path['path']} {path['bytes_per_s'] / 1e9:.2f} GB/s" if path["bytes_per_s"] else path["path"]
 
 
 def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, is_probe: bool) -> int:
@@ -108,8 +105,8 @@ def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, 
         return 0 if is_fine else 1
     if view["pairs"]:
         console.print(render(view))
-    for line in view["turned_away"]:
-        console.print(line, style="red", highlight=False, markup=False)
+    for line in wrong:
+        console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
     if not view["decode"]:
         console.print("[red]no decode worker is connected[/red]")
     elif not view["prefill"] and is_fine:

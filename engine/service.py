@@ -91,6 +91,11 @@ class Link:
             self._connection.send_nowait(encode(message))
 
 
+def _plain(pair: PairReport) -> dict[str, Any]:
+    """As plain data, zeros and empty fields included."""
+    return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
+
+
 class WorkerService:
     """Base of both roles. Subclasses handle `Prefill` or `Reserve`, and override the hooks."""
 
@@ -163,11 +168,12 @@ class WorkerService:
 
     def status(self) -> dict[str, Any]:
         """Everything that `kvrelay status` shows of this worker."""
+        load = msgspec.structs.asdict(self.load())  # zeros, too
         return {
             "info": msgspec.to_builtins(self.info) if self.info else {},
-            "load": msgspec.structs.asdict(self.load()),
+            "load": load | {"kv_paths": [msgspec.structs.asdict(path) for path in load["kv_paths"]]},
             "transfer": msgspec.to_builtins(self._transfer_stats()),
-            "pairs": msgspec.to_builtins(self._pairs()),
+            "pairs": [_plain(pair) for pair in self._pairs()],
             "backend": self._backend_facts(),
             "pid": os.getpid(),
         }

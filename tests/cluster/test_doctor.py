@@ -124,7 +124,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
         assert "left_out" not in answer.json()["kvrelay"]
         assert (await here.get("/health")).status_code == 200
         code, table = await here.doctor(capsys)
-        assert code == 0 and re.search(r"prefill-0\s+decode-1", table) and "1 ok" in table
+        assert code == 0 and re.search(r"prefill-0 .* ok .*\n.*→ decode-1 ", table) and "1 ok" in table
         code, text = await here.doctor(capsys, "--json", "--probe")
         (report,) = json.loads(text)["pairs"]
         assert code == 0 and report["verdict"] == "ok" and doctor.chosen(report)["bytes_per_s"] > 0
@@ -136,6 +136,10 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
                 await asyncio.sleep(0.05)
         assert {worker for worker, _ in moved} == {"prefill-0", "decode-1"} and len({path for _, path in moved}) == 1
         assert len(set(moved.values())) == 1  # both ends have counted the same
+        for worker_id in ("prefill-0", "decode-1"):
+            status = json.loads(await here.dispatcher.status(worker_id))
+            assert status["load"]["kv_paths"][0]["num_bytes"] > 0 and status["load"]["lent_blocks"] == 0
+            assert doctor.chosen(status["pairs"][0])["bytes_per_s"] > 0
 
 
 @pytest.mark.parametrize(
