@@ -3,9 +3,10 @@
     python bench/transfer.py [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F] [--plot F.png]
     pip install -r bench/requirements-transfer.txt    # the peers
 
-Shapes: 2,048 scattered blocks of 32 KiB; 16 of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times.
-"read" runs from the target's first read to its last byte verified, "whole" from open to commit (a peer
-has no protocol around its read). The limit is libc's memcpy of the same blocks inside one process, measured
+Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (where sampled checks leave
+something out); 16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first
+read to its last byte verified; in it, "busy" is the time with a read under way (the source's checksums may be what the
+target waits for); "whole" runs from open to commit. A peer has no protocol around its read. The limit is libc's memcpy of the same blocks inside one process, measured
 in every round too. Everybody takes a turn in every round, in changing order, and the best round counts, so that
 foreign load hits all alike; a latency is the median of a round's twenty. What the target has is compared
 with what the source had before anything is timed. Handshakes are not counted. CPU is process time of either end.
@@ -30,6 +31,7 @@ from transfer_report import plot, print_report
 from transfer_side import Row
 
 IDLE_S = 10.0
+KINDS = ("read", "busy", "whole")
 
 
 class Figures:
@@ -37,12 +39,12 @@ class Figures:
 
     def __init__(self, every: dict[str, Shape]) -> None:
         self._shapes = every
-        self._best: dict[tuple[str, str, str], float] = {}  # (row, shape, read or whole) -> seconds
+        self._best: dict[tuple[str, str, str], float] = {}  # (row, shape, kind) -> seconds
         self._cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         self._moved: dict[str, int] = defaultdict(int)
 
     def add(self, name: str, shape: Shape, visit: dict[str, Any]) -> None:
-        for kind in ("read", "whole"):
+        for kind in KINDS:
             if kind in visit:
                 key, seconds = (name, shape.name, kind), statistics.median(visit[kind])
                 self._best[key] = min(self._best.get(key, seconds), seconds)
@@ -55,7 +57,7 @@ class Figures:
         """One row: GB/s or, for one block, microseconds; CPU seconds per GB by end."""
         row: dict[str, Any] = {}
         for shape in self._shapes.values():
-            for kind in ("read", "whole"):
+            for kind in KINDS:
                 seconds = self._best.get((name, shape.name, kind))
                 if seconds is not None:
                     row[f"{shape.name} {kind}"] = seconds * 1e6 if shape.is_latency else shape.num_bytes / seconds / 1e9

@@ -9,10 +9,12 @@ the target, where any byte that lands later breaks it; on the source so that a l
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import mmap
 import os
 import re
+import signal
 import sys
 import threading
 import traceback
@@ -42,6 +44,7 @@ from kvrelay.types import BlockId, Fingerprint, KvMemory
 
 SECRET = b"the secret of the chaos cluster"
 HOST = "127.0.0.1"
+_PR_SET_PDEATHSIG = 1
 UNHELD = 0xC5  # what blocks hold that nobody holds
 FINGERPRINT = Fingerprint(
     protocol=1, model="chaos", dtype=LAYOUT.dtype, block_size=LAYOUT.block_size, num_layers=LAYOUT.num_layers,
@@ -327,6 +330,7 @@ async def run(role: str, config: dict[str, Any], out: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # a frozen process would outlive its driver
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries that print must not be taken for answers
     asyncio.run(run(sys.argv[1], json.loads(sys.argv[2]), answers))

@@ -7,11 +7,11 @@ one at a time. "exposed" is what the prefill worker sees: from its last layer be
 decode worker has everything, verified and committed; checksums, announcements and answers that are then still under
 way are in it, nothing is taken off. Two totals:
 
-  work      reading and verifying at the decode worker, summed over reads: what the workers account, and the smaller
+  work      reading and verifying at the decode worker, as the workers account it
   unhidden  what is exposed by a second pair of workers that may announce only at the end (one chunk, one group of
             layers), so that nothing can be hidden: what the transfer would have cost
 
-Goal: 90 % of the work of prompts of 2,048 tokens. Leave the machine alone meanwhile.
+Goal: 90 % of either total for prompts of 2,048 tokens. Leave the machine alone meanwhile.
 """
 
 import argparse
@@ -142,10 +142,10 @@ async def run(options: argparse.Namespace) -> None:
     show(f"KV transfer hidden behind prefill, 1P + 1D, {options.repeats} prompts each", rows, options.json)
     for row in rows:
         if row["prompt tokens"] >= GOAL_TOKENS:
-            verdict = "met" if row["hidden of work"] >= GOAL else "MISSED"
-            print(
-                f"goal: {row['transport']}, {row['prompt tokens']} tokens, {GOAL:.0%} hidden: {verdict} ({row['hidden of work']:.1%})"
-            )
+            share = min(row["hidden of work"], row["hidden of unhidden"] or 1.0)
+            verdict = "met" if share >= GOAL else "MISSED"
+            what = f"{row['transport']}, {row['prompt tokens']} tokens, {GOAL:.0%} hidden"
+            print(f"goal: {what}: {verdict} ({share:.1%}, the lower of the two)")
 
 
 def main() -> None:

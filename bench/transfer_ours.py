@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from transfer_pool import Pool, Shape, fingerprint_of, transfers
+from transfer_pool import Pool, Shape, block_lists, fingerprint_of
 from transfer_side import Row, Side
 
 from kvrelay.config import TransferSettings, TransportName
@@ -15,6 +15,7 @@ from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.source import KvSource
 from kvrelay.kvtransfer.target import KvTarget
 from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.kvtransfer.types import TransferResult
 
 SECRET = b"bench"
 HOST = "127.0.0.1"
@@ -31,8 +32,8 @@ def only(transport: str, *, tcp_streams: int = 0, tls: bool = False) -> tuple[st
     return setting, {transport: table[transport]}
 
 
-def engine_key(row: Row, shape: Shape) -> tuple[str, int]:
-    return row["name"], shape.region_bytes
+def engine_key(row: Row, shape: Shape) -> tuple[str, int, int]:
+    return row["name"], shape.region_bytes, shape.num_layers
 
 
 class ReadClock:
@@ -75,7 +76,7 @@ class OurSource(Side):
     def __init__(self, pools: dict[str, Pool], config: dict[str, Any]) -> None:
         super().__init__(pools)
         self._pool, self._transport = pools["source"], config["transport"]
-        self._engines: dict[tuple[str, int], KvSource] = {}
+        self._engines: dict[tuple[str, int, int], KvSource] = {}
         self._whole: list[float] = []
 
     async def _engine(self, row: Row, shape: Shape) -> KvSource:
@@ -98,12 +99,12 @@ class OurSource(Side):
 
     async def move(self, row: Row, shape: Shape, order: dict[str, Any]) -> None:
         engine = await self._engine(row, shape)
-        plans = transfers(shape, self._pool.num_bytes)
+        plans = block_lists(shape, self._pool.num_bytes)
         for (blocks, _), (name, ticket) in zip(plans, order["tickets"], strict=True):
             sealed = bytes.fromhex(ticket)
             began = time.perf_counter()
             transfer = engine.open(name, sealed)
-            transfer.announce(0, blocks, range(1))
+            transfer.announce(0, blocks, range(shape.num_layers))
             await transfer.commit(b"")
             self._whole.append(time.perf_counter() - began)
 
@@ -121,9 +122,9 @@ class OurTarget(Side):
     def __init__(self, pools: dict[str, Pool], config: dict[str, Any]) -> None:
         super().__init__(pools)
         self._pool, self._transport = pools["target"], config["transport"]
-        self._engines: dict[tuple[str, int], KvTarget] = {}
+        self._engines: dict[tuple[str, int, int], KvTarget] = {}
         self._clock = ReadClock()
-        self._reads: list[float] = []
+        self._figures: dict[str, list[float]] = {}
         self._problems: list[str] = []
         self._num_granted = 0
 
@@ -134,7 +135,7 @@ class OurTarget(Side):
             engine = KvTarget(
                 memory, "target", f"target-{len(self._engines)}", fingerprint_of(memory.layout), SECRET,
                 TransferSettings(transport=setting, **row["settings"]), host=HOST, generation_of=lambda block: 0,
-                on_commit=lambda *_: self._reads.append(self._clock.take()),
+                on_commit=lambda _, __, result: self._on_commit(result),
                 on_failed=lambda _, error: self._problems.append(str(error)), on_released=lambda _: None,
                 transports={name: self._clock.around(transport) for name, transport in table.items()},
             )  # fmt: skip
@@ -144,15 +145,19 @@ class OurTarget(Side):
 
     async def begin(self, row: Row, shape: Shape) -> dict[str, Any]:
         engine = await self._engine(row, shape)
-        self._reads, tickets = [], []
-        for _, blocks in transfers(shape, self._pool.num_bytes):
+        self._figures, tickets = {"read": [], "busy": []}, []
+        for _, blocks in block_lists(shape, self._pool.num_bytes):
             self._num_granted += 1
             name = f"bench-{self._num_granted}"
             tickets.append((name, engine.grant(name, 0, blocks, len(blocks)).hex()))
         return {"tickets": tickets}
 
     async def end(self) -> dict[str, list[float]]:
-        return {"read": self._reads}
+        return self._figures
+
+    def _on_commit(self, result: TransferResult) -> None:
+        self._figures["read"].append(self._clock.take())
+        self._figures["busy"].append(result.seconds)
 
     async def aclose(self) -> None:
         for engine in self._engines.values():

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from transfer_pool import MIB, Pool, Shape, transfers
+from transfer_pool import MIB, Pool, Shape, region_lists
 from transfer_side import Row, Side
 
 HOST = "127.0.0.1"
@@ -37,7 +37,7 @@ class PullingSide(Side):
         return {}
 
     async def move(self, row: Row, shape: Shape, order: dict[str, Any]) -> None:
-        for index, pair in enumerate(transfers(shape, self._pool.num_bytes)):
+        for index, pair in enumerate(region_lists(shape, self._pool.num_bytes)):
             began = time.perf_counter()
             self._fetch(row, shape, index, *pair)
             self._read.append(time.perf_counter() - began)
@@ -206,10 +206,10 @@ class ZeroMqSource(Side):
             while True:
                 name, index, frames = self._socket.recv_json()
                 shape = self._shapes[name]
-                sources, _ = by_source(transfers(shape, self._pool.num_bytes)[index])
+                sources, _ = by_source(region_lists(shape, self._pool.num_bytes)[index])
                 if frames == "gathered":
                     for start in range(0, len(sources), step := max(MIB // shape.region_bytes, 1)):
-                        gathered = self._pool.blocks(shape)[sources[start : start + step]]
+                        gathered = self._pool.regions(shape)[sources[start : start + step]]
                         self._socket.send(gathered, copy=False)
                 else:
                     for block in self._pool.slices(shape, sources):
@@ -241,7 +241,7 @@ class ZeroMqTarget(PullingSide):
         self._socket.send_json((shape.name, index, frames))
         _, targets = by_source((sources, targets))
         step = max(MIB // shape.region_bytes, 1) if frames == "gathered" else 1
-        blocks = self._pool.blocks(shape)
+        blocks = self._pool.regions(shape)
         for start in range(0, len(targets), step):
             frame = np.frombuffer(self._socket.recv(copy=False).buffer, dtype=np.uint8)
             blocks[targets[start : start + step]] = frame.reshape(-1, shape.region_bytes)

@@ -22,17 +22,18 @@ SEEDS = (1, 2)  # of the permutations: where blocks come from, where they go
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """`num_blocks` blocks of `region_bytes` in one transfer; `repeat` such transfers after each other."""
+    """`num_blocks` blocks of `num_layers` regions each in one transfer; `repeat` such transfers after each other."""
 
     name: str
     region_bytes: int
     num_blocks: int
+    num_layers: int = 1
     repeat: int = 1
 
     @property
     def num_bytes(self) -> int:
         """Of one transfer."""
-        return self.region_bytes * self.num_blocks
+        return self.region_bytes * self.num_blocks * self.num_layers
 
     @property
     def is_latency(self) -> bool:
@@ -40,9 +41,10 @@ class Shape:
 
 
 def shapes(num_blocks: int) -> dict[str, Shape]:
-    """The figures' shapes by name; `num_blocks` of 32 KiB in the first."""
+    """The figures' shapes by name; `num_blocks` of 32 KiB in the first. "layers" is as much, as a model has it."""
     every = (
         Shape("many", 32 * KIB, num_blocks),
+        Shape("layers", 32 * KIB, max(num_blocks // 16, 1), num_layers=16),
         Shape("few", 64 * KIB, 16),
         Shape("large", MIB, 64),
         Shape("one", 32 * KIB, 1, repeat=20),
@@ -57,8 +59,9 @@ def pool_bytes(num_blocks: int) -> int:
 
 
 def layout_of(shape: Shape, num_bytes: int) -> KvLayout:
-    """The whole pool as one layer of such blocks."""
-    return KvLayout(1, num_bytes // shape.region_bytes, 16, shape.region_bytes // HEAD_BYTES, 64, "bfloat16")
+    """The whole pool as such blocks."""
+    num_blocks = num_bytes // (shape.region_bytes * shape.num_layers)
+    return KvLayout(shape.num_layers, num_blocks, 16, shape.region_bytes // HEAD_BYTES, 64, "bfloat16")
 
 
 def fingerprint_of(layout: KvLayout) -> Fingerprint:
@@ -68,12 +71,22 @@ def fingerprint_of(layout: KvLayout) -> Fingerprint:
     )  # fmt: skip
 
 
-def transfers(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
+def block_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
     """(source blocks, target blocks) of each of the shape's transfers: scattered, the same in every process."""
-    total, wanted = num_bytes // shape.region_bytes, shape.num_blocks * shape.repeat
+    total, wanted = layout_of(shape, num_bytes).num_blocks, shape.num_blocks * shape.repeat
     sources, targets = (np.random.default_rng(seed).permutation(total)[:wanted].tolist() for seed in SEEDS)
     step = shape.num_blocks
     return [(sources[i : i + step], targets[i : i + step]) for i in range(0, wanted, step)]
+
+
+def region_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
+    """The same as numbers of regions, counted through the whole pool: for whoever knows nothing of layers."""
+    total = layout_of(shape, num_bytes).num_blocks
+
+    def regions(blocks: list[int]) -> list[int]:
+        return [layer * total + block for layer in range(shape.num_layers) for block in blocks]
+
+    return [(regions(sources), regions(targets)) for sources, targets in block_lists(shape, num_bytes)]
 
 
 class Pool:
@@ -97,25 +110,25 @@ class Pool:
         layout = layout_of(shape, self.num_bytes)
         return KvMemory(layout, self.address, "cpu", self.memfd, self.view, self.bytes)
 
-    def blocks(self, shape: Shape) -> NDArray[np.uint8]:
-        """[num_blocks, region_bytes]."""
+    def regions(self, shape: Shape) -> NDArray[np.uint8]:
+        """[num_regions, region_bytes]."""
         used = self.num_bytes // shape.region_bytes * shape.region_bytes
         return self.bytes[:used].reshape(-1, shape.region_bytes)
 
-    def slices(self, shape: Shape, blocks: list[int]) -> list[memoryview]:
+    def slices(self, shape: Shape, regions: list[int]) -> list[memoryview]:
         size = shape.region_bytes
-        return [self.view[block * size : (block + 1) * size] for block in blocks]
+        return [self.view[region * size : (region + 1) * size] for region in regions]
 
     def clear(self, shape: Shape) -> None:
         """Zero what the shape's transfers will land in."""
-        for _, blocks in transfers(shape, self.num_bytes):
-            self.blocks(shape)[blocks] = 0
+        for _, regions in region_lists(shape, self.num_bytes):
+            self.regions(shape)[regions] = 0
 
     def digest(self, shape: Shape, end: str) -> str:
         """Of the blocks of one end ("source", "target"), in the order in which they are sent."""
         found = hashlib.blake2b()
-        for pair in transfers(shape, self.num_bytes):
-            found.update(self.blocks(shape)[pair[ENDS.index(end)]].tobytes())
+        for pair in region_lists(shape, self.num_bytes):
+            found.update(self.regions(shape)[pair[ENDS.index(end)]].tobytes())
         return found.hexdigest()
 
 
@@ -131,7 +144,7 @@ class Memcpy:
         size = shape.region_bytes
         return [
             [(self._target.address + j * size, self._source.address + i * size) for i, j in zip(*pair, strict=True)]
-            for pair in transfers(shape, self._source.num_bytes)
+            for pair in region_lists(shape, self._source.num_bytes)
         ]
 
     def seconds(self, shape: Shape) -> list[float]:

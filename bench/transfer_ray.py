@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from transfer_pool import ENDS, Pool, Shape, pool_bytes, shapes, transfers
+from transfer_pool import ENDS, Pool, Shape, pool_bytes, region_lists, shapes
 from transfer_side import Row, Side
 
 _HERE = Path(__file__).resolve().parent
@@ -24,16 +24,16 @@ class StoreEnd:
         import ray
 
         shape = self._shapes[shape_name]
-        sources, _ = transfers(shape, self._pool.num_bytes)[index]
-        return [ray.put(self._pool.blocks(shape)[sources])]
+        sources, _ = region_lists(shape, self._pool.num_bytes)[index]
+        return [ray.put(self._pool.regions(shape)[sources])]
 
     def get(self, shape_name: str, index: int, reference: list[Any]) -> None:
         """Copy what the reference names to where it belongs."""
         import ray
 
         shape = self._shapes[shape_name]
-        _, targets = transfers(shape, self._pool.num_bytes)[index]
-        self._pool.blocks(shape)[targets] = ray.get(reference[0])
+        _, targets = region_lists(shape, self._pool.num_bytes)[index]
+        self._pool.regions(shape)[targets] = ray.get(reference[0])
 
     def clear(self, shape_name: str) -> None:
         self._pool.clear(self._shapes[shape_name])

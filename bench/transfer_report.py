@@ -23,12 +23,12 @@ class Goal:
 
 def print_report(figures: dict[str, Any]) -> list[dict[str, Any]]:
     """Show everything; returns the goals as plain data."""
-    console = Console(width=max(Console().width, 150))
+    console = Console(width=max(Console().width, 172))
     console.print(_table(figures))
     where = figures["machine"]
     console.print(
         f"{where['cpu']}, {where['cores']} cores, load average {where['load_average']} at the end of {figures['rounds']} "
-        "rounds; read: first read to last byte verified, whole: open to commit",
+        "rounds; read: first read to last byte verified; busy: with a read under way; whole: open to commit",
         highlight=False, markup=False,
     )  # fmt: skip
     for name, ends in figures["idle"].items():
@@ -47,7 +47,9 @@ def _table(figures: dict[str, Any]) -> Table:
         ("path", lambda row: row["name"]),
         ("read", _number("many read")),
         ("x memcpy", lambda row: f"{row['many read'] / figures['memcpy']['many read']:.2f}"),
+        ("busy", _number("many busy")),
         ("whole", _number("many whole")),
+        ("16 layers", _number("layers read")),
         ("16 x 64 KiB", _number("few read")),
         ("64 x 1 MiB", _number("large read")),
         ("1 block, read us", _number("one read", 0)),
@@ -98,7 +100,11 @@ def goals_of(figures: dict[str, Any]) -> list[Goal]:
         if row is None or of is None:
             return Goal(text, "-", None)
         got = row["many read"] / of
-        whole = f", open to commit {row['many whole'] / of:.2f}" if "many whole" in row else ""
+        whole = (
+            f", busy {row['many busy'] / of:.2f}, open to commit {row['many whole'] / of:.2f}"
+            if "many whole" in row
+            else ""
+        )
         return Goal(text, f"{got:.2f} {unit}{whole}", got >= wanted)
 
     raw = peer("raw-nixl")
@@ -149,7 +155,7 @@ def plot(figures: dict[str, Any], path: Path) -> None:
         panels[2].barh(names, spent, left=left, color=colour, label=end)
         left = [before + more for before, more in zip(left, spent, strict=True)]
     panels[2].set_title("CPU seconds per GB")
-    panels[2].legend(loc="lower right")
+    panels[2].legend(loc="upper right")
     handles = [pyplot.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
     labels = [f"kvrelay, checks {checks}" if checks else "peer" for checks in COLOURS]
     picture.legend(handles, labels, loc="outside lower center", ncols=len(COLOURS))
