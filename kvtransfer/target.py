@@ -451,7 +451,9 @@ class KvTarget:
         grant.num_unverified -= 1
         grant.bytes_by_path[name] += num_bytes
         if not grant.reading:
-            grant.busy_s += time.monotonic() - grant.busy_since
+            now = time.monotonic()
+            grant.busy_s += now - grant.busy_since
+            grant.busy_since = now  # two reads may settle before either is counted
         sums = self._stats.path(name)
         sums.num_bytes += num_bytes
         sums.seconds += seconds
