@@ -56,14 +56,14 @@ class Arrival:
         return self._check_s if self._receipt is None else self._receipt.hash_s
 
     def receipt(self) -> Receipt | None:
-        """What a mover is to fill in; None where atoms must be looked at one by one: a fault is injected, they lie
-        in several pieces, or the pool is a GPU's."""
+        """What a mover is to fill in; None where atoms must be looked at one by one: a fault is injected, or
+        the memory is a GPU's."""
         if self._tamper is not None or self._memory.view is None:
             return None
         if self._expected is None:
             self._receipt = Receipt()
-        elif self._pieces.shape[1] == 1:
-            self._receipt = Receipt(self._pieces[:, 0], self._piece_bytes, self._is_checked)
+        else:
+            self._receipt = Receipt(self._pieces, self._piece_bytes, self._is_checked)
         return self._receipt
 
     def settle(self, receipt: Receipt) -> None:

@@ -10,18 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kvtransfer.mover import xxh3_regions
-from kvrelay.kvtransfer.plans import Offsets, region_offsets
+from kvrelay.kvtransfer.plans import Offsets
 from kvrelay.types import KvMemory
 
 Checksums = NDArray[np.uint64]
 _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15 as a signed 64-bit integer
-
-
-def weighted_sum_regions(words: Any, layers: range, blocks: list[int]) -> Checksums:
-    """`weighted_sums` of every block in every layer, layer-major."""
-    each_layer = [layer for layer in layers for _ in blocks]
-    return weighted_sums(words, each_layer, blocks * len(layers))
 
 
 def weighted_sums(words: Any, layers: list[int], blocks: list[int]) -> Checksums:
@@ -61,19 +54,9 @@ def kind_of(memory: KvMemory, checks: str) -> str:
     return "sum64" if memory.view is None else "xxh3"
 
 
-def checksums_of(memory: KvMemory, layers: range, blocks: list[int]) -> Checksums:
-    """One checksum per (layer, block), layer-major."""
+def device_checksums(memory: KvMemory, offsets: Offsets) -> Checksums:
+    """One checksum for each region of this CUDA pool that begins at `offsets`, bytes from its base."""
     layout = memory.layout
-    if memory.view is None:
-        return weighted_sum_regions(_device_words(memory), layers, blocks)
-    return xxh3_regions(memory.view, region_offsets(layout, blocks, layers), layout.region_bytes)
-
-
-def checksums_at(memory: KvMemory, offsets: Offsets, num_bytes: int) -> Checksums:
-    """One checksum for each region of this pool that begins at `offsets`, bytes from its base."""
-    layout = memory.layout
-    if memory.view is not None:
-        return xxh3_regions(memory.view, offsets, num_bytes)
     layers, rest = np.divmod(offsets, layout.layer_bytes)
     blocks = rest // layout.region_bytes
     return weighted_sums(_device_words(memory), layers.tolist(), blocks.tolist())

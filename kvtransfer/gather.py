@@ -1,15 +1,13 @@
 """Checksums of atoms, which may lie in several pieces: both ends hash the same bytes in the same order.
 
-An atom of one piece is hashed where it lies. One of several pieces is gathered first, a few hundred KiB at a time.
+In host memory the mover hashes them. On a GPU an atom of one piece is summed where it lies; atoms of several pieces
+are gathered first, a few hundred KiB at a time.
 """
 
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
-from kvrelay.kvtransfer.checksums import Checksums, checksums_at, weighted_sums
-from kvrelay.kvtransfer.mover import xxh3_regions
+from kvrelay.kvtransfer.checksums import Checksums, device_checksums, weighted_sums
+from kvrelay.kvtransfer.mover import xxh3_atoms
 from kvrelay.kvtransfer.plans import Offsets
 from kvrelay.types import KvMemory
 
@@ -22,23 +20,14 @@ def checksums_of_atoms(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> C
     Args:
         pieces: [num_atoms, pieces_per_atom] where each piece begins, bytes from the pool's base.
     """
+    if memory.view is not None:
+        return xxh3_atoms(memory.view, pieces, piece_bytes)
     num_atoms, each = pieces.shape
-    if each == 1 and (memory.view is not None or piece_bytes == memory.layout.region_bytes):
-        return checksums_at(memory, pieces[:, 0], piece_bytes)
+    if each == 1 and piece_bytes == memory.layout.region_bytes:
+        return device_checksums(memory, pieces[:, 0])
     step = max(_BATCH_BYTES // (each * piece_bytes), 1)
-    batches = [_batch(memory, pieces[first : first + step], piece_bytes) for first in range(0, num_atoms, step)]
+    batches = [_device_batch(memory, pieces[first : first + step], piece_bytes) for first in range(0, num_atoms, step)]
     return np.concatenate(batches) if batches else np.empty(0, dtype=np.uint64)
-
-
-def _batch(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:
-    if memory.view is None:
-        return _device_batch(memory, pieces, piece_bytes)
-    word = 8 if piece_bytes % 8 == 0 and not (pieces % 8).any() and memory.layout.num_bytes % 8 == 0 else 1
-    pool: NDArray[Any] = np.frombuffer(memory.view, dtype=np.uint64 if word == 8 else np.uint8)
-    index = (pieces // word)[:, :, None] + np.arange(piece_bytes // word)
-    gathered = np.ascontiguousarray(pool[index].reshape(len(pieces), -1)).view(np.uint8)
-    atom_bytes = gathered.shape[1]
-    return xxh3_regions(gathered.reshape(-1).data, np.arange(len(pieces)) * atom_bytes, atom_bytes)
 
 
 def _device_batch(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:

@@ -28,31 +28,35 @@ logger = logging.getLogger(__name__)
 Hashes = NDArray[np.uint64]
 _FOLDER = Path(__file__).parent / "native"
 _SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
-_PIECE_BYTES = 256 << 10  # in Python: copied, then hashed
+_STEP_BYTES = 256 << 10  # in Python: copied, then hashed
 _YIELD_BYTES = 1 << 20  # xxhash holds the interpreter's lock below 64 KiB: others get it this often
 _NOT_THE_SOURCE, _OUT_OF_BOUNDS = -1, -2  # of native/move.c
 _ALL = -1
-_NOTHING = np.empty(0, np.int64)
+_NOTHING = np.empty((0, 1), np.int64)
 
 
 class Receipt:
-    """What a move leaves behind: how far it got, and the hashes of the regions that it was to hash.
+    """What a move leaves behind: how far it got, and the hashes of the atoms that it was to hash.
 
-    Region i is the i-th `region_bytes` of what lands. Another thread may look at `num_landed` meanwhile.
+    Atom i is the i-th so many bytes of what lands. Another thread may look at `num_landed` meanwhile.
 
     Args:
-        offsets: [num_regions] where they land, in the target; None: nothing is hashed.
-        is_checked: [num_regions] which of them to hash; None: all.
+        pieces: [num_atoms, pieces_per_atom] where they land, in the target; None: nothing is hashed.
+        is_checked: [num_atoms] which of them to hash; None: all.
     """
 
     def __init__(
-        self, offsets: Offsets | None = None, region_bytes: int = 0, is_checked: NDArray[np.bool_] | None = None
+        self, pieces: Offsets | None = None, piece_bytes: int = 0, is_checked: NDArray[np.bool_] | None = None
     ) -> None:
-        self.offsets = _NOTHING if offsets is None else offsets
-        self.region_bytes, self.is_checked = region_bytes, is_checked
+        self.pieces = _NOTHING if pieces is None else pieces
+        self.piece_bytes, self.is_checked = piece_bytes, is_checked
         self.hash_s = 0.0
         self.landed = ctypes.c_int64()  # bytes; written from C
-        self.hashes = (ctypes.c_uint64 * len(self.offsets))()
+        self.hashes = (ctypes.c_uint64 * len(self.pieces))()
+
+    @property
+    def atom_bytes(self) -> int:
+        return int(self.pieces.shape[1]) * self.piece_bytes
 
     @property
     def num_landed(self) -> int:
@@ -60,7 +64,7 @@ class Receipt:
 
     @property
     def found(self) -> Hashes:
-        """[num_regions] the hashes; 0 where there is none (yet)."""
+        """[num_atoms] the hashes; 0 where there is none (yet)."""
         return np.array(self.hashes, dtype=np.uint64)
 
 
@@ -74,9 +78,9 @@ class _Job(ctypes.Structure):
         ("nonce", ctypes.c_uint8 * NONCE_BYTES),
         *((name, ctypes.c_int64) for name in ("num_rows", "repeats", "source_stride", "target_stride")),
         *((name, ctypes.c_char_p) for name in ("source_offset", "target_offset", "num_bytes")),
-        *((name, ctypes.c_int64) for name in ("num_regions", "region_bytes")),
-        *((name, ctypes.c_char_p) for name in ("region_offset", "is_checked")),
-        *((name, ctypes.c_void_p) for name in ("found", "landed")),
+        *((name, ctypes.c_int64) for name in ("num_atoms", "pieces_per_atom", "piece_bytes")),
+        *((name, ctypes.c_char_p) for name in ("pieces", "is_checked")),
+        *((name, ctypes.c_void_p) for name in ("scratch", "found", "landed")),
         *((name, ctypes.c_int64) for name in ("repeat", "row", "inside", "hashed", "hash_ns")),
     ]
 
@@ -90,8 +94,9 @@ def library() -> Any:
         logger.info("KV is moved and hashed in Python: %s", error)
         return None
     lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    lib.kt_xxh3_regions.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
-    lib.kt_xxh3_regions.restype = None
+    pointer, count = ctypes.c_void_p, ctypes.c_int64
+    lib.kt_xxh3_atoms.argtypes = [pointer, ctypes.c_char_p, count, count, count, pointer, pointer]
+    lib.kt_xxh3_atoms.restype = None
     return lib
 
 
@@ -100,19 +105,27 @@ def _packed(array: NDArray[Any]) -> bytes:
     return array.astype(np.int64, copy=False).tobytes()
 
 
+def _scratch(pieces: Offsets, piece_bytes: int) -> "ctypes.Array[ctypes.c_char]":
+    """Room for an atom of several pieces."""
+    each = pieces.shape[1]
+    return ctypes.create_string_buffer(each * piece_bytes if each > 1 else 1)
+
+
 class NativeMove:
     """A read in C. It goes on where it stopped, as often as it is run."""
 
     def __init__(self, lib: Any, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
         chosen = receipt.is_checked
+        self._scratch = _scratch(receipt.pieces, receipt.piece_bytes)
         self._lib, self._pid, self._receipt = lib, source.pid, receipt
         self._job = _Job(
             source=source.address, target=target.address, source_bytes=source.num_bytes, target_bytes=target.num_bytes,
             pid=source.pid, nonce_address=source.nonce_address, num_rows=len(copies.num_bytes),
             repeats=copies.repeats, source_stride=copies.source_stride, target_stride=copies.target_stride,
             source_offset=_packed(copies.source_offset), target_offset=_packed(copies.target_offset),
-            num_bytes=_packed(copies.num_bytes), num_regions=len(receipt.offsets), region_bytes=receipt.region_bytes,
-            region_offset=_packed(receipt.offsets), is_checked=None if chosen is None else chosen.tobytes(),
+            num_bytes=_packed(copies.num_bytes), num_atoms=len(receipt.pieces),
+            pieces_per_atom=receipt.pieces.shape[1], piece_bytes=receipt.piece_bytes, pieces=_packed(receipt.pieces),
+            is_checked=None if chosen is None else chosen.tobytes(), scratch=ctypes.addressof(self._scratch),
             found=ctypes.addressof(receipt.hashes), landed=ctypes.addressof(receipt.landed),
         )  # fmt: skip
         if source.pid:
@@ -146,7 +159,7 @@ class PythonMove:
         if until > self._total:
             raise TransportError("a copy lies outside the pool")
         while (landed := self._receipt.num_landed) < until:
-            size = min(max(_PIECE_BYTES, self._receipt.region_bytes), until - landed)
+            size = min(max(_STEP_BYTES, self._receipt.atom_bytes), until - landed)
             spans = list(self._take(size))
             if self._source.pid:
                 copy_from_process(self._source, spans)
@@ -170,46 +183,60 @@ class PythonMove:
 
     def _hash(self) -> None:
         receipt = self._receipt
-        if not len(receipt.offsets):
+        if not len(receipt.pieces):
             return
         began = time.perf_counter()
-        stop = min(receipt.num_landed // receipt.region_bytes, len(receipt.offsets))
+        stop = min(receipt.num_landed // receipt.atom_bytes, len(receipt.pieces))
         for i in range(self._num_hashed, stop):
             if receipt.is_checked is None or receipt.is_checked[i]:
-                start = self._target.address + int(receipt.offsets[i])
-                receipt.hashes[i] = xxhash.xxh3_64_intdigest(bytes_at(start, receipt.region_bytes))
+                atom = xxhash.xxh3_64()
+                for offset in receipt.pieces[i].tolist():
+                    atom.update(bytes_at(self._target.address + offset, receipt.piece_bytes))
+                receipt.hashes[i] = atom.intdigest()
         self._num_hashed = stop
         receipt.hash_s += time.perf_counter() - began
 
 
 def move(source: Place, target: Place, copies: CopyList, receipt: Receipt) -> NativeMove | PythonMove:
-    """A read that `run` carries out. `receipt` may hold regions of any size."""
+    """A read that `run` carries out. `receipt` may hold atoms of any size."""
     lib = library()
-    if lib is None or (len(receipt.offsets) and receipt.region_bytes <= _SHORT_BYTES):
+    if lib is None or (len(receipt.pieces) and receipt.atom_bytes <= _SHORT_BYTES):
         return PythonMove(source, target, copies, receipt)
     return NativeMove(lib, source, target, copies, receipt)
 
 
 def xxh3_regions(view: memoryview, offsets: Offsets, num_bytes: int) -> Hashes:
     """xxh3-64 of `view[offset : offset + num_bytes]` for each offset. Raises ValueError when one lies outside."""
-    if len(offsets) and not 0 <= int(offsets.min()) <= int(offsets.max()) <= view.nbytes - num_bytes:
-        raise ValueError("a region lies outside the pool")
+    return xxh3_atoms(view, offsets[:, None], num_bytes)
+
+
+def xxh3_atoms(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
+    """xxh3-64 of each atom: its pieces of `view`, one behind the other. Raises ValueError when one lies outside.
+
+    Args:
+        pieces: [num_atoms, pieces_per_atom] where each piece begins.
+    """
+    num_atoms, each = pieces.shape
+    if pieces.size and not 0 <= int(pieces.min()) <= int(pieces.max()) <= view.nbytes - piece_bytes:
+        raise ValueError("a piece lies outside the pool")
     lib = library()
-    if lib is None or num_bytes <= _SHORT_BYTES:
-        return _xxh3_in_python(view, offsets, num_bytes)
-    found = np.empty(len(offsets), np.uint64)
-    base = np.frombuffer(view, dtype=np.uint8).ctypes.data
-    lib.kt_xxh3_regions(base, _packed(offsets), len(offsets), num_bytes, found.ctypes.data)
+    if lib is None or each * piece_bytes <= _SHORT_BYTES:
+        return _xxh3_in_python(view, pieces, piece_bytes)
+    found = np.empty(num_atoms, np.uint64)
+    base, scratch = np.frombuffer(view, dtype=np.uint8).ctypes.data, _scratch(pieces, piece_bytes)
+    lib.kt_xxh3_atoms(base, _packed(pieces), num_atoms, each, piece_bytes, ctypes.addressof(scratch), found.ctypes.data)
     return found
 
 
-def _xxh3_in_python(view: memoryview, offsets: Offsets, num_bytes: int) -> Hashes:
-    digest = xxhash.xxh3_64_intdigest
-    step = max(_YIELD_BYTES // max(num_bytes, 1), 1)
+def _xxh3_in_python(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
+    step = max(_YIELD_BYTES // max(pieces.shape[1] * piece_bytes, 1), 1)
     values: list[int] = []
-    starts = offsets.tolist()
-    for first in range(0, len(starts), step):
+    for first in range(0, len(pieces), step):
         if first:
             time.sleep(1e-6)
-        values += [digest(view[start : start + num_bytes]) for start in starts[first : first + step]]
-    return np.array(values, dtype="<u8")
+        for starts in pieces[first : first + step].tolist():
+            atom = xxhash.xxh3_64()
+            for start in starts:
+                atom.update(view[start : start + piece_bytes])
+            values.append(atom.intdigest())
+    return np.array(values, dtype=np.uint64)

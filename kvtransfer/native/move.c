@@ -1,8 +1,8 @@
 /* One read: scattered rows out of this process's memory, or another's, hashed as they land.
  *
- * Bytes land in the order of the rows, repeat after repeat; region i is bytes [i, i + 1) * region_bytes
- * of that order. A region is hashed where it landed, in the target, while the caches still hold it. Called
- * without the interpreter's lock; another thread may look at `landed`.
+ * Bytes land in the order of the rows, repeat after repeat; atom i is the i-th pieces_per_atom * piece_bytes
+ * of them. It is hashed where it landed, in the target, while the caches still hold it. Called without the
+ * interpreter's lock; another thread may look at `landed`.
  */
 #define _GNU_SOURCE
 #include <errno.h>
@@ -31,13 +31,14 @@ struct move {
     uint8_t nonce[NONCE];
     int64_t num_rows, repeats, source_stride, target_stride;
     const int64_t *source_offset, *target_offset, *num_bytes; /* [num_rows] */
-    int64_t num_regions, region_bytes;
-    const int64_t *region_offset; /* [num_regions], in the target */
-    const uint8_t *is_checked;    /* [num_regions], NULL: all */
-    uint64_t *found;              /* [num_regions] */
+    int64_t num_atoms, pieces_per_atom, piece_bytes;
+    const int64_t *pieces;        /* [num_atoms, pieces_per_atom] offsets in the target */
+    const uint8_t *is_checked;    /* [num_atoms], NULL: all */
+    uint8_t *scratch;             /* an atom's bytes, where it has several pieces */
+    uint64_t *found;              /* [num_atoms] */
     int64_t *landed;              /* bytes so far */
     int64_t repeat, row, inside;  /* the cursor: this many bytes of this row are there */
-    int64_t hashed;               /* regions so far */
+    int64_t hashed;               /* atoms so far */
     int64_t hash_ns;
 };
 
@@ -144,7 +145,8 @@ static int copy_from_process(struct move *m, int64_t size)
 }
 #endif
 
-INLINE int needs_hash(const struct move *m, int64_t region) { return !m->is_checked || m->is_checked[region]; }
+INLINE int64_t atom_bytes(const struct move *m) { return m->pieces_per_atom * m->piece_bytes; }
+INLINE int needs_hash(const struct move *m, int64_t atom) { return !m->is_checked || m->is_checked[atom]; }
 
 static int is_any_checked(const struct move *m, int64_t first, int64_t stop)
 {
@@ -160,15 +162,14 @@ static int64_t now_ns(void)
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-/* Hash the regions that are complete. */
-static void hash_landed(struct move *m)
+/* Hash atoms up to `stop`, which have landed. */
+static void hash_landed(struct move *m, int64_t stop)
 {
-    int64_t stop = smaller(*m->landed / m->region_bytes, m->num_regions), began = now_ns();
-    for (; m->hashed < stop; m->hashed++) {
-        if (!needs_hash(m, m->hashed)) continue;
-        const uint8_t *data = (const uint8_t *)m->target + m->region_offset[m->hashed];
-        m->found[m->hashed] = kt_xxh3_long(data, m->region_bytes, data);
-    }
+    int64_t began = now_ns(), each = m->pieces_per_atom;
+    const uint8_t *base = (const uint8_t *)m->target;
+    for (int64_t i = m->hashed; i < stop; i++)
+        if (needs_hash(m, i))
+            m->found[i] = kt_xxh3_atom(base, m->pieces + i * each, each, m->piece_bytes, m->scratch, base);
     m->hash_ns += now_ns() - began;
 }
 
@@ -178,7 +179,7 @@ INLINE int is_inside(int64_t offset, int64_t size, int64_t last_step, int64_t wh
         && offset <= whole - size - last_step;
 }
 
-/* The bytes of all rows, or OUT_OF_BOUNDS where a row or a region lies outside the pools. */
+/* The bytes of all rows, or OUT_OF_BOUNDS where a row or a piece lies outside the pools. */
 static int64_t measure(const struct move *m)
 {
     int64_t steps = m->repeats - 1, source_end, target_end, total = 0;
@@ -192,9 +193,9 @@ static int64_t measure(const struct move *m)
             return OUT_OF_BOUNDS;
         total += m->num_bytes[i];
     }
-    for (int64_t i = 0; i < m->num_regions; i++)
-        if (!is_inside(m->region_offset[i], m->region_bytes, 0, m->target_bytes)) return OUT_OF_BOUNDS;
-    if (m->num_regions && m->region_bytes < XXH3_LONG_FROM) return OUT_OF_BOUNDS;
+    for (int64_t i = 0; i < m->num_atoms * m->pieces_per_atom; i++)
+        if (!is_inside(m->pieces[i], m->piece_bytes, 0, m->target_bytes)) return OUT_OF_BOUNDS;
+    if (m->num_atoms && atom_bytes(m) < XXH3_LONG_FROM) return OUT_OF_BOUNDS;
     return __builtin_mul_overflow(total, m->repeats, &total) ? OUT_OF_BOUNDS : total;
 }
 
@@ -204,18 +205,18 @@ int kt_move(struct move *m, int64_t until)
     int64_t total = measure(m), landed = *m->landed;
     if (until == ALL) until = total;
     if (total < 0 || until > total) return OUT_OF_BOUNDS;
-    int64_t region = m->num_regions ? m->region_bytes : 1;
-    int64_t piece = m->pid ? FAR : m->num_regions ? NEAR : TICK;
-    piece = piece < region ? region : piece - piece % region;
+    int64_t atom = m->num_atoms ? atom_bytes(m) : 1;
+    int64_t step = m->pid ? FAR : m->num_atoms ? NEAR : TICK;
+    step = step < atom ? atom : step - step % atom;
     while (landed < until) {
-        int64_t size = smaller(piece - landed % region, until - landed);
-        int64_t complete = smaller((landed + size) / region, m->num_regions);
+        int64_t size = smaller(step - landed % atom, until - landed);
+        int64_t complete = smaller((landed + size) / atom, m->num_atoms);
         int is_hashed = is_any_checked(m, m->hashed, complete);
         int problem = m->pid ? copy_from_process(m, size) : copy_here(m, size, total >= STREAM && !is_hashed);
         if (problem) return problem;
         landed += size;
         __atomic_store_n(m->landed, landed, __ATOMIC_RELEASE);
-        if (is_hashed) hash_landed(m);
+        if (is_hashed) hash_landed(m, complete);
         m->hashed = complete;
     }
     return 0;

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvrelay.kvtransfer.arrivals import Arrival
-from kvrelay.kvtransfer.checksums import checksums_at
+from kvrelay.kvtransfer.gather import checksums_of_atoms
 from kvrelay.kvtransfer.mover import Receipt
 from kvrelay.kvtransfer.plans import plan_copies, region_offsets
 from kvrelay.kvtransfer.transports.base import CorruptRead
@@ -24,7 +24,7 @@ class Read:
         self.source, self.target = lib.allocate(fill=1), lib.allocate()
         offsets = region_offsets(lib.LAYOUT, BLOCKS, LAYERS)
         self.region_bytes = lib.LAYOUT.region_bytes
-        expected = checksums_at(self.source, offsets, self.region_bytes).copy()
+        expected = checksums_of_atoms(self.source, offsets[:, None], self.region_bytes).copy()
         expected[list(wrong)] ^= 1 << 63
         self.arrival = Arrival(self.target, offsets[:, None], self.region_bytes, expected, is_checked, tamper)
         self.copies = plan_copies(lib.LAYOUT, lib.LAYOUT, BLOCKS, BLOCKS, LAYERS)

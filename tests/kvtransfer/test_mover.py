@@ -17,7 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kvtransfer import mover, process_memory
-from kvrelay.kvtransfer.mover import Receipt, move, xxh3_regions
+from kvrelay.kvtransfer.mover import Receipt, move, xxh3_atoms, xxh3_regions
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.process_memory import NONCE_BYTES, NotTheSource, Place
 from kvrelay.kvtransfer.transports.base import TransportError
@@ -98,6 +98,18 @@ def test_regions_are_hashed_in_the_order_asked_for_and_none_outside_the_pool(eac
             xxh3_regions(memoryview(data), np.array([0, outside]), 4096)
 
 
+@given(each=st.integers(1, 5), piece=st.integers(1, 700), num_atoms=st.integers(0, 9), seed=st.integers(0, 99))
+@settings(deadline=None)
+@pytest.mark.parametrize("name", WAYS)
+def test_an_atom_of_several_pieces_hashes_as_the_whole_would(name, each, piece, num_atoms, seed):
+    data = noise(8000, seed)
+    pieces = np.random.default_rng(seed).integers(0, 8000 - piece, (num_atoms, each))
+    with way(name):
+        found = xxh3_atoms(memoryview(data), pieces, piece)
+    wholes = [b"".join(data[start : start + piece].tobytes() for start in starts) for starts in pieces]
+    assert found.tolist() == [xxhash.xxh3_64_intdigest(whole) for whole in wholes]
+
+
 # ---- moving
 
 
@@ -154,7 +166,7 @@ def test_large_reads_at_odd_addresses(each_way, place, shift, is_hashed):
     source, target = noise(region * 1000, 3), np.zeros(region * 1000 + shift, np.uint8)
     to = rng.permutation(1000)[:count] * region
     copies = CopyList(rng.permutation(1000)[:count] * region, to + shift, np.full(count, region, np.int64))
-    receipt = Receipt(to + shift, region) if is_hashed else Receipt()
+    receipt = Receipt((to + shift)[:, None], region) if is_hashed else Receipt()
     move(PLACES[place](source), place_of(target), copies, receipt).run()
     assert np.array_equal(target, carried_out(copies, source, target.nbytes))
     if is_hashed:
@@ -169,7 +181,7 @@ def test_what_is_hashed_is_what_lies_in_the_target(each_way, place, region):
     source, target = noise(8 * region), np.zeros(8 * region, np.uint8)
     copies = CopyList(np.array([3 * region, 0]), np.array([0, 5 * region]), np.array([5 * region, 3 * region]))
     offsets, is_checked = np.arange(8) * region, np.arange(8) % 3 != 1
-    receipt = Receipt(offsets, region, is_checked)
+    receipt = Receipt(offsets[:, None], region, is_checked)
     moving = move(PLACES[place](source), place_of(target), copies, receipt)
     moving.run(2 * region + region // 2)
     assert np.flatnonzero(receipt.found).tolist() == [0]  # 1 is not checked, 2 is not complete
@@ -178,6 +190,21 @@ def test_what_is_hashed_is_what_lies_in_the_target(each_way, place, region):
     assert np.array_equal(receipt.found, np.where(is_checked, expected, 0))
     source[0] ^= 1  # a control: the hash is of the bytes
     assert xxh3_regions(memoryview(source), np.array([0]), region) != expected[5]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("piece", [16, 1000], ids=["short", "long"])
+def test_atoms_of_several_pieces_are_hashed_as_their_last_piece_lands(each_way, place, piece):
+    """K and V of two heads each, say, that lie apart in the target."""
+    source, target = noise(60 * piece), np.zeros(60 * piece, np.uint8)
+    pieces = np.random.default_rng(4).permutation(60)[:40].reshape(10, 4) * piece
+    copies = CopyList(np.arange(40) * piece, pieces.ravel(), np.full(40, piece, np.int64))
+    receipt = Receipt(pieces, piece)
+    moving = move(PLACES[place](source), place_of(target), copies, receipt)
+    moving.run(7 * piece)
+    assert np.flatnonzero(receipt.found).tolist() == [0]
+    moving.run()
+    assert np.array_equal(receipt.found, xxh3_regions(memoryview(source), np.arange(10) * 4 * piece, 4 * piece))
 
 
 @pytest.mark.parametrize(
@@ -340,7 +367,7 @@ def test_short_reads_go_on_where_they_stopped(each_way, monkeypatch, tmp_path):
     short_calls(each_way, monkeypatch, tmp_path)
     source, target = noise(30_000), np.zeros(30_000, np.uint8)
     copies = CopyList(np.array([5, 9000, 20_000]), np.array([0, 12_000, 7000]), np.array([6999, 11_000, 5000]))
-    receipt = Receipt(np.array([0, 12_000]), 5000)
+    receipt = Receipt(np.array([[0], [12_000]]), 5000)
     move(foreign(source), place_of(target), copies, receipt).run()
     assert np.array_equal(target, carried_out(copies, source, target.nbytes))
     assert receipt.found[0] == xxhash.xxh3_64_intdigest(target[:5000].tobytes())
@@ -397,7 +424,7 @@ def test_without_a_compiled_mover_there_is_the_other(forgotten, monkeypatch, why
         monkeypatch.setattr(shutil, "which", lambda name: None)
     assert mover.library() is None
     source, target = noise(1 << 20), np.zeros(1 << 20, np.uint8)
-    receipt = Receipt(np.array([0]), 1 << 20)
+    receipt = Receipt(np.array([[0]]), 1 << 20)
     rows = [np.array([n]) for n in (0, 0, 1 << 20)]
     moving = move(place_of(source), place_of(target), CopyList(*rows), receipt)
     assert isinstance(moving, mover.PythonMove)
