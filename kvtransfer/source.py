@@ -42,6 +42,7 @@ from kvrelay.kvtransfer.messages import (
     ToSource,
     encode,
 )
+from kvrelay.kvtransfer.mover import library
 from kvrelay.kvtransfer.plans import Offsets, Pairing, cut, pair
 from kvrelay.kvtransfer.probes import num_probe_blocks
 from kvrelay.kvtransfer.sampling import Chosen, chosen_regions
@@ -273,6 +274,7 @@ class KvSource:
 
     async def start(self) -> None:
         """Make the pool readable. Raises BackendUnavailable when a forced transport cannot be used."""
+        await asyncio.to_thread(library)  # compiled now, not for the first announcement
         for name in offered(self.settings.transport, self.memory, self._transports):
             exporter = self._transports[name].make_exporter(self.memory, self._secret, self._host)
             try:

@@ -43,6 +43,7 @@ from kvrelay.kvtransfer.messages import (
     Renew,
     encode,
 )
+from kvrelay.kvtransfer.mover import library
 from kvrelay.kvtransfer.paths import untried
 from kvrelay.kvtransfer.selection import TRANSPORTS, offered
 from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
@@ -102,6 +103,7 @@ class KvTarget:
 
     async def start(self) -> None:
         """Listen for sources. Raises BackendUnavailable when a forced transport cannot be used."""
+        await asyncio.to_thread(library)  # compiled now, not in the first read
         self._offers = offered(self.settings.transport, self.memory, self._transports)
         try:
             self._port = await self._server.start(self._host)
