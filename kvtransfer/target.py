@@ -452,7 +452,7 @@ class KvTarget:
         seconds = link.route.ended(name, num_bytes, began, time.monotonic())
         grant.num_unverified -= 1
         grant.bytes_by_path[name] += num_bytes
-        if not grant.reading:
+        if all(read.done() for read in grant.reading):  # one that was over at once may still be listed
             now = time.monotonic()
             grant.busy_s += now - grant.busy_since
             grant.busy_since = now  # two reads may settle before either is counted
