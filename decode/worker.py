@@ -14,6 +14,7 @@ from kvrelay.engine.engine import Engine, Reservation, StepResult
 from kvrelay.engine.lending import BlockLender
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import TransferError
+from kvrelay.kvtransfer.selection import transports_for
 from kvrelay.kvtransfer.target import KvTarget
 from kvrelay.kvtransfer.tickets import reason_word
 from kvrelay.kvtransfer.types import TransferResult, TransferStats, span_attributes
@@ -49,6 +50,7 @@ class DecodeWorker(WorkerService):
             host=self.host, generation_of=engine.pool.generation,
             on_commit=self._on_commit, on_failed=self._on_transfer_failed, on_released=self._on_released,
             lender=BlockLender(self.thread),
+            tls=self.tls, transports=transports_for(self.settings.transfer.tcp_streams, self.tls),
         )  # fmt: skip
         await self._target.start()
 

@@ -27,6 +27,7 @@ from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.storage import DTYPES
 from kvrelay.plane import Connection, Server
+from kvrelay.tls import cluster_tls
 from kvrelay.tracing import Spans, spans_of
 from kvrelay.types import Role
 from kvrelay.wire import (
@@ -116,11 +117,12 @@ class WorkerService:
         self.settings, self.worker_id, self.node_id = settings, worker_id, node_id
         self.model_dir, self.model_name = model_dir, model_name
         self.host, self.secret, self.cores = host, secret, cores
+        self.tls = cluster_tls(settings.cluster, secret)
         self.epoch = uuid.uuid4().hex
         self.thread = EngineThread(self._build, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
         self.info: WorkerInfo | None = None
         self.draining = False
-        self._server = Server(self._serve_link, secret)
+        self._server = Server(self._serve_link, secret, tls=self.tls)
         self._owners: dict[str, Link] = {}
         self._spans: dict[str, Spans] = {}  # of the requests that are traced
         self._links: set[Link] = set()

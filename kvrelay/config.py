@@ -18,7 +18,7 @@ from kvrelay.types import Role
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
-TransportName = Literal["auto", "nixl", "shm", "vmread", "tcp"]
+TransportName = Literal["auto", "nixl", "shm", "vmread", "unix", "tcp"]
 KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
 
@@ -133,7 +133,7 @@ class TransferSettings(_Settings):
 
     transport: TransportName = Field(
         "auto",
-        description="shm, vmread, nixl or tcp; auto: shm on one host (else vmread), nixl for CUDA, else tcp",
+        description="shm, vmread, unix, nixl or tcp; auto: the fastest of the first three on one host, nixl for CUDA, else tcp",
     )
     checks: ChecksMode = Field(
         "full", description="checksums of KV regions, verified before commit: of all, of a random sample, or of none"
@@ -148,6 +148,9 @@ class TransferSettings(_Settings):
     )
     window: Size = Field(
         "64MiB", description="bytes that one prefill worker announces ahead of one decode worker's reads"
+    )
+    tcp_streams: int = Field(
+        0, ge=0, le=16, description="connections of one pair over tcp; 0: four between hosts, one on the same host"
     )
     layers_per_announce: int = Field(
         0, ge=0, description="layers grouped in one announcement; 0: a quarter of the model"
@@ -221,6 +224,29 @@ class ClusterSettings(_Settings):
         description="authenticates workers to each other, until Ray stops; default: $KVRELAY_SECRET, else drawn at "
         "start. On the command line, or in a file for `serve deploy`, Ray's dashboard shows it",
     )
+    tls: bool = Field(
+        False,
+        description="TLS 1.3 between workers and ingresses, requests and KV over tcp alike; both ends show certificates. "
+        "Not for nixl, and not needed for what never leaves the host (shm, unix)",
+    )
+    tls_cert: str | None = Field(
+        None,
+        description="PEM file, at the same path on every node, with a certificate for both client and server use; "
+        "default: each process is issued one by an authority that the cluster's secret makes",
+    )
+    tls_key: str | None = Field(None, description="PEM file with the certificate's key, not encrypted")
+    tls_ca: str | None = Field(
+        None, description="PEM file with the authority whose certificates are let in: one of this cluster alone"
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        files = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(files) and not all(files):
+            raise ValueError("tls_cert, tls_key and tls_ca go together: set all three or none")
+        if any(files) and not self.tls:
+            raise ValueError("tls_cert is of no effect while tls is off; set cluster.tls: on")
+        return self
 
 
 class Settings(_Settings):

@@ -15,6 +15,7 @@ KvrelayError
 ├── PlaneError             the request plane's
 │   ├── AuthenticationFailed
 │   ├── ProtocolError
+│   │   └── TlsMismatch
 │   └── ConnectionLost
 ├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
 ├── LayoutMismatch         two pools between which no block can travel
@@ -133,6 +134,10 @@ class AuthenticationFailed(PlaneError):
 
 class ProtocolError(PlaneError):
     """A frame that is too large, malformed, or of another protocol version."""
+
+
+class TlsMismatch(ProtocolError):
+    """One end has cluster.tls on, the other off."""
 
 
 class ConnectionLost(PlaneError):

@@ -3,7 +3,8 @@
 A frame is a 4-byte little-endian length and that many bytes. Both ends prove that they know
 the cluster's secret before the first frame (HMAC challenge, both ways), so that nobody else on
 the network can inject work. A dead peer shows as end-of-file at once, which is why this is
-plain TCP and not a message queue that would hide it. Imports nothing of ours but errors.
+plain TCP and not a message queue that would hide it. With `tls` the same goes on inside TLS.
+Imports nothing of ours but errors and tls.
 """
 
 import asyncio
@@ -12,16 +13,24 @@ import hmac
 import logging
 import os
 import socket
-from collections.abc import Awaitable, Callable
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
-from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
+from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError, TlsMismatch
+from kvrelay.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 256 << 20
 MAX_BUFFERED_BYTES = 64 << 20
 _MAGIC = b"kvrelay1"
+_TLS_ONLY = b"kvrelayT"  # in place of the magic: what a server under TLS tells a plain client, plainly
+_TLS_HANDSHAKE = 0x16  # the first byte of a client that speaks TLS
 _NONCE_BYTES = 32
+_HANDSHAKE_S = 5.0
+_REMEDY = "set cluster.tls alike on every node"
+_ACCEPT_PAUSE_S = 0.2  # after a failed accept
 
 
 class Connection:
@@ -85,6 +94,10 @@ async def _authenticate(
     mine = os.urandom(_NONCE_BYTES)
     writer.write(_MAGIC + mine)
     hello = await reader.readexactly(len(_MAGIC) + _NONCE_BYTES)
+    if hello.startswith(_TLS_ONLY):
+        raise TlsMismatch(f"the peer speaks TLS only: {_REMEDY}")
+    if hello[0] == _TLS_HANDSHAKE:
+        raise TlsMismatch(f"the peer speaks TLS, which is off here: {_REMEDY}")
     if not hello.startswith(_MAGIC):
         raise ProtocolError("the peer does not speak kvrelay's protocol")
     theirs = hello[len(_MAGIC) :]
@@ -102,26 +115,43 @@ def _tune(writer: asyncio.StreamWriter) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-async def connect(host: str, port: int, secret: bytes, *, timeout_s: float = 5.0) -> Connection:
+def _without_tls(error: ssl.SSLError) -> AuthenticationFailed | TlsMismatch:
+    """What a TLS handshake failed of."""
+    if error.reason == "WRONG_VERSION_NUMBER":  # it did not look like TLS at all
+        return TlsMismatch(f"the peer does not speak TLS: {_REMEDY}")
+    why = getattr(error, "verify_message", "") or str(error.reason or error)
+    return AuthenticationFailed(f"no certificate of this cluster: {why.lower().replace('_', ' ')}")
+
+
+async def connect(
+    host: str, port: int, secret: bytes, *, timeout_s: float = 5.0, tls: ClusterTls | None = None
+) -> Connection:
     """Open and authenticate one connection.
 
-    Raises: ConnectionLost (refused, unreachable, timed out), AuthenticationFailed, ProtocolError.
+    Raises: ConnectionLost (refused, unreachable, timed out), AuthenticationFailed, ProtocolError, TlsMismatch.
     """
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            reader, writer = await asyncio.open_connection(host, port)
+            context = None if tls is None else tls.client()
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
             _tune(writer)
             await _authenticate(reader, writer, secret, is_server=False)
             return Connection(reader, writer)
+    except ssl.SSLError as error:
+        _abort(writer)
+        raise _without_tls(error) from error
     except (OSError, asyncio.IncompleteReadError) as error:  # TimeoutError is an OSError
-        if writer is not None:
-            writer.transport.abort()
+        _abort(writer)
         raise ConnectionLost(f"{host}:{port}: {str(error) or 'timed out'}") from error
     except BaseException:
-        if writer is not None:
-            writer.transport.abort()
+        _abort(writer)
         raise
+
+
+def _abort(writer: asyncio.StreamWriter | None) -> None:
+    if writer is not None:
+        writer.transport.abort()
 
 
 class Server:
@@ -130,48 +160,123 @@ class Server:
     The handler owns nothing: the connection is closed when it returns or raises.
     """
 
-    def __init__(self, handler: Callable[[Connection], Awaitable[None]], secret: bytes) -> None:
-        self._handler, self._secret = handler, secret
-        self._server: asyncio.Server | None = None
+    def __init__(
+        self, handler: Callable[[Connection], Awaitable[None]], secret: bytes, *, tls: ClusterTls | None = None
+    ) -> None:
+        self._handler, self._secret, self._tls = handler, secret, tls
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int = 0) -> int:
-        """Listen; returns the port."""
-        self._server = await asyncio.start_server(self._accept, host, port)
-        return int(self._server.sockets[0].getsockname()[1])
+        """Listen; returns the port. Raises OSError."""
+        addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
+        self._listener = socket.create_server(address[:2], family=family, backlog=128)
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="accept")
+        return int(self._listener.getsockname()[1])
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
-        _tune(writer)
-        connection = Connection(reader, writer)
+    async def _accept(self, listener: socket.socket) -> None:
+        async for sock in connections(listener):
+            task = asyncio.create_task(self._serve(sock), name="connection")
+            self._tasks.add(task)
+            task.add_done_callback(partial(self._on_served, sock))
+
+    def _on_served(self, sock: socket.socket, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        sock.close()  # also where the task was cancelled before it began
+
+    async def _serve(self, sock: socket.socket) -> None:
+        """One connection, from its first byte to its end."""
+        peer, writer = "a peer", None
         try:
-            async with asyncio.timeout(5.0):
+            async with asyncio.timeout(_HANDSHAKE_S):
+                reader, writer = await self._streams(sock)
+                connection = Connection(reader, writer)
+                peer = connection.peer
                 await _authenticate(reader, writer, self._secret, is_server=True)
             await self._handler(connection)
+        except ssl.SSLError as error:
+            logger.warning("refused %s: %s", peer, _without_tls(error))
         except (AuthenticationFailed, ProtocolError) as error:
-            logger.warning("refused %s: %s", connection.peer, error)
+            logger.warning("refused %s: %s", peer, error)
         except (ConnectionLost, OSError, asyncio.IncompleteReadError):
-            logger.debug("%s is gone", connection.peer)
+            logger.debug("%s is gone", peer)
         except asyncio.CancelledError:
-            logger.debug(
-                "%s: closed by us", connection.peer
-            )  # the task ends here; asyncio's streams log it as an error
+            logger.debug("%s: closed by us", peer)  # the task ends here
         except Exception:
-            logger.exception("handler of %s failed", connection.peer)
+            logger.exception("handler of %s failed", peer)
         finally:
-            self._tasks.discard(task)
-            connection.abort()
+            _abort(writer)
+
+    async def _streams(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """The socket as streams, inside TLS where that is on. Raises TlsMismatch, ssl.SSLError, OSError."""
+        loop = asyncio.get_running_loop()
+        if self._tls is not None:
+            await _expect_tls(sock)
+        reader = asyncio.StreamReader()
+        protocol = asyncio.StreamReaderProtocol(reader)
+        context = None if self._tls is None else self._tls.server()
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        _tune(writer)
+        return reader, writer
 
     async def aclose(self) -> None:
         """Stop listening and end every handler."""
-        if self._server is None:
+        if self._listener is None or self._accepting is None:
             return
-        self._server.close()
-        await asyncio.sleep(0)  # a connection accepted just now has its task by then
+        listener, self._listener = self._listener, None
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
+        listener.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._server = None
+
+
+async def _expect_tls(sock: socket.socket) -> None:
+    """Wait for the client's first byte, and leave it there. Raises TlsMismatch, having told the client."""
+    while True:
+        try:
+            first = sock.recv(1, socket.MSG_PEEK)
+            break
+        except BlockingIOError:
+            await _readable(sock)
+    if not first:
+        raise ConnectionLost("it closed the connection")
+    if first[0] != _TLS_HANDSHAKE:
+        await asyncio.get_running_loop().sock_sendall(sock, _TLS_ONLY + bytes(_NONCE_BYTES))
+        sock.recv(len(_MAGIC) + _NONCE_BYTES)  # what is unread would make closing a reset that overtakes the answer
+        raise TlsMismatch(f"it does not speak TLS, which is on here: {_REMEDY}")
+
+
+async def _readable(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    is_readable = asyncio.Event()
+    loop.add_reader(sock, is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(sock)
+
+
+async def connections(listener: socket.socket) -> AsyncIterator[socket.socket]:
+    """Whoever connects to `listener` (non-blocking), until cancelled; a failed accept is logged and tried again.
+
+    Not loop.sock_accept: cancelled in the wrong moment, that forgets a connection which it has taken.
+    """
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except BlockingIOError:
+            await _readable(listener)
+            continue
+        except OSError as error:  # out of file descriptors, or the peer left in between
+            logger.warning("cannot take a connection: %s", error)
+            await asyncio.sleep(_ACCEPT_PAUSE_S)
+            continue
+        sock.setblocking(False)
+        yield sock

@@ -8,11 +8,18 @@ from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.loopback import LOOPBACK
 from kvrelay.kvtransfer.transports.nixl import NIXL
 from kvrelay.kvtransfer.transports.shm import SHM
-from kvrelay.kvtransfer.transports.tcp import TCP
+from kvrelay.kvtransfer.transports.tcp import TCP, tcp
+from kvrelay.kvtransfer.transports.unix import UNIX
 from kvrelay.kvtransfer.transports.vmread import VMREAD
+from kvrelay.tls import ClusterTls
 from kvrelay.types import KvMemory
 
-TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, VMREAD, NIXL, TCP)})
+TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, VMREAD, UNIX, NIXL, TCP)})
+
+
+def transports_for(tcp_streams: int, tls: ClusterTls | None) -> Mapping[str, Transport]:
+    """The table, with TCP as the settings want it."""
+    return MappingProxyType({**TRANSPORTS, "tcp": tcp(tcp_streams, tls)})
 
 
 def is_cuda(device: str) -> bool:

@@ -61,6 +61,7 @@ from kvrelay.kvtransfer.tickets import (
 from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id, process_id
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
 from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
+from kvrelay.tls import ClusterTls
 from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -262,8 +263,10 @@ class KvSource:
         generation_of: Callable[[int], int],
         lender: Lender | None = None,
         transports: Mapping[str, Transport] = TRANSPORTS,
+        tls: ClusterTls | None = None,
     ) -> None:
         self.memory, self.settings, self.generation_of, self.lender = memory, settings, generation_of, lender
+        self._tls = tls
         self._worker_id, self._epoch, self._fingerprint = worker_id, epoch, fingerprint
         self._secret, self._host, self._transports = secret, host, transports
         self._exporters: dict[str, Exporter] = {}
@@ -349,8 +352,9 @@ class KvSource:
     def _link_to(self, address: TargetAddress) -> TargetLink:
         if address not in self._links:
             link = TargetLink(
-                address, self._hello(), self._secret, self.settings, lambda link: self._forget(address, link)
-            )
+                address, self._hello(), self._secret, self.settings, lambda link: self._forget(address, link),
+                tls=self._tls,
+            )  # fmt: skip
             self._links[address] = link
             link.start()
         return self._links[address]

@@ -35,6 +35,7 @@ from kvrelay.kvtransfer.messages import (
 from kvrelay.kvtransfer.tickets import Reason, Ticket, refusal
 from kvrelay.kvtransfer.types import PathReport
 from kvrelay.kvtransfer.window import Window
+from kvrelay.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +75,8 @@ class TargetLink:
         secret: bytes,
         settings: TransferSettings,
         on_closed: Callable[["TargetLink"], None],
+        *,
+        tls: ClusterTls | None = None,
     ) -> None:
         self._host, self._port = address.host, address.port
         self._worker, self._epoch = address.worker, address.epoch
@@ -86,6 +89,7 @@ class TargetLink:
         self._last_heard = 0.0
         self._probes: dict[int, asyncio.Future[list[PathReport]]] = {}
         self._probe_ids = itertools.count(1)
+        self._tls = tls
         self._connection: plane.Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
@@ -191,7 +195,9 @@ class TargetLink:
 
     async def _handshake(self) -> None:
         patience_s = min(self._lease_s, _CONNECT_TIMEOUT_S)
-        self._connection = await plane.connect(self._host, self._port, self._secret, timeout_s=patience_s)
+        self._connection = await plane.connect(
+            self._host, self._port, self._secret, tls=self._tls, timeout_s=patience_s
+        )
         await self._connection.send(encode(self._hello))
         async with asyncio.timeout(_HANDSHAKE_TIMEOUT_S):
             reply: ToSource = Alive()

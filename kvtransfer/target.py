@@ -50,6 +50,7 @@ from kvrelay.kvtransfer.target_link import SourceLink, TargetIdentity
 from kvrelay.kvtransfer.tickets import NONCE_BYTES, Reason, Ticket, Transcript, open_ticket, reason_of, refusal, seal
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
 from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
+from kvrelay.tls import ClusterTls
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class KvTarget:
         on_released: Callable[[str], None],
         lender: Lender | None = None,
         transports: Mapping[str, Transport] = TRANSPORTS,
+        tls: ClusterTls | None = None,
     ) -> None:
         self.memory, self.settings, self.lender = memory, settings, lender
         checksums = kind_of(memory, settings.checks)
@@ -92,7 +94,7 @@ class KvTarget:
         self._on_commit, self._on_failed, self._on_released = on_commit, on_failed, on_released
         self._offers: list[str] = []
         self._links: set[SourceLink] = set()
-        self._server = plane.Server(self._serve, secret)
+        self._server = plane.Server(self._serve, secret, tls=tls)
         self._port = 0
         self._grants: dict[bytes, Grant] = {}  # live, by nonce
         self._letting_go: dict[bytes, Grant] = {}  # ended badly, not yet released

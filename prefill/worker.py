@@ -15,6 +15,7 @@ from kvrelay.engine.engine import Engine, LayerHook
 from kvrelay.engine.lending import BlockLender
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import BackendUnavailable, TransferError
+from kvrelay.kvtransfer.selection import transports_for
 from kvrelay.kvtransfer.source import KvSource, SourceTransfer
 from kvrelay.kvtransfer.source_link import TargetAddress
 from kvrelay.kvtransfer.tickets import reason_word
@@ -45,7 +46,8 @@ class PrefillWorker(WorkerService):
     async def _start_transfers(self, engine: Engine) -> None:
         self._source = KvSource(
             engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.secret, self.settings.transfer,
-            host=self.host, generation_of=engine.pool.generation, lender=BlockLender(self.thread),
+            host=self.host, generation_of=engine.pool.generation, lender=BlockLender(self.thread), tls=self.tls,
+            transports=transports_for(self.settings.transfer.tcp_streams, self.tls),
         )  # fmt: skip
         await self._source.start()
 

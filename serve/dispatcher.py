@@ -22,6 +22,7 @@ from kvrelay.serve.pairs import PairWatch
 from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
+from kvrelay.tls import cluster_tls
 from kvrelay.wire import SequenceRequest, TokenOutput
 
 __all__ = ["Dispatcher", "Member"]
@@ -41,7 +42,7 @@ class Dispatcher:
     ) -> None:
         self.router, self.settings, self.clock = router, settings, clock
         self.stats = ServeStats()
-        self._secret = secret
+        self._secret, self._tls = secret, cluster_tls(settings.cluster, secret)
         self._links: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
         self._attempts: dict[str, Attempt] = {}
@@ -77,7 +78,7 @@ class Dispatcher:
                 self._retire(self._links.pop(worker_id))
         for worker_id, member in listed.items():
             if worker_id not in self._links:
-                link = self._links[worker_id] = WorkerLink(member, self._secret, self)
+                link = self._links[worker_id] = WorkerLink(member, self._secret, self, tls=self._tls)
                 if self._is_open:
                     link.start()
 

@@ -14,6 +14,7 @@ import msgspec
 
 from kvrelay import plane, wire
 from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError
+from kvrelay.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +52,11 @@ class LinkOwner(Protocol):
 class WorkerLink:
     """Connects, reads until the peer is gone, and connects again. `send` works only while up."""
 
-    def __init__(self, member: Member, secret: bytes, owner: LinkOwner) -> None:
+    def __init__(self, member: Member, secret: bytes, owner: LinkOwner, *, tls: ClusterTls | None = None) -> None:
         self.member = member
         self.info: wire.WorkerInfo | None = None  # set while up
         self.load: wire.LoadReport | None = None
-        self._secret, self._owner = secret, owner
+        self._secret, self._owner, self._tls = secret, owner, tls
         self._connection: plane.Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
@@ -113,7 +114,7 @@ class WorkerLink:
         was_up, why = False, "the connection was closed by us"
         try:
             self._connection = await plane.connect(
-                self.member.host, self.member.port, self._secret, timeout_s=CONNECT_TIMEOUT_S
+                self.member.host, self.member.port, self._secret, timeout_s=CONNECT_TIMEOUT_S, tls=self._tls
             )
             await self._greet(self._connection)
             was_up = True

@@ -5,11 +5,9 @@ more; until then its blocks must not be re-used. Nothing here knows tickets or l
 """
 
 import asyncio
-import logging
 import os
 import secrets
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -17,9 +15,6 @@ from typing import Protocol, TypeVar
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.types import KvMemory
 
-logger = logging.getLogger(__name__)
-
-_ACCEPT_PAUSE_S = 0.2  # after a failed accept
 Opened = TypeVar("Opened")
 Landed = Callable[[int], None]  # the first n bytes of a read, in the order of its copies, are in place: verify them
 
@@ -128,16 +123,3 @@ def host_id() -> str:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
-
-
-async def connections(listener: socket.socket) -> AsyncIterator[socket.socket]:
-    """Whoever connects to `listener` (non-blocking), until cancelled; a failed accept is logged and tried again."""
-    loop = asyncio.get_running_loop()
-    while True:
-        try:
-            peer, _ = await loop.sock_accept(listener)
-        except OSError as error:  # out of file descriptors, or the peer left in between
-            logger.warning("cannot take a connection to the KV pool: %s", error)
-            await asyncio.sleep(_ACCEPT_PAUSE_S)
-            continue
-        yield peer

@@ -13,7 +13,7 @@ import secrets
 import socket
 from collections.abc import Callable
 
-from kvrelay.kvtransfer.transports.base import connections
+from kvrelay.plane import connections
 
 logger = logging.getLogger(__name__)
 

@@ -18,9 +18,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from kvrelay.config import TransferSettings
-from kvrelay.kvtransfer.selection import TRANSPORTS
+from kvrelay.kvtransfer.selection import TRANSPORTS, transports_for
 from kvrelay.kvtransfer.source import KvSource
 from kvrelay.kvtransfer.target import KvTarget
+from kvrelay.tls import ClusterTls
 from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 SECRET = b"a secret of the test cluster"
@@ -51,10 +52,15 @@ def digest(memory, blocks):
 
 
 def table(name):
-    """(settings' transport, transports to choose from) that make `name` the only choice."""
+    """(settings' transport, transports to choose from, TLS) that make `name` the only choice.
+
+    "tcp x3": over three streams; "tcp+tls": everything that goes over TCP, messages too, is inside TLS.
+    """
     if name == "loopback":
-        return "auto", {"loopback": TRANSPORTS["loopback"]}
-    return name, TRANSPORTS
+        return "auto", {"loopback": TRANSPORTS["loopback"]}, None
+    plain, _, num_streams = name.removesuffix("+tls").partition(" x")
+    tls = ClusterTls.derived(SECRET) if name.endswith("+tls") else None
+    return plain, transports_for(int(num_streams or 0), tls), tls
 
 
 WAIT_S = 60.0  # for an event that a test is sure of
@@ -73,11 +79,11 @@ class SourceSide(KvSource):
         transports=None, lender=None, **settings,
     ):  # fmt: skip
         self.generations = Generations()
-        name, known = table(transport)
+        name, known, tls = table(transport)
         super().__init__(
             memory or allocate(fill=fill), "prefill-0", epoch, fingerprint, secret,
             TransferSettings(transport=name, **settings), host="127.0.0.1",
-            generation_of=self.generations, lender=lender, transports=transports or known,
+            generation_of=self.generations, lender=lender, transports=transports or known, tls=tls,
         )  # fmt: skip
 
 
@@ -91,14 +97,14 @@ class TargetSide(KvTarget):
         self.generations = Generations()
         self.ends = []  # (kind, request_id, detail) in order
         self._waiting = {}
-        name, known = table(transport)
+        name, known, tls = table(transport)
         super().__init__(
             memory or allocate(), "decode-0", epoch, fingerprint, SECRET,
             TransferSettings(transport=name, **settings), host="127.0.0.1", generation_of=self.generations,
             on_commit=lambda request_id, payload, result: self._record("commit", request_id, (payload, result)),
             on_failed=lambda request_id, error: self._record("failed", request_id, error),
             on_released=lambda request_id: self._record("released", request_id, None),
-            lender=lender, transports=transports or known,
+            lender=lender, transports=transports or known, tls=tls,
         )  # fmt: skip
 
     def _record(self, kind, request_id, detail):

@@ -10,7 +10,7 @@ from kvrelay.errors import LeaseExpired, PeerLost, TransferTimeout
 
 pytestmark = pytest.mark.slow
 
-TRANSPORTS = ["shm", "vmread", "tcp", "nixl"]
+TRANSPORTS = ["shm", "vmread", "unix", "tcp", "tcp x3", "tcp+tls", "nixl"]
 BLOCKS = [5, 2, 9, 63, 0, 31, 30, 29]
 
 
@@ -44,7 +44,7 @@ async def test_blocks_cross_processes_unchanged(kv, transport):
         peer.tell("commit", request_id=request_id)
         payload, result = await target.event("commit", request_id)
         assert payload == f"payload of {request_id}".encode()
-        assert result.transport == transport
+        assert result.transport == kv.lib.table(transport)[0]
         assert (await peer.hear("committed"))["num_bytes"] == result.num_bytes
     peer.tell("digest", blocks=BLOCKS)
     assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
@@ -78,14 +78,14 @@ async def test_auto_reads_the_sources_memory_when_its_pool_cannot_be_mapped(kv, 
     assert (await peer.hear("digest"))["value"] == kv.lib.digest(target.memory, BLOCKS)
 
 
-async def test_auto_goes_over_tcp_when_the_sources_memory_is_out_of_reach(kv, monkeypatch):
+async def test_auto_goes_over_a_unix_socket_when_the_sources_memory_is_out_of_reach(kv, monkeypatch):
     refuse_shm(monkeypatch)
     monkeypatch.setattr("kvrelay.kvtransfer.transports.vmread._read_nonce", refuse)
     peer = await kv.process("source", transport="auto")
     target = await kv.target("auto")
     await begin(kv, target, peer, "r1", BLOCKS)
     peer.tell("commit", request_id="r1")
-    assert (await target.event("commit", "r1"))[1].transport == "tcp"
+    assert (await target.event("commit", "r1"))[1].transport == "unix"
 
 
 async def test_the_pool_comes_over_a_unix_socket_when_proc_is_refused(kv, monkeypatch):
@@ -131,9 +131,10 @@ async def test_a_source_killed_during_a_read_fails_and_releases_within_two_secon
     assert target.quarantined_blocks() == 0
 
 
-async def test_a_source_frozen_during_a_read_is_let_go_of(kv, monkeypatch):
-    peer = await kv.process("source", transport="tcp", fill=3)
-    target = await kv.target("tcp", lease_s=0.5)
+@pytest.mark.parametrize("transport", ["unix", "tcp", "tcp x3", "tcp+tls"])
+async def test_a_source_frozen_during_a_read_is_let_go_of(kv, monkeypatch, transport):
+    peer = await kv.process("source", transport=transport, fill=3)
+    target = await kv.target(transport, lease_s=0.5)
     is_frozen = freeze_when_reading(monkeypatch, target, peer)
     await begin(kv, target, peer, "r1", BLOCKS)
     await soon(target, is_frozen)

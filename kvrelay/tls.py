@@ -1,0 +1,180 @@
+"""The cluster's TLS: a peer belongs to the cluster when its certificate is of the cluster's own authority.
+
+Without files, every process derives the same authority from the cluster's secret (HKDF to a P-256 key) and issues
+itself a certificate for a day, anew every few hours; its key stays in memory. With files, they are the operator's
+own and are read again every few hours, so that rotated ones are taken up. TLS 1.3 only, and both ends verify. Names are
+not compared, since workers are reached by address: let the authority sign for nothing but this cluster.
+"""
+
+import os
+import ssl
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from kvrelay.config import ClusterSettings
+from kvrelay.errors import ConfigError
+
+_LABEL = b"kvrelay cluster authority v1"
+_P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_AUTHORITY = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvrelay cluster authority")])
+_MEMBER = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvrelay worker")])
+_AUTHORITY_YEARS = (datetime(2020, 1, 1, tzinfo=UTC), datetime(2120, 1, 1, tzinfo=UTC))
+_LIFETIME = timedelta(days=1)  # of a member's certificate, from now on
+_SKEW = timedelta(hours=12)  # clocks of two hosts may differ by this
+_RENEW_S = 6 * 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a process shows (certificate and key) and what it trusts (the authority), in PEM."""
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+
+
+def _authority_key(secret: bytes) -> ec.EllipticCurvePrivateKey:
+    """The same key for the same secret, in every process."""
+    material = HKDF(algorithm=hashes.SHA256(), length=48, salt=None, info=_LABEL).derive(secret)
+    return ec.derive_private_key(int.from_bytes(material, "big") % (_P256_ORDER - 1) + 1, ec.SECP256R1())
+
+
+def _usage(*, is_authority: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_authority, key_cert_sign=is_authority, crl_sign=False, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _authority_certificate(key: ec.EllipticCurvePrivateKey) -> x509.Certificate:
+    first, last = _AUTHORITY_YEARS
+    return (
+        x509.CertificateBuilder(_AUTHORITY, _AUTHORITY, key.public_key(), 1, first, last)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .add_extension(_usage(is_authority=True), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .sign(key, hashes.SHA256())
+    )
+
+
+def issue(secret: bytes, not_before: datetime, not_after: datetime) -> Identity:
+    """A member of the cluster that knows `secret`, valid between those times."""
+    authority, mine = _authority_key(secret), ec.generate_private_key(ec.SECP256R1())
+    both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    certificate = (
+        x509.CertificateBuilder(
+            _AUTHORITY, _MEMBER, mine.public_key(), x509.random_serial_number(), not_before, not_after
+        )
+        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+        .add_extension(_usage(is_authority=False), critical=True)
+        .add_extension(both_ends, critical=False)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(mine.public_key()), critical=False)
+        .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key()), critical=False)
+        .sign(authority, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    return Identity(
+        certificate.public_bytes(pem),
+        mine.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+        _authority_certificate(authority).public_bytes(pem),
+    )
+
+
+def _issue_now(secret: bytes) -> Identity:
+    now = datetime.now(UTC)
+    return issue(secret, now - _SKEW, now + _LIFETIME)
+
+
+def read_identity(certificate: str, key: str, authority: str) -> Identity:
+    """The operator's own files. Raises ConfigError when one cannot be read, or the certificate has expired."""
+    contents = []
+    for name, path in (("tls_cert", certificate), ("tls_key", key), ("tls_ca", authority)):
+        try:
+            contents.append(Path(path).expanduser().read_bytes())
+        except OSError as error:
+            raise ConfigError(f"cluster.{name}: {path}: {error.strerror}") from error
+    try:
+        expired = x509.load_pem_x509_certificate(contents[0]).not_valid_after_utc
+    except ValueError as error:
+        raise ConfigError(f"cluster.tls_cert: {certificate} holds no certificate in PEM") from error
+    if expired < datetime.now(UTC):
+        raise ConfigError(f"cluster.tls_cert: {certificate} expired on {expired:%Y-%m-%d}")
+    return Identity(*contents)
+
+
+def _load(context: ssl.SSLContext, identity: Identity) -> None:
+    """The ssl module takes a certificate by its path only: the path leads into memory. Raises ssl.SSLError."""
+    fd = os.memfd_create("kvrelay-identity", os.MFD_CLOEXEC)
+    try:
+        os.write(fd, identity.certificate + b"\n" + identity.key)
+        context.load_cert_chain(f"/proc/self/fd/{fd}")
+    finally:
+        os.close(fd)
+    context.load_verify_locations(cadata=identity.authority.decode("ascii", "replace"))
+
+
+def _context(identity: Identity, *, is_server: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_REQUIRED
+    if is_server:
+        context.num_tickets = 0  # nobody resumes: a ticket would outlive its certificate
+    try:
+        _load(context, identity)
+    except (ssl.SSLError, ValueError) as error:
+        raise ConfigError(f"cluster.tls_cert, tls_key and tls_ca do not fit together: {error}") from error
+    return context
+
+
+class ClusterTls:
+    """One process's contexts for both ends, made anew before what they show grows old. For use from any thread."""
+
+    def __init__(self, identify: Callable[[], Identity], *, renew_s: float = _RENEW_S) -> None:
+        """Raises ConfigError when there is no usable identity."""
+        self._identify, self._renew_s, self._lock = identify, renew_s, threading.Lock()
+        self._contexts = self._made()
+
+    @classmethod
+    def derived(cls, secret: bytes) -> "ClusterTls":
+        """Of the authority that the cluster's secret makes."""
+        return cls(lambda: _issue_now(secret))
+
+    def _made(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        identity = self._identify()
+        self._made_at = time.monotonic()
+        return _context(identity, is_server=True), _context(identity, is_server=False)
+
+    def _current(self) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+        with self._lock:
+            if time.monotonic() - self._made_at > self._renew_s:
+                self._contexts = self._made()
+            return self._contexts
+
+    def server(self) -> ssl.SSLContext:
+        """For a connection that is accepted now."""
+        return self._current()[0]
+
+    def client(self) -> ssl.SSLContext:
+        """For a connection that is opened now."""
+        return self._current()[1]
+
+
+def cluster_tls(settings: ClusterSettings, secret: bytes) -> ClusterTls | None:
+    """What the settings say; None: no TLS. Raises ConfigError naming the file at fault."""
+    if not settings.tls:
+        return None
+    if settings.tls_cert is None or settings.tls_key is None or settings.tls_ca is None:
+        return ClusterTls.derived(secret)
+    files = settings.tls_cert, settings.tls_key, settings.tls_ca
+    return ClusterTls(lambda: read_identity(*files))
