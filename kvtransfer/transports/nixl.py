@@ -1,12 +1,15 @@
 """NIXL (UCX): the target's agent READs the source's pool. CUDA and RDMA; host memory too.
 
-Descriptors are prepared once per peer: every region of both pools is a row, and a read names
-rows. See nixl_agent.py for what NIXL cannot do and how that is dealt with.
+Each pool is described to NIXL once per peer as rows of one region; a read of whole regions names
+rows, any other lists its addresses. See nixl_agent.py for what NIXL cannot do and how that is
+dealt with.
 """
 
 import asyncio
 import contextlib
 import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -14,13 +17,17 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable
+from kvrelay.kvtransfer.discovery import this_machine
 from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.base import Landed, Transport, TransportError, check_bounds
-from kvrelay.kvtransfer.transports.nixl_agent import NixlAgent, device_index, import_nixl, keep, memory_type
+from kvrelay.kvtransfer.topology import ucx_devices
+from kvrelay.kvtransfer.transports import ucx
+from kvrelay.kvtransfer.transports.base import Landed, Transport, TransportError
+from kvrelay.kvtransfer.transports.nixl_agent import NixlAgent, agent_for, device_index, import_nixl, memory_type
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 
+PIECE_BYTES = 8 << 20  # posted at once, then verified while the next one comes
 _CONNECT_TIMEOUT_S = 20.0
 _CLOSE_WAIT_S = 0.5
 
@@ -35,69 +42,152 @@ class _Descriptor(msgspec.Struct, frozen=True):
     device_index: int
 
 
-def _rows(address: int, num_bytes: int, region_bytes: int, device: int) -> Any:
-    """Every region as (address, length, device): [num_regions, 3]."""
-    addresses = np.arange(address, address + num_bytes, region_bytes, dtype=np.uint64)
-    rows = np.empty((len(addresses), 3), dtype=np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, region_bytes, device
-    return rows
+def _describe(memory: KvMemory, agent: str, metadata: bytes) -> _Descriptor:
+    layout, device = memory.layout, memory.device
+    return _Descriptor(
+        agent, metadata, memory.address, layout.num_bytes, layout.region_bytes, memory_type(device),
+        device_index(device),
+    )  # fmt: skip
 
 
-def _indices(offsets: Any, sizes: Any, region_bytes: int) -> Any:
-    """Row numbers of the regions in these spans, in order: int32."""
-    counts = sizes // region_bytes
-    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
-    return (np.repeat(offsets // region_bytes, counts) + within).astype(np.int32)
+def _devices(memory: KvMemory, host: str) -> dict[str, str]:
+    """The variable that names the NICs for this pool, where there is a choice."""
+    names = ucx_devices(this_machine(), memory.device, host)
+    return {"UCX_NET_DEVICES": ",".join(names)} if names else {}
 
 
 class NixlExporter:
-    """Registers the pool with an agent and gives out its metadata."""
+    """Registers the pool with its agent and gives out the agent's metadata."""
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
-        self._memory = memory
-        self._agent = NixlAgent(memory)
-        self._metadata = b""
+        self._memory, self._host = memory, host
+        self._agent: NixlAgent | None = None
+        self._description = b""
 
     async def start(self) -> None:
-        await self._agent.start()
-        keep(self._agent)
-        self._metadata = await self._agent.call(lambda: self._agent.api.get_agent_metadata())
+        agent = self._agent = await agent_for(self._memory, lambda: _devices(self._memory, self._host))
+        metadata = await agent.call(lambda: agent.api.get_agent_metadata())
+        self._description = msgspec.msgpack.encode(_describe(self._memory, agent.name, metadata))
 
     def describe(self) -> bytes:
-        layout, device = self._memory.layout, self._memory.device
-        return msgspec.msgpack.encode(
-            _Descriptor(
-                agent=self._agent.name, metadata=self._metadata, address=self._memory.address,
-                num_bytes=layout.num_bytes, region_bytes=layout.region_bytes,
-                memory_type=memory_type(device), device_index=device_index(device),
-            )
-        )  # fmt: skip
+        return self._description
 
     def set_busy(self, num_open: int) -> None:
-        self._agent.set_busy(num_open > 0)
+        if self._agent is not None:
+            self._agent.set_busy(num_open > 0)
 
     async def aclose(self) -> None:
-        self._agent.set_busy(False)
-        self._agent.stop()
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.set_busy(False)
+            agent.release()
 
 
-_targets: dict[tuple[int, int], NixlAgent] = {}  # one agent for each target pool, shared by its readers
+# ---- what a read asks of the agent
 
 
-async def _agent_for(memory: KvMemory) -> NixlAgent:
-    """The started agent of this target pool. Raises BackendUnavailable."""
-    key = (memory.address, memory.layout.num_bytes)
-    agent = _targets.get(key)
-    if agent is None:
-        agent = _targets[key] = NixlAgent(memory)
-        keep(agent)
-    agent.num_users += 1
-    try:
-        await agent.ensure_started()
-    except BackendUnavailable:
-        _targets.pop(key, None)
-        raise
-    return agent
+@dataclass(frozen=True, slots=True)
+class _Regions:
+    """A piece of a read of whole regions: row numbers on both sides, int32."""
+
+    sources: Any
+    targets: Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Spans:
+    """A piece of any other read: offsets from the pools' bases, and lengths."""
+
+    sources: Any
+    targets: Any
+    sizes: Any
+
+
+Piece = tuple[_Regions | _Spans, int]  # and its number of bytes
+
+
+def pieces_of(copies: CopyList, region_bytes: int) -> Iterator[Piece]:
+    """The read in pieces, in the order of `copies`. NIXL itself refuses what lies outside a pool."""
+    plain = (copies.source_offset, copies.target_offset, copies.num_bytes)
+    spans = np.array(plain if copies.repeats == 1 else copies.expanded())  # [3, num_copies]
+    rows, rest = np.divmod(spans, region_bytes)
+    if rest.any():
+        yield from _cut_spans(*spans)
+        return
+    sources, targets, counts = rows.astype(np.int32)
+    if (counts != 1).any():
+        sources, targets = _each(sources, counts), _each(targets, counts)
+    step = max(PIECE_BYTES // region_bytes, 1)
+    for first in range(0, len(sources), step):
+        some = slice(first, first + step)
+        yield _Regions(sources[some], targets[some]), len(sources[some]) * region_bytes
+
+
+def _each(first: Any, counts: Any) -> Any:
+    """Every row of runs that begin at `first` and are `counts` long."""
+    within = np.arange(counts.sum(), dtype=np.int32) - np.repeat(np.cumsum(counts) - counts, counts)
+    return (np.repeat(first, counts) + within).astype(np.int32)
+
+
+def _cut_spans(sources: Any, targets: Any, sizes: Any) -> Iterator[Piece]:
+    """Whole spans, as many as fit into a piece, but at least one."""
+    ends = np.cumsum(sizes)
+    first = 0
+    while first < len(sizes):
+        before = int(ends[first - 1]) if first else 0
+        stop = max(int(np.searchsorted(ends, before + PIECE_BYTES, side="right")), first + 1)
+        yield _Spans(sources[first:stop], targets[first:stop], sizes[first:stop]), int(ends[stop - 1]) - before
+        first = stop
+
+
+@dataclass(slots=True, eq=False)
+class NixlPeer:
+    """A source as the target's agent knows it: shared by all readers of that source. Used in the agent's turn only."""
+
+    source: _Descriptor
+    target: _Descriptor  # our own pool; its metadata is not needed
+    is_lost: bool = False  # a read failed, and NIXL has forgotten the peer
+    num_readers: int = 0
+    _rows: list[Any] = field(default_factory=list)  # prepared descriptor lists: source's, target's
+
+    def join(self, api: Any) -> None:
+        """Raises what NIXL raises."""
+        api.add_remote_agent(self.source.metadata)
+        for name, pool in ((self.source.agent, self.source), ("NIXL_INIT_AGENT", self.target)):
+            count = pool.num_bytes // pool.region_bytes
+            rows = [[pool.address, pool.region_bytes, pool.device_index, pool.region_bytes, count]]
+            described = np.array(rows, dtype=np.uint64)  # address, length, device, stride, count
+            self._rows.append(api.prep_xfer_dlist(name, described, pool.memory_type))
+        self.is_lost = False
+
+    def leave(self, api: Any) -> None:
+        """Forget the peer. With a read of it in flight NIXL would lose sight of that."""
+        rows, self._rows = self._rows, []
+        for handle in rows:
+            with contextlib.suppress(Exception):  # NIXL's own classes; only memory is at stake
+                handle.release()
+        with contextlib.suppress(Exception):  # the peer may be gone already
+            api.remove_remote_agent(self.source.agent)
+
+    def post(self, api: Any, piece: _Regions | _Spans, *, is_quiet: bool) -> Any:
+        if self.is_lost:
+            if not is_quiet:
+                raise TransportError("nixl: the connection is lost, and its last reads have not ended yet")
+            self.leave(api)
+            self.join(api)
+        if isinstance(piece, _Regions):
+            return api.make_prepped_xfer("READ", self._rows[1], piece.targets, self._rows[0], piece.sources)
+        spans = (
+            self._descs(api, self.target, piece.targets, piece.sizes),
+            self._descs(api, self.source, piece.sources, piece.sizes),
+        )
+        return api.initialize_xfer("READ", *spans, self.source.agent)
+
+    @staticmethod
+    def _descs(api: Any, pool: _Descriptor, offsets: Any, sizes: Any) -> Any:
+        rows = np.empty((len(sizes), 3), dtype=np.uint64)
+        rows[:, 0], rows[:, 1], rows[:, 2] = offsets + pool.address, sizes, pool.device_index
+        return api.get_xfer_descs(rows, pool.memory_type)
 
 
 class NixlReader:
@@ -106,57 +196,51 @@ class NixlReader:
     max_in_flight = 4
 
     def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
-        self._memory = memory
+        self._memory, self._host = memory, host
         self._agent: NixlAgent | None = None
         self._source: _Descriptor | None = None
-        self._source_rows: Any = None  # prepared descriptor lists
-        self._target_rows: Any = None
+        self._peer: NixlPeer | None = None
         self._reads: set[asyncio.Future[None]] = set()
+        self._is_closed = False
 
     async def connect(self, descriptor: bytes) -> None:
         try:
             self._source = msgspec.msgpack.decode(descriptor, type=_Descriptor)
-            self._agent = await _agent_for(self._memory)
+            self._agent = await agent_for(self._memory, lambda: _devices(self._memory, self._host) | ucx.FOR_READING)
             async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-                await self._agent.call(self._prepare)
+                await self._agent.call(partial(self._meet, self._agent, self._source))
         except (msgspec.DecodeError, BackendUnavailable, TimeoutError) as error:
             raise TransportError(f"nixl: {error}") from error
 
-    def _prepare(self) -> None:
-        """On the agent's thread: learn the peer, prepare both lists."""
-        source, agent = self._source, self._agent
-        assert source is not None and agent is not None
-        layout, device = self._memory.layout, self._memory.device
-        if source.region_bytes != layout.region_bytes:
-            raise TransportError("the pools' regions differ in size")
-        try:
-            agent.api.add_remote_agent(source.metadata)
-            theirs = _rows(source.address, source.num_bytes, source.region_bytes, source.device_index)
-            mine = _rows(self._memory.address, layout.num_bytes, layout.region_bytes, device_index(device))
-            self._source_rows = agent.api.prep_xfer_dlist(source.agent, theirs, source.memory_type)
-            self._target_rows = agent.api.prep_xfer_dlist("NIXL_INIT_AGENT", mine, memory_type(device))
-        except Exception as error:  # NIXL's own classes
-            raise TransportError(f"nixl: {type(error).__name__}: {error}") from error
+    def _meet(self, agent: NixlAgent, source: _Descriptor) -> None:
+        """In the agent's turn."""
+        if self._is_closed:  # it took too long
+            return
+        peer = agent.peers.get(source.agent)
+        if peer is None:
+            peer = NixlPeer(source, _describe(self._memory, agent.name, b""))
+            try:
+                peer.join(agent.api)
+            except Exception as error:  # NIXL's own classes
+                peer.leave(agent.api)
+                raise TransportError(f"nixl: {type(error).__name__}: {error}") from error
+            agent.peers[source.agent] = peer
+        peer.num_readers += 1
+        self._peer = peer
 
     def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
-        assert self._agent is not None
-        done = self._agent.read(
-            lambda: self._make(copies), None if landed is None else partial(landed, copies.total_bytes)
-        )
-        self._reads.add(done)
-        done.add_done_callback(self._reads.discard)
-        return done
+        assert self._agent is not None and self._peer is not None
+        pieces = pieces_of(copies, self._memory.layout.region_bytes)
+        read = self._agent.read(self._peer, pieces, copies.total_bytes, landed)
+        if not read.done():
+            self._reads.add(read)
+            read.add_done_callback(self._on_end)
+        return read
 
-    def _make(self, copies: CopyList) -> Any:
-        assert self._agent is not None and self._source is not None
-        layout = self._memory.layout
-        check_bounds(copies, self._source.num_bytes, layout.num_bytes)
-        sources, targets, sizes = copies.expanded()
-        return self._agent.api.make_prepped_xfer(
-            "READ",
-            self._target_rows, _indices(targets, sizes, layout.region_bytes),
-            self._source_rows, _indices(sources, sizes, layout.region_bytes),
-        )  # fmt: skip
+    def _on_end(self, read: "asyncio.Future[None]") -> None:
+        self._reads.discard(read)
+        if self._is_closed and not self._reads:
+            self._let_go()
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
         if self._agent is not None:
@@ -167,32 +251,37 @@ class NixlReader:
         return len(self._reads)
 
     async def aclose(self) -> None:
-        """Forget the peer. Reads that do not end soon keep everything as it is: tearing it down would be worse."""
-        agent, self._agent = self._agent, None
-        if agent is None:
+        """Forget the peer when the last read has ended: to tear it down earlier would be worse than to keep it."""
+        if self._is_closed:
             return
         if self._reads:
             await asyncio.wait(set(self._reads), timeout=_CLOSE_WAIT_S)
-        agent.num_users -= 1
-        if not self._reads:
-            await agent.call(lambda: self._forget(agent))
-            if not agent.num_users:
-                _targets.pop((self._memory.address, self._memory.layout.num_bytes), None)
-                agent.stop()
+        self._is_closed = True
+        if self._reads:
+            logger.warning("%d NIXL reads have not ended; their blocks stay in quarantine", len(self._reads))
+        else:
+            self._let_go()
 
-    def _forget(self, agent: NixlAgent) -> None:
-        rows = (self._source_rows, self._target_rows)
-        self._source_rows = self._target_rows = None
-        for handle in rows:
-            if handle is not None:
-                with contextlib.suppress(Exception):  # NIXL's own classes; only memory is at stake
-                    handle.release()
-        if self._source is not None:
-            with contextlib.suppress(Exception):  # the peer may be gone already
-                agent.api.remove_remote_agent(self._source.agent)
+    def _let_go(self) -> None:
+        agent, self._agent = self._agent, None
+        if agent is not None:
+            agent.submit(partial(self._part, agent))
+            agent.release()
+
+    def _part(self, agent: NixlAgent) -> None:
+        """In the agent's turn: the last reader of a peer forgets it."""
+        peer, self._peer = self._peer, None
+        if peer is None:
+            return
+        peer.num_readers -= 1
+        if not peer.num_readers:
+            del agent.peers[peer.source.agent]
+            peer.leave(agent.api)
 
 
 def _why_not(memory: KvMemory) -> str | None:
+    if why := ucx.problem():
+        return why
     try:
         import_nixl()
     except BackendUnavailable as error:

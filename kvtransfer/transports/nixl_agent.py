@@ -1,43 +1,54 @@
-"""One NIXL agent on one thread of its own: import shim, creation, progress, reads in flight.
+"""One NIXL agent for one pool: import shim, creation, progress, reads in flight.
 
-NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call, so that
-everything happens on this thread. The agent's own progress thread stays off (it would spin a
-core): this thread polls with back-off while reads are in flight or the source has transfers
-open. After its last transfer a source still looks twenty times a second: over TCP a peer's
-abandoned read ends only if the owner of the memory makes progress.
+NIXL agents are not thread-safe and `transfer()` may do the whole copy inside the call: whoever
+holds the agent's turn may touch it. That is a thread of its own, and for a read so small that
+waking the thread would take longer, the event loop's, if the turn happens to be free. The
+agent's own progress thread stays off (it would spin a core): ours polls with back-off while
+reads are in flight or the source has transfers open. After its last transfer a source still
+looks twenty times a second: over TCP a peer's abandoned read ends only if the owner of the
+memory makes progress.
 
-A read that was posted cannot be taken back: releasing its handle lets it go on and overwrite
-re-used blocks. So a read ends here in two ways only: NIXL says DONE, or NIXL raises.
+What is posted when, and when a read is over: nixl_reads.py.
 """
 
 import asyncio
+import atexit
 import contextlib
+import ctypes
 import importlib
 import logging
 import os
 import queue
 import secrets
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.transports.base import TransportError
+from kvrelay.kvtransfer.transports import ucx
+from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
+from kvrelay.kvtransfer.transports.nixl_reads import Peer, Read, Reads
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+Variables = Callable[[], Mapping[str, str]]
 
 BACKEND = "UCX"
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+_NUM_SPINS = 32  # polls without a pause: what RDMA moves in that time is told at once
 _FIRST_POLL_S, _LAST_POLL_S, _ABANDONED_POLL_S, _BUSY_POLL_S = 20e-6, 1e-3, 20e-3, 500e-6
 _IDLE_POLL_S = 50e-3  # of a source without an open transfer, once it has had one
+_LAST_CALL_S = 5.0  # a call into NIXL takes as long as one piece
+_NUM_FAREWELLS = 10  # polls before the thread ends: what was closed is told to the peers
 
 
 def import_nixl() -> Any:
     """NIXL's Python API. Raises BackendUnavailable when no build of it can be imported."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # INFO goes to stdout; read at import
+    ucx.set_defaults()
     problems = []
     for name in _MODULES:
         try:
@@ -58,62 +69,89 @@ def device_index(device: str) -> int:
     return int(index) if index else 0
 
 
-@dataclass(slots=True, eq=False)
-class _Read:
-    """One posted transfer. `handle` is None as soon as it was released (a released one must not be used)."""
-
-    handle: Any
-    done: "asyncio.Future[None]"
-    loop: asyncio.AbstractEventLoop
-    landed: Callable[[], None] | None = None
-    abandoned: bool = False
-
-
 class NixlAgent:
-    """Owns the agent and its registered pool. Both live as long as the process: see `keep`."""
+    """Owns the agent and its registered pool, which live as long as the process; the thread, as long as it has users."""
 
     def __init__(self, memory: KvMemory) -> None:
         self.memory = memory
         self.name = f"kvrelay-{secrets.token_hex(8)}"
-        self.api: Any = None  # the nixl_agent; touched on the thread only
-        self.num_users = 0
+        self.api: Any = None  # the nixl_agent
+        self.peers: dict[str, Any] = {}  # that it has met, by the names of their agents
+        self._turn = threading.Lock()  # whoever holds it may touch the api, the peers and the reads
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._reads: list[_Read] = []
-        self._num_reads = 0  # posted and not ended, as the loop sees it
+        self._reads = Reads(self._hand_over, time.monotonic)
+        self._num_users = 0
+        self._num_polls = 0  # since the last command
         self._is_busy = False
         self._has_served = False
         self._thread: threading.Thread | None = None
         self._starting: asyncio.Task[None] | None = None
+        self._verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl-verify")
 
-    async def ensure_started(self) -> None:
-        """start(), once for all who share this agent."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self.start(), name="kv-nixl-start")
-        await asyncio.shield(self._starting)
+    # ---- users
 
-    async def start(self) -> None:
-        """Create the agent and register the pool (about 0.5 s). Raises BackendUnavailable."""
-        nixl = await asyncio.to_thread(import_nixl)
-        self._thread = threading.Thread(target=self._run, name="kv-nixl", daemon=True)
-        self._thread.start()
+    async def acquire(self, variables: Variables = dict) -> None:
+        """One more user; the agent runs. `variables`: UCX's, if it must be made. Raises BackendUnavailable."""
+        self._num_users += 1
         try:
-            await self.call(lambda: self._create(nixl))
-        except Exception as error:  # NIXL raises classes of its own
-            self._commands.put(None)
-            raise BackendUnavailable("nixl", f"{type(error).__name__}: {error}") from error
+            if self._thread is None:
+                self._start_thread()
+            if self.api is None:
+                if self._starting is None:
+                    self._starting = asyncio.create_task(self._start(variables), name="kv-nixl-start")
+                    self._starting.add_done_callback(_see)
+                await asyncio.shield(self._starting)
+        except BaseException:
+            self.release()
+            raise
 
-    def _create(self, nixl: Any) -> None:
-        config = nixl.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
-        agent = nixl.nixl_agent(self.name, config)
+    def release(self) -> None:
+        """One user less, whose reads have all ended. Agent and registration stay: peers may hold them."""
+        self._num_users -= 1
+        if not self._num_users and self._thread is not None:
+            self._is_busy = self._has_served = False
+            self._commands.put(None)
+            self._thread = None
+
+    @property
+    def num_users(self) -> int:
+        return self._num_users
+
+    def _start_thread(self) -> None:
+        self._commands = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, args=(self._commands,), name="kv-nixl", daemon=True)
+        _running[self._thread] = self._commands
+        self._thread.start()
+
+    async def _start(self, variables: Variables) -> None:
+        """Make the agent. It is a user meanwhile: whoever waits may be cancelled, and the thread must not end then."""
+        self._num_users += 1
+        try:
+            if why := ucx.problem():
+                raise BackendUnavailable("nixl", why)
+            nixl, values = await asyncio.to_thread(lambda: (import_nixl(), variables()))
+            await self.call(lambda: self._create(nixl, values))
+        except BackendUnavailable:
+            raise
+        except Exception as error:  # NIXL raises classes of its own
+            raise BackendUnavailable("nixl", ucx.explain(error)) from error
+        finally:
+            self._starting = None
+            self.release()
+
+    def _create(self, nixl: Any, variables: Mapping[str, str]) -> None:
+        with ucx.variables(variables):
+            agent = nixl.nixl_agent(self.name, nixl.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND]))
         if BACKEND not in agent.backends:
             raise RuntimeError(f"NIXL's {BACKEND} plugin is missing")
         layout, device = self.memory.layout, self.memory.device
         region = (self.memory.address, layout.num_bytes, device_index(device), "")
         agent.register_memory([region], memory_type(device), backends=[BACKEND])
+        _make_immortal(self)
         self.api = agent
 
     async def call(self, work: Callable[[], T]) -> T:
-        """Run `work` on the agent's thread."""
+        """Run `work` on the agent's thread, in its turn."""
         loop = asyncio.get_running_loop()
         result: asyncio.Future[T] = loop.create_future()
 
@@ -128,128 +166,149 @@ class NixlAgent:
         self._commands.put(run)
         return await result
 
+    def submit(self, work: Callable[[], None]) -> None:
+        """Run `work` on the agent's thread, in its turn, and do not wait for it. It must not raise."""
+        self._commands.put(work)
+
     def set_busy(self, is_busy: bool) -> None:
         """While busy the thread makes progress for peers that read this pool."""
         if is_busy == self._is_busy:
             return
         self._is_busy = is_busy
         self._has_served = True
-        self._commands.put(lambda: None)  # wakes it
+        self._commands.put(_wake)
 
     # ---- reads
 
-    def read(self, make_handle: Callable[[], Any], landed: Callable[[], None] | None = None) -> "asyncio.Future[None]":
-        """Post the transfer that `make_handle` prepares (on the thread); `landed` is called there when it is done."""
+    def read(
+        self, peer: Peer, pieces: Iterable[tuple[Any, int]], num_bytes: int, landed: Callable[[int], None] | None = None
+    ) -> "asyncio.Future[None]":
+        """Post what `peer.post` makes of each piece (and its number of bytes); `landed` is called on some thread."""
         loop = asyncio.get_running_loop()
-        read = _Read(None, loop.create_future(), loop, landed)
-        self._num_reads += 1
-        self._commands.put(lambda: self._begin(read, make_handle))
+        read = Read(peer, num_bytes, deque(pieces), landed, loop.create_future(), loop)
+        if self._is_small(read) and self._turn.acquire(blocking=False):
+            try:
+                self._reads.begin(self.api, read)
+                self._reads.hand_over()
+            finally:
+                self._turn.release()
+            if not read.done.done():
+                self._commands.put(_wake)  # the thread sees to it
+        else:
+            self._commands.put(lambda: self._reads.begin(self.api, read))
         return read.done
 
-    def _begin(self, read: _Read, make_handle: Callable[[], Any]) -> None:
-        self._reads.append(read)
-        self._advance(read, lambda: self._post_transfer(read, make_handle))
+    def _is_small(self, read: Read) -> bool:
+        """So small that it is over before a thread would have woken. A CUDA context belongs to the thread."""
+        return read.num_bytes <= INLINE_BYTES and self.memory.view is not None
 
-    def _post_transfer(self, read: _Read, make_handle: Callable[[], Any]) -> str:
-        read.handle = make_handle()
-        state: str = self.api.transfer(read.handle)
-        return state
+    def _hand_over(self, read: Read, num_landed: int, is_last: bool) -> None:
+        """Have it verified, on the verifier's thread unless it is small; then tell whoever waits for it."""
+        if read.landed is None or self._is_small(read):
+            self._verify(read, num_landed, is_last)
+        else:
+            self._verifier.submit(self._verify, read, num_landed, is_last)
 
-    def _advance(self, read: _Read, step: Callable[[], str]) -> None:
+    def _verify(self, read: Read, num_landed: int, is_last: bool) -> None:
+        """What has `landed` against the bytes that are in place? Anything: no more is read."""
         try:
-            state = step()
-        except Exception as error:  # NIXL's own classes: the way in which it reports failed transfers
-            self._end(read, TransportError(f"nixl: {type(error).__name__}: {error}"))
-            return
-        if state == "DONE":
-            self._end(read, self._problem(read))
-        elif state == "ERR":
-            self._end(read, TransportError("nixl reported an error"))
-
-    def _problem(self, read: _Read) -> Exception | None:
-        """What `landed` has against the bytes, which are all in place."""
-        try:
-            if read.landed is not None and not read.abandoned:
-                read.landed()
+            if read.landed is not None and read.error is None and not read.is_abandoned:
+                read.landed(num_landed)
         except Exception as error:  # handed to whoever waits for the read
-            return error
-        return None
+            read.error = error
+        if is_last:
+            self._settle(read)
 
-    def _end(self, read: _Read, error: Exception | None) -> None:
-        handle, read.handle = read.handle, None
-        self._reads.remove(read)
-        if handle is not None:
-            with contextlib.suppress(Exception):  # it has ended; what is left is only its memory
-                handle.release()
-        self._post(read.loop, self._finish, read, error)
+    def _settle(self, read: Read) -> None:
+        if threading.get_ident() == read.thread_id:
+            self._finish(read)
+        else:
+            self._post(read.loop, self._finish, read)
 
-    def _finish(self, read: _Read, error: Exception | None) -> None:
-        self._num_reads -= 1
-        _settle(read.done, None, error)
+    def _finish(self, read: Read) -> None:
+        _settle(read.done, None, read.error)
 
     def abandon(self, done: "asyncio.Future[None]") -> None:
-        """Poll this read seldom from now on. It goes on: nothing can stop it."""
-
-        def mark() -> None:
-            for read in self._reads:
-                read.abandoned = read.abandoned or read.done is done
-
-        self._commands.put(mark)
-
-    @property
-    def num_reads(self) -> int:
-        return self._num_reads
+        """Read no more of it than was posted, and poll that seldom."""
+        self._commands.put(lambda: self._reads.abandon(done))
 
     # ---- the thread
 
-    def _run(self) -> None:
-        pause_s = _FIRST_POLL_S
-        while True:
-            command, is_due = self._next(pause_s)
-            if command is None and not is_due:
-                return
-            if command is not None:
-                command()
-                pause_s = _FIRST_POLL_S
-            else:
-                pause_s = min(pause_s * 2, _LAST_POLL_S)
-            for read in list(self._reads):
-                self._advance(read, lambda read=read: self.api.check_xfer_state(read.handle))  # type: ignore[misc]
-            if self._has_served and self.api is not None:
+    def _run(self, commands: "queue.SimpleQueue[Callable[[], None] | None]") -> None:
+        _use_device(self.memory.device)
+        while (command := self._next(commands)) is not None:
+            self._num_polls = self._num_polls + 1 if command is _poll_is_due else 0
+            try:
+                with self._turn:
+                    self._step(command, is_last=commands.empty())
+            except Exception:  # a thread's edge: the reads of others go on
+                logger.exception("the NIXL agent's thread failed in a step")
+        with self._turn:
+            for _ in range(_NUM_FAREWELLS):
                 self._progress()
+        _running.pop(threading.current_thread(), None)
 
-    def _next(self, pause_s: float) -> tuple[Callable[[], None] | None, bool]:
-        """(the next command, or None, whether a poll is due instead)."""
+    def _step(self, command: Callable[[], None], *, is_last: bool) -> None:
+        command()
+        self._reads.poll(self.api)
+        if self._has_served or self._reads.is_fenced:
+            self._progress()
+        if is_last:
+            self._reads.hand_over()
+
+    def _next(self, commands: "queue.SimpleQueue[Callable[[], None] | None]") -> Callable[[], None] | None:
+        """The next command; None when this thread is to end."""
         try:
-            return self._commands.get(timeout=self._patience_s(pause_s)), False
+            patience_s = self._patience_s()
+            return commands.get(timeout=patience_s) if patience_s != 0.0 else commands.get(block=False)
         except queue.Empty:
-            return None, True
+            return _poll_is_due
 
-    def _patience_s(self, pause_s: float) -> float | None:
-        if any(not read.abandoned for read in self._reads):
-            return pause_s
+    def _patience_s(self) -> float | None:
+        """How long to wait for a command; None: until one comes."""
+        if self._reads.has_room:
+            return 0.0
+        if self._reads.is_awaited:
+            doublings = self._num_polls - _NUM_SPINS
+            return 0.0 if doublings < 0 else min(_FIRST_POLL_S * 2 ** min(doublings, 10), _LAST_POLL_S)
         if self._is_busy:
             return _BUSY_POLL_S
-        if self._reads:
+        if len(self._reads):
             return _ABANDONED_POLL_S
         return _IDLE_POLL_S if self._has_served else None
 
     def _progress(self) -> None:
         try:
-            self.api.get_new_notifs()
+            if self.api is not None:
+                self.api.get_new_notifs()
         except Exception as error:  # NIXL's own classes
             logger.warning("nixl could not make progress: %s", error)
-
-    def stop(self) -> None:
-        """End the thread if nothing is in flight; agent and registration stay (peers may hold them)."""
-        if self._num_reads:
-            logger.warning("%d NIXL reads never ended; their agent stays", self._num_reads)
-            return
-        self._commands.put(None)
 
     def _post(self, loop: asyncio.AbstractEventLoop, function: Callable[..., None], *args: Any) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed: nobody waits any more
             loop.call_soon_threadsafe(function, *args)
+
+
+def _wake() -> None:
+    """A command that only wakes the thread: there is something new to see to."""
+
+
+def _poll_is_due() -> None:
+    """What stands for a command when none came in time."""
+
+
+def _use_device(device: str) -> None:
+    """Make the GPU current on this thread: UCX copies in the context that it finds. Not verified on hardware."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(device)
+
+
+def _see(task: "asyncio.Task[None]") -> None:
+    """Its error counts as seen, though whoever waited for it may have gone."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _settle(future: "asyncio.Future[T]", value: T, error: Exception | None) -> None:
@@ -261,14 +320,57 @@ def _settle(future: "asyncio.Future[T]", value: T, error: Exception | None) -> N
         future.set_result(value)
 
 
-_kept: list[NixlAgent] = []
+# ---- one agent for each pool of this process
+
+_running: dict[threading.Thread, "queue.SimpleQueue[Callable[[], None] | None]"] = {}
+_agents: dict[tuple[int, int], NixlAgent] = {}
+_is_forked = False
 
 
-def keep(agent: NixlAgent) -> None:
-    """Hold the agent (and so its pool) until the process ends.
+async def agent_for(memory: KvMemory, variables: Variables = dict) -> NixlAgent:
+    """The running agent of this pool; the caller is one of its users until release(). Raises BackendUnavailable.
 
-    Deregistering memory that a peer still knows, or destroying an agent that it reads, can take
-    down either process.
+    Args:
+        variables: UCX's, for the agent that has to be made; called on a thread.
     """
-    if agent not in _kept:
-        _kept.append(agent)
+    if _is_forked:
+        raise BackendUnavailable("nixl", "this process was forked from one that had an agent: start it with spawn")
+    key = (memory.address, memory.layout.num_bytes)
+    if (agent := _agents.get(key)) is None:
+        agent = _agents[key] = NixlAgent(memory)
+    try:
+        await agent.acquire(variables)
+    finally:
+        if agent.api is None and not agent.num_users and _agents.get(key) is agent:
+            del _agents[key]
+    return agent
+
+
+def _make_immortal(agent: NixlAgent) -> None:
+    """Never let go of the agent and its pool, not even while the interpreter ends.
+
+    Deregistering memory that a peer still knows, or destroying an agent that it reads or that has
+    a read of its own in flight, can take down either process, or keep this one from ending.
+    """
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(agent))
+
+
+def _disown() -> None:
+    """In a forked child: the agents, their threads and their connections are the parent's."""
+    global _is_forked
+    _is_forked = _is_forked or bool(_agents)
+    _agents.clear()
+    _running.clear()
+
+
+def _stop_threads() -> None:
+    """At exit, whatever is in flight: a thread that comes back from NIXL into a dying interpreter aborts the process."""
+    threads = dict(_running)
+    for commands in threads.values():
+        commands.put(None)
+    for thread in threads:
+        thread.join(timeout=_LAST_CALL_S)
+
+
+os.register_at_fork(after_in_child=_disown)
+atexit.register(_stop_threads)
