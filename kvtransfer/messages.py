@@ -24,6 +24,7 @@ from typing import Union
 
 import msgspec
 
+from kvrelay.kvtransfer.topology import Topology
 from kvrelay.kvtransfer.types import PathReport
 from kvrelay.types import Fingerprint, KvLayout
 
@@ -46,8 +47,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     worker_id: str
     epoch: str
     fingerprint: Fingerprint
-    host_id: str  # equal on one host
-    process_id: str  # equal within one process
+    topology: Topology  # where the source is
     device: str
     layout: KvLayout  # of the source's pool
     checksums: str  # "xxh3" | "sum64" | "off": see checksums.py

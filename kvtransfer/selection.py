@@ -1,6 +1,6 @@
 """Which transport carries a pair's blocks. The decision is pure; the table of transports is here too."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from kvrelay.errors import BackendUnavailable
@@ -45,36 +45,3 @@ def offered(setting: str, memory: KvMemory, transports: Mapping[str, Transport])
         reasons = "; ".join(f"{name}: {transports[name].why_not(memory)}" for name in wanted)
         raise BackendUnavailable("KV transport", reasons)
     return names
-
-
-_OF_ONE_HOST = {
-    "shm": "same host, pool in shared memory",
-    "vmread": "same host, pool read where it lies",
-    "unix": "same host, through the kernel",
-}
-
-
-def rank(
-    source_offers: Sequence[str],
-    target_offers: Sequence[str],
-    *,
-    is_same_process: bool = False,
-    is_same_host: bool,
-    source_device: str,
-    target_device: str,
-) -> list[tuple[str, str]]:
-    """(transport, why) to try in this order; empty when the two have none in common."""
-    both = [name for name in target_offers if name in source_offers]
-    ranked: list[tuple[str, str]] = []
-    for name in both:
-        if name == "loopback":
-            why = "same process" if is_same_process else ""
-        elif name in _OF_ONE_HOST:
-            why = _OF_ONE_HOST[name] if is_same_host else ""
-        elif name == "nixl":
-            why = "a pool is on a GPU" if is_cuda(source_device) or is_cuda(target_device) else "both sides offer it"
-        else:
-            why = "no faster way between these two" if is_same_host else "different hosts"
-        if why:
-            ranked.append((name, why))
-    return ranked

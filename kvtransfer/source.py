@@ -24,6 +24,7 @@ from kvrelay.errors import (
     TransferTimeout,
 )
 from kvrelay.kvtransfer.checksums import kind_of, pack
+from kvrelay.kvtransfer.discovery import this_machine
 from kvrelay.kvtransfer.gather import checksums_of_atoms
 from kvrelay.kvtransfer.grants import atoms_wanted
 from kvrelay.kvtransfer.landing import wire_layout
@@ -58,7 +59,7 @@ from kvrelay.kvtransfer.tickets import (
     reason_of,
     refusal,
 )
-from kvrelay.kvtransfer.transports.base import Exporter, Transport, host_id, process_id
+from kvrelay.kvtransfer.transports.base import Exporter, Transport
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
 from kvrelay.kvtransfer.types import Lender, PairReport, TransferResult, TransferStats
 from kvrelay.tls import ClusterTls
@@ -277,6 +278,7 @@ class KvSource:
 
     async def start(self) -> None:
         """Make the pool readable. Raises BackendUnavailable when a forced transport cannot be used."""
+        await asyncio.to_thread(this_machine)  # known from then on
         await asyncio.to_thread(library)  # compiled now, not for the first announcement
         for name in offered(self.settings.transport, self.memory, self._transports):
             exporter = self._transports[name].make_exporter(self.memory, self._secret, self._host)
@@ -366,7 +368,7 @@ class KvSource:
     def _hello(self) -> Hello:
         return Hello(
             protocol=TRANSFER_PROTOCOL, worker_id=self._worker_id, epoch=self._epoch, fingerprint=self._fingerprint,
-            host_id=host_id(), process_id=process_id(), device=self.memory.device, layout=self.memory.layout,
+            topology=this_machine(), device=self.memory.device, layout=self.memory.layout,
             checksums=kind_of(self.memory, self.settings.checks),
             offers=[Offer(name, exporter.describe()) for name, exporter in self._exporters.items()],
         )  # fmt: skip

@@ -27,6 +27,7 @@ from kvrelay.errors import (
 )
 from kvrelay.kvtransfer.arrivals import Arrival, Tamper
 from kvrelay.kvtransfer.checksums import kind_of
+from kvrelay.kvtransfer.discovery import this_machine
 from kvrelay.kvtransfer.grants import Grant, Unit, check_grantable, check_ticket
 from kvrelay.kvtransfer.landing import Landing
 from kvrelay.kvtransfer.messages import (
@@ -106,6 +107,7 @@ class KvTarget:
     async def start(self) -> None:
         """Listen for sources. Raises BackendUnavailable when a forced transport cannot be used."""
         await asyncio.to_thread(library)  # compiled now, not in the first read
+        await asyncio.to_thread(this_machine)  # known from then on
         self._offers = offered(self.settings.transport, self.memory, self._transports)
         try:
             self._port = await self._server.start(self._host)

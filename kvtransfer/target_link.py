@@ -16,6 +16,7 @@ import msgspec
 from kvrelay import plane
 from kvrelay.config import TransferSettings
 from kvrelay.errors import ConnectionLost, LayoutMismatch, PlaneError, ProtocolError
+from kvrelay.kvtransfer.discovery import this_machine
 from kvrelay.kvtransfer.grants import Grant, Unit
 from kvrelay.kvtransfer.landing import Landing
 from kvrelay.kvtransfer.lanes import Lane
@@ -39,9 +40,9 @@ from kvrelay.kvtransfer.messages import Probe as ProbeRequest
 from kvrelay.kvtransfer.paths import PathTable
 from kvrelay.kvtransfer.probes import Probe
 from kvrelay.kvtransfer.route import Route
-from kvrelay.kvtransfer.selection import rank
 from kvrelay.kvtransfer.tickets import REMEDIES, TRANSFER_PROTOCOL, Reason
-from kvrelay.kvtransfer.transports.base import Reader, TransportError, host_id, process_id
+from kvrelay.kvtransfer.topology import rank_paths
+from kvrelay.kvtransfer.transports.base import Reader, TransportError
 from kvrelay.kvtransfer.types import Lender
 from kvrelay.types import Fingerprint, KvMemory
 
@@ -211,11 +212,9 @@ class SourceLink:
 
     def _make_route(self, hello: Hello, landing: Landing) -> Route:
         offers = {offer.name: offer.descriptor for offer in hello.offers}
-        ranked = rank(
-            list(offers), self._owner.offers(), is_same_host=bool(hello.host_id) and hello.host_id == host_id(),
-            is_same_process=hello.process_id == process_id(),
-            source_device=hello.device, target_device=self._owner.identity.device,
-        )  # fmt: skip
+        common = [name for name in self._owner.offers() if name in offers]
+        device = self._owner.identity.device
+        ranked = rank_paths(hello.topology, this_machine(), hello.device, device, common)
         return Route(PathTable(ranked), offers, lambda name: self._owner.make_reader(name, landing.memory))
 
     def _nothing_in_common(self, hello: Hello) -> str:

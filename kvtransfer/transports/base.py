@@ -5,8 +5,6 @@ more; until then its blocks must not be re-used. Nothing here knows tickets or l
 """
 
 import asyncio
-import os
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,14 +105,6 @@ def check_bounds(copies: CopyList, source_bytes: int, target_bytes: int) -> None
     lowest = min(int(copies.source_offset.min()), int(copies.target_offset.min()), int(copies.num_bytes.min()))
     if lowest < 0 or source_end > source_bytes or target_end > target_bytes:
         raise TransportError("a copy lies outside the pool")
-
-
-_START = secrets.token_hex(8)
-
-
-def process_id() -> str:
-    """Equal only within one process; a forked child has another."""
-    return f"{_START}:{os.getpid()}"
 
 
 def host_id() -> str:

@@ -14,7 +14,7 @@ from kvrelay.errors import ChecksumMismatch, TransferRefused
 from kvrelay.kvtransfer.source_link import TargetAddress
 from kvrelay.kvtransfer.tickets import Reason, reason_of
 
-TRANSPORTS = ["loopback", "shm", "vmread", "tcp"]
+TRANSPORTS = ["loopback", "shm", "vmread", "unix", "tcp", "nixl"]
 NUM_TOKENS = 100
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,7 +12,8 @@ from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.checksums import pack, unpack
 from kvrelay.kvtransfer.messages import Announce, Commit, decode_to_source, decode_to_target, encode
 from kvrelay.kvtransfer.mover import xxh3_regions
-from kvrelay.kvtransfer.selection import offered, rank
+from kvrelay.kvtransfer.selection import offered
+from kvrelay.kvtransfer.topology import Topology, rank_paths
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.types import KvLayout, KvMemory
 
@@ -103,6 +104,7 @@ def test_a_forced_transport_is_the_only_offer_or_an_error():
     ],
 )
 def test_the_best_common_transport_comes_first(source, target, is_same_host, expected):
-    ranked = rank(source, target, is_same_host=is_same_host, source_device="cpu", target_device="cpu")
+    here, there = Topology(host="a", process="1"), Topology(host="a" if is_same_host else "b", process="2")
+    ranked = rank_paths(here, there, "cpu", "cpu", [name for name in target if name in source])
     assert [name for name, _ in ranked] == expected
     assert all(why for _, why in ranked)
