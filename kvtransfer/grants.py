@@ -6,7 +6,7 @@ No sockets, no clock (times are arguments), no callbacks: target.py drives it.
 import asyncio
 import hmac
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -57,6 +57,10 @@ class Grant:
     retries: int = 0  # reads that failed and went on over another path
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
+    generations: dict[int, int] = field(init=False)  # of the target's blocks, when it was granted
+
+    def __post_init__(self) -> None:
+        self.generations = dict(zip(self.ticket.target_blocks, self.ticket.generations, strict=True))
 
     def begin(self, link: object, landing: Landing, sampled_share: float | None) -> None:
         """Its source has opened it: from now on it is known what must come. `sampled_share`: None unless sampled."""
@@ -81,10 +85,16 @@ class Grant:
         """Read so far."""
         return self.bytes_by_path.total()
 
-    def check_generations(self, generation_of: Callable[[int], int]) -> None:
-        """Raises TransferRefused (stale_generation) if a block has been re-used since the grant."""
-        for block, generation in zip(self.ticket.target_blocks, self.ticket.generations, strict=True):
-            if generation_of(block) != generation:
+    def blocks_of(self, unit: Unit) -> list[int]:
+        """The target's blocks that a read of this unit writes; one with several atoms of it more than once."""
+        assert self.landing is not None
+        blocks: list[int] = (unit.target_atoms // self.landing.pairing.target.atoms_per_block).tolist()
+        return blocks
+
+    def check_generations(self, generation_of: Callable[[int], int], blocks: Iterable[int] | None = None) -> None:
+        """Raises TransferRefused (stale_generation) if one of these blocks, None: any, was re-used since the grant."""
+        for block in self.ticket.target_blocks if blocks is None else blocks:
+            if generation_of(block) != self.generations[block]:
                 raise refusal(self.request_id, Reason.STALE_GENERATION, f"block {block} of the target")
 
     def accept(self, message: Announce, *, is_checked: bool) -> None:

@@ -416,7 +416,7 @@ class KvTarget:
         async with link.staging_lock if landing.staging is not None else contextlib.nullcontext():
             if grant.is_ended:
                 return
-            grant.check_generations(self._generation_of)  # before a byte is written
+            grant.check_generations(self._generation_of, grant.blocks_of(unit))  # before a byte is written
             plan = landing.plan(unit.source_atoms, unit.target_atoms, unit.layers)
             arrival = Arrival(
                 landing.memory, plan.pieces, landing.pairing.piece_bytes, unit.checksums, unit.is_checked, self.tamper

@@ -129,6 +129,20 @@ async def test_a_target_block_that_was_reused_since_the_grant_is_refused(kv):
     assert reason_of(await target.event("failed", "r1")) is Reason.STALE_GENERATION
 
 
+async def test_a_block_that_was_reused_meanwhile_is_not_written_any_more(kv):
+    source, target = await kv.pair()
+    is_begun = asyncio.Event()
+    target.tamper = lambda *_: is_begun.set()
+    transfer = kv.send(source, target, "r1", [1, 2], [7, 8], layer_groups=[range(2)])
+    await is_begun.wait()
+    target.generations[8] = 1
+    transfer.announce(0, [1, 2], range(2, 4))
+    assert reason_of(await target.event("failed", "r1")) is Reason.STALE_GENERATION
+    await target.event("released", "r1")
+    landed = kv.lib.regions(target.memory)[:, [7, 8]].any(axis=(1, 2))
+    assert landed.tolist() == [True, True, False, False]
+
+
 async def test_a_source_block_that_was_reused_during_the_read_is_never_committed(kv):
     source, target = await kv.pair()
     transfer = kv.send(source, target, "r1", [1, 2], [3, 4])
