@@ -198,10 +198,10 @@ class SourceLink:
         if difference := me.fingerprint.misfit(hello.fingerprint, convert_dtype=convert_dtype):
             return Reason.FINGERPRINT, str(difference), difference.remedy
         if me.checksums not in ("off", hello.checksums):
-            detail = (
-                f"this worker verifies {me.checksums}, the source sends {hello.checksums}: set transfer.checks alike"
+            return (
+                Reason.CHECKSUM,
+                f"transfer.checks: {me.worker_id} verifies {me.checksums}, the source sends {hello.checksums}",
             )
-            return Reason.CHECKSUM, detail
         return None
 
     async def _show_life(self) -> None:
