@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
+from kvrelay.config import EngineSettings, ModelSettings, RoleSettings, RouterSettings, Settings, TransferSettings
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.errors import BackendUnavailable, KvrelayError
 from kvrelay.hashing import block_hashes
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
-TRANSPORTS = ("shm", "tcp", "nixl")
+TRANSPORTS = ("shm", "vmread", "unix", "tcp", "nixl")
 CUDA_NOTE = (
     "float32 on cuda: attention, norms and cache writes run in torch here, FlashInfer's kernels exist in half precision "
     "only. This proves paging, scheduling and transfer in GPU memory; `pytest -m gpu` compares FlashInfer's kernels "
@@ -201,7 +201,7 @@ class Verifier:
         self._expected: list[list[int]] = []
         self._ids = 0
 
-    def _settings(self, transport: str, checks: str = "full") -> Settings:
+    def _settings(self, transport: str, checks: str = "full", prefill: dict[str, Any] | None = None) -> Settings:
         """Float32, small chunks so that prompts take several, a pool that holds every case at once."""
         return Settings(
             model=ModelSettings(source=str(self._model_dir), dtype="float32", max_model_len=self._max_model_len),
@@ -211,6 +211,7 @@ class Verifier:
             ),
             transfer=TransferSettings.model_validate({"transport": transport, "checks": checks}),
             router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
+            prefill=RoleSettings.model_validate(prefill or {}),
         )  # fmt: skip
 
     def _kv_memory(self) -> int:
@@ -226,6 +227,7 @@ class Verifier:
         self._expected = await asyncio.to_thread(expected_tokens, self._model_dir, self.cases, self._num_output)
         for index, transport in enumerate(transports):
             await self._transport_rows(transport, is_first=index == 0)
+        await self._unequal_row(transports[0])
         await self._unchecked_row(transports[0])
         return self.report
 
@@ -248,6 +250,14 @@ class Verifier:
             self.report.row(f"every block given back ({transport})").claim(
                 holds=not leaks, note=leaks[0] if leaks else "free + cached = total"
             )
+
+    async def _unequal_row(self, transport: str) -> None:
+        """Blocks of another size on the prefill worker: the same tokens."""
+        from kvrelay.cluster.local import local_cluster
+
+        size = 2 * BLOCK_SIZE
+        async with local_cluster(self._settings(transport, prefill={"block_size": size}), self._model_dir) as cluster:
+            await self._row(cluster, f"prefill in blocks of {size} tokens, decode in {BLOCK_SIZE}", "remote")
 
     async def _reset(self, cluster: "LocalCluster") -> None:
         for member in cluster.members:
@@ -379,7 +389,9 @@ def command(
     model: Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id; default: the built-in model.")] = None,
     transport: Annotated[
         list[str] | None,
-        typer.Option(help="shm, tcp, nixl; may be given several times; default: all that the device's pool can use."),
+        typer.Option(
+            help="shm, vmread, unix, tcp, nixl; may be given several times; default: all that the device's pool can use."
+        ),
     ] = None,
     max_model_len: Annotated[int, typer.Option(min=64, help="Context limit to verify up to, tokens.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,
