@@ -216,7 +216,11 @@ class Engine:
     def lend(self, count: int) -> list[BlockId]:
         """Up to `count` free blocks, filled with numbers that mean nothing; see Scheduler.lend."""
         blocks = self.scheduler.lend(count)
-        self.storage.fill_with_noise(blocks)
+        try:
+            self.storage.fill_with_noise(blocks)
+        except BaseException:
+            self.scheduler.take_back(blocks)
+            raise
         return blocks
 
     def take_back(self, blocks: Iterable[BlockId]) -> None:

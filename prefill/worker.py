@@ -78,8 +78,12 @@ class PrefillWorker(WorkerService):
         """One at a time: two probes would share the memory's bandwidth."""
         assert self._source is not None
         address = TargetAddress(message.worker_id, message.epoch, message.host, message.kv_port)
-        async with self._one_pairing:
-            report = await self._source.pair(address, is_anew=message.is_probe)
+        try:
+            async with self._one_pairing:
+                report = await self._source.pair(address, is_anew=message.is_probe)
+        except Exception:  # a process edge: the ingress asks again
+            logger.exception("pairing with %s failed", message.worker_id)
+            return
         link.send(Paired(report=report))
 
     def _layer_hook(self) -> LayerHook:

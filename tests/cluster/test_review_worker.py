@@ -126,7 +126,7 @@ async def test_any_timeout_is_survived(folder, timeout_s):
 async def test_a_grant_that_is_not_possible_is_a_refusal_and_leaks_nothing(folder, monkeypatch):
     async with started(folder) as (worker, connection):
 
-        def grant(*args):
+        def grant(*args, **kwargs):
             raise ValueError("a still holds the blocks of an earlier grant")
 
         monkeypatch.setattr(worker.target, "grant", grant)

@@ -88,6 +88,16 @@ async def test_a_busy_engine_lends_nothing_and_takes_back_what_it_lends_too_late
             await asyncio.sleep(0)
 
 
+async def test_blocks_that_cannot_be_filled_are_not_lent(thread, monkeypatch):
+    def fail(blocks):
+        raise MemoryError("no room for noise")
+
+    monkeypatch.setattr(thread.engine.storage, "fill_with_noise", fail)
+    with pytest.raises(MemoryError):
+        await BlockLender(thread).borrow(3)
+    assert await lent_blocks(thread) == (0, 0, 0)
+
+
 async def test_a_stopped_engine_lends_nothing_and_takes_what_comes_back(thread):
     lender = BlockLender(thread)
     blocks = await lender.borrow(1)
