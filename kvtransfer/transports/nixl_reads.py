@@ -199,7 +199,7 @@ class Reads:
         while read.posted and read.posted[0].has_ended:
             posted = read.posted.popleft()
             posted.release()
-            read.num_landed += posted.num_bytes
+            read.num_landed += 0 if read.fence else posted.num_bytes
 
 
 def as_transport_error(error: Exception) -> TransportError:
