@@ -2,6 +2,7 @@
 
 import asyncio
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -79,3 +80,79 @@ async def test_a_control_link_that_garbles_ends_in_an_error_or_in_the_right_byte
             assert arrived(kv, source, target)
     assert proxy.num_bytes > after
     assert "commit" not in target.kinds("r1") or arrived(kv, source, target)
+
+
+# ---- the data link
+
+
+async def over_a_bad_data_link(kv, monkeypatch, *, streams="", checks="full", **options):
+    """(source, target, proxy between the target's reader and the source's data port)."""
+    transport = f"tcp{streams}"
+    source = await kv.source(transport, checks=checks)
+    exporter = source._exporters["tcp"]
+    told = msgspec.msgpack.decode(exporter.describe())
+    proxy = await kv.proxy(told["port"], **options)
+    told["port"] = proxy.port
+    monkeypatch.setattr(exporter, "describe", lambda: msgspec.msgpack.encode(told))
+    return source, await kv.target(transport, stall_s=0.3, checks=checks), proxy
+
+
+MANY, MANY_LANDING = list(range(60)), list(range(59, -1, -1))
+
+
+async def carry(kv, source, target, request_id="r1"):
+    layers = [range(layer, layer + 1) for layer in kv.lib.ALL_LAYERS]
+    await kv.send(source, target, request_id, MANY, MANY_LANDING, layer_groups=layers).commit(b"")
+    return np.array_equal(kv.lib.regions(target.memory)[:, MANY_LANDING], kv.lib.regions(source.memory)[:, MANY])
+
+
+@pytest.mark.parametrize("streams", ["", " x3"])
+@pytest.mark.parametrize("mode", ["delay", "slow"])
+async def test_a_slow_data_link_costs_time_only(kv, monkeypatch, mode, streams):
+    source, target, proxy = await over_a_bad_data_link(kv, monkeypatch, streams=streams, mode=mode)
+    assert await carry(kv, source, target)
+    assert proxy.num_bytes > target.stats().num_bytes == len(MANY) * source.memory.layout.block_bytes
+
+
+@pytest.mark.parametrize("streams", ["", " x3"])
+async def test_a_data_link_that_is_cut_is_opened_again_in_mid_transfer(kv, monkeypatch, streams):
+    source, target, proxy = await over_a_bad_data_link(kv, monkeypatch, streams=streams)
+    seen = asyncio.Event()
+    target.tamper = lambda *_: seen.set()
+    layers = [range(layer, layer + 1) for layer in kv.lib.ALL_LAYERS]
+    transfer = kv.send(source, target, "r1", MANY, MANY_LANDING, layer_groups=layers[:2])
+    await seen.wait()
+    before = proxy.num_connections
+    proxy.cut()
+    for group in layers[2:]:
+        transfer.announce(0, MANY, group)
+    await transfer.commit(b"")
+    assert np.array_equal(kv.lib.regions(target.memory)[:, MANY_LANDING], kv.lib.regions(source.memory)[:, MANY])
+    assert proxy.num_connections > before
+
+
+async def test_a_data_link_that_swallows_everything_ends_in_a_typed_error_and_frees_all(kv, monkeypatch):
+    source, target, _proxy = await over_a_bad_data_link(kv, monkeypatch, mode="drop", after=40_000)
+    async with asyncio.timeout(10):
+        with pytest.raises(PeerLost, match="no path"):
+            await carry(kv, source, target)
+    await both_freed(source, target, within_s=2)
+
+
+@pytest.mark.parametrize("mode", ["duplicate", "flip"])
+async def test_a_data_link_that_garbles_never_delivers(kv, monkeypatch, mode):
+    source, target, _proxy = await over_a_bad_data_link(kv, monkeypatch, mode=mode, after=20_000)
+    async with asyncio.timeout(15):
+        with pytest.raises(TransferError):
+            await carry(kv, source, target)
+    assert "commit" not in target.kinds("r1")
+    await both_freed(source, target, within_s=2)
+
+
+async def test_without_checks_a_garbling_data_link_does_deliver(kv, monkeypatch):
+    """The control: the flips are real."""
+    source, target, _proxy = await over_a_bad_data_link(kv, monkeypatch, mode="flip", after=20_000, checks="off")
+    try:
+        assert not await carry(kv, source, target)
+    except TransferError as error:  # it hit the protocol's own words
+        assert "commit" not in target.kinds("r1"), error
