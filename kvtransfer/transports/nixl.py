@@ -7,6 +7,7 @@ dealt with.
 
 import asyncio
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class _Regions:
 
     sources: Any
     targets: Any
+    region_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,7 @@ def pieces_of(copies: CopyList, region_bytes: int) -> Iterator[Piece]:
     step = max(PIECE_BYTES // region_bytes, 1)
     for first in range(0, len(sources), step):
         some = slice(first, first + step)
-        yield _Regions(sources[some], targets[some]), len(sources[some]) * region_bytes
+        yield _Regions(sources[some], targets[some], region_bytes), len(sources[some]) * region_bytes
 
 
 def _each(first: Any, counts: Any) -> Any:
@@ -148,22 +150,28 @@ class NixlPeer:
     target: _Descriptor  # our own pool; its metadata is not needed
     is_lost: bool = False  # a read failed, and NIXL has forgotten the peer
     num_readers: int = 0
-    _rows: list[Any] = field(default_factory=list)  # prepared descriptor lists: source's, target's
+    _rows: dict[int, list[Any]] = field(default_factory=dict)  # by region size: prepared lists, source's and target's
 
     def join(self, api: Any) -> None:
         """Raises what NIXL raises."""
         api.add_remote_agent(self.source.metadata)
-        for name, pool in ((self.source.agent, self.source), ("NIXL_INIT_AGENT", self.target)):
-            count = pool.num_bytes // pool.region_bytes
-            rows = [[pool.address, pool.region_bytes, pool.device_index, pool.region_bytes, count]]
-            described = np.array(rows, dtype=np.uint64)  # address, length, device, stride, count
-            self._rows.append(api.prep_xfer_dlist(name, described, pool.memory_type))
+        self._prepared(api, self.source.region_bytes)
         self.is_lost = False
+
+    def _prepared(self, api: Any, region_bytes: int) -> list[Any]:
+        """Lists of every region of either pool. Readers of one source may see its memory in regions of unlike size."""
+        if region_bytes not in self._rows:
+            lists = self._rows[region_bytes] = []
+            for name, pool in ((self.source.agent, self.source), ("NIXL_INIT_AGENT", self.target)):
+                rows = [[pool.address, region_bytes, pool.device_index, region_bytes, pool.num_bytes // region_bytes]]
+                described = np.array(rows, dtype=np.uint64)  # address, length, device, stride, count
+                lists.append(api.prep_xfer_dlist(name, described, pool.memory_type))
+        return self._rows[region_bytes]
 
     def leave(self, api: Any) -> None:
         """Forget the peer. With a read of it in flight NIXL would lose sight of that."""
-        rows, self._rows = self._rows, []
-        for handle in rows:
+        rows, self._rows = self._rows, {}
+        for handle in itertools.chain.from_iterable(rows.values()):
             with contextlib.suppress(Exception):  # NIXL's own classes; only memory is at stake
                 handle.release()
         with contextlib.suppress(Exception):  # the peer may be gone already
@@ -176,7 +184,8 @@ class NixlPeer:
             self.leave(api)
             self.join(api)
         if isinstance(piece, _Regions):
-            return api.make_prepped_xfer("READ", self._rows[1], piece.targets, self._rows[0], piece.sources)
+            sources, targets = self._prepared(api, piece.region_bytes)
+            return api.make_prepped_xfer("READ", targets, piece.targets, sources, piece.sources)
         spans = (
             self._descs(api, self.target, piece.targets, piece.sizes),
             self._descs(api, self.source, piece.sources, piece.sizes),

@@ -1,8 +1,10 @@
 """When a NIXL read is over, and what is posted until then: against a NIXL that does what the test says."""
 
 import asyncio
+import dataclasses
 from collections import deque
 
+import numpy as np
 import pytest
 
 from kvrelay.kvtransfer.transports.base import TransportError
@@ -253,3 +255,18 @@ async def test_a_read_whose_bytes_are_wrong_posts_no_more(bench):
     for name in list(bench.api.handles)[1:]:
         bench.end(name)
     assert bench.is_over(read) and len(bench.api.handles) == num_posted
+
+
+async def test_two_views_of_one_memory_in_regions_of_unlike_size_do_not_mix(kv):
+    """Both pools' memory is registered once and shared; what was prepared for one region size is not used for another."""
+    wide = dataclasses.replace(kv.lib.LAYOUT, num_blocks=kv.lib.LAYOUT.num_blocks // 2, block_size=32)
+    memories = [kv.lib.allocate(fill=1), kv.lib.allocate()]
+    for number, layout in enumerate((kv.lib.LAYOUT, wide)):
+        fingerprint = dataclasses.replace(kv.lib.FINGERPRINT, block_size=layout.block_size)
+        views = [dataclasses.replace(memory, layout=layout) for memory in memories]
+        source = await kv.source("nixl", memory=views[0], fingerprint=fingerprint)
+        target = await kv.target("nixl", memory=views[1], fingerprint=fingerprint)
+        blocks, landing = [3, 9, 20], [8, 1, 30]
+        kv.lib.regions(target.memory)[:] = 0
+        await kv.send(source, target, f"r{number}", blocks, landing).commit(b"")
+        assert np.array_equal(kv.lib.regions(target.memory)[:, landing], kv.lib.regions(source.memory)[:, blocks])
