@@ -108,12 +108,12 @@ class _Spans:
 Piece = tuple[_Regions | _Spans, int]  # and its number of bytes
 
 
-def pieces_of(copies: CopyList, region_bytes: int) -> Iterator[Piece]:
+def pieces_of(copies: CopyList, source_region_bytes: int, region_bytes: int) -> Iterator[Piece]:
     """The read in pieces, in the order of `copies`. NIXL itself refuses what lies outside a pool."""
     plain = (copies.source_offset, copies.target_offset, copies.num_bytes)
     spans = np.array(plain if copies.repeats == 1 else copies.expanded())  # [3, num_copies]
     rows, rest = np.divmod(spans, region_bytes)
-    if rest.any():
+    if rest.any() or source_region_bytes != region_bytes:
         yield from _cut_spans(*spans)
         return
     sources, targets, counts = rows.astype(np.int32)
@@ -239,7 +239,7 @@ class NixlReader:
 
     def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
         assert self._agent is not None and self._peer is not None
-        pieces = pieces_of(copies, self._memory.layout.region_bytes)
+        pieces = pieces_of(copies, self._peer.source.region_bytes, self._memory.layout.region_bytes)
         read = self._agent.read(self._peer, pieces, copies.total_bytes, landed)
         if not read.done():
             self._reads.add(read)
