@@ -98,7 +98,7 @@ def _entries(folder: Path) -> list[Path]:
 def _pci_path(device: Path) -> list[str]:
     """Host bridge, bridges, device: those parts of the resolved path that are PCI addresses."""
     with contextlib.suppress(OSError):
-        return [part for part in device.resolve().parts if _PCI.fullmatch(part)]
+        return [part for part in device.resolve(strict=True).parts if _PCI.fullmatch(part)]
     return []
 
 
