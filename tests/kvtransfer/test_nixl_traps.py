@@ -11,6 +11,7 @@ import importlib.util
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -197,6 +198,50 @@ def freeze_at_read(monkeypatch, target, source):
 
     monkeypatch.setattr("kvrelay.kvtransfer.transports.nixl.NixlReader.read", freeze_first)
     return has_begun
+
+
+CUT = {  # as ucx.FOR_READING, but shorter: what the user has set is kept
+    "UCX_TLS": "tcp", "UCX_TCP_USER_TIMEOUT": "2s",
+    "UCX_TCP_KEEPIDLE": "1s", "UCX_TCP_KEEPINTVL": "1s", "UCX_TCP_KEEPCNT": "1",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def namespaces():
+    """Skips where this user may not make a network of its own."""
+    probe = ["unshare", "-rnm", "sh", "-c", "mount -t sysfs none /sys && ip link add va type veth peer name vb"]
+    try:
+        subprocess.run(probe, check=True, capture_output=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")
+
+
+@pytest.mark.parametrize("when", ["asked", "asking"])
+async def test_a_cut_link_keeps_a_read_for_minutes_ours_ends_with_its_connection_and_nothing_comes_late(
+    namespaces, when
+):
+    """With UCX's own settings 18 s and more than 150 s: see facts in ucx.py."""
+    process = await asyncio.create_subprocess_exec(
+        "unshare", "-rnm", sys.executable, str(Path(__file__).with_name("cut_link.py")), when,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env={**os.environ, **CUT},
+    )  # fmt: skip
+    async with asyncio.timeout(100):
+        out, errors = await process.communicate()
+    assert process.returncode == 0, errors.decode()
+    told = json.loads(out.decode().splitlines()[-1])
+    assert told["errors"] == ["TransportError", "TransportError"]
+    assert not told["late"]
+    assert told["again"] == (when == "asking")  # the same reader connects anew to an owner that lives
+
+
+async def test_our_own_settings_for_a_cut_link_are_for_agents_that_read(monkeypatch, kv):
+    """One that is read must not give up early: UCX aborts the process when its answer finds no connection."""
+    given, variables = [], ucx.variables
+    monkeypatch.setattr(ucx, "variables", lambda values: given.append(dict(values)) or variables(values))
+    source, target = await kv.pair("nixl")
+    await kv.send(source, target, "r1", [1], [2]).commit(b"")
+    assert given == [{"UCX_NET_DEVICES": "lo"}, {"UCX_NET_DEVICES": "lo", **ucx.FOR_READING}]
+    assert ucx.FOR_READING["UCX_TCP_USER_TIMEOUT"] == "10s"
 
 
 # ---- failures
