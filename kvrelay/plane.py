@@ -119,8 +119,10 @@ def _without_tls(error: ssl.SSLError) -> AuthenticationFailed | TlsMismatch:
     """What a TLS handshake failed of."""
     if error.reason == "WRONG_VERSION_NUMBER":  # it did not look like TLS at all
         return TlsMismatch(f"the peer does not speak TLS: {_REMEDY}")
-    why = getattr(error, "verify_message", "") or str(error.reason or error)
-    return AuthenticationFailed(f"no certificate of this cluster: {why.lower().replace('_', ' ')}")
+    why = (getattr(error, "verify_message", "") or str(error.reason or error)).lower().replace("_", " ")
+    if "alert" in why:
+        return AuthenticationFailed(f"the peer does not take our certificate: {why}")
+    return AuthenticationFailed(f"the peer shows no certificate of this cluster: {why}")
 
 
 async def connect(

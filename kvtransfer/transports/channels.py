@@ -35,8 +35,8 @@ class Channel(Protocol):
     def send(self, data: bytes) -> None:
         """All of it. For messages that the socket's buffers hold."""
 
-    def send_answer(self, header: bytes, views: Sequence[memoryview]) -> None:
-        """The header, then what `views` show. Raises OSError when the peer took nothing for STALL_S."""
+    def send_answer(self, header: bytes, views: Sequence[memoryview], num_bytes: int) -> None:
+        """The header, then the `num_bytes` that `views` show. Raises OSError when the peer took nothing for STALL_S."""
 
     def send_pages(self, header: bytes, pieces: Iovecs) -> bool:
         """The same for much memory, without a copy; False where that cannot be, and nothing was sent."""
@@ -102,10 +102,12 @@ class PlainChannel:
     def send(self, data: bytes) -> None:
         self._sock.sendall(data)
 
-    def send_answer(self, header: bytes, views: Sequence[memoryview]) -> None:
-        left = [memoryview(header), *views]
-        while left:
-            left = rest(left, self._sock.sendmsg(left[:_VECTOR]))
+    def send_answer(self, header: bytes, views: Sequence[memoryview], num_bytes: int) -> None:
+        left, num_left = [memoryview(header), *views], len(header) + num_bytes
+        while num_left:
+            sent = self._sock.sendmsg(left[:_VECTOR])
+            num_left -= sent
+            left = rest(left, sent) if num_left else []
 
     def send_pages(self, header: bytes, pieces: Iovecs) -> bool:
         if self._pipe is None:
@@ -158,7 +160,7 @@ class TlsChannel:
         self._sock.settimeout(STALL_S)
         self._sock.sendall(data)
 
-    def send_answer(self, header: bytes, views: Sequence[memoryview]) -> None:
+    def send_answer(self, header: bytes, views: Sequence[memoryview], num_bytes: int) -> None:
         self.send(header)
         for view in views:
             self._sock.sendall(view)

@@ -38,16 +38,10 @@ def _checked(result: int) -> int:
     raise OSError(number, os.strerror(number))
 
 
-def _rest(pieces: Iovecs, done: int) -> Iovecs:
-    """What is left of `pieces` after their first `done` bytes; the first left is cut in place."""
-    ends = np.cumsum(pieces[:, 1], dtype=np.uint64)
-    first = int(np.searchsorted(ends, done, side="right"))
-    left = pieces[first:]
-    if len(left):
-        into = np.uint64(done) - (ends[first] - left[0, 1])
-        left[0, 0] += into
-        left[0, 1] -= into
-    return left
+def _cut(piece: Iovecs, num_left: int) -> None:
+    """Leave its last bytes."""
+    piece[0] += piece[1] - np.uint64(num_left)
+    piece[1] = num_left
 
 
 class SplicePipe:
@@ -69,13 +63,19 @@ class SplicePipe:
 
     def send_all(self, sock: socket.socket, pieces: Iovecs) -> None:
         """Send `pieces`, which are used up. Raises OSError; BlockingIOError when the socket's send timeout passed."""
-        while len(pieces):
+        ends = np.cumsum(pieces[:, 1], dtype=np.int64)
+        total, sent, first, where = int(ends[-1]), 0, 0, pieces.ctypes.data
+        while sent < total:
             try:
-                held = _checked(self._vmsplice(self._in, pieces.ctypes.data, min(len(pieces), _MAX_PIECES), 0))
+                count = min(len(pieces) - first, _MAX_PIECES)
+                held = _checked(self._vmsplice(self._in, where + first * pieces.itemsize * 2, count, 0))
             except InterruptedError:
                 continue
-            pieces = _rest(pieces, held)
-            self._pass_on(sock, held, _MOVE | (_MORE if len(pieces) else 0))
+            sent += held
+            self._pass_on(sock, held, _MOVE | (_MORE if sent < total else 0))
+            first = int(np.searchsorted(ends, sent, side="right"))
+            if first < len(pieces):
+                _cut(pieces[first], int(ends[first]) - sent)
 
     def _pass_on(self, sock: socket.socket, held: int, flags: int) -> None:
         while held:

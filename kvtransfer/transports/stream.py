@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
 from kvrelay.kvtransfer.transports.channels import Channel, rest
 from kvrelay.kvtransfer.transports.landing import Landing
-from kvrelay.kvtransfer.transports.streams import ANSWER, MAX_OUTSTANDING, Piece, Request, requests_for
+from kvrelay.kvtransfer.transports.streams import ANSWER, MAX_OUTSTANDING, Piece, Request
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,10 @@ class Read:
 class Share:
     """One stream's part of a read."""
 
-    def __init__(self, read: Read, pieces: Sequence[Piece]) -> None:
+    def __init__(self, read: Read, requests: Sequence[Request]) -> None:
         self.read = read
-        self.requests = deque(requests_for(pieces))  # not yet answered in full
+        self.requests = deque(requests)  # not yet answered in full
+        read.num_shares += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +68,20 @@ class Stream:
 
     def __init__(self, name: str, pool: memoryview, dial: Callable[[], Channel]) -> None:
         self._name, self._pool, self._dial = name, pool, dial
-        self._changed = threading.Condition()  # guards what follows
+        self._guard = threading.RLock()  # of what follows
+        self._changed = threading.Condition(self._guard)
         self._shares: deque[Share] = deque()  # unfinished; the first is being received
         self._unasked: deque[tuple[Share, Request]] = deque()
         self._channel: Channel | None = None
         self._thread: threading.Thread | None = None
-        self._is_lent = False  # to `read_now`
         self._is_cut = self._is_stopping = False
-        # of whoever serves the first share:
+        # of the thread while there is a share, of the loop while there is none:
         self._asked: deque[_Asked] = deque()
         self._number = 0  # of the request that was sent last
         self._header = bytearray(ANSWER.size)  # of the answer that is being received
         self._header_left = memoryview(self._header)
         self._left: list[memoryview] = []  # of the piece that is being received
+        self._num_left = 0  # bytes in `_left`
 
     # ---- for the reader, on its loop
 
@@ -93,52 +95,58 @@ class Stream:
 
     def put(self, share: Share) -> None:
         """Serve it on the stream's thread."""
-        with self._changed:
-            self._append(share)
+        with self._guard:
+            self._shares.append(share)
+            self._unasked.extend((share, request) for request in share.requests)
             self._wake()
 
-    def read_now(self, share: Share, within_s: float) -> bool | None:
-        """Serve it here and now, waiting for `within_s` at most.
+    def read_now(self, request: Request, within_s: float) -> int | None:
+        """Ask here and now, and receive what comes within that time; for one piece.
 
-        Returns: whether it has ended (well or not); else it goes on upon the thread. None: not begun, the stream is busy.
+        Returns: bytes that are in place. When some are missing, `go_on` must follow. None: not begun, the stream is busy.
+        Raises OSError; nothing of it can land any more then.
         """
-        with self._changed:
-            if self._shares or self._channel is None or not self._channel.can_look:
-                return None
-            self._append(share)
-            self._is_lent = True
-        is_done = True
+        if self._shares or self._channel is None or not self._channel.can_look:
+            return None  # with no share the thread touches nothing, and only this loop brings shares
+        until = time.monotonic() + within_s
         try:
-            is_done = self._fetch_within(share, time.monotonic() + within_s)
-        except Exception as error:
-            self._fail(share, error)
-        with self._changed:
-            self._is_lent = False
-            if is_done:
-                self._finish(share)
-            else:
-                self._wake()
-        return is_done
+            self._number += 1
+            self._channel.send(request.encode(self._number))
+            self._begin(request.pieces[0])
+            while self._num_left:
+                left_s = until - time.monotonic()
+                if left_s <= 0 or not self._channel.wait(left_s):
+                    break
+                self._receive(self._channel, self._number, request.num_bytes, may_wait=False)
+        except BaseException:
+            self._drop()
+            raise
+        if not self._num_left:
+            self._header_left = memoryview(self._header)
+        return request.num_bytes - self._num_left
+
+    def go_on(self, share: Share) -> None:
+        """Serve the rest of what `read_now` began."""
+        with self._guard:
+            self._asked.append(_Asked(share, share.requests[0], self._number))
+            self._shares.append(share)
+            self._wake()
 
     def cut(self, read: Read) -> None:
         """If it is this read that is being received, shut the connection under it."""
-        with self._changed:
+        with self._guard:
             if self._shares and self._shares[0].read is read and self._channel is not None:
                 self._channel.shut()
                 self._is_cut = True
 
     def stop(self) -> None:
         """End the thread once it has served what it has, and close. Blocking."""
-        with self._changed:
+        with self._guard:
             self._is_stopping = True
             self._changed.notify()
         if self._thread is not None:
             self._thread.join()
         self._drop()
-
-    def _append(self, share: Share) -> None:
-        self._shares.append(share)
-        self._unasked.extend((share, request) for request in share.requests)
 
     def _wake(self) -> None:
         if self._thread is None:
@@ -158,8 +166,8 @@ class Stream:
             share.read.leave()
 
     def _next(self) -> Share | None:
-        with self._changed:
-            while self._is_lent or not self._shares:
+        with self._guard:
+            while not self._shares:
                 if self._is_stopping:
                     return None
                 self._changed.wait()
@@ -168,27 +176,17 @@ class Stream:
     def _fetch(self, share: Share) -> None:
         if self._channel is None:
             channel = self._dial()
-            with self._changed:
+            with self._guard:
                 self._channel = channel
         while share.requests:
             self._ask()
-            self._land(share, may_wait=True)
-
-    def _fetch_within(self, share: Share, until: float) -> bool:
-        assert self._channel is not None
-        self._ask()
-        while share.requests:
-            left_s = until - time.monotonic()
-            if left_s <= 0 or not self._channel.wait(left_s):
-                return False
-            self._land(share, may_wait=False)
-        return True
+            self._land(self._channel, share)
 
     def _ask(self) -> None:
         """Keep MAX_OUTSTANDING requests under way, later reads' included."""
         assert self._channel is not None
         while len(self._asked) < MAX_OUTSTANDING:
-            with self._changed:
+            with self._guard:
                 if not self._unasked:
                     return
                 share, request = self._unasked.popleft()
@@ -197,31 +195,37 @@ class Stream:
                 self._asked.append(_Asked(share, request, self._number))
                 self._channel.send(request.encode(self._number))
 
-    def _land(self, share: Share, *, may_wait: bool) -> None:
+    def _land(self, channel: Channel, share: Share) -> None:
         """Some more bytes of the share's first request."""
         if share.read.error is not None:
             raise share.read.error
-        assert self._channel is not None
         request = share.requests[0]
         piece = request.pieces[0]
-        left = self._left or piece.views(self._pool)
-        num_header = len(self._header_left)
-        num_bytes = self._channel.land([self._header_left, *left] if num_header else left, may_wait=may_wait)
-        if num_header:
-            self._take_header(min(num_bytes, num_header))
-            num_bytes -= min(num_bytes, num_header)
-        self._left = rest(left, num_bytes)
-        if not self._left:
+        if not self._num_left:
+            self._begin(piece)
+        num_bytes = self._receive(channel, self._asked[0].number, request.num_bytes)
+        if not self._num_left:
             self._take_piece(share, request)
         if num_bytes:
             share.read.landing.add(piece.index, num_bytes)
 
-    def _take_header(self, num_bytes: int) -> None:
-        """So much of the answer's header came. Raises ConnectionError."""
-        self._header_left = self._header_left[num_bytes:]
-        asked = self._asked[0]
-        if not self._header_left and ANSWER.unpack(self._header) != (asked.number, asked.request.num_bytes):
-            raise ConnectionError("the source answered another request")
+    def _begin(self, piece: Piece) -> None:
+        self._left, self._num_left = piece.views(self._pool), piece.num_bytes
+
+    def _receive(self, channel: Channel, number: int, answer_bytes: int, *, may_wait: bool = True) -> int:
+        """What comes of the answer's header and of the piece; the piece's bytes. Raises OSError."""
+        num_header = len(self._header_left)
+        left = [self._header_left, *self._left] if num_header else self._left
+        num_bytes = channel.land(left, may_wait=may_wait)
+        if num_header:
+            self._header_left = self._header_left[num_bytes:]
+            num_bytes = max(num_bytes - num_header, 0)
+            if not self._header_left and ANSWER.unpack(self._header) != (number, answer_bytes):
+                raise ConnectionError("the source answered another request")
+        self._num_left -= num_bytes
+        if self._num_left:
+            self._left = rest(self._left, num_bytes)
+        return num_bytes
 
     def _take_piece(self, share: Share, request: Request) -> None:
         """The request's first piece is complete."""
@@ -242,9 +246,9 @@ class Stream:
 
     def _drop(self) -> None:
         """Close the connection; what later shares asked over it is asked again over the next."""
-        with self._changed:
+        with self._guard:
             self._asked.clear()
-            self._header_left, self._left = memoryview(self._header), []
+            self._header_left, self._num_left = memoryview(self._header), 0
             self._is_cut = False
             self._unasked = deque((share, request) for share in list(self._shares)[1:] for request in share.requests)
             if self._channel is not None:
@@ -252,7 +256,7 @@ class Stream:
                 self._channel = None
 
     def _finish(self, share: Share) -> None:
-        with self._changed:
+        with self._guard:
             if self._is_cut:  # maybe when its last byte was already here
                 self._drop()
             self._shares.popleft()

@@ -150,4 +150,4 @@ class StreamExporter:
             if wanted.num_bytes <= _COPIED_BYTES or not channel.send_pages(
                 wanted.header, wanted.iovecs(self._memory.address)
             ):
-                channel.send_answer(wanted.header, wanted.views(self._pool))
+                channel.send_answer(wanted.header, wanted.views(self._pool), wanted.num_bytes)

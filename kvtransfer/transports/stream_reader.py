@@ -10,7 +10,15 @@ from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, TransportError, open_off_loop
 from kvrelay.kvtransfer.transports.channels import Channel
 from kvrelay.kvtransfer.transports.stream import Read, Share, Stream
-from kvrelay.kvtransfer.transports.streams import HANDSHAKE_S, bytes_of, cut_into_pieces, deal
+from kvrelay.kvtransfer.transports.streams import (
+    HANDSHAKE_S,
+    Piece,
+    Request,
+    bytes_of,
+    cut_into_pieces,
+    deal,
+    requests_for,
+)
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -67,30 +75,51 @@ class StreamReader:
             if landed is not None:
                 landed(0)
             return _ended(None)
-        read = Read(pieces, landed, self._settle_on_loop(asyncio.get_running_loop()))
-        self._reads[read.done] = read
-        shares = [Share(read, mine) for mine in deal(pieces, len(self._streams))]
-        read.num_shares = len(shares)
-        if copies.total_bytes > INLINE_BYTES or not self._begin_now(shares[0]):
-            for share, stream in zip(shares, sorted(self._streams, key=lambda s: s.num_waiting), strict=False):
-                stream.put(share)
+        if len(pieces) == 1 and pieces[0].num_bytes <= INLINE_BYTES:
+            done = self._read_now(pieces[0], landed)
+            if done is not None:
+                return done
+        read = self._begin(pieces, landed)
+        shares = [Share(read, requests_for(mine)) for mine in deal(pieces, len(self._streams))]
+        for share, stream in zip(shares, sorted(self._streams, key=lambda s: s.num_waiting), strict=False):
+            stream.put(share)
         return read.done
 
-    def _begin_now(self, share: Share) -> bool:
-        """Whether a small read was done here, or has begun here and goes on upon its thread."""
+    def _begin(self, pieces: list[Piece], landed: Landed | None) -> Read:
+        read = Read(pieces, landed, self._settle_on_loop(asyncio.get_running_loop()))
+        self._reads[read.done] = read
+        return read
+
+    def _read_now(self, piece: Piece, landed: Landed | None) -> "asyncio.Future[None] | None":
+        """A small read done here, or begun here to go on upon the stream's thread. None: neither."""
         if self._num_to_skip:
             self._num_to_skip -= 1
-            return False
-        is_done = self._streams[0].read_now(share, INLINE_S)
-        if is_done is None:
-            return False
-        if is_done:
-            self._num_missed = 0
-            self._settle(share.read)
-        else:
-            self._num_missed += 1
-            self._num_to_skip = min(1 << self._num_missed, _MAX_SKIPPED)
-        return True
+            return None
+        request, stream = Request([piece]), self._streams[0]
+        try:
+            num_landed = stream.read_now(request, INLINE_S)
+            if num_landed is None:
+                return None
+            if num_landed == piece.num_bytes:
+                self._num_missed = 0
+                if landed is not None:
+                    landed(num_landed)
+                return _ended(None)
+        except TransportError as error:
+            return _ended(error)
+        except Exception as error:  # the socket's, or a bug in `landed`: the bytes are not there, and none will land
+            logger.debug("a read failed", exc_info=True)
+            return _ended(TransportError(str(error) or type(error).__name__))
+        self._num_missed += 1
+        self._num_to_skip = min(1 << self._num_missed, _MAX_SKIPPED)
+        read = self._begin([piece], landed)
+        if num_landed:
+            try:
+                read.landing.add(0, num_landed)
+            except TransportError as error:
+                read.fail(error)
+        stream.go_on(Share(read, [request]))
+        return read.done
 
     def _settle_on_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[Read], None]:
         def settle(read: Read) -> None:

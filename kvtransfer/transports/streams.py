@@ -263,8 +263,8 @@ class Inbox:
     def _check(self, rows: memoryview, num_bytes: int) -> None:
         total = 0
         for start, size in _ROW.iter_unpack(rows):
+            total += size
             if start + size > self._pool_bytes:
                 raise PermissionError("it asked for bytes outside the pool")
-            total += size
         if total != num_bytes:
             raise PermissionError("its request does not add up")

@@ -8,9 +8,16 @@ import pytest
 
 from kvrelay import plane
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
+from kvrelay.tls import ClusterTls
 
 SECRET = b"the cluster's secret"
 HOST = "127.0.0.1"
+
+
+@pytest.fixture(params=["plain", "tls"])
+def tls(request):
+    """Every rule holds on either kind of plane."""
+    return ClusterTls.derived(SECRET) if request.param == "tls" else None
 
 
 async def echo(connection):
@@ -19,8 +26,8 @@ async def echo(connection):
 
 
 @asynccontextmanager
-async def serving(handler=echo, secret=SECRET):
-    server = plane.Server(handler, secret)
+async def serving(tls, handler=echo, secret=SECRET):
+    server = plane.Server(handler, secret, tls=tls)
     port = await server.start(HOST)
     try:
         async with asyncio.timeout(20):
@@ -30,8 +37,8 @@ async def serving(handler=echo, secret=SECRET):
 
 
 @asynccontextmanager
-async def connected(port, secret=SECRET):
-    connection = await plane.connect(HOST, port, secret)
+async def connected(port, tls=None):
+    connection = await plane.connect(HOST, port, SECRET, tls=tls)
     try:
         yield connection
     finally:
@@ -58,31 +65,31 @@ async def raw_server(talk):
 
 
 @pytest.mark.parametrize("frame", [b"", b"x", b"y" * 3_000_000], ids=len)
-async def test_a_frame_comes_back_as_sent(frame):
-    async with serving() as port, connected(port) as connection:
+async def test_a_frame_comes_back_as_sent(tls, frame):
+    async with serving(tls) as port, connected(port, tls) as connection:
         await connection.send(frame)
         assert await connection.receive() == frame
 
 
-async def test_frames_keep_their_order_and_bounds():
-    async with serving() as port, connected(port) as connection:
+async def test_frames_keep_their_order_and_bounds(tls):
+    async with serving(tls) as port, connected(port, tls) as connection:
         frames = [bytes([i]) * i for i in range(50)]
         for frame in frames:
             connection.send_nowait(frame)
         assert [await connection.receive() for _ in frames] == frames
 
 
-async def test_a_wrong_secret_is_refused_and_its_frames_reach_nobody(caplog):
+async def test_a_wrong_secret_is_refused_and_its_frames_reach_nobody(tls, caplog):
     heard = []
 
     async def handler(connection):
         heard.append(await connection.receive())
 
     with caplog.at_level(logging.WARNING):
-        async with serving(handler) as port:
+        async with serving(tls, handler) as port:
             with pytest.raises((AuthenticationFailed, ConnectionLost)):
-                await plane.connect(HOST, port, b"a guess")
-            async with connected(port) as good:
+                await plane.connect(HOST, port, b"a guess", tls=tls)
+            async with connected(port, tls) as good:
                 await good.send(b"hello")
                 with pytest.raises(ConnectionLost):
                     await good.receive()
@@ -90,11 +97,11 @@ async def test_a_wrong_secret_is_refused_and_its_frames_reach_nobody(caplog):
     assert any("refused" in record.message for record in caplog.records)
 
 
-async def test_a_server_with_another_secret_is_not_trusted():
+async def test_a_server_with_another_secret_is_not_trusted(tls):
     """The client asks for proof as well: whoever took over the port learns nothing it can use."""
-    async with serving(secret=b"another cluster") as port:
+    async with serving(tls, secret=b"another cluster") as port:
         with pytest.raises((AuthenticationFailed, ConnectionLost)):
-            await plane.connect(HOST, port, SECRET)
+            await plane.connect(HOST, port, SECRET, tls=tls)
 
 
 async def test_another_protocol_is_refused():
@@ -109,7 +116,7 @@ async def test_another_protocol_is_refused():
 
 async def test_a_replayed_proof_is_worthless():
     """Nonces are new each time: bytes recorded from a good client do not open a second connection."""
-    async with serving() as port:
+    async with serving(None) as port:
         recorded = await record_a_good_client(port)
         reader, writer = await asyncio.open_connection(HOST, port)
         try:
@@ -142,7 +149,7 @@ async def record_a_good_client(port):
     return bytes(seen)
 
 
-async def test_a_huge_frame_is_refused_before_it_is_read(monkeypatch):
+async def test_a_huge_frame_is_refused_before_it_is_read(tls, monkeypatch):
     seen = asyncio.get_running_loop().create_future()
 
     async def handler(connection):
@@ -152,41 +159,41 @@ async def test_a_huge_frame_is_refused_before_it_is_read(monkeypatch):
             seen.set_result(str(error))
 
     monkeypatch.setattr(plane, "MAX_FRAME_BYTES", 1000)
-    async with serving(handler) as port, connected(port) as connection:
+    async with serving(tls, handler) as port, connected(port, tls) as connection:
         connection.send_nowait(b"x" * 1001)
         assert "1001 bytes" in await seen
         with pytest.raises(ConnectionLost):
             await connection.receive()
 
 
-async def test_a_peer_that_goes_is_noticed():
+async def test_a_peer_that_goes_is_noticed(tls):
     async def leave(connection):
         await connection.send(b"bye")
 
-    async with serving(leave) as port, connected(port) as connection:
+    async with serving(tls, leave) as port, connected(port, tls) as connection:
         assert await connection.receive() == b"bye"
         with pytest.raises(ConnectionLost):
             await connection.receive()
 
 
-async def test_a_frame_cut_short_is_a_lost_connection():
+async def test_a_frame_cut_short_is_a_lost_connection(tls):
     async def half(connection):
         connection._writer.write((100).to_bytes(4, "little") + b"only this")
         await connection._writer.drain()
 
-    async with serving(half) as port, connected(port) as connection:
+    async with serving(tls, half) as port, connected(port, tls) as connection:
         with pytest.raises(ConnectionLost):
             await connection.receive()
 
 
-async def test_closing_sends_what_is_queued():
+async def test_closing_sends_what_is_queued(tls):
     got = asyncio.get_running_loop().create_future()
 
     async def handler(connection):
         got.set_result(await connection.receive())
 
-    async with serving(handler) as port:
-        connection = await plane.connect(HOST, port, SECRET)
+    async with serving(tls, handler) as port:
+        connection = await plane.connect(HOST, port, SECRET, tls=tls)
         connection.send_nowait(b"last words")
         await connection.aclose()
         assert await got == b"last words"
@@ -194,44 +201,44 @@ async def test_closing_sends_what_is_queued():
             connection.send_nowait(b"too late")
 
 
-async def test_a_peer_that_does_not_read_is_dropped_not_buffered_for(monkeypatch):
+async def test_a_peer_that_does_not_read_is_dropped_not_buffered_for(tls, monkeypatch):
     release = asyncio.Event()
 
     async def deaf(connection):
         await release.wait()
 
     monkeypatch.setattr(plane, "MAX_BUFFERED_BYTES", 1 << 20)
-    async with serving(deaf) as port, connected(port) as connection:
+    async with serving(tls, deaf) as port, connected(port, tls) as connection:
         with pytest.raises(ConnectionLost, match="too slowly"):
             for _ in range(100):
                 connection.send_nowait(b"x" * (1 << 20))
         release.set()
 
 
-async def test_nobody_there_is_a_lost_connection():
-    async with serving() as port:
+async def test_nobody_there_is_a_lost_connection(tls):
+    async with serving(tls) as port:
         pass
     with pytest.raises(ConnectionLost):
-        await plane.connect(HOST, port, SECRET)
+        await plane.connect(HOST, port, SECRET, tls=tls)
 
 
-async def test_a_silent_server_times_out():
+async def test_a_silent_server_times_out(tls):
     async def mute(reader, writer):
         while await reader.read(1 << 10):
             pass
 
     async with raw_server(mute) as port:
         with pytest.raises(ConnectionLost, match="timed out"):
-            await plane.connect(HOST, port, SECRET, timeout_s=0.05)
+            await plane.connect(HOST, port, SECRET, timeout_s=0.05, tls=tls)
 
 
-async def test_a_handler_that_fails_costs_only_its_own_connection(caplog):
+async def test_a_handler_that_fails_costs_only_its_own_connection(tls, caplog):
     async def moody(connection):
         if await connection.receive() == b"bad":
             raise ValueError("a bug")
         await connection.send(b"good")
 
-    async with serving(moody) as port, connected(port) as first, connected(port) as second:
+    async with serving(tls, moody) as port, connected(port, tls) as first, connected(port, tls) as second:
         await first.send(b"bad")
         with pytest.raises(ConnectionLost):
             await first.receive()
@@ -240,10 +247,10 @@ async def test_a_handler_that_fails_costs_only_its_own_connection(caplog):
     assert "a bug" in caplog.text
 
 
-async def test_closing_the_server_ends_its_connections():
-    server = plane.Server(echo, SECRET)
+async def test_closing_the_server_ends_its_connections(tls):
+    server = plane.Server(echo, SECRET, tls=tls)
     port = await server.start(HOST)
-    connection = await plane.connect(HOST, port, SECRET)
+    connection = await plane.connect(HOST, port, SECRET, tls=tls)
     await connection.send(b"x")
     await connection.receive()
     await server.aclose()
