@@ -160,7 +160,7 @@ POOL = 4 * 64 * 4096  # bytes of the test pool: 4 layers, 64 blocks
          "huge", "wraps around", "does not add up", "good and bad rows"],
 )  # fmt: skip
 async def test_a_request_for_what_is_not_there_gets_nothing(port, words, caplog):
-    assert POOL == port.lib.LAYOUT.num_bytes
+    assert port.lib.LAYOUT.num_bytes == POOL
     sock = await port.member()
     sock.sendall(words)
     assert await asyncio.to_thread(until_closed, sock) == b""
