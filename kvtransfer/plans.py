@@ -21,6 +21,7 @@ from kvrelay.types import KvLayout
 
 Offsets = NDArray[np.int64]
 
+_ONE = np.ones(1, dtype=np.bool_)
 _MANY_PIECES = 16
 """An atom of more pieces is not searched for neighbours: at most two of its pieces have one (where V follows K, where
 the next atom follows), and the search would cost more than planning."""
@@ -77,6 +78,8 @@ class End:
     atom_stride: int  # to the next atom of a block
     first: int  # of the first common head in a region
     pieces: Offsets
+    region_bytes: int
+    layer_bytes: int
 
     def numbers(self, blocks: Sequence[int] | Offsets, first_atom: int = 0, num_atoms: int | None = None) -> Offsets:
         """Which atoms of the pool hold `num_atoms` (None: all) of a sequence: block * atoms_per_block + place in it.
@@ -99,9 +102,10 @@ class End:
     def offsets(self, numbers: Offsets) -> Offsets:
         """Where these atoms begin in the pool's first layer."""
         if self.atoms_per_block == 1:
-            return numbers * self.layout.region_bytes + self.first
+            whole: Offsets = numbers * self.region_bytes
+            return whole + self.first if self.first else whole
         block, place = np.divmod(numbers, self.atoms_per_block)
-        begins: Offsets = block * self.layout.region_bytes + (place * self.atom_stride + self.first)
+        begins: Offsets = block * self.region_bytes + (place * self.atom_stride + self.first)
         return begins
 
     def atoms(self, blocks: Sequence[int] | Offsets, first_atom: int = 0, num_atoms: int | None = None) -> Offsets:
@@ -110,12 +114,17 @@ class End:
 
     def layer_offset(self, layer: int) -> int:
         """What to add to an atom for the model's layer `layer`."""
-        return (layer - self.layout.first_layer) * self.layout.layer_bytes
+        return (layer - self.layout.first_layer) * self.layer_bytes
 
     def pieces_of(self, atoms: Offsets, layers: range) -> Offsets:
         """[layers, atoms, pieces] where every piece of these atoms begins in every layer."""
-        of_layers = np.array([self.layer_offset(layer) for layer in layers], dtype=np.int64)
-        return np.add.outer(np.add.outer(of_layers, atoms), self.pieces)
+        if len(layers) == 1:
+            of_all: Offsets = atoms + self.layer_offset(layers.start)
+            of_all = of_all[None]
+        else:
+            of_all = np.arange(len(layers), dtype=np.int64)[:, None] * self.layer_bytes
+            of_all = of_all + (atoms + self.layer_offset(layers.start))
+        return of_all[..., None] if len(self.pieces) == 1 else np.add.outer(of_all, self.pieces)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,18 +160,24 @@ class Pairing:
         if layers and not (layers[0] in self.overlap.layers and layers[-1] in self.overlap.layers):
             raise ValueError(f"layers {layers} are not among the common ones, {self.overlap.layers}")
         first = layers.start if layers else self.overlap.layers.start
-        source = np.add.outer(source_atoms + self.source.layer_offset(first), self.source.pieces).ravel()
-        target = np.add.outer(target_atoms + self.target.layer_offset(first), self.target.pieces).ravel()
-        strides = self.source.layout.layer_bytes, self.target.layout.layer_bytes
+        source = source_atoms + self.source.layer_offset(first)
+        target = target_atoms + self.target.layer_offset(first)
+        if self.pieces_per_atom > 1:
+            source = np.add.outer(source, self.source.pieces).ravel()
+            target = np.add.outer(target, self.target.pieces).ravel()
+        strides = self.source.layer_bytes, self.target.layer_bytes
         if self.pieces_per_atom > _MANY_PIECES:
             return CopyList(source, target, np.full(len(source), self.piece_bytes), len(layers), *strides)
         return CopyList(*self._merged(source, target), len(layers), *strides)
 
     def _merged(self, source: Offsets, target: Offsets) -> tuple[Offsets, Offsets, Offsets]:
         """Neighbours at both ends become one copy."""
-        is_new = (np.diff(source) != self.piece_bytes) | (np.diff(target) != self.piece_bytes)
-        starts = np.concatenate((np.zeros(min(len(source), 1), dtype=np.int64), np.flatnonzero(is_new) + 1))
-        return source[starts], target[starts], np.diff(starts, append=len(source)) * self.piece_bytes
+        size = self.piece_bytes
+        joins = (source[1:] - source[:-1] == size) & (target[1:] - target[:-1] == size)
+        if not joins.any():
+            return source, target, np.full(len(source), size, dtype=np.int64)
+        starts = np.flatnonzero(np.concatenate((_ONE, ~joins)))
+        return source[starts], target[starts], np.diff(starts, append=len(source)) * size
 
 
 @functools.lru_cache(maxsize=1024)
@@ -230,7 +245,8 @@ def _end(layout: KvLayout, both: Overlap, outer: list[tuple[int, int]]) -> End:
         pieces = np.add.outer(pieces, np.arange(count, dtype=np.int64) * stride).ravel()
     pieces.setflags(write=False)  # shared by everyone who asks for this pair
     first = (both.heads.start - layout.first_kv_head) * head
-    return End(layout, layout.block_size // both.atom_tokens, both.atom_tokens * token, first, pieces)
+    each = layout.block_size // both.atom_tokens
+    return End(layout, each, both.atom_tokens * token, first, pieces, layout.region_bytes, layout.layer_bytes)
 
 
 def plan_copies(
