@@ -30,9 +30,9 @@ _FOLDER = Path(__file__).parent / "native"
 _SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
 _STEP_BYTES = 256 << 10  # in Python: copied, then hashed
 _YIELD_BYTES = 1 << 20  # xxhash holds the interpreter's lock below 64 KiB: others get it this often
-_NOT_THE_SOURCE, _OUT_OF_BOUNDS = -1, -2  # of native/move.c
-_ALL = -1
+_NOT_THE_SOURCE, _OUT_OF_BOUNDS, _CANCELLED, _ALL = -1, -2, -3, -1  # of native/move.h
 _NOTHING = np.empty((0, 1), np.int64)
+_NO_ROWS = CopyList(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
 
 
 class Receipt:
@@ -69,7 +69,7 @@ class Receipt:
 
 
 class _Job(ctypes.Structure):
-    """struct move of native/move.c."""
+    """struct move of native/move.h."""
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("source", "target")),
@@ -82,6 +82,8 @@ class _Job(ctypes.Structure):
         *((name, ctypes.c_char_p) for name in ("pieces", "is_checked")),
         *((name, ctypes.c_void_p) for name in ("scratch", "found", "landed")),
         *((name, ctypes.c_int64) for name in ("repeat", "row", "inside", "hashed", "hash_ns")),
+        *((name, ctypes.c_int64) for name in ("is_cancelled", "is_done", "problem")),
+        ("next", ctypes.c_void_p),
     ]
 
 
@@ -94,9 +96,9 @@ def library() -> Any:
         logger.info("KV is moved and hashed in Python: %s", error)
         return None
     lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
-    pointer, count = ctypes.c_void_p, ctypes.c_int64
-    lib.kt_xxh3_atoms.argtypes = [pointer, ctypes.c_char_p, count, count, count, pointer, pointer]
-    lib.kt_xxh3_atoms.restype = None
+    lib.kt_worker_start.argtypes, lib.kt_worker_start.restype = [ctypes.c_int], ctypes.c_void_p
+    lib.kt_worker_submit.argtypes, lib.kt_worker_submit.restype = [ctypes.c_void_p, ctypes.c_void_p], None
+    lib.kt_worker_stop.argtypes, lib.kt_worker_stop.restype = [ctypes.c_void_p], None
     return lib
 
 
@@ -133,12 +135,33 @@ class NativeMove:
 
     def run(self, until: int = _ALL) -> None:
         """Go on until the first `until` bytes have landed. Raises TransportError, OSError."""
-        problem = self._lib.kt_move(ctypes.addressof(self._job), until)
+        self._job.problem = self._lib.kt_move(self.address, until)
+        self.result()
+
+    @property
+    def address(self) -> int:
+        """For a worker."""
+        return ctypes.addressof(self._job)
+
+    @property
+    def is_done(self) -> bool:
+        """A worker has carried it out."""
+        return bool(self._job.is_done)
+
+    def cancel(self) -> None:
+        """End it within a few hundred KiB. No effect on a later run."""
+        self._job.is_cancelled = 1
+
+    def result(self) -> None:
+        """How it went. Raises TransportError, OSError."""
         self._receipt.hash_s = self._job.hash_ns / 1e9
+        problem = self._job.problem
         if problem == _NOT_THE_SOURCE:
             raise NotTheSource(self._pid)
         if problem == _OUT_OF_BOUNDS:
             raise TransportError("a copy lies outside the pool")
+        if problem == _CANCELLED:
+            raise TransportError("abandoned")
         if problem:
             raise OSError(problem, os.strerror(problem))
 
@@ -216,16 +239,27 @@ def xxh3_atoms(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:
     Args:
         pieces: [num_atoms, pieces_per_atom] where each piece begins.
     """
-    num_atoms, each = pieces.shape
-    if pieces.size and not 0 <= int(pieces.min()) <= int(pieces.max()) <= view.nbytes - piece_bytes:
+    receipt = Receipt(pieces, piece_bytes)
+    hashing = hash_in_place(view, receipt)
+    if hashing is None:
+        return _xxh3_in_python(view, pieces, piece_bytes)
+    hashing.run()
+    return receipt.found
+
+
+def hash_in_place(view: memoryview, receipt: Receipt) -> NativeMove | None:
+    """A move that moves nothing: it hashes the receipt's atoms where they lie in `view`. None: only Python can.
+
+    Raises ValueError when one lies outside.
+    """
+    pieces = receipt.pieces
+    if pieces.size and not 0 <= int(pieces.min()) <= int(pieces.max()) <= view.nbytes - receipt.piece_bytes:
         raise ValueError("a piece lies outside the pool")
     lib = library()
-    if lib is None or each * piece_bytes <= _SHORT_BYTES:
-        return _xxh3_in_python(view, pieces, piece_bytes)
-    found = np.empty(num_atoms, np.uint64)
-    base, scratch = np.frombuffer(view, dtype=np.uint8).ctypes.data, _scratch(pieces, piece_bytes)
-    lib.kt_xxh3_atoms(base, _packed(pieces), num_atoms, each, piece_bytes, ctypes.addressof(scratch), found.ctypes.data)
-    return found
+    if lib is None or receipt.atom_bytes <= _SHORT_BYTES:
+        return None
+    place = Place(np.frombuffer(view, dtype=np.uint8).ctypes.data, view.nbytes)
+    return NativeMove(lib, place, place, _NO_ROWS, receipt)
 
 
 def _xxh3_in_python(view: memoryview, pieces: Offsets, piece_bytes: int) -> Hashes:

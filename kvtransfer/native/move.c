@@ -11,36 +11,14 @@
 #include <sys/uio.h>
 #endif
 #include "lanes.h"
+#include "move.h"
 #include "xxh3.h"
 
-#define NONCE 16
 #define MAX_ROWS 500         /* in one system call; two more are the nonce's; the kernel's limit is 1,024 */
 #define NEAR (64 << 10)      /* bytes copied before they are hashed: the second-level cache keeps them */
 #define FAR (256 << 10)      /* the same where each piece is a system call */
 #define TICK (1 << 20)       /* bytes copied between two counts where nothing is hashed */
 #define STREAM (1 << 20)     /* reads from here on go past the caches, but for what is hashed there */
-#define ALL (-1)
-#define NOT_THE_SOURCE (-1)
-#define OUT_OF_BOUNDS (-2)
-
-struct move {
-    uint64_t source, target; /* addresses; the source's is in process `pid` unless that is 0 */
-    int64_t source_bytes, target_bytes;
-    int64_t pid;
-    uint64_t nonce_address;
-    uint8_t nonce[NONCE];
-    int64_t num_rows, repeats, source_stride, target_stride;
-    const int64_t *source_offset, *target_offset, *num_bytes; /* [num_rows] */
-    int64_t num_atoms, pieces_per_atom, piece_bytes;
-    const int64_t *pieces;        /* [num_atoms, pieces_per_atom] offsets in the target */
-    const uint8_t *is_checked;    /* [num_atoms], NULL: all */
-    uint8_t *scratch;             /* an atom's bytes, where it has several pieces */
-    uint64_t *found;              /* [num_atoms] */
-    int64_t *landed;              /* bytes so far */
-    int64_t repeat, row, inside;  /* the cursor: this many bytes of this row are there */
-    int64_t hashed;               /* atoms so far */
-    int64_t hash_ns;
-};
 
 struct span {
     uint64_t from, to;
@@ -162,14 +140,18 @@ static int64_t now_ns(void)
     return t.tv_sec * 1000000000LL + t.tv_nsec;
 }
 
-/* Hash atoms up to `stop`, which have landed. */
-static void hash_landed(struct move *m, int64_t stop)
+/* Hash atoms up to `stop`, which lie in the target. */
+static void hash_to(struct move *m, int64_t stop)
 {
     int64_t began = now_ns(), each = m->pieces_per_atom;
     const uint8_t *base = (const uint8_t *)m->target;
-    for (int64_t i = m->hashed; i < stop; i++)
-        if (needs_hash(m, i))
-            m->found[i] = kt_xxh3_atom(base, m->pieces + i * each, each, m->piece_bytes, m->scratch, base);
+    for (int64_t i = m->hashed; i < stop; i++) {
+        if (!needs_hash(m, i)) continue;
+        const int64_t *pieces = m->pieces + i * each;
+        const uint8_t *after = base + pieces[i + 1 < stop ? each : 0];
+        m->found[i] = kt_xxh3_atom(base, pieces, each, m->piece_bytes, m->scratch, after);
+    }
+    m->hashed = stop;
     m->hash_ns += now_ns() - began;
 }
 
@@ -199,16 +181,19 @@ static int64_t measure(const struct move *m)
     return __builtin_mul_overflow(total, m->repeats, &total) ? OUT_OF_BOUNDS : total;
 }
 
-/* Go on until the first `until` bytes have landed. Returns 0, an errno, NOT_THE_SOURCE or OUT_OF_BOUNDS. */
+/* Go on until the first `until` bytes have landed. Without rows: hash what lies in the target already.
+ * Returns 0, an errno, NOT_THE_SOURCE, OUT_OF_BOUNDS or CANCELLED. */
 int kt_move(struct move *m, int64_t until)
 {
     int64_t total = measure(m), landed = *m->landed;
     if (until == ALL) until = total;
     if (total < 0 || until > total) return OUT_OF_BOUNDS;
+    if (!m->num_rows) hash_to(m, m->num_atoms);
     int64_t atom = m->num_atoms ? atom_bytes(m) : 1;
     int64_t step = m->pid ? FAR : m->num_atoms ? NEAR : TICK;
     step = step < atom ? atom : step - step % atom;
     while (landed < until) {
+        if (__atomic_load_n(&m->is_cancelled, __ATOMIC_RELAXED)) return CANCELLED;
         int64_t size = smaller(step - landed % atom, until - landed);
         int64_t complete = smaller((landed + size) / atom, m->num_atoms);
         int is_hashed = is_any_checked(m, m->hashed, complete);
@@ -216,7 +201,7 @@ int kt_move(struct move *m, int64_t until)
         if (problem) return problem;
         landed += size;
         __atomic_store_n(m->landed, landed, __ATOMIC_RELEASE);
-        if (is_hashed) hash_landed(m, complete);
+        if (is_hashed) hash_to(m, complete);
         m->hashed = complete;
     }
     return 0;

@@ -127,13 +127,3 @@ uint64_t kt_xxh3_atom(const uint8_t *base, const int64_t *pieces, int64_t each, 
     for (int64_t i = 0; i < each; i++) memcpy(scratch + i * piece_bytes, base + pieces[i], piece_bytes);
     return kt_xxh3_long(scratch, each * piece_bytes, scratch);
 }
-
-/* found[i] = hash of atom i, whose pieces begin at base + pieces[i * each...]. */
-void kt_xxh3_atoms(const uint8_t *base, const int64_t *pieces, int64_t n, int64_t each, int64_t piece_bytes,
-                   uint8_t *scratch, uint64_t *found)
-{
-    for (int64_t i = 0; i < n; i++) {
-        const uint8_t *after = base + pieces[(i + 1 < n ? i + 1 : i) * each];
-        found[i] = kt_xxh3_atom(base, pieces + i * each, each, piece_bytes, scratch, after);
-    }
-}

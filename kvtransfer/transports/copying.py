@@ -3,11 +3,14 @@
 Lets go of the interpreter lock while bytes move and are hashed, so that the engine's thread runs on.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.kvtransfer.arrivals import Arrival
-from kvrelay.kvtransfer.mover import Receipt, move
+from kvrelay.kvtransfer.mover import NativeMove, PythonMove, Receipt, move
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.process_memory import Place
 from kvrelay.kvtransfer.transports.base import Landed
@@ -22,22 +25,35 @@ def place_of(array: Bytes) -> Place:
     return Place(array.ctypes.data, array.nbytes)
 
 
-def copy_all(source: Place, target: Place, copies: CopyList, landed: Landed | None = None) -> None:
-    """Carry out `copies` and verify them. Raises TransportError (CorruptRead, NotTheSource), OSError.
+def as_one(
+    source: Place, target: Place, copies: CopyList, landed: Landed | None
+) -> tuple[NativeMove | PythonMove, Callable[[], None]] | None:
+    """(the whole read as one move that hashes what it brings, what to call when it is over: raises CorruptRead).
 
-    An Arrival is verified in one go with the copying: the lock is taken once a read, not once a piece. That counts
-    when the engine's thread is busy, which may keep it for milliseconds each time.
+    None where `landed` must be called as pieces come: a fault is injected, or it is no Arrival.
     """
-    receipt = landed.receipt() if isinstance(landed, Arrival) else None
-    if isinstance(landed, Arrival) and receipt is not None:
-        move(source, target, copies, receipt).run()
-        landed.settle(receipt)
+    receipt = landed.receipt() if isinstance(landed, Arrival) else Receipt() if landed is None else None
+    if receipt is None:
+        return None
+    settle = partial(landed.settle, receipt) if isinstance(landed, Arrival) else _nothing
+    return move(source, target, copies, receipt), settle
+
+
+def _nothing() -> None:
+    """What a read without checks has to settle."""
+
+
+def copy_all(source: Place, target: Place, copies: CopyList, landed: Landed | None = None) -> None:
+    """Carry out `copies` and verify them. Raises TransportError (CorruptRead, NotTheSource), OSError."""
+    one = as_one(source, target, copies, landed)
+    if one is not None:
+        moving, settle = one
+        moving.run()
+        settle()
         return
+    assert landed is not None
     receipt, total = Receipt(), copies.total_bytes
     moving = move(source, target, copies, receipt)
-    if landed is None:
-        moving.run()
-        return
     while receipt.num_landed < total:
         moving.run(min(receipt.num_landed + _PIECE_BYTES, total))
         landed(receipt.num_landed)

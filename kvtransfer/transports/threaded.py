@@ -1,4 +1,4 @@
-"""A Reader whose reads run one after the other on a thread of its own, or at once when tiny."""
+"""A Reader whose reads run one after the other on a thread of their own, or at once when tiny."""
 
 import asyncio
 import logging
@@ -8,10 +8,12 @@ from functools import partial
 
 import numpy as np
 
+from kvrelay.kvtransfer.mover import NativeMove
+from kvrelay.kvtransfer.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.process_memory import Place
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
-from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, copy_all, place_of
+from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, as_one, copy_all, place_of
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -67,31 +69,55 @@ class ReadThread:
 
 
 class FetchingReader:
-    """A Reader that fetches by itself, from a pool that this process can address or read: `connect` sets `_source`."""
+    """A Reader that fetches by itself, from a pool that this process can address or read: `connect` sets `_source`.
 
-    max_in_flight = 2  # the second is begun by the thread while the loop still ends the first
+    Tiny reads run on the loop; others on the mover's thread; on one of Python's where there is no compiler, or where
+    `landed` must be called as pieces come.
+    """
+
+    max_in_flight = 4  # a thread must not run dry while the loop is held up: 4 units are a few milliseconds
 
     def __init__(self, name: str, memory: KvMemory) -> None:
         assert memory.view is not None
         self._bytes: Bytes = np.frombuffer(memory.view, dtype=np.uint8)
         self._target = place_of(self._bytes)
         self._source: Place | None = None
-        self._thread = ReadThread(name)
+        self._thread, self._mover = ReadThread(name), MoverThread()
 
     def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
+        if copies.total_bytes > INLINE_BYTES and MoverThread.can_be():
+            assert self._source is not None
+            one = as_one(self._source, self._target, copies, landed)
+            if one is not None and isinstance(moving := one[0], NativeMove):
+                return self._mover.submit(moving, partial(self._finish, moving, one[1]))
         return self._thread.submit(partial(self._copy, landed), copies)
+
+    def _finish(self, moving: NativeMove, settle: Callable[[], None]) -> None:
+        try:
+            moving.result()
+        except OSError as error:
+            raise TransportError(self._explained(error)) from error
+        settle()
 
     def _copy(self, landed: Landed | None, copies: CopyList) -> None:
         assert self._source is not None
-        copy_all(self._source, self._target, copies, landed)
+        try:
+            copy_all(self._source, self._target, copies, landed)
+        except OSError as error:
+            raise TransportError(self._explained(error)) from error
+
+    def _explained(self, error: OSError) -> str:
+        """What the kernel's refusal means."""
+        return str(error)
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
-        """A copy ends by itself within milliseconds."""
+        self._mover.cancel(read)  # others end by themselves within milliseconds
 
     @property
     def in_flight(self) -> int:
-        return self._thread.in_flight
+        return self._thread.in_flight + self._mover.in_flight
 
     async def aclose(self) -> None:
+        await self._mover.aclose()
         await self._thread.aclose()
         self._source = None

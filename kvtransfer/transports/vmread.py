@@ -23,9 +23,8 @@ import msgspec
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer import process_memory
-from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.process_memory import NONCE_BYTES, Place, copy_from_process, set_ptracer
-from kvrelay.kvtransfer.transports.base import Landed, Transport, TransportError, host_id, open_off_loop
+from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
 from kvrelay.kvtransfer.transports.door import Door, knock
 from kvrelay.kvtransfer.transports.threaded import FetchingReader
 from kvrelay.types import KvMemory
@@ -142,12 +141,9 @@ class VmReadReader(FetchingReader):
         except OSError as error:
             raise TransportError(_explained(source, error)) from error
 
-    def _copy(self, landed: Landed | None, copies: CopyList) -> None:
-        try:
-            super()._copy(landed, copies)
-        except OSError as error:
-            assert self._source is not None
-            raise TransportError(_explained(self._source, error)) from error
+    def _explained(self, error: OSError) -> str:
+        assert self._source is not None
+        return _explained(self._source, error)
 
 
 def _read_nonce(source: Place) -> None:

@@ -18,10 +18,11 @@ from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.kvtransfer.transports.vmread import VMREAD
 
 
-@pytest.fixture
-async def sides(kv):
+@pytest.fixture(params=[2, 40], ids=["small reads", "large reads"])
+async def sides(kv, request):
     """`exporter(secret)`, `reader(secret)` over two pools of this process; closed at the end."""
     lib, made = kv.lib, []
+    sources, targets = list(range(5, 5 + request.param)), list(range(request.param))[::-1]
 
     class Sides:
         source, target = lib.allocate(fill=1), lib.allocate()
@@ -36,10 +37,10 @@ async def sides(kv):
             return reader
 
         def copies(self):
-            return plan_copies(lib.LAYOUT, lib.LAYOUT, [5, 9], [1, 2], lib.ALL_LAYERS)
+            return plan_copies(lib.LAYOUT, lib.LAYOUT, sources, targets, lib.ALL_LAYERS)
 
         def assert_read(self):
-            assert np.array_equal(lib.regions(self.target)[:, [1, 2]], lib.regions(self.source)[:, [5, 9]])
+            assert np.array_equal(lib.regions(self.target)[:, targets], lib.regions(self.source)[:, sources])
 
     yield Sides()
     for side in made:

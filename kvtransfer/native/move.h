@@ -1,0 +1,37 @@
+#ifndef KVRELAY_MOVE_H
+#define KVRELAY_MOVE_H
+
+#include <stdint.h>
+
+#define NONCE 16
+#define ALL (-1)
+#define NOT_THE_SOURCE (-1) /* results of kt_move, beside 0 and errno */
+#define OUT_OF_BOUNDS (-2)
+#define CANCELLED (-3)
+
+/* The same as _Job in mover.py. */
+struct move {
+    uint64_t source, target; /* addresses; the source's is in process `pid` unless that is 0 */
+    int64_t source_bytes, target_bytes;
+    int64_t pid;
+    uint64_t nonce_address;
+    uint8_t nonce[NONCE];
+    int64_t num_rows, repeats, source_stride, target_stride;
+    const int64_t *source_offset, *target_offset, *num_bytes; /* [num_rows] */
+    int64_t num_atoms, pieces_per_atom, piece_bytes;
+    const int64_t *pieces;        /* [num_atoms, pieces_per_atom] offsets in the target */
+    const uint8_t *is_checked;    /* [num_atoms], NULL: all */
+    uint8_t *scratch;             /* an atom's bytes, where it has several pieces */
+    uint64_t *found;              /* [num_atoms] */
+    int64_t *landed;              /* bytes so far */
+    int64_t repeat, row, inside;  /* the cursor: this many bytes of this row are there */
+    int64_t hashed;               /* atoms so far */
+    int64_t hash_ns;
+    int64_t is_cancelled;         /* set by another thread: end at the next step */
+    int64_t is_done, problem;     /* set by a worker: kt_move's result */
+    struct move *next;            /* in a worker's queue */
+};
+
+int kt_move(struct move *m, int64_t until);
+
+#endif
