@@ -23,7 +23,7 @@ from kvrelay.errors import (
     TransferRefused,
     TransferTimeout,
 )
-from kvrelay.kvtransfer.checksums import kind_of, pack
+from kvrelay.kvtransfer.checksums import Checksums, kind_of, pack
 from kvrelay.kvtransfer.discovery import this_machine
 from kvrelay.kvtransfer.gather import checksums_of_atoms
 from kvrelay.kvtransfer.grants import atoms_wanted
@@ -43,7 +43,8 @@ from kvrelay.kvtransfer.messages import (
     ToSource,
     encode,
 )
-from kvrelay.kvtransfer.mover import library
+from kvrelay.kvtransfer.mover import Receipt, hash_in_place, library
+from kvrelay.kvtransfer.mover_thread import MoverThread
 from kvrelay.kvtransfer.plans import Offsets, Pairing, cut, pair
 from kvrelay.kvtransfer.probes import num_probe_blocks
 from kvrelay.kvtransfer.sampling import Chosen, chosen_regions
@@ -273,7 +274,8 @@ class KvSource:
         self._exporters: dict[str, Exporter] = {}
         self._links: dict[TargetAddress, TargetLink] = {}
         self._open: set[SourceTransfer] = set()
-        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-checksums")
+        self._mover = MoverThread()
+        self._hasher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-checksums")  # where there is no mover
         self._stats = TransferStats()
 
     async def start(self) -> None:
@@ -302,6 +304,7 @@ class KvSource:
         for exporter in self._exporters.values():
             await exporter.aclose()
         self._exporters.clear()
+        await self._mover.aclose()
         self._hasher.shutdown(wait=False)
 
     @property
@@ -443,10 +446,19 @@ class KvSource:
         if pieces.size * piece_bytes <= INLINE_BYTES and self.memory.view is not None:
             values = checksums_of_atoms(self.memory, pieces, piece_bytes)
         else:
-            loop = asyncio.get_running_loop()
-            values = await loop.run_in_executor(self._hasher, checksums_of_atoms, self.memory, pieces, piece_bytes)
+            values = await self._checksums_on_thread(pieces, piece_bytes)
         self._stats.check_s += time.perf_counter() - began
         return pack(values)
+
+    async def _checksums_on_thread(self, pieces: Offsets, piece_bytes: int) -> Checksums:
+        receipt = Receipt(pieces, piece_bytes)
+        if self.memory.view is not None and MoverThread.can_be():
+            hashing = hash_in_place(self.memory.view, receipt)
+            if hashing is not None:
+                await self._mover.submit(hashing, hashing.result)
+                return receipt.found
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._hasher, checksums_of_atoms, self.memory, pieces, piece_bytes)
 
     def on_ended(self, transfer: SourceTransfer, outcome: TransferResult | TransferError) -> None:
         """A transfer is over (called by it, once)."""
