@@ -4,9 +4,10 @@ No sockets, no clock (times are arguments), no callbacks: target.py drives it.
 """
 
 import asyncio
+import contextlib
 import hmac
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,7 +54,8 @@ class Grant:
     payload: bytes | None = None  # set by Commit
     committed_at: float = 0.0
     busy_s: float = 0.0  # with a read under way, verifying included
-    busy_since: float = 0.0  # when the first of the reads under way began
+    busy_until: float = 0.0  # counted so far
+    began: list[float] = field(default_factory=list)  # of the reads under way
     retries: int = 0  # reads that failed and went on over another path
     is_waiting: bool = False  # ReadDone sent, Confirmed not yet here
     is_ended: bool = False
@@ -84,6 +86,19 @@ class Grant:
     def num_bytes(self) -> int:
         """Read so far."""
         return self.bytes_by_path.total()
+
+    @contextlib.contextmanager
+    def busy(self, clock: Callable[[], float]) -> Iterator[None]:
+        """A read is under way; what passes counts once, however many there are."""
+        began = clock()
+        self.began.append(began)
+        try:
+            yield
+        finally:
+            now = clock()
+            self.busy_s += now - max(min(self.began), self.busy_until)
+            self.busy_until = now
+            self.began.remove(began)
 
     def blocks_of(self, unit: Unit) -> list[int]:
         """The target's blocks that a read of this unit writes; one with several atoms of it more than once."""

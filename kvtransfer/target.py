@@ -422,17 +422,17 @@ class KvTarget:
                 landing.memory, plan.pieces, landing.pairing.piece_bytes, unit.checksums, unit.is_checked, self.tamper
             )
             began = time.monotonic()
-            if not grant.reading:
-                grant.busy_since = began
             try:
-                await self._read(reader, grant, reader.read(plan.copies, arrival), arrival)
+                with grant.busy(time.monotonic):
+                    await self._read(reader, grant, reader.read(plan.copies, arrival), arrival)
             except TransferTimeout as error:
                 link.route.table.failed(name, error.why, time.monotonic())  # the reader stays: its read is not over
                 if landing.staging is not None:
                     link.abort()  # the staging buffer may still be written: begin anew with another
                 raise
             if landing.staging is not None:
-                await self._settle(grant, landing, unit)
+                with grant.busy(time.monotonic):
+                    await self._settle(grant, landing, unit)
         if grant.is_ended:
             return
         num_bytes = plan.copies.total_bytes
@@ -456,10 +456,6 @@ class KvTarget:
         seconds = link.route.ended(name, num_bytes, began, time.monotonic())
         grant.num_unverified -= 1
         grant.bytes_by_path[name] += num_bytes
-        if all(read.done() for read in grant.reading):  # one that was over at once may still be listed
-            now = time.monotonic()
-            grant.busy_s += now - grant.busy_since
-            grant.busy_since = now  # two reads may settle before either is counted
         sums = self._stats.path(name)
         sums.num_bytes += num_bytes
         sums.seconds += seconds
