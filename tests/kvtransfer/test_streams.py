@@ -15,12 +15,13 @@ import pytest
 
 from kvrelay.kvtransfer.plans import CopyList, plan_copies
 from kvrelay.kvtransfer.transports import stream_reader
-from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError, connections
+from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
 from kvrelay.kvtransfer.transports.channels import shut
 from kvrelay.kvtransfer.transports.splice import SplicePipe
 from kvrelay.kvtransfer.transports.streams import PIECE_BYTES
 from kvrelay.kvtransfer.transports.tcp import tcp
 from kvrelay.kvtransfer.transports.unix import UNIX
+from kvrelay.plane import connections
 from kvrelay.tls import ClusterTls
 from kvrelay.types import KvLayout
 
