@@ -68,7 +68,7 @@ from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
 
-ANNOUNCE_BYTES = 4 << 20  # about what one announcement covers
+ANNOUNCE_BYTES = 16 << 20  # about what one announcement covers; smaller ones cost more than they hide
 _PAIR_TIMEOUT_S = 60.0
 _LOST_REMEDY = "see whether the decode worker runs, and whether its KV port can be reached from here"
 _KINDS: dict[str, type[TransferError]] = {
