@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrelay.kvtransfer.conversion import convert, where_to_convert
 from kvrelay.kvtransfer.plans import CopyList, Offsets, Pairing, cut, pair
 from kvrelay.types import KvLayout, KvMemory
 
@@ -47,7 +48,8 @@ class Landing:
         self._wire = wire_layout(pool.layout, source.dtype)
         self.pairing: Pairing = pair(source, self._wire)
         self.staging: KvMemory | None = None
-        if self._wire is not pool.layout:
+        # no source casts yet: it would need a staging pool of its own, which every transport exports
+        if where_to_convert(source.dtype, pool.layout.dtype, can_source_convert=False) is not None:
             self.staging = staging_memory(pool, self._staged(self.layers.start))
 
     @property
@@ -94,8 +96,6 @@ class Landing:
 
     def settle(self, target_atoms: Offsets, layers: range) -> None:
         """Cast what lies in the staging buffer into its places. On a thread."""
-        from kvrelay.kvtransfer.conversion import convert
-
         assert self.staging is not None
         staging = dataclasses.replace(self.staging, layout=self._staged(layers.start))
         staged, atom_tokens = np.arange(len(target_atoms), dtype=np.int64), self.pairing.overlap.atom_tokens
