@@ -98,9 +98,12 @@ async def test_what_finish_raises_is_the_futures_end(thread):
         raise ZeroDivisionError("our own mistake")
 
     for finish, kind in ((corrupt, CorruptRead), (broken, TransportError)):
+        whole = Whole(1 << 20)  # whoever moves keeps the memory: a move holds addresses only
         with pytest.raises(kind):
-            await thread.submit(Whole(1 << 20).moving, finish)
-    await Whole(1 << 20).submit(thread)  # and it goes on
+            await thread.submit(whole.moving, finish)
+    another = Whole(1 << 20)
+    await another.submit(thread)  # and it goes on
+    assert another.has_landed
 
 
 async def test_a_cancelled_move_does_not_begin(held, thread):
