@@ -41,7 +41,9 @@ class Whole:
         self.moving = move(place_of(self.source), place_of(self.target), rows, self.receipt)
 
     def submit(self, thread):
-        return thread.submit(self.moving, self.moving.result)
+        done = thread.submit(self.moving, self.moving.result)
+        done.add_done_callback(lambda _: self)  # a move holds addresses only: the arrays must outlive it
+        return done
 
     @property
     def has_landed(self):
