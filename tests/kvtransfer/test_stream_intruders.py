@@ -126,7 +126,7 @@ async def test_who_does_not_speak_the_protocol_is_cut_off(port, words):
     said = await asyncio.to_thread(until_closed, sock)
     assert len(said) <= 100  # an alert at most; never a nonce
     await port.assert_alone()
-    assert descriptors() == before
+    assert descriptors() <= before  # fewer where another test's remains are collected meanwhile
     await port.assert_serves()
 
 
@@ -252,7 +252,9 @@ async def test_silent_strangers_cannot_keep_a_reader_out(port, monkeypatch):
         other = port.transport.make_reader(port.target, SECRET, "127.0.0.1")
         await other.connect(port.exporter.describe())
         await other.aclose()
-        assert len(port.exporter._peers) <= 1 + 4 + 1
+        async with asyncio.timeout(SOON_S):  # those that were turned away leave when their threads get to run
+            while len(port.exporter._peers) > 1 + 4 + 1:
+                await asyncio.sleep(0.01)
         await port.assert_serves()
     finally:
         for sock in crowd:
