@@ -81,11 +81,15 @@ async def make_reader(owner):
         await reader.aclose()
 
 
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 async def begin_from_frozen(owner, reader, blocks=peer.ALL_BLOCKS):
     """A read whose owner is stopped: posted, and in flight until the owner runs again."""
     await reader.read(peer.copies_of([0]))  # connects
     owner.signal(signal.SIGSTOP)
-    while Path(f"/proc/{owner.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+    while not is_stopped(owner.pid):
         await asyncio.sleep(0)  # it may run on for a moment, long enough to answer
     read = reader.read(peer.copies_of(blocks))
     done, _ = await asyncio.wait({read}, timeout=0.2)
