@@ -77,12 +77,13 @@ class Probe:
 
     async def _measure(self, name: str, targets: Offsets) -> None:
         layers = self._landing.layers if self._landing.staging is None else self._landing.layers[:1]
+        reader = None
         try:
             reader = await self._route.reader(name)
             one = [await self._read(reader, targets[:1], layers[:1]) for _ in range(_LATENCY_ROUNDS)]
             many = [await self._read(reader, targets, layers) for _ in range(_BANDWIDTH_ROUNDS)]
         except TransportError as error:
-            self._route.failed(name, f"probe: {error}")
+            self._route.failed(name, f"probe: {error}", reader)
             return
         num_bytes = len(targets) * len(layers) * self._landing.pairing.atom_bytes
         self._route.table.probed(name, num_bytes / min(many), min(one))

@@ -77,11 +77,16 @@ class Route:
         self.table.moved(name, num_bytes, seconds)
         return seconds
 
-    def failed(self, name: str, why: str) -> None:
-        """Let the path rest, and begin anew with it afterwards."""
+    def failed(self, name: str, why: str, reader: Reader | None = None) -> None:
+        """Let the path rest, and begin anew with it afterwards. `reader`: the one that failed, where there was one.
+
+        Reads that go down with a reader which has been replaced meanwhile say nothing of the new one.
+        """
+        if reader is not self._readers.get(name):
+            return
         logger.warning("KV path %s rests: %s", name, why)
         self.table.failed(name, why, time.monotonic())
-        reader = self._readers.pop(name, None)
+        self._readers.pop(name, None)
         if reader is not None:
             task = asyncio.create_task(reader.aclose(), name=f"kv close {name}")
             self._closing.add(task)

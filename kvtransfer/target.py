@@ -390,11 +390,13 @@ class KvTarget:
         for name in untried(link.route.table, time.monotonic):
             if grant.is_ended:  # while this task waited; its blocks may be released by now
                 return
+            reader = None
             try:
-                await self._read_over(link, name, grant, unit)
+                reader = await link.route.reader(name)
+                await self._read_over(link, name, reader, grant, unit)
                 return
             except CorruptRead as error:
-                link.route.failed(name, str(error))
+                link.route.failed(name, str(error), reader)
                 layer, index = divmod(error.region, len(unit.target_atoms))
                 each = link.landing.pairing.target.atoms_per_block if link.landing is not None else 1
                 where = f"layer {unit.layers[layer]} of block {unit.target_atoms[index] // each}"
@@ -402,17 +404,16 @@ class KvTarget:
             except TransportError as error:
                 if grant.is_ended:  # then it was us who stopped the read
                     return
-                link.route.failed(name, str(error))
+                link.route.failed(name, str(error), reader)
                 grant.retries += 1
                 self._stats.retries += 1
                 self._stats.path(name).retries += 1
         raise PeerLost(grant.request_id, f"no path to the source is left: {link.route.problems()}")
 
-    async def _read_over(self, link: SourceLink, name: str, grant: Grant, unit: Unit) -> None:
+    async def _read_over(self, link: SourceLink, name: str, reader: Reader, grant: Grant, unit: Unit) -> None:
         """Raises TransportError once nothing of the read can land any more."""
         landing = link.landing
         assert link.route is not None and landing is not None
-        reader = await link.route.reader(name)
         async with link.staging_lock if landing.staging is not None else contextlib.nullcontext():
             if grant.is_ended:
                 return
