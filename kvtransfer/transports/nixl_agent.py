@@ -42,6 +42,7 @@ _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _NUM_SPINS = 32  # polls without a pause: what RDMA moves in that time is told at once
 _FIRST_POLL_S, _LAST_POLL_S, _ABANDONED_POLL_S, _BUSY_POLL_S = 20e-6, 1e-3, 20e-3, 500e-6
 _IDLE_POLL_S = 50e-3  # of a source without an open transfer, once it has had one
+_FREE_S = 20e-6  # to verify a piece: less than it takes to wake the verifier
 _LAST_CALL_S = 5.0  # a call into NIXL takes as long as one piece
 _NUM_FAREWELLS = 10  # polls before the thread ends: what was closed is told to the peers
 
@@ -84,6 +85,7 @@ class NixlAgent:
         self._num_polls = 0  # since the last command
         self._is_busy = False
         self._has_served = False
+        self._is_checking_free = False  # as the last `landed` was: checksums may be off
         self._thread: threading.Thread | None = None
         self._starting: asyncio.Task[None] | None = None
         self._verifier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kv-nixl-verify")
@@ -186,7 +188,9 @@ class NixlAgent:
         """Post what `peer.post` makes of each piece (and its number of bytes); `landed` is called on some thread."""
         loop = asyncio.get_running_loop()
         read = Read(peer, num_bytes, deque(pieces), landed, loop.create_future(), loop)
-        if self._is_small(read) and self._turn.acquire(blocking=False):
+        is_small = num_bytes <= INLINE_BYTES and self.memory.view is not None  # a CUDA context belongs to the thread
+        read.is_light = is_small or landed is None or self._is_checking_free
+        if is_small and self._turn.acquire(blocking=False):
             try:
                 self._reads.begin(self.api, read)
                 self._reads.hand_over()
@@ -198,24 +202,22 @@ class NixlAgent:
             self._commands.put(lambda: self._reads.begin(self.api, read))
         return read.done
 
-    def _is_small(self, read: Read) -> bool:
-        """So small that it is over before a thread would have woken. A CUDA context belongs to the thread."""
-        return read.num_bytes <= INLINE_BYTES and self.memory.view is not None
-
     def _hand_over(self, read: Read, num_landed: int, is_last: bool) -> None:
-        """Have it verified, on the verifier's thread unless it is small; then tell whoever waits for it."""
-        if read.landed is None or self._is_small(read):
+        """Have it verified, on a thread of its own where that takes time; then tell whoever waits for it."""
+        if read.is_light:
             self._verify(read, num_landed, is_last)
         else:
             self._verifier.submit(self._verify, read, num_landed, is_last)
 
     def _verify(self, read: Read, num_landed: int, is_last: bool) -> None:
         """What has `landed` against the bytes that are in place? Anything: no more is read."""
-        try:
-            if read.landed is not None and read.error is None and not read.is_abandoned:
+        if read.landed is not None and read.error is None and not read.is_abandoned:
+            began = time.perf_counter()
+            try:
                 read.landed(num_landed)
-        except Exception as error:  # handed to whoever waits for the read
-            read.error = error
+            except Exception as error:  # handed to whoever waits for the read
+                read.error = error
+            self._is_checking_free = time.perf_counter() - began < _FREE_S
         if is_last:
             self._settle(read)
 

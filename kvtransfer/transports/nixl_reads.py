@@ -69,6 +69,7 @@ class Read:
     error: Exception | None = None
     fence: float = 0.0  # of a failed one: the time before which it is not over
     is_abandoned: bool = False
+    is_light: bool = False  # to verify: so quickly done that no other thread is woken for it
 
     @property
     def is_over(self) -> bool:
