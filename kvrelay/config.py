@@ -21,6 +21,10 @@ BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "vmread", "unix", "tcp"]
 KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
+PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost"]
+WritePolicy = Literal["write-through", "selective", "write-back"]
+Compression = Literal["none", "lossless", "int8", "fp8"]
+PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 API_KEY_VARIABLE = "KVRELAY_API_KEY"
@@ -126,6 +130,57 @@ class RoleSettings(_Settings):
     max_running: int | None = Field(None, ge=1, description="as engine.max_running")
     num_threads: int | None = Field(None, ge=1, description="as engine.num_threads")
     prefix_caching: bool | None = Field(None, description="as engine.prefix_caching")
+
+
+class CacheSettings(_Settings):
+    """What is kept of KV, for how long, and where beyond the workers' pools."""
+
+    policy: PolicyName = Field(
+        "lru", description="which unused blocks go first: lru, lfu, fifo, slru, tinylfu or cost; of every tier"
+    )
+    host_memory: Size | None = Field(None, description="bytes of host memory under each worker's pool; default: none")
+    disk_path: str | None = Field(None, description="folder for KV on local disk, under the host tier; default: none")
+    disk_size: Size = Field("10GiB", description="bytes that each worker may use in disk_path")
+    remote: str | None = Field(
+        None,
+        description="`cluster`: the cluster's own store; redis:// or valkey:// URL; or an fsspec URL such as s3://bucket/kv",
+    )
+    write: WritePolicy = Field(
+        "write-through",
+        description="when a block goes down a tier: write-through (when it is full), selective (after `write_after_hits`), "
+        "write-back (when it is about to be evicted)",
+    )
+    write_after_hits: int = Field(1, ge=1, description="matches that make a block worth writing under `selective`")
+    compression: Compression = Field(
+        "none",
+        description="of blocks on disk and remote: none, lossless, or quantised to fp8 or int8 (tokens may change)",
+    )
+    prefetch: PrefetchMode = Field(
+        "timeout",
+        description="what a request in line does about blocks on disk or remote: best-effort (goes on with what has come when "
+        "its turn is there), wait (for all), timeout (waits `prefetch_timeout_s` at most), off",
+    )
+    prefetch_timeout_s: float = Field(2.0, gt=0, description="longest wait for blocks from disk or remote")
+    inflight: Size = Field("256MiB", description="bytes that may be under way between a worker's tiers at once")
+    io_threads: int = Field(2, ge=1, le=64, description="threads that move blocks between a worker's tiers")
+
+    @property
+    def inflight_bytes(self) -> int:
+        return parse_bytes(self.inflight)
+
+    @property
+    def host_bytes(self) -> int:
+        return parse_bytes(self.host_memory) if self.host_memory is not None else 0
+
+    @property
+    def disk_bytes(self) -> int:
+        return parse_bytes(self.disk_size)
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if (self.disk_path or self.remote) and self.host_memory is None:
+            raise ValueError("disk_path and remote need cache.host_memory: blocks pass through it")
+        return self
 
 
 class TransferSettings(_Settings):
@@ -256,6 +311,7 @@ class Settings(_Settings):
     engine: EngineSettings = EngineSettings()
     prefill: RoleSettings = Field(RoleSettings(), description="Prefill workers' own. None: as for all workers.")
     decode: RoleSettings = Field(RoleSettings(), description="Decode workers' own. None: as for all workers.")
+    cache: CacheSettings = CacheSettings()
     transfer: TransferSettings = TransferSettings()
     router: RouterSettings = RouterSettings()
     serve: ServeSettings = ServeSettings()

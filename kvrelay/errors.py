@@ -19,6 +19,7 @@ KvrelayError
 │   └── ConnectionLost
 ├── BackendUnavailable     an explicitly chosen kernel backend or transport is missing
 ├── LayoutMismatch         two pools between which no block can travel
+├── StoreError             a place for KV blocks (disk, remote) that cannot be used
 └── TransferError          the KV plane's
     ├── TransferRefused    stale, foreign, used, expired, misfit: carries the reason
     ├── TransferTimeout
@@ -56,6 +57,17 @@ class LayoutMismatch(KvrelayError):
 
     def __str__(self) -> str:
         return f"{self.field}: {self.why}"
+
+
+class StoreError(KvrelayError):
+    """A disk, Redis or object store for KV cannot be used: which, why, and what to do about it."""
+
+    def __init__(self, store: str, why: str) -> None:
+        super().__init__(store, why)
+        self.store, self.why = store, why
+
+    def __str__(self) -> str:
+        return f"KV store {self.store}: {self.why}"
 
 
 class ModelError(KvrelayError):

@@ -41,6 +41,14 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     logit_bias: dict[int, float] = {}
 
 
+class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client knows of its prompt's future. Respected by every tier, within the tenant's quotas."""
+
+    keep: bool = True  # False: nobody will ask for this KV again
+    priority: int = 0  # of its blocks against others: higher stays longer
+    pin_s: float = 0.0  # the prompt's blocks stay for so long, counted from when they are full
+
+
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One sequence to compute. Token ids and hashes travel; text does not.
 
@@ -58,6 +66,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     salt: str = ""
     tokens_per_hash: int = 0
     traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
+    hints: KvHints = KvHints()
 
     @property
     def num_output_tokens(self) -> int:
