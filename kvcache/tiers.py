@@ -1,0 +1,350 @@
+"""The cache controller of one worker: which blocks go down a tier, which come up, and who may touch them meanwhile.
+
+Lives on the engine's thread, which owns the pool and the host tier's index; bytes are moved by I/O threads
+(jobs.py), which get slots and blocks that are held for them and report back through `poll`. Two sets of threads, so that a
+slow disk never keeps a step waiting for a copy within memory. Imports no torch.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.fetches import Fetch, Fetches
+from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Urgency
+from kvrelay.kvcache.loads import Load
+from kvrelay.kvcache.store import BlockMeta, BlockStore
+from kvrelay.kvcache.tier_index import TierIndex
+from kvrelay.types import BlockHash, BlockId
+
+logger = logging.getLogger(__name__)
+
+_BATCH_BYTES = 8 << 20  # of one job: what is more urgent waits no longer than this takes
+_MAX_JOBS = 1024
+_SPARE_SHARE = 8  # write-back begins when less than an eighth of a tier is free
+
+
+class Slab(Protocol):
+    """The host tier's memory (host.py). Its methods block."""
+
+    num_layers: int
+    block_bytes: int
+    num_slots: int
+
+    def slot(self, slot: int) -> memoryview: ...
+
+    def checksum(self, slot: int) -> int: ...
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]: ...
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TierRules:
+    """The settings that decide (see CacheSettings)."""
+
+    write: str = "write-through"
+    write_after_hits: int = 1
+    prefetch: str = "timeout"
+    prefetch_timeout_s: float = 2.0
+    is_checked: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A full block of the pool and what it is called."""
+
+    digest: BlockHash
+    block: BlockId
+    meta: BlockMeta
+
+
+@dataclass(slots=True)
+class TierSums:
+    """Since the start. Counts are blocks unless the name says otherwise."""
+
+    saved: int = 0  # pool to host
+    unsaved: int = 0  # no room in line or in the host tier
+    loaded: int = 0  # host to pool
+    fetched: dict[str, int] = field(default_factory=dict)  # store to host, by store
+    sunk: dict[str, int] = field(default_factory=dict)  # host to store, by store
+    corrupt: int = 0  # in the host tier
+    save_s: float = 0.0
+    load_s: float = 0.0
+
+
+class Tiers:
+    """What a worker keeps below its pool. Every method is the engine thread's, but for the jobs' insides."""
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        slab: Slab,
+        index: TierIndex,
+        stores: Sequence[BlockStore],
+        rules: TierRules,
+        *,
+        num_threads: int,
+        max_bytes: int,
+        wake: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self.pool, self.slab, self.index, self.stores, self.rules = pool, slab, index, tuple(stores), rules
+        self.sums = TierSums()
+        self._clock = clock
+        self._copies = IoThreads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
+        self._io = IoThreads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
+        self._checksums = [0] * index.num_slots
+        self._metas: dict[BlockHash, BlockMeta] = {}  # of what is in the host tier
+        self._saving: dict[BlockHash, BlockId] = {}
+        self._sunk: dict[BlockHash, None] = {}  # known to be in every store
+        self._loads: set[Load] = set()
+        self.fetches = Fetches(self)
+
+    def start(self) -> None:
+        """Open the stores and start the threads. Raises StoreError; then nothing is left open."""
+        opened: list[BlockStore] = []
+        try:
+            for store in self.stores:
+                store.start()
+                opened.append(store)
+        except BaseException:
+            for store in opened:
+                store.close()
+            raise
+        self._copies.start()
+        self._io.start()
+
+    def close(self) -> None:
+        """Stop the threads, then close the stores. Blocking."""
+        self._copies.close()
+        self._io.close()
+        self.poll()
+        for store in self.stores:
+            store.close()
+
+    def poll(self) -> None:
+        """Take note of what the threads have done."""
+        for threads in (self._copies, self._io):
+            for job, result in threads.finished():
+                job.then(result)
+
+    @property
+    def is_idle(self) -> bool:
+        return self._copies.is_idle and self._io.is_idle
+
+    # ---- down: pool to host
+
+    def named(self, entries: Sequence[Named]) -> None:
+        """These blocks are full from now on: what the write policy wants at once is saved."""
+        if self.rules.write == "write-through":
+            self.save(entries)
+
+    def used(self, hashes: Sequence[BlockHash], entries: Sequence[Named], num_hits: Callable[[BlockHash], int]) -> None:
+        """A request matched these blocks of the pool (`entries`), and its prompt goes on with `hashes`."""
+        self.index.use(hashes, self._clock())
+        if self.rules.write == "selective":
+            self.save([entry for entry in entries if num_hits(entry.digest) >= self.rules.write_after_hits])
+
+    def write_back(self, coldest: Callable[[int], Sequence[Named]]) -> None:
+        """Under write-back, save what the pool would evict next, while there is still room to wait for it."""
+        if self.rules.write != "write-back":
+            return
+        wanted = self.pool.num_blocks // _SPARE_SHARE - self.pool.counts().free - len(self._saving)
+        if wanted > 0:
+            self.save([entry for entry in coldest(wanted) if entry.digest not in self.index])
+        self._sink_coldest()
+
+    def save(self, entries: Sequence[Named]) -> None:
+        """Copy these blocks into the host tier, those that are not there; the pool's blocks are held meanwhile."""
+        fresh = [entry for entry in entries if entry.digest not in self.index and entry.digest not in self._saving]
+        step = max(1, _BATCH_BYTES // self.slab.block_bytes)
+        for begin in range(0, len(fresh), step):
+            self._save_batch(fresh[begin : begin + step])
+
+    def _save_batch(self, batch: Sequence[Named]) -> None:
+        now_s, slots = self._clock(), []
+        for entry in batch:
+            got = self.index.reserve(1, now_s, tenant=entry.meta.tenant)
+            if got is None:
+                break
+            slots += got
+        batch = batch[: len(slots)]
+        if not batch:
+            return
+        blocks = [entry.block for entry in batch]
+        slab, clock = self.slab, self._clock
+
+        def work() -> tuple[list[int], float]:
+            began = clock()
+            return slab.save(blocks, slots), clock() - began
+
+        job = Job(Urgency.SAVE, len(blocks) * slab.block_bytes, work, lambda result: self._saved(batch, slots, result))
+        if not self._copies.put(job):
+            self.index.cancel(slots)
+            self.sums.unsaved += len(batch)
+            return
+        self.pool.acquire(blocks)
+        self._saving.update((entry.digest, entry.block) for entry in batch)
+
+    def _saved(self, batch: Sequence[Named], slots: Sequence[int], result: object) -> None:
+        for entry in batch:
+            del self._saving[entry.digest]
+        self.pool.release([entry.block for entry in batch])
+        if not isinstance(result, tuple):
+            self.index.cancel(slots)
+            self.sums.unsaved += len(batch)
+            return
+        checksums, seconds = result
+        for entry, slot, checksum in zip(batch, slots, checksums, strict=True):
+            self._put(entry.digest, slot, checksum, entry.meta)
+        self.sums.saved += len(batch)
+        self.sums.save_s += seconds
+        if self.rules.write != "write-back":
+            self._sink([entry.digest for entry in batch])
+
+    def _put(self, digest: BlockHash, slot: int, checksum: int, meta: BlockMeta) -> None:
+        is_new = self.index.put(
+            digest, slot, self._clock(), parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority
+        )
+        if is_new:
+            self._checksums[slot] = checksum
+            self._metas[digest] = meta
+
+    # ---- further down: host to stores
+
+    def _sink(self, hashes: Sequence[BlockHash]) -> None:
+        here = [digest for digest in hashes if digest in self.index]
+        for store in self.stores:
+            self._sink_to(store, here)
+
+    def _sink_to(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
+        step = max(1, _BATCH_BYTES // self.slab.block_bytes)
+        for begin in range(0, len(hashes), step):
+            part = hashes[begin : begin + step]
+            slots = self.index.hold(part)
+            views = [self.slab.slot(slot) for slot in slots]
+            metas = [self._metas[digest] for digest in part]
+            sums = [self._checksums[slot] for slot in slots]
+            is_checked, checksum = self.rules.is_checked, self.slab.checksum
+
+            def work(
+                part: Sequence[BlockHash] = part, slots: Sequence[int] = slots, views: Sequence[memoryview] = views,
+                metas: Sequence[BlockMeta] = metas, sums: Sequence[int] = sums,
+            ) -> list[bool]:  # fmt: skip
+                """Only what is still right goes down: a fresh checksum over wrong bytes would make them right for ever."""
+                good = [not is_checked or checksum(slot) == known for slot, known in zip(slots, sums, strict=True)]
+                chosen = [index for index, is_good in enumerate(good) if is_good]
+                kept = store.store([part[i] for i in chosen], [views[i] for i in chosen], [metas[i] for i in chosen])
+                outcome = dict(zip(chosen, kept, strict=True))
+                return [outcome.get(index, False) for index in range(len(part))]
+
+            def then(result: object, part: Sequence[BlockHash] = part, slots: Sequence[int] = slots) -> None:
+                self._sunk_to(store, part, slots, result)
+
+            num_bytes = len(part) * self.slab.block_bytes
+            if not self._io.put(Job(Urgency.SINK, num_bytes, work, then)):
+                self.index.unhold(slots)
+                self.sums.unsaved += len(part)
+
+    def _sunk_to(self, store: BlockStore, hashes: Sequence[BlockHash], slots: Sequence[int], result: object) -> None:
+        self.index.unhold(slots)
+        if isinstance(result, list):
+            self.sums.sunk[store.name] = self.sums.sunk.get(store.name, 0) + sum(result)
+
+    def _sink_coldest(self) -> None:
+        counts = self.index.counts()
+        wanted = self.index.num_slots // _SPARE_SHARE - counts.free
+        if not self.stores or wanted <= 0:
+            return
+        coldest = self.index.next_victims(min(wanted, counts.cached), self._clock())
+        fresh = [digest for digest in coldest if digest not in self._sunk]
+        self._sunk.update(dict.fromkeys(fresh))
+        while len(self._sunk) > 4 * self.index.num_slots:  # a hint only: what is written twice does no harm
+            self._sunk.pop(next(iter(self._sunk)))
+        self._sink(fresh)
+
+    # ---- up: host to pool
+
+    def match(self, hashes: Sequence[BlockHash], start: int) -> int:
+        """How many blocks from `hashes[start]` on the host tier holds in a row."""
+        return len(self.index.match(hashes, start))
+
+    def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
+        """Bring these, all of which are in the host tier, into blocks that the caller holds until it is over."""
+        slots = self.index.hold(hashes)
+        self.index.use(hashes, self._clock())
+        load = Load(hashes, slots, blocks)
+        self._loads.add(load)
+        sums = [self._checksums[slot] for slot in slots]
+        slab, clock, is_checked = self.slab, self._clock, self.rules.is_checked
+
+        def work() -> float:
+            began = clock()
+            try:
+                good = [not is_checked or slab.checksum(slot) == known for slot, known in zip(slots, sums, strict=True)]
+                load.verified([digest for digest, is_good in zip(hashes, good, strict=True) if not is_good])
+                for layer in range(slab.num_layers if all(good) else 0):
+                    slab.load(slots, blocks, range(layer, layer + 1))
+                    load.arrived(layer + 1)
+            finally:
+                load.over()
+            return clock() - began
+
+        job = Job(Urgency.LOAD, len(blocks) * slab.block_bytes, work, lambda result: self._loaded(load, result))
+        if not self._copies.put(job):  # the worker is shutting down
+            load.over()
+            self._loaded(load, None)
+        return load
+
+    def _loaded(self, load: Load, result: object) -> None:
+        load.over()
+        self._loads.discard(load)
+        self.index.unhold(load.slots)
+        if load.corrupt:
+            logger.error("%d blocks in the host tier were not what was put there; they are computed anew", len(load.corrupt))
+            self.forget(load.corrupt)
+            self.sums.corrupt += len(load.corrupt)
+        elif isinstance(result, float):
+            self.sums.loaded += len(load.blocks)
+            self.sums.load_s += result
+
+    def forget(self, hashes: Iterable[BlockHash]) -> None:
+        """They are not to be found in the host tier any more."""
+        gone = list(hashes)
+        self.index.discard(gone, self._clock())
+        for digest in gone:
+            self._metas.pop(digest, None)
+
+    # ---- for fetches.py
+
+    def submit(self, job: Job) -> bool:
+        """To the stores' threads."""
+        return self._io.put(job)
+
+    def take_fetched(self, fetch: Fetch, store: BlockStore, slots: Sequence[int], result: object) -> None:
+        """Blocks that a store brought (or not) into reserved slots: what came is held for the request."""
+        loaded = result if isinstance(result, list) else [None] * len(slots)
+        for (digest, meta), slot, checksum in zip(fetch.asked(store, len(slots)), slots, loaded, strict=True):
+            if checksum is None:
+                self.index.cancel((slot,))
+                continue
+            self._put(digest, slot, checksum, meta)
+            fetch.held += self.index.hold((digest,))
+            self.sums.fetched[store.name] = self.sums.fetched.get(store.name, 0) + 1
+
+    # ---- the ledger
+
+    def reset(self) -> None:
+        """Forget what is in the host tier (not in the stores)."""
+        self.forget(self.index.hashes())
+
+    def held_blocks(self) -> list[BlockId]:
+        """Blocks of the pool that are held for a copy: each once for every copy."""
+        return list(self._saving.values())
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots and what is said of them agree."""
+        self.index.check()
