@@ -87,9 +87,7 @@ def _native_copy() -> _CopyRuns | None:
     function.restype = None
 
     def copy(target: int, source: int, target_offsets: Numbers, source_offsets: Numbers, run_bytes: int) -> None:
-        function(
-            target, source, target_offsets.ctypes.data, source_offsets.ctypes.data, len(target_offsets), run_bytes
-        )
+        function(target, source, target_offsets.ctypes.data, source_offsets.ctypes.data, len(target_offsets), run_bytes)
 
     return copy
 

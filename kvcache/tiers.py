@@ -6,14 +6,18 @@ slow disk never keeps a step waiting for a copy within memory. Imports no torch.
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrelay.kvcache.block_pool import BlockPool
-from kvrelay.kvcache.fetches import Fetch, Fetches
+from kvrelay.kvcache.block_pool import BlockPool, CacheChange
+from kvrelay.kvcache.fetch_cost import worth_fetching
+from kvrelay.kvcache.fetches import Fetches
 from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Urgency
 from kvrelay.kvcache.loads import Load
+from kvrelay.kvcache.sinks import Sinks
+from kvrelay.kvcache.sinks import Slab as SinkSlab
 from kvrelay.kvcache.store import BlockMeta, BlockStore
 from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash, BlockId
@@ -25,16 +29,11 @@ _MAX_JOBS = 1024
 _SPARE_SHARE = 8  # write-back begins when less than an eighth of a tier is free
 
 
-class Slab(Protocol):
+class Slab(SinkSlab, Protocol):
     """The host tier's memory (host.py). Its methods block."""
 
     num_layers: int
-    block_bytes: int
     num_slots: int
-
-    def slot(self, slot: int) -> memoryview: ...
-
-    def checksum(self, slot: int) -> int: ...
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]: ...
 
@@ -50,6 +49,12 @@ class TierRules:
     prefetch: str = "timeout"
     prefetch_timeout_s: float = 2.0
     is_checked: bool = True
+    block_tokens: int = 16
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Of a request for its blocks."""
+        return {"best-effort": 0.0, "wait": math.inf}.get(self.prefetch, self.prefetch_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,23 @@ class TierSums:
     unsaved: int = 0  # no room in line or in the host tier
     loaded: int = 0  # host to pool
     fetched: dict[str, int] = field(default_factory=dict)  # store to host, by store
-    sunk: dict[str, int] = field(default_factory=dict)  # host to store, by store
     corrupt: int = 0  # in the host tier
     save_s: float = 0.0
     load_s: float = 0.0
+
+
+@dataclass(slots=True)
+class StoreSpeed:
+    """How fast a store has been of late. Written by I/O threads; a torn update costs one estimate."""
+
+    bytes_per_s: float = 0.0
+    latency_s: float = 0.0
+
+    def observe(self, num_bytes: int, seconds: float) -> None:
+        """One call that brought so much."""
+        if num_bytes and seconds > 0:
+            speed = num_bytes / seconds
+            self.bytes_per_s += 0.3 * (speed - self.bytes_per_s) if self.bytes_per_s else speed
 
 
 class Tiers:
@@ -91,17 +109,20 @@ class Tiers:
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        self.pool, self.slab, self.index, self.stores, self.rules = pool, slab, index, tuple(stores), rules
+        self.pool, self.slab, self.index, self.stores, self.rules = pool, slab, index, stores, rules
         self.sums = TierSums()
         self._clock = clock
         self._copies = IoThreads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._io = IoThreads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._checksums = [0] * index.num_slots
         self._metas: dict[BlockHash, BlockMeta] = {}  # of what is in the host tier
+        self._news: list[CacheChange] = []
         self._saving: dict[BlockHash, BlockId] = {}
-        self._sunk: dict[BlockHash, None] = {}  # known to be in every store
         self._loads: set[Load] = set()
-        self.fetches = Fetches(self)
+        self._speeds = {store.name: StoreSpeed() for store in stores}
+        self.prefill_tokens_per_s = 0.0  # measured; the engine tells
+        self.sinks = Sinks(slab, index, stores, self._entry, self._io, is_checked=rules.is_checked)
+        self.fetches = Fetches(self, wait_s=lambda: rules.longest_wait_s)
 
     def start(self) -> None:
         """Open the stores and start the threads. Raises StoreError; then nothing is left open."""
@@ -130,6 +151,16 @@ class Tiers:
         for threads in (self._copies, self._io):
             for job, result in threads.finished():
                 job.then(result)
+        change = self.index.drain_changes()
+        if change is not None:
+            self._news.append(change)
+            for digest in change.removed:
+                self._metas.pop(digest, None)
+
+    def drain_changes(self) -> list[CacheChange]:
+        """What became and ceased to be in the host tier since the last call, in order."""
+        news, self._news = self._news, []
+        return news
 
     @property
     def is_idle(self) -> bool:
@@ -155,7 +186,7 @@ class Tiers:
         wanted = self.pool.num_blocks // _SPARE_SHARE - self.pool.counts().free - len(self._saving)
         if wanted > 0:
             self.save([entry for entry in coldest(wanted) if entry.digest not in self.index])
-        self._sink_coldest()
+        self.sinks.put_coldest(self._clock())
 
     def save(self, entries: Sequence[Named]) -> None:
         """Copy these blocks into the host tier, those that are not there; the pool's blocks are held meanwhile."""
@@ -203,7 +234,11 @@ class Tiers:
         self.sums.saved += len(batch)
         self.sums.save_s += seconds
         if self.rules.write != "write-back":
-            self._sink([entry.digest for entry in batch])
+            self.sinks.put([entry.digest for entry in batch if entry.digest in self.index])
+
+    def _entry(self, digest: BlockHash, slot: int) -> tuple[BlockMeta, int]:
+        """What is known of a block in the host tier: for those who send it further down."""
+        return self._metas[digest], self._checksums[slot]
 
     def _put(self, digest: BlockHash, slot: int, checksum: int, meta: BlockMeta) -> None:
         is_new = self.index.put(
@@ -212,59 +247,6 @@ class Tiers:
         if is_new:
             self._checksums[slot] = checksum
             self._metas[digest] = meta
-
-    # ---- further down: host to stores
-
-    def _sink(self, hashes: Sequence[BlockHash]) -> None:
-        here = [digest for digest in hashes if digest in self.index]
-        for store in self.stores:
-            self._sink_to(store, here)
-
-    def _sink_to(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
-        step = max(1, _BATCH_BYTES // self.slab.block_bytes)
-        for begin in range(0, len(hashes), step):
-            part = hashes[begin : begin + step]
-            slots = self.index.hold(part)
-            views = [self.slab.slot(slot) for slot in slots]
-            metas = [self._metas[digest] for digest in part]
-            sums = [self._checksums[slot] for slot in slots]
-            is_checked, checksum = self.rules.is_checked, self.slab.checksum
-
-            def work(
-                part: Sequence[BlockHash] = part, slots: Sequence[int] = slots, views: Sequence[memoryview] = views,
-                metas: Sequence[BlockMeta] = metas, sums: Sequence[int] = sums,
-            ) -> list[bool]:  # fmt: skip
-                """Only what is still right goes down: a fresh checksum over wrong bytes would make them right for ever."""
-                good = [not is_checked or checksum(slot) == known for slot, known in zip(slots, sums, strict=True)]
-                chosen = [index for index, is_good in enumerate(good) if is_good]
-                kept = store.store([part[i] for i in chosen], [views[i] for i in chosen], [metas[i] for i in chosen])
-                outcome = dict(zip(chosen, kept, strict=True))
-                return [outcome.get(index, False) for index in range(len(part))]
-
-            def then(result: object, part: Sequence[BlockHash] = part, slots: Sequence[int] = slots) -> None:
-                self._sunk_to(store, part, slots, result)
-
-            num_bytes = len(part) * self.slab.block_bytes
-            if not self._io.put(Job(Urgency.SINK, num_bytes, work, then)):
-                self.index.unhold(slots)
-                self.sums.unsaved += len(part)
-
-    def _sunk_to(self, store: BlockStore, hashes: Sequence[BlockHash], slots: Sequence[int], result: object) -> None:
-        self.index.unhold(slots)
-        if isinstance(result, list):
-            self.sums.sunk[store.name] = self.sums.sunk.get(store.name, 0) + sum(result)
-
-    def _sink_coldest(self) -> None:
-        counts = self.index.counts()
-        wanted = self.index.num_slots // _SPARE_SHARE - counts.free
-        if not self.stores or wanted <= 0:
-            return
-        coldest = self.index.next_victims(min(wanted, counts.cached), self._clock())
-        fresh = [digest for digest in coldest if digest not in self._sunk]
-        self._sunk.update(dict.fromkeys(fresh))
-        while len(self._sunk) > 4 * self.index.num_slots:  # a hint only: what is written twice does no harm
-            self._sunk.pop(next(iter(self._sunk)))
-        self._sink(fresh)
 
     # ---- up: host to pool
 
@@ -304,7 +286,9 @@ class Tiers:
         self._loads.discard(load)
         self.index.unhold(load.slots)
         if load.corrupt:
-            logger.error("%d blocks in the host tier were not what was put there; they are computed anew", len(load.corrupt))
+            logger.error(
+                "%d blocks in the host tier were not what was put there; they are computed anew", len(load.corrupt)
+            )
             self.forget(load.corrupt)
             self.sums.corrupt += len(load.corrupt)
         elif isinstance(result, float):
@@ -313,27 +297,65 @@ class Tiers:
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
         """They are not to be found in the host tier any more."""
-        gone = list(hashes)
-        self.index.discard(gone, self._clock())
-        for digest in gone:
-            self._metas.pop(digest, None)
+        self.index.discard(hashes, self._clock())
 
-    # ---- for fetches.py
+    # ---- up: stores to host, for fetches.py
+
+    @property
+    def block_bytes(self) -> int:
+        return self.slab.block_bytes
+
+    def now_s(self) -> float:
+        return self._clock()
 
     def submit(self, job: Job) -> bool:
-        """To the stores' threads."""
         return self._io.put(job)
 
-    def take_fetched(self, fetch: Fetch, store: BlockStore, slots: Sequence[int], result: object) -> None:
-        """Blocks that a store brought (or not) into reserved slots: what came is held for the request."""
-        loaded = result if isinstance(result, list) else [None] * len(slots)
-        for (digest, meta), slot, checksum in zip(fetch.asked(store, len(slots)), slots, loaded, strict=True):
+    def want(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], start: int) -> None:
+        """A request has come in line whose blocks before `start` are in the pool: have the stores bring the rest."""
+        if self.rules.prefetch == "off" or not self.stores:
+            return
+        first = start + self.match(hashes, start)
+        self.fetches.begin(request_id, hashes[first:], metas[first:])
+
+    def slots_for(self, metas: Sequence[BlockMeta]) -> list[int]:
+        slots: list[int] = []
+        for meta in metas:
+            got = self.index.reserve(1, self._clock(), tenant=meta.tenant)
+            if got is None:
+                break
+            slots += got
+        return slots
+
+    def read_into(self, store: BlockStore, hashes: Sequence[BlockHash], slots: Sequence[int]) -> list[int | None]:
+        began = self._clock()
+        came = store.load(hashes, [self.slab.slot(slot) for slot in slots])
+        self._speeds[store.name].observe(sum(came) * self.block_bytes, self._clock() - began)
+        return [self.slab.checksum(slot) if is_here else None for slot, is_here in zip(slots, came, strict=True)]
+
+    def arrived(
+        self, store: BlockStore, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], slots: Sequence[int],
+        checksums: Sequence[int | None],
+    ) -> list[int]:  # fmt: skip
+        held: list[int] = []
+        for digest, meta, slot, checksum in zip(hashes, metas, slots, checksums, strict=True):
             if checksum is None:
                 self.index.cancel((slot,))
                 continue
             self._put(digest, slot, checksum, meta)
-            fetch.held += self.index.hold((digest,))
+            held += self.index.hold((digest,))
             self.sums.fetched[store.name] = self.sums.fetched.get(store.name, 0) + 1
+        return held
+
+    def unhold(self, slots: Sequence[int]) -> None:
+        self.index.unhold(slots)
+
+    def worth(self, store: BlockStore, num_blocks: int) -> int:
+        speed = self._speeds[store.name]
+        return worth_fetching(
+            num_blocks, self.block_bytes, self.rules.block_tokens, speed.bytes_per_s, speed.latency_s,
+            self.prefill_tokens_per_s,
+        )  # fmt: skip
 
     # ---- the ledger
 

@@ -1,0 +1,159 @@
+"""What requests in line have asked of the stores below the host tier: looked up, brought into the host tier, held there.
+
+A request waits for its blocks as long as the settings say and then goes on with those that have come. Owned by `Tiers`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvrelay.kvcache.jobs import Job, Urgency
+from kvrelay.kvcache.store import BlockMeta, BlockStore
+from kvrelay.types import BlockHash
+
+_BATCH_BYTES = 8 << 20
+_LOOKUP_BYTES = 0
+
+
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """One request's wishes."""
+
+    request_id: str
+    hashes: Sequence[BlockHash]  # of the blocks that neither pool nor host tier has
+    metas: Sequence[BlockMeta]
+    until_s: float  # longest wait; after it the request goes on without
+    num_jobs: int = 0  # not yet reported
+    is_over: bool = False  # nobody waits for it any more
+    held: list[int] = field(default_factory=list)  # slots that are kept for it
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A run of a fetch's blocks that one store has, with the slots for them."""
+
+    store: BlockStore
+    first: int  # index in Fetch.hashes
+    slots: tuple[int, ...]
+
+
+class Host(Protocol):
+    """What Tiers does for fetches."""
+
+    stores: Sequence[BlockStore]
+
+    def now_s(self) -> float: ...
+
+    def submit(self, job: Job) -> bool: ...
+
+    def slots_for(self, metas: Sequence[BlockMeta]) -> list[int]:
+        """Reserved slots for the first of these blocks, as many as there is room for."""
+
+    def read_into(self, store: BlockStore, hashes: Sequence[BlockHash], slots: Sequence[int]) -> list[int | None]:
+        """On an I/O thread: load into these slots; the checksum of each that came."""
+
+    def arrived(
+        self, store: BlockStore, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], slots: Sequence[int],
+        checksums: Sequence[int | None],
+    ) -> list[int]:  # fmt: skip
+        """Put them in the index, those that came, and hold them; the slots that are held."""
+
+    def unhold(self, slots: Sequence[int]) -> None: ...
+
+    def worth(self, store: BlockStore, num_blocks: int) -> int:
+        """How many of so many blocks are brought sooner than they are computed."""
+
+    @property
+    def block_bytes(self) -> int: ...
+
+
+class Fetches:
+    """All that is being fetched, by request."""
+
+    def __init__(self, host: Host, *, wait_s: Callable[[], float]) -> None:
+        self._host, self._wait_s = host, wait_s
+        self._fetches: dict[str, Fetch] = {}
+
+    def __len__(self) -> int:
+        return len(self._fetches)
+
+    def begin(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta]) -> None:
+        """Ask the stores for these; a request asks once."""
+        if not hashes or not self._host.stores or request_id in self._fetches:
+            return
+        fetch = Fetch(request_id, hashes, metas, self._host.now_s() + self._wait_s())
+        stores = self._host.stores
+
+        def look_up() -> list[int]:
+            """For each block the first store that has it; ends at the first that none has."""
+            found: list[int] = []
+            for index, store in enumerate(stores):
+                left = hashes[len(found) :]
+                has = store.contains(left) if left else []
+                run = next((i for i, here in enumerate(has) if not here), len(has))
+                found += [index] * run
+            return found
+
+        job = Job(Urgency.FETCH, _LOOKUP_BYTES, look_up, lambda result: self._looked_up(fetch, result))
+        if self._host.submit(job):
+            fetch.num_jobs = 1
+            self._fetches[request_id] = fetch
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the request should not be admitted yet."""
+        fetch = self._fetches.get(request_id)
+        return fetch is not None and fetch.num_jobs > 0 and self._host.now_s() < fetch.until_s
+
+    def next_deadline_s(self) -> float | None:
+        """When a request stops waiting, if any waits."""
+        return min((fetch.until_s for fetch in self._fetches.values() if fetch.num_jobs), default=None)
+
+    def end(self, request_id: str) -> None:
+        """The request was admitted, or is gone: what came for it is held no more."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None:
+            fetch.is_over = True
+            self._host.unhold(fetch.held)
+            fetch.held.clear()
+
+    def _looked_up(self, fetch: Fetch, result: object) -> None:
+        fetch.num_jobs -= 1
+        if fetch.is_over or not isinstance(result, list):
+            return
+        found: list[int] = result
+        begin = 0
+        while begin < len(found):
+            store = self._host.stores[found[begin]]
+            end = next((i for i in range(begin, len(found)) if found[i] != found[begin]), len(found))
+            count = self._host.worth(store, end - begin)
+            slots = self._host.slots_for(fetch.metas[begin : begin + count])
+            self._read(fetch, store, begin, slots)
+            if len(slots) < end - begin:  # what follows a gap is of no use
+                return
+            begin = end
+
+    def _read(self, fetch: Fetch, store: BlockStore, first: int, slots: Sequence[int]) -> None:
+        step = max(1, _BATCH_BYTES // self._host.block_bytes)
+        for begin in range(0, len(slots), step):
+            part = _Part(store, first + begin, tuple(slots[begin : begin + step]))
+            hashes = fetch.hashes[part.first : part.first + len(part.slots)]
+
+            def read(part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> list[int | None]:
+                return self._host.read_into(part.store, hashes, part.slots)
+
+            def then(result: object, part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> None:
+                self._arrived(fetch, part, hashes, result)
+
+            fetch.num_jobs += 1
+            if not self._host.submit(Job(Urgency.FETCH, len(part.slots) * self._host.block_bytes, read, then)):
+                self._arrived(fetch, part, hashes, None)
+
+    def _arrived(self, fetch: Fetch, part: _Part, hashes: Sequence[BlockHash], result: object) -> None:
+        fetch.num_jobs -= 1
+        checksums = result if isinstance(result, list) else [None] * len(part.slots)
+        metas = fetch.metas[part.first : part.first + len(part.slots)]
+        held = self._host.arrived(part.store, hashes, metas, part.slots, checksums)
+        if fetch.is_over:
+            self._host.unhold(held)
+        else:
+            fetch.held += held
