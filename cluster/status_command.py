@@ -100,7 +100,25 @@ def render(status: dict[str, Any]) -> RenderableType:
         head.add_row("Serve", Text(serve["error"], "red"))
     workers = status.get("workers", [])
     down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
-    return Group(head, _workers_table(workers, status.get("pairs", [])), *down)
+    tables = [_workers_table(workers, status.get("pairs", []))]
+    if any(worker.get("load", {}).get("tiers") for worker in workers):
+        tables.append(_tiers_table(workers))
+    return Group(head, *tables, *down)
+
+
+def _tiers_table(workers: list[dict[str, Any]]) -> Table:
+    """What lies below the workers' pools. Up and down: blocks that went either way."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("worker", "tier", "blocks", "in use", "down", "up", "refused", "wrong"):
+        table.add_column(title, no_wrap=True)
+    for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
+        for tier in worker.get("load", {}).get("tiers", []):
+            room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
+            table.add_row(
+                worker["worker_id"], tier["tier"], str(tier["num_blocks"]), f"{tier['num_bytes'] / 2**20:.0f}{room} MiB",
+                str(tier["stored_blocks"]), str(tier["loaded_blocks"]), str(tier["rejected_blocks"]), str(tier["corrupt_blocks"]),
+            )  # fmt: skip
+    return table
 
 
 def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:

@@ -93,8 +93,19 @@ class Runner:
         return token_ids, positions
 
     @torch.inference_mode()
-    def run(self, plan: StepPlan, on_layer: Callable[[int], None] | None = None) -> Tensor:
-        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]."""
+    def run(
+        self,
+        plan: StepPlan,
+        on_layer: Callable[[int], None] | None = None,
+        before_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden].
+
+        `before_layer` may wait for KV of that layer that is still on its way, `on_layer` hears when a layer is done.
+        """
+        if before_layer is not None:
+            before_layer(0)
+            on_layer = _then(on_layer, before_layer, len(self._kv_layers))
         token_ids, batch = self.batch(plan)
         if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
             self._graphs.reset()
@@ -112,6 +123,20 @@ class Runner:
         if len(rows) == hidden.shape[0]:
             return self._model.logits(hidden)
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
+
+
+def _then(
+    on_layer: Callable[[int], None] | None, before_layer: Callable[[int], None], num_layers: int
+) -> Callable[[int], None]:
+    """Both, at the seam between two layers."""
+
+    def at_seam(layer: int) -> None:
+        if on_layer is not None:
+            on_layer(layer)
+        if layer + 1 < num_layers:
+            before_layer(layer + 1)
+
+    return at_seam
 
 
 def _decode_graphs(

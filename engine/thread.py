@@ -29,6 +29,11 @@ def _settle(ready: "asyncio.Future[Engine]", outcome: Engine | BaseException) ->
         ready.set_result(outcome)
 
 
+def _sooner(*waits_s: float | None) -> float | None:
+    """None is for ever."""
+    return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
+
+
 class EngineThread:
     """Runs `engine.step()` while there is work; sleeps on a condition while there is none.
 
@@ -133,13 +138,14 @@ class EngineThread:
         while True:
             with self._wake:
                 while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
-                    if not self._wake.wait(None if is_checked else _IDLE_S):
+                    if not self._wake.wait(_sooner(None if is_checked else _IDLE_S, engine.patience_s())):
                         break
                 if self._stopping:
                     return
                 actions = list(self._inbox)
                 self._inbox.clear()
-            if not actions and (is_stuck or not engine.scheduler.has_work):
+            is_due = engine.patience_s() == 0.0
+            if not actions and not is_due and (is_stuck or not engine.scheduler.has_work):
                 engine.check()
                 is_checked = True
                 continue

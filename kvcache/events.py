@@ -1,27 +1,64 @@
-"""Sequence-numbered news of a worker's prefix cache. Pure."""
+"""Sequence-numbered news of what a worker has cached, and in which tier. Pure."""
 
-from kvrelay.kvcache.block_pool import BlockPool
+from collections.abc import Iterable
+
+from kvrelay.kvcache.block_pool import BlockPool, CacheChange
 from kvrelay.types import BlockHash
 from kvrelay.wire import KvEvents, KvSnapshot
 
 
 class EventLog:
-    """Numbers the changes of one pool. A subscriber starts from `snapshot` and applies what follows."""
+    """Numbers the changes of one worker. A subscriber starts from `snapshot` and applies what follows.
+
+    A hash is *stored* as long as some tier of the worker has its block, and *lowered* while only a tier below the pool has.
+    """
 
     def __init__(self) -> None:
         self._seq = 0
-        self._hashes: set[BlockHash] = set()
+        self._pool: set[BlockHash] = set()
+        self._host: set[BlockHash] = set()
 
-    def drain(self, pool: BlockPool) -> KvEvents | None:
-        """The next event, or None when nothing changed."""
+    def drain(self, pool: BlockPool, below: Iterable[CacheChange] = ()) -> KvEvents | None:
+        """The next event, or None when nothing changed. `below`: what happened in the host tier, in order."""
         change = pool.drain_changes()
-        if change is None:
+        changes = list(below)
+        if change is None and not changes:
+            return None
+        touched: dict[BlockHash, tuple[bool, bool]] = {}  # as it was: in the pool, in the host tier
+        if change is not None:
+            self._apply(self._pool, change, touched)
+        for each in changes:
+            self._apply(self._host, each, touched)
+        return self._event(touched)
+
+    def _apply(self, tier: set[BlockHash], change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
+        for digest in (*change.stored, *change.removed):
+            if digest not in touched:
+                touched[digest] = digest in self._pool, digest in self._host
+        tier.difference_update(change.removed)
+        tier.update(change.stored)
+
+    def _event(self, touched: dict[BlockHash, tuple[bool, bool]]) -> KvEvents | None:
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        lowered: list[bytes] = []
+        raised: list[bytes] = []
+        for digest, (was_in_pool, was_in_host) in touched.items():
+            is_in_pool, is_in_host = digest in self._pool, digest in self._host
+            was_here, is_here = was_in_pool or was_in_host, is_in_pool or is_in_host
+            if is_here and not was_here:
+                stored.append(digest)
+            if was_here and not is_here:
+                removed.append(digest)
+            elif is_here and not is_in_pool and (was_in_pool or not was_here):
+                lowered.append(digest)
+            elif is_in_pool and was_here and not was_in_pool:
+                raised.append(digest)
+        if not (stored or removed or lowered or raised):
             return None
         self._seq += 1
-        self._hashes.difference_update(change.removed)
-        self._hashes.update(change.stored)
-        return KvEvents(seq=self._seq, stored=list(change.stored), removed=list(change.removed))
+        return KvEvents(seq=self._seq, stored=stored, removed=removed, lowered=lowered, raised=raised)
 
     def snapshot(self) -> KvSnapshot:
         """All that the events so far add up to."""
-        return KvSnapshot(seq=self._seq, hashes=list(self._hashes))
+        return KvSnapshot(seq=self._seq, hashes=list(self._pool | self._host), lowered=list(self._host - self._pool))

@@ -8,7 +8,7 @@ slow disk never keeps a step waiting for a copy within memory. Imports no torch.
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.kvcache.block_pool import BlockPool, CacheChange
@@ -21,6 +21,7 @@ from kvrelay.kvcache.sinks import Slab as SinkSlab
 from kvrelay.kvcache.store import BlockMeta, BlockStore
 from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash, BlockId
+from kvrelay.wire import TierLoad
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +74,6 @@ class TierSums:
     saved: int = 0  # pool to host
     unsaved: int = 0  # no room in line or in the host tier
     loaded: int = 0  # host to pool
-    fetched: dict[str, int] = field(default_factory=dict)  # store to host, by store
     corrupt: int = 0  # in the host tier
     save_s: float = 0.0
     load_s: float = 0.0
@@ -344,7 +344,6 @@ class Tiers:
                 continue
             self._put(digest, slot, checksum, meta)
             held += self.index.hold((digest,))
-            self.sums.fetched[store.name] = self.sums.fetched.get(store.name, 0) + 1
         return held
 
     def unhold(self, slots: Sequence[int]) -> None:
@@ -356,6 +355,19 @@ class Tiers:
             num_blocks, self.block_bytes, self.rules.block_tokens, speed.bytes_per_s, speed.latency_s,
             self.prefill_tokens_per_s,
         )  # fmt: skip
+
+    # ---- what others may know
+
+    def tier_loads(self) -> list[TierLoad]:
+        """One for the host tier and one for each store."""
+        counts, sums = self.index.counts(), self.sums
+        host = TierLoad(
+            tier="host", num_blocks=counts.cached, num_bytes=counts.cached * self.block_bytes,
+            capacity_bytes=self.index.num_slots * self.block_bytes, loaded_blocks=sums.loaded, stored_blocks=sums.saved,
+            load_s=sums.load_s, store_s=sums.save_s, rejected_blocks=sums.unsaved, evicted_blocks=self.index.num_evicted,
+            corrupt_blocks=sums.corrupt,
+        )  # fmt: skip
+        return [host, *(_store_load(store) for store in self.stores)]
 
     # ---- the ledger
 
@@ -370,3 +382,13 @@ class Tiers:
     def check(self) -> None:
         """Raise AssertionError unless slots and what is said of them agree."""
         self.index.check()
+
+
+def _store_load(store: BlockStore) -> TierLoad:
+    stats = store.stats()
+    return TierLoad(
+        tier=store.name, num_blocks=stats.num_blocks, num_bytes=stats.num_bytes, capacity_bytes=stats.capacity_bytes,
+        loaded_blocks=stats.loaded_blocks, stored_blocks=stats.stored_blocks, load_s=stats.load_s, store_s=stats.store_s,
+        rejected_blocks=stats.rejected_blocks, evicted_blocks=stats.evicted_blocks, corrupt_blocks=stats.corrupt_blocks,
+        failures=stats.failures,
+    )  # fmt: skip

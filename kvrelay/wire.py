@@ -137,6 +137,23 @@ class KvPathLoad(msgspec.Struct, frozen=True, array_like=True):
     retries: int  # reads that failed here and went on over another path
 
 
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tier below a worker's pool: what is there now, and sums since the worker's start."""
+
+    tier: str  # "host", "disk", or the remote store's kind
+    num_blocks: int = 0
+    num_bytes: int = 0  # as stored
+    capacity_bytes: int = 0  # 0: not limited here
+    loaded_blocks: int = 0  # towards the pool
+    stored_blocks: int = 0  # from above
+    load_s: float = 0.0
+    store_s: float = 0.0
+    rejected_blocks: int = 0  # not admitted, or no room
+    evicted_blocks: int = 0
+    corrupt_blocks: int = 0  # found wrong and discarded
+    failures: int = 0
+
+
 class LoadReport(_Message, frozen=True, tag="load"):
     """A worker's load now. Sent after a step when something changed, at most every 50 ms, and each heartbeat."""
 
@@ -167,6 +184,9 @@ class LoadReport(_Message, frozen=True, tag="load"):
     kv_paths: list[KvPathLoad] = []
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
+    tier_hit_tokens: int = 0  # of the hits, brought up from below the pool
+    fetching: int = 0  # sequences in line that wait for blocks from a store
+    tiers: list[TierLoad] = []
 
 
 # ---- ingress -> worker
@@ -320,11 +340,13 @@ class PairsSeen(_Message, frozen=True, tag="pairs-seen"):
 
 
 class KvEvents(_Message, frozen=True, tag="kv"):
-    """Blocks stored and removed since `seq - 1`. A gap in `seq` asks for a snapshot."""
+    """Blocks stored and removed since `seq - 1`, whatever the tier. A gap in `seq` asks for a snapshot."""
 
     seq: int
     stored: list[bytes] = []
     removed: list[bytes] = []
+    lowered: list[bytes] = []  # from now on only below the worker's pool
+    raised: list[bytes] = []  # in its pool again
 
 
 class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
@@ -332,6 +354,7 @@ class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
 
     seq: int
     hashes: list[bytes]
+    lowered: list[bytes] = []  # of those, what is only below the worker's pool
 
 
 class Status(_Message, frozen=True, tag="status"):

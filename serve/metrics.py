@@ -83,7 +83,30 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL, "Tokens looked up in the prefix cache.", who, load.prefix_query_tokens
     )
     table.add(metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Of those, found there.", who, load.prefix_hit_tokens)
+    table.add(
+        metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Of those, brought up from below the pool.", who, load.tier_hit_tokens
+    )
+    table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
+    _tiers(who, load, table)
     _transfers(who, load, table)
+
+
+def _tiers(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+    for tier in load.tiers:
+        labels = {**who, "tier": tier.tier}
+        table.add(metrics.KV_TIER_BLOCKS, "Blocks in a tier below the pool.", labels, tier.num_blocks)
+        table.add(metrics.KV_TIER_BYTES, "Their bytes, as stored.", labels, tier.num_bytes)
+        table.add(
+            metrics.KV_TIER_CAPACITY_BYTES, "Bytes that it may use; 0: no limit here.", labels, tier.capacity_bytes
+        )
+        table.add(metrics.KV_TIER_STORED_BLOCKS_TOTAL, "Blocks that went down to it.", labels, tier.stored_blocks)
+        table.add(metrics.KV_TIER_LOADED_BLOCKS_TOTAL, "Blocks that came up from it.", labels, tier.loaded_blocks)
+        table.add(metrics.KV_TIER_STORE_SECONDS_TOTAL, "Time that the former took.", labels, tier.store_s)
+        table.add(metrics.KV_TIER_LOAD_SECONDS_TOTAL, "Time that the latter took.", labels, tier.load_s)
+        table.add(metrics.KV_TIER_REJECTED_BLOCKS_TOTAL, "Not admitted, or no room.", labels, tier.rejected_blocks)
+        table.add(metrics.KV_TIER_EVICTED_BLOCKS_TOTAL, "Given up for others.", labels, tier.evicted_blocks)
+        table.add(metrics.KV_TIER_CORRUPT_BLOCKS_TOTAL, "Found wrong and discarded.", labels, tier.corrupt_blocks)
+        table.add(metrics.KV_TIER_FAILURES_TOTAL, "Calls that failed as a whole.", labels, tier.failures)
 
 
 def _transfers(who: dict[str, str], load: LoadReport, table: _Table) -> None:
