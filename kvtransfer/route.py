@@ -26,6 +26,7 @@ class Route:
         self._readers: dict[str, Reader] = {}  # connected
         self._last_end: dict[str, float] = {}
         self._closing: set[asyncio.Task[None]] = set()
+        self._is_closed = False
 
     @property
     def max_in_flight(self) -> int:
@@ -48,7 +49,9 @@ class Route:
         raise TransportError(self.problems() or "no transport that both sides have")
 
     async def reader(self, name: str) -> Reader:
-        """This path's reader, connected. Raises TransportError."""
+        """This path's reader, connected. Raises TransportError, also once the route is closed: nobody would close it."""
+        if self._is_closed:
+            raise TransportError("the route is closed")
         if name in self._readers:
             return self._readers[name]
         if name not in self._connecting:
@@ -97,7 +100,8 @@ class Route:
         return "; ".join(f"{path}: {self.table[path].problem}" for path in self.table.names if self.table[path].problem)
 
     async def aclose(self) -> None:
-        """Close every reader, as far as what is in flight lets it."""
+        """Close every reader, as far as what is in flight lets it. Reads that end by it open no other."""
+        self._is_closed = True
         for task in list(self._connecting.values()):
             task.cancel()
         await asyncio.gather(*self._connecting.values(), return_exceptions=True)

@@ -1,7 +1,10 @@
 """A route: one reader for each path, replaced when it fails, and only then."""
 
+import pytest
+
 from kvrelay.kvtransfer.paths import PathTable
 from kvrelay.kvtransfer.route import Route
+from kvrelay.kvtransfer.transports.base import TransportError
 
 
 class FakeReader:
@@ -41,3 +44,12 @@ async def test_reads_that_go_down_with_a_replaced_reader_do_not_close_the_new_on
     assert not second.is_closed
     assert it.table["tcp"].problem == "cut"
     await it.aclose()
+
+
+async def test_a_closed_route_opens_no_reader_any_more():
+    it = route()
+    first = await it.reader("tcp")
+    await it.aclose()
+    assert first.is_closed
+    with pytest.raises(TransportError, match="closed"):
+        await it.reader("tcp")
