@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +80,21 @@ class JobQueue:
         dropped = [job for _, _, job in self._heap]
         self._heap.clear()
         return dropped
+
+
+class Threads(Protocol):
+    """What moves bytes: IoThreads, or a test's or the simulator's own."""
+
+    def start(self) -> None: ...
+
+    def put(self, job: Job) -> bool: ...
+
+    def finished(self) -> list[tuple[Job, object]]: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def close(self) -> None: ...
 
 
 class IoThreads:

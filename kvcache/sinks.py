@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.kvcache.jobs import IoThreads, Job, Urgency
+from kvrelay.kvcache.jobs import Job, Threads, Urgency
 from kvrelay.kvcache.store import BlockMeta, BlockStore
 from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash
@@ -47,7 +47,7 @@ class Sinks:
         index: TierIndex,
         stores: Sequence[BlockStore],
         entry_of: Callable[[BlockHash, int], tuple[BlockMeta, int]],
-        threads: IoThreads,
+        threads: Threads,
         *,
         is_checked: bool,
     ) -> None:

@@ -14,7 +14,7 @@ from typing import Protocol
 from kvrelay.kvcache.block_pool import BlockPool, CacheChange
 from kvrelay.kvcache.fetch_cost import worth_fetching
 from kvrelay.kvcache.fetches import Fetches
-from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Urgency
+from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Threads, Urgency
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.sinks import Sinks
 from kvrelay.kvcache.sinks import Slab as SinkSlab
@@ -108,12 +108,13 @@ class Tiers:
         max_bytes: int,
         wake: Callable[[], None],
         clock: Callable[[], float],
+        make_threads: Callable[[str, int, JobQueue, Callable[[], None]], Threads] = IoThreads,
     ) -> None:
         self.pool, self.slab, self.index, self.stores, self.rules = pool, slab, index, stores, rules
         self.sums = TierSums()
         self._clock = clock
-        self._copies = IoThreads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
-        self._io = IoThreads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
+        self._copies = make_threads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
+        self._io = make_threads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._checksums = [0] * index.num_slots
         self._metas: dict[BlockHash, BlockMeta] = {}  # of what is in the host tier
         self._news: list[CacheChange] = []

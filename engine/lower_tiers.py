@@ -1,0 +1,112 @@
+"""How sequences use the tiers below their engine's pool: what they ask for, bring up, and leave behind. Pure.
+
+Between the scheduler, which knows sequences, and `kvcache.tiers`, which knows blocks. Lives on the engine's thread.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from kvrelay.engine.sequence import Sequence as Seq
+from kvrelay.kvcache.loads import Load
+from kvrelay.kvcache.store import BlockMeta
+from kvrelay.kvcache.tiers import Named, Tiers
+from kvrelay.types import BlockHash, BlockId
+
+
+class Sketch(Protocol):
+    """Counts what was seen of late (kvcache/sketch.py)."""
+
+    def touch(self, digest: BlockHash) -> int: ...
+
+
+def tenant_of(salt: str) -> str:
+    """A name for a tenant that does not give its salt away; "" for the one without."""
+    return hashlib.sha256(b"kvrelay-tenant\0" + salt.encode()).hexdigest()[:16] if salt else ""
+
+
+class LowerTiers:
+    """One engine's tiers, from the point of view of its sequences."""
+
+    def __init__(self, tiers: Tiers, block_size: int, matches: Sketch) -> None:
+        self.tiers, self._block_size, self._matches = tiers, block_size, matches
+        self.hit_tokens = 0
+
+    # ---- in line
+
+    def arrived(self, seq: Seq, num_in_pool: int) -> None:
+        """It is in line; the first blocks are in the pool. Ask the stores for the rest."""
+        hashes = self._wanted(seq)
+        if len(hashes) > num_in_pool:
+            metas = [self._meta(seq, hashes, index) for index in range(len(hashes))]
+            self.tiers.want(seq.request_id, hashes, metas, num_in_pool)
+
+    def is_waiting(self, seq: Seq) -> bool:
+        """Whether it stands back until its blocks have come."""
+        return self.tiers.fetches.is_waiting(seq.request_id)
+
+    @staticmethod
+    def _wanted(seq: Seq) -> Sequence[BlockHash]:
+        """Hashes of what a store could spare it; none where every prompt token's logits are asked for."""
+        return [] if seq.request.sampling.prompt_logprobs is not None else seq.full_hashes()
+
+    def _meta(self, seq: Seq, hashes: Sequence[BlockHash], index: int) -> BlockMeta:
+        parent = hashes[index - 1] if index else None
+        end = (index + 1) * self._block_size
+        return BlockMeta(parent, end, seq.request.hints.priority, tenant_of(seq.request.salt))
+
+    # ---- admitted
+
+    def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
+        """How many blocks after those in the pool the host tier has, `most` blocks in all."""
+        return self.tiers.match(self._wanted(seq)[:most], num_in_pool)
+
+    def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[BlockId]) -> None:
+        """It holds these fresh blocks for what comes from the host tier."""
+        hashes = self._wanted(seq)
+        seq.load = self.tiers.load(hashes[num_in_pool : num_in_pool + len(blocks)], blocks)
+        seq.num_loaded_blocks = len(blocks)
+        self.hit_tokens += len(blocks) * self._block_size
+
+    def admitted(self, seq: Seq, num_in_pool: int) -> None:
+        """It has its blocks; the first were in the pool, and are worth saving if that happens often."""
+        self.tiers.fetches.end(seq.request_id)
+        if self.tiers.rules.write != "selective" or not num_in_pool:
+            return
+        hashes = self._wanted(seq)
+        often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]
+        self.tiers.save([Named(hashes[i], seq.blocks[i], self._meta(seq, hashes, i)) for i in often])
+
+    def filled(self, seq: Seq, first: int, end: int) -> None:
+        """Its blocks first .. end - 1 are full and named in the pool."""
+        if not seq.request.hints.keep:
+            return
+        hashes = seq.full_hashes()
+        named = [Named(hashes[i], seq.blocks[i], self._meta(seq, hashes, i)) for i in range(first, end)]
+        self.tiers.named(named)
+
+    def pin(self, seq: Seq, until_s: float) -> None:
+        """Its prompt's blocks stay in the host tier until then, those that are there."""
+        self.tiers.index.pin(seq.full_hashes()[: seq.request.num_prompt_tokens // self._block_size], until_s)
+
+    # ---- the end
+
+    @staticmethod
+    def settle(seq: Seq) -> Load | None:
+        """Nothing is written into its blocks any more, on return; what was being brought up, if anything."""
+        load, seq.load = seq.load, None
+        if load is not None:
+            load.wait_over()
+        return load
+
+    def gone(self, seq: Seq) -> None:
+        """It gives its blocks back, or is in line no more."""
+        self.settle(seq)
+        seq.num_loaded_blocks = 0
+        self.tiers.fetches.end(seq.request_id)
+
+    # ---- for the engine
+
+    def write_back(self, coldest: Callable[[int], Sequence[tuple[BlockHash, BlockId, BlockMeta]]]) -> None:
+        """Under write-back: save what would be evicted next."""
+        self.tiers.write_back(lambda count: [Named(*entry) for entry in coldest(count)])

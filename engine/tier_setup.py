@@ -1,0 +1,42 @@
+"""Builds an engine's tiers below the pool from the settings. Called once, on the engine's thread."""
+
+import time
+from collections.abc import Callable, Sequence
+
+from kvrelay.config import CacheSettings, ChecksMode
+from kvrelay.engine.lower_tiers import LowerTiers
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.eviction import make_policy
+from kvrelay.kvcache.host import HostSlab
+from kvrelay.kvcache.sketch import FrequencySketch
+from kvrelay.kvcache.store import BlockStore
+from kvrelay.kvcache.tier_index import TierIndex
+from kvrelay.kvcache.tiers import TierRules, Tiers
+from kvrelay.types import KvMemory
+
+
+def make_lower_tiers(
+    pool: BlockPool,
+    memory: KvMemory,
+    settings: CacheSettings,
+    checks: ChecksMode,
+    make_stores: Callable[[HostSlab], Sequence[BlockStore]],
+    wake: Callable[[], None],
+) -> LowerTiers:
+    """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
+    slab = HostSlab(memory, settings.host_bytes)
+    index = TierIndex(slab.num_slots, make_policy(settings.policy, slab.num_slots), keep_changes=True)
+    rules = TierRules(
+        write=settings.write,
+        write_after_hits=settings.write_after_hits,
+        prefetch=settings.prefetch,
+        prefetch_timeout_s=settings.prefetch_timeout_s,
+        is_checked=checks != "off",
+        block_tokens=memory.layout.block_size,
+    )
+    tiers = Tiers(
+        pool, slab, index, make_stores(slab), rules,
+        num_threads=settings.io_threads, max_bytes=settings.inflight_bytes, wake=wake, clock=time.monotonic,
+    )  # fmt: skip
+    tiers.start()
+    return LowerTiers(tiers, memory.layout.block_size, FrequencySketch(4 * pool.num_blocks))

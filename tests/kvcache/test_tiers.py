@@ -1,0 +1,264 @@
+"""The cache controller over real memory and threads: blocks go down and come up as they were, or not at all."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from kvrelay.hashing import block_hashes
+from kvrelay.kvcache import copies
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.eviction import Lru
+from kvrelay.kvcache.host import HostSlab
+from kvrelay.kvcache.storage import KvStorage
+from kvrelay.kvcache.store import BlockMeta, StoreStats
+from kvrelay.kvcache.tier_index import TierIndex
+from kvrelay.kvcache.tiers import Named, TierRules, Tiers
+from kvrelay.types import KvLayout
+
+LAYOUT = KvLayout(num_layers=3, num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
+
+
+class MemoryStore:
+    """A store in a dict; `gate` holds its loads back."""
+
+    name = "memory"
+
+    def __init__(self):
+        self.blocks, self.gate, self.is_closed = {}, threading.Event(), False
+        self.gate.set()
+
+    def start(self):
+        self.is_closed = False
+
+    def contains(self, hashes):
+        return [digest in self.blocks for digest in hashes]
+
+    def load(self, hashes, into):
+        self.gate.wait(10)
+        for digest, view in zip(hashes, into, strict=True):
+            if digest in self.blocks:
+                view[:] = self.blocks[digest]
+        return [digest in self.blocks for digest in hashes]
+
+    def store(self, hashes, blocks, metas):
+        self.blocks.update({digest: bytes(block) for digest, block in zip(hashes, blocks, strict=True)})
+        return [True] * len(hashes)
+
+    def delete(self, hashes):
+        for digest in hashes:
+            self.blocks.pop(digest, None)
+
+    def stats(self):
+        return StoreStats(num_blocks=len(self.blocks))
+
+    def close(self):
+        self.is_closed = True
+
+
+class World:
+    """A pool full of noise, a host tier of `slots`, and a store."""
+
+    def __init__(self, slots=8, stores=(), **rules):
+        self.storage = KvStorage(LAYOUT, torch.device("cpu"))
+        self.storage.tensor.uniform_(-1, 1)
+        self.pool = BlockPool(LAYOUT.num_blocks)
+        self.slab = HostSlab(self.storage.memory, slots * LAYOUT.block_bytes)
+        self.woken = threading.Semaphore(0)
+        self.tiers = Tiers(
+            self.pool, self.slab, TierIndex(slots, Lru(), keep_changes=True), list(stores), TierRules(**rules),
+            num_threads=2, max_bytes=1 << 20, wake=self.woken.release, clock=time.monotonic,
+        )  # fmt: skip
+        self.tiers.start()
+
+    def named(self, count, salt=""):
+        """(entries, what is in them) of fresh blocks with a chain of their own."""
+        hashes = block_hashes(list(range(4 * count)), 4, salt)
+        blocks = self.pool.allocate(count)
+        metas = [BlockMeta(hashes[i - 1] if i else None, 4 * (i + 1)) for i in range(count)]
+        entries = [Named(*entry) for entry in zip(hashes, blocks, metas, strict=True)]
+        return entries, self.storage.tensor[:, list(blocks)].clone()
+
+    def settle(self):
+        """Until nothing is under way."""
+        deadline = time.monotonic() + 10
+        while not self.tiers.is_idle:
+            self.woken.acquire(timeout=1)
+            self.tiers.poll()
+            assert time.monotonic() < deadline
+        self.tiers.poll()
+
+    def bring_up(self, entries):
+        """(load, blocks) into fresh blocks of the pool."""
+        blocks = self.pool.allocate(len(entries))
+        return self.tiers.load([entry.digest for entry in entries], blocks), blocks
+
+
+@pytest.fixture
+def world(request):
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(World(*args, **kwargs))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.tiers.close()
+        one.tiers.check()
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_blocks_come_back_as_they_went(world, monkeypatch, native):
+    if not native:
+        monkeypatch.setattr(copies, "_native_copy", lambda: None)
+    it = world()
+    entries, expected = it.named(5)
+    it.tiers.named(entries)
+    it.settle()
+    assert it.tiers.match([entry.digest for entry in entries], 0) == 5
+    load, blocks = it.bring_up(entries)
+    assert load.wait_verified()
+    assert load.wait_layer(LAYOUT.num_layers - 1)
+    load.wait_over()
+    assert torch.equal(it.storage.tensor[:, list(blocks)], expected)
+
+
+def test_blocks_are_held_while_they_are_saved_and_given_back(world):
+    it = world()
+    entries, _ = it.named(5)
+    blocks = [entry.block for entry in entries]
+    it.tiers.named(entries)
+    it.pool.release(blocks)
+    assert sorted(it.tiers.held_blocks()) == sorted(blocks)
+    assert it.pool.counts().used == 5
+    it.settle()
+    assert it.tiers.held_blocks() == []
+    assert it.pool.counts().used == 0
+
+
+def test_a_block_that_rotted_in_the_host_tier_is_never_served(world):
+    it = world()
+    entries, _ = it.named(3)
+    it.tiers.named(entries)
+    it.settle()
+    it.slab.slot(it.tiers.index.slot(entries[1].digest))[7] ^= 4
+    load, _ = it.bring_up(entries)
+    assert not load.wait_verified()
+    assert load.corrupt == (entries[1].digest,)
+    load.wait_over()
+    it.settle()
+    assert it.tiers.match([entry.digest for entry in entries], 0) == 1
+    assert it.tiers.sums.corrupt == 1
+
+
+def test_with_checks_off_the_same_rot_is_served(world):
+    """The check above can fail."""
+    it = world(is_checked=False)
+    entries, expected = it.named(3)
+    it.tiers.named(entries)
+    it.settle()
+    it.slab.slot(it.tiers.index.slot(entries[1].digest))[7] ^= 4
+    load, blocks = it.bring_up(entries)
+    assert load.wait_verified()
+    load.wait_over()
+    assert not torch.equal(it.storage.tensor[:, list(blocks)], expected)
+
+
+def test_a_rotten_block_does_not_go_further_down(world):
+    store = MemoryStore()
+    it = world(stores=[store], write="write-back")
+    entries, _ = it.named(3)
+    it.tiers.save(entries)
+    it.settle()
+    it.slab.slot(it.tiers.index.slot(entries[0].digest))[0] ^= 1
+    it.tiers.sinks.put([entry.digest for entry in entries])
+    it.settle()
+    assert set(store.blocks) == {entry.digest for entry in entries[1:]}
+
+
+def test_what_fell_out_of_the_host_tier_is_fetched_from_the_store_for_a_request_in_line(world):
+    store = MemoryStore()
+    it = world(slots=4, stores=[store])
+    first, expected = it.named(4)
+    it.tiers.named(first)
+    it.settle()
+    second, _ = it.named(4, salt="other")
+    it.tiers.named(second)
+    it.settle()
+    hashes = [entry.digest for entry in first]
+    assert it.tiers.match(hashes, 0) == 0
+    store.gate.clear()
+    it.tiers.want("r1", hashes, [entry.meta for entry in first], 0)
+    assert it.tiers.fetches.is_waiting("r1")
+    store.gate.set()
+    it.settle()
+    assert not it.tiers.fetches.is_waiting("r1")
+    assert it.tiers.match(hashes, 0) == 4
+    assert it.tiers.index.counts().held == 4  # nobody takes them away before the request has its turn
+    load, blocks = it.bring_up(first)
+    it.tiers.fetches.end("r1")
+    load.wait_over()
+    it.settle()
+    assert torch.equal(it.storage.tensor[:, list(blocks)], expected)
+    assert it.tiers.index.counts().held == 0
+
+
+@pytest.mark.parametrize(("prefetch", "is_waiting"), [("wait", True), ("timeout", True), ("best-effort", False)])
+def test_how_long_a_request_waits_for_a_store(world, prefetch, is_waiting):
+    store = MemoryStore()
+    it = world(slots=4, stores=[store], prefetch=prefetch)
+    entries, _ = it.named(2)
+    store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 2, [])
+    store.gate.clear()
+    it.tiers.want("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    assert it.tiers.fetches.is_waiting("r1") is is_waiting
+    it.tiers.fetches.end("r1")
+    store.gate.set()
+    it.settle()
+    assert it.tiers.index.counts().held == 0
+
+
+def test_a_store_that_fails_costs_a_miss(world):
+    class Broken(MemoryStore):
+        def load(self, hashes, into):
+            raise OSError("the disk is gone")
+
+    store = Broken()
+    it = world(slots=4, stores=[store])
+    entries, _ = it.named(2)
+    store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 2, [])
+    it.tiers.want("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    it.settle()
+    assert not it.tiers.fetches.is_waiting("r1")
+    assert it.tiers.match([entry.digest for entry in entries], 0) == 0
+    assert it.tiers.index.counts().reserved == 0
+
+
+def test_a_full_host_tier_whose_slots_are_all_held_saves_nothing_and_loses_nothing(world):
+    it = world(slots=2)
+    entries, _ = it.named(2)
+    it.tiers.named(entries)
+    it.settle()
+    held = it.tiers.index.hold([entry.digest for entry in entries])
+    more, _ = it.named(3, salt="other")
+    it.tiers.named(more)
+    it.settle()
+    assert it.tiers.match([entry.digest for entry in more], 0) == 0
+    assert it.tiers.held_blocks() == []
+    it.tiers.index.unhold(held)
+
+
+def test_closing_with_work_in_line_gives_everything_back():
+    it = World(stores=[store := MemoryStore()])
+    store.gate.clear()
+    entries, _ = it.named(6)
+    it.tiers.named(entries)
+    store.gate.set()
+    it.tiers.close()
+    assert it.tiers.held_blocks() == []
+    assert it.tiers.index.counts().reserved == it.tiers.index.counts().held == 0
+    assert store.is_closed
+    assert np.all([thread.name.startswith("kv-tier") is False for thread in threading.enumerate()])
