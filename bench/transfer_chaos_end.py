@@ -68,7 +68,8 @@ class Blocks:
 
     def take(self, count: int) -> list[BlockId] | None:
         """Blocks that hold what they were left with; None: no room."""
-        blocks = self.held.allocate(count)
+        fresh = self.held.allocate(count)
+        blocks = None if fresh is None else list(map(BlockId, fresh))
         if blocks is not None and (self.regions[:, blocks] != UNHELD).any():
             self.num_late_writes += 1
             self.regions[:, blocks] = UNHELD
@@ -83,7 +84,7 @@ class Blocks:
         self.give_back(blocks)
         every = self.held.allocate(self.held.num_available)
         assert every is not None
-        self.give_back(every)
+        self.give_back(list(map(BlockId, every)))
 
     def status(self) -> dict[str, Any]:
         return {

@@ -150,7 +150,7 @@ class Engine:
             tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
             versions=versions(),
         )
-        self.pool = BlockPool(num_blocks, prefix_caching=config.prefix_caching)
+        self.pool = BlockPool(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
         limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting)
         self.scheduler = Scheduler(self.pool, config.block_size, limits)
@@ -238,6 +238,7 @@ class Engine:
         result = StepResult()
         result.outputs, self._unsent = self._unsent, []
         now_s = self._clock()
+        self.pool.tick(now_s)
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
         plan = self.scheduler.schedule()
@@ -251,6 +252,7 @@ class Engine:
             if item.seq.scheduled_s is None:
                 item.seq.scheduled_s = now_s
                 self._announce_cached(item)
+        self._copy_blocks(plan)
         hidden = self._runner.run(plan, self._on_layer(plan))
         self._collect_prompt_logprobs(plan, hidden)
         self._sample(plan, hidden, result)
@@ -259,10 +261,21 @@ class Engine:
         self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
         return result
 
+    def _copy_blocks(self, plan: StepPlan) -> None:
+        if plan.copies:
+            for copy in plan.copies:
+                self._runner.forget(copy.seq)  # its row of the block table names the shared block
+            self.storage.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
+
     def _reservation(self, seq: Sequence, now_s: float) -> Reservation:
         first, count = seq.num_held_blocks, seq.blocks_for(seq.num_tokens)
         return Reservation(
-            seq.request_id, first, count, tuple(seq.blocks[first:count]), seq.num_cached, now_s - seq.arrived_s
+            seq.request_id,
+            first,
+            count,
+            tuple(map(BlockId, seq.blocks[first:count])),
+            seq.num_cached,
+            now_s - seq.arrived_s,
         )
 
     def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
@@ -356,7 +369,7 @@ class Engine:
             waiting=len(scheduler.waiting) + len(scheduler.reserving),
             receiving=len(scheduler.receiving),
             queued_tokens=scheduler.queued_tokens,
-            free_blocks=counts.free + counts.cached,
+            free_blocks=self.pool.num_available,
             cached_blocks=counts.cached,
             used_blocks=counts.used,
             total_blocks=self.pool.num_blocks,
@@ -385,7 +398,7 @@ class Engine:
         """Blocks found in the prefix cache are final for every layer before the first step."""
         seq = item.seq
         if seq.hold and self._layer_hook is not None and seq.num_cached:
-            blocks = seq.blocks[: seq.num_cached // self.config.block_size]
+            blocks = [BlockId(block) for block in seq.blocks[: seq.num_cached // self.config.block_size]]
             self._layer_hook(seq.request_id, 0, blocks, range(self.model.spec.num_layers))
 
     def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:

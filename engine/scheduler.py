@@ -4,12 +4,15 @@ Pure: no torch, no clock. Owns the queues and, through the BlockPool, every bloc
 First come, first served; a step is filled up to the token budget, running sequences first.
 """
 
-from collections import deque
+from array import array
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.engine.sequence import Sequence, State
+from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.radix import BlockTable, Match
 from kvrelay.types import BlockId, FinishReason
 from kvrelay.wire import SequenceRequest
 
@@ -28,12 +31,22 @@ class Scheduled:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """`seq` goes on in a copy of a block that it shared: it is about to write there."""
+
+    seq: Sequence
+    source: BlockId
+    target: BlockId
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step's work: single-token rows first, then chunks."""
+    """One step's work: single-token rows first, then chunks. Before them, the copies, in this order."""
 
     work: tuple[Scheduled, ...]
     num_single: int
     preempted: tuple[Sequence, ...]
+    copies: tuple[BlockCopy, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -60,12 +73,13 @@ class Scheduler:
         self.receiving: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}  # all of the above
-        self.quarantined: dict[int, list[BlockId]] = {}  # by arrival: blocks that a transport may still write
+        self.quarantined: dict[int, BlockTable] = {}  # by arrival: blocks that a transport may still write
         self.lent: set[BlockId] = set()  # to the KV plane's probes
         self.num_preemptions = 0
         self.hit_tokens = 0
         self.query_tokens = 0
         self._arrivals = 0
+        self._copies: list[BlockCopy] = []  # of the step that is being planned
 
     # ---- arrival
 
@@ -127,6 +141,7 @@ class Scheduler:
         seq.num_computed = seq.num_tokens
         seq.move_to(State.RUNNING)
         self._name_full_blocks(seq)
+        self._pin(seq)
         seq.token_ids.extend(token_ids)
         self._seat(seq)
         return seq
@@ -158,24 +173,48 @@ class Scheduler:
         and `owed` blocks for the head of the other line.
         """
         wants_all_logits = seq.request.sampling.prompt_logprobs is not None
-        hashes = [] if wants_all_logits else seq.full_hashes()
-        if leave_one:
-            hashes = hashes[: (seq.num_tokens - 1) // self.block_size]
-        hit = self.pool.match(hashes)
-        self.pool.acquire(hit)
-        need = self._blocks_at_most(seq) - len(hit)
-        spare = len(self.running) + len(self.receiving)
-        fits = need + spare + owed <= self.pool.num_available
-        fresh = self.pool.allocate(need) if fits else None
-        if fresh is None:
-            self.pool.release(hit)
+        match = self.pool.match(
+            seq.block_chain(), 0 if wants_all_logits else (seq.num_tokens - leave_one) // self.block_size
+        )
+        tail, num_tail = self._tail(seq, match) if leave_one and not wants_all_logits else (array("i"), 0)
+        blocks = self._take(seq, match.blocks + tail, owed, num_to_copy=len(tail))
+        if blocks is None and tail:  # the copied block may be the one that is missing
+            num_tail, blocks = 0, self._take(seq, match.blocks, owed, num_to_copy=0)
+        if blocks is None:
             return False
-        seq.blocks = hit + fresh
-        seq.num_computed = seq.num_cached = len(hit) * self.block_size
-        seq.num_hashed_blocks = len(hit)
+        self.pool.use(match, seq.request.hints.priority)
+        seq.blocks = blocks
+        seq.num_computed = seq.num_cached = len(match) * self.block_size + num_tail
+        seq.num_hashed_blocks = len(match)
         self.hit_tokens += seq.num_cached
         self.query_tokens += seq.num_tokens
         return True
+
+    def _take(self, seq: Sequence, hit: BlockTable, owed: int, *, num_to_copy: int) -> "BlockTable | None":
+        """These cached blocks and fresh ones for the rest of `seq`, all with a reference; None: no room."""
+        self.pool.acquire(hit)
+        need = self._blocks_at_most(seq) - len(hit)
+        spare = len(self.running) + len(self.receiving) + num_to_copy + owed
+        is_short = need + spare > self.pool.num_available
+        if is_short and not owed and not self._holds_blocks:  # pins alone are in the way: they end before their time
+            is_short = not self.pool.unpin_for(need + spare)
+        fresh = None if is_short else self.pool.allocate(need)
+        if fresh is None:
+            self.pool.release(hit)
+            return None
+        return hit + fresh
+
+    def _tail(self, seq: Sequence, match: Match) -> tuple[BlockTable, int]:
+        """(a block that begins with the next tokens of `seq`, how many of them), never up to its last token; or (none, 0)."""
+        end = len(match) * self.block_size
+        rest = pack_tokens(seq.token_ids, end, min(end + self.block_size, seq.num_tokens - 1))
+        block, count = self.pool.tail(match, rest)
+        return array("i", [block] if count else []), count
+
+    @property
+    def _holds_blocks(self) -> bool:
+        """Whether some blocks will come back without anything being done about it."""
+        return bool(self.running or self.receiving or self.held or self.quarantined or self.lent)
 
     # ---- a step
 
@@ -185,22 +224,24 @@ class Scheduler:
         singles: list[Scheduled] = []
         chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
+        self._copies = []
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed > 1):  # single tokens, then chunks
             if seq.state is not State.RUNNING or budget <= 0:
                 continue
-            if not self._grow(seq, preempted):
+            if not self._grow(seq, preempted) or not self._own_next(seq, preempted):
                 continue
             take = min(seq.num_uncomputed, budget)
             (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
             budget -= take
         if not preempted:
-            budget = self._admit(budget, singles, chunks)
+            budget = self._admit(budget, singles, chunks, preempted)
         gone = set(map(id, preempted))
         work = [item for item in singles + chunks if id(item.seq) not in gone]
         num_single = sum(1 for item in singles if id(item.seq) not in gone)
-        return StepPlan(tuple(work), num_single, tuple(preempted))
+        copies = tuple(copy for copy in self._copies if id(copy.seq) not in gone)
+        return StepPlan(tuple(work), num_single, tuple(preempted), copies)
 
-    def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled]) -> int:
+    def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]) -> int:
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             owed = self._owed(seq, self.reserving)
@@ -209,6 +250,8 @@ class Scheduler:
             self.waiting.popleft()
             seq.move_to(State.RUNNING)
             self._seat(seq)
+            has_own = self._own_next(seq, preempted)
+            assert has_own, "a block for the copy was left over"
             take = min(seq.num_uncomputed, budget)
             (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
             budget -= take
@@ -216,23 +259,39 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """Make room for every token of `seq`; the latest arrivals give way. False if `seq` itself did."""
-        while len(seq.blocks) < seq.blocks_for(seq.num_tokens):
-            fresh = self.pool.allocate(1)
+        while (need := seq.blocks_for(seq.num_tokens) - len(seq.blocks)) > 0:
+            fresh = self.pool.allocate(need)
             if fresh is not None:
                 seq.blocks += fresh
-                continue
-            victim = self.running[-1]
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is seq:
+            elif not self._make_room(seq, preempted):
                 return False
         return True
+
+    def _own_next(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+        """Copy on write: have the block that `seq` goes on in for itself. False if `seq` itself gave way for the room."""
+        index, offset = divmod(seq.num_computed, self.block_size)
+        if not offset or self.pool.is_own(source := BlockId(seq.blocks[index])):
+            return True
+        while (target := self.pool.writable(source)) is None:
+            if not self._make_room(seq, preempted):
+                return False
+        if target != source:  # the others may have gone meanwhile
+            seq.blocks[index] = target
+            self._copies.append(BlockCopy(seq, source, target))
+        return True
+
+    def _make_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+        """The latest arrival gives way. False if that is `seq` itself."""
+        victim = self.running[-1]
+        self._preempt(victim)
+        preempted.append(victim)
+        return victim is not seq
 
     def _preempt(self, seq: Sequence) -> None:
         """All or nothing: drop the blocks, compute the tokens again later. Cached blocks shorten that."""
         self.running.remove(seq)
         self.pool.release(seq.blocks)
-        seq.blocks = []
+        seq.blocks = array("i")
         seq.num_computed = seq.num_hashed_blocks = 0
         seq.prompt_logprobs.clear()  # they come again with the prompt
         seq.move_to(State.WAITING)
@@ -243,15 +302,24 @@ class Scheduler:
         """The KV of this work is in its blocks now."""
         item.seq.num_computed += item.num_tokens
         self._name_full_blocks(item.seq)
+        self._pin(item.seq)
 
     def _name_full_blocks(self, seq: Sequence) -> None:
         full = seq.num_computed // self.block_size
         if full <= seq.num_hashed_blocks:
             return
-        hashes = seq.full_hashes()
-        for index in range(seq.num_hashed_blocks, full):
-            self.pool.cache(seq.blocks[index], hashes[index])
+        if (hints := seq.request.hints).keep:
+            first, size = seq.num_hashed_blocks, self.block_size
+            tokens = pack_tokens(seq.token_ids, first * size, full * size)
+            self.pool.name(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
         seq.num_hashed_blocks = full
+
+    def _pin(self, seq: Sequence) -> None:
+        """The prompt's KV is here: keep it for as long as the request asks."""
+        hints, prompt = seq.request.hints, seq.request.num_prompt_tokens
+        if hints.pin_s > 0 and hints.keep and not seq.is_pinned and seq.num_computed >= prompt:
+            seq.is_pinned = True
+            self.pool.pin(seq.block_chain(), prompt // self.block_size, hints.pin_s)
 
     # ---- the end
 
@@ -270,13 +338,13 @@ class Scheduler:
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
         self.pool.release(seq.blocks)
-        seq.blocks = []
+        seq.blocks = array("i")
         del self.sequences[seq.request_id]
 
     def quarantine(self, seq: Sequence, reason: FinishReason) -> int:
         """End a receiving sequence whose blocks may still be written; returns the key for `unquarantine`."""
         self.quarantined[seq.arrival] = seq.blocks
-        seq.blocks = []
+        seq.blocks = array("i")
         self.finish(seq, reason)
         return seq.arrival
 
@@ -292,9 +360,11 @@ class Scheduler:
         Leaves one for each running sequence, so that a probe pre-empts nobody.
         """
         spare = self.pool.counts().free - len(self.running) - len(self.receiving)
-        blocks = [] if self.waiting or self.reserving else self.pool.allocate(max(0, min(count, spare)))
-        self.lent.update(blocks or ())
-        return blocks or []
+        count = max(0, min(count, spare))
+        blocks = None if self.waiting or self.reserving else self.pool.allocate(count)
+        lent = [BlockId(block) for block in blocks or ()]
+        self.lent.update(lent)
+        return lent
 
     def take_back(self, blocks: Iterable[BlockId]) -> None:
         """The borrower is done with these."""
@@ -328,20 +398,23 @@ class Scheduler:
         seq, end = item.seq, item.start + item.num_tokens
         first = item.start // self.block_size
         last = seq.blocks_for(end) if end == seq.num_tokens else end // self.block_size
-        return first, seq.blocks[first:last]
+        return first, [BlockId(block) for block in seq.blocks[first:last]]
 
     def check(self) -> None:
         """Raise AssertionError unless queues, sequences and the pool's references agree."""
         self.pool.check()
-        holders: dict[BlockId, int] = {}
+        holders = Counter(self.pool.pinned)
         for seq in self.sequences.values():
-            for block in seq.blocks:
-                holders[block] = holders.get(block, 0) + 1
+            holders.update(seq.blocks)
         for blocks in self.quarantined.values():
-            for block in blocks:
-                holders[block] = holders.get(block, 0) + 1
-        holders.update(dict.fromkeys(self.lent, 1))
-        assert len(holders) == self.pool.counts().used, "a used block has no sequence"
+            holders.update(blocks)
+        holders.update(self.lent)
+        for block, count in holders.items():
+            assert count == self.pool.num_holders(block), f"block {block}: {count} holders, other references"
+        used = self.pool.counts().used
+        assert used == sum(count > (block in self.pool.pinned) for block, count in holders.items()), (
+            "a used block has no sequence"
+        )
         queued = [*self.waiting, *self.reserving, *self.running, *self.receiving.values(), *self.held.values()]
         assert sorted(map(id, queued)) == sorted(map(id, self.sequences.values())), "a sequence is in no queue or two"
         assert all(not seq.blocks for seq in [*self.waiting, *self.reserving]), "a waiting sequence holds blocks"

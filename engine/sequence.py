@@ -1,10 +1,12 @@
 """One sequence in one engine: its tokens, its blocks, and the states that it may be in. Pure."""
 
 import enum
+from array import array
 from dataclasses import dataclass, field
 
-from kvrelay.hashing import next_hash, root_hash
-from kvrelay.types import BlockHash, BlockId, FinishReason
+from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
+from kvrelay.kvcache.radix import BlockTable
+from kvrelay.types import BlockHash, FinishReason
 from kvrelay.wire import SequenceRequest, TokenLogprob
 
 
@@ -38,11 +40,12 @@ class Sequence:
     hold: bool = False  # keep the blocks after the first token, for a transfer
     output_limit: int | None = None  # stop here even if the request wants more (a prefill worker: 1)
     token_ids: list[int] = field(default_factory=list)
-    blocks: list[BlockId] = field(default_factory=list)
-    chain: list[BlockHash] = field(default_factory=list)  # one hash for every tokens_per_hash tokens
+    blocks: BlockTable = field(default_factory=lambda: array("i"))
+    chain: HashChain = field(init=False)  # one hash for every tokens_per_hash tokens
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
+    is_pinned: bool = False  # its prompt's blocks have been, as the request asked
     num_held_blocks: int = 0  # decode: prompt blocks that were here before the transfer
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
@@ -52,10 +55,12 @@ class Sequence:
     scheduled_s: float | None = None
     num_chunks: int = 0
     slot: int = -1  # row in the runner's block table
+    _block_chain: HashChain = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
-        self.chain = [BlockHash(digest) for digest in self.request.block_hashes]
+        self.chain = HashChain(root_hash(self.request.salt), self.request.block_hashes)
+        self._block_chain = self.chain if self.hash_step == self.block_size else HashChain(self.chain.root)
 
     @property
     def request_id(self) -> str:
@@ -84,15 +89,25 @@ class Sequence:
         """Blocks needed to hold `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
-    def full_hashes(self) -> list[BlockHash]:
-        """Hashes of all full blocks, extended as the output grows: of the chain, those that end a block."""
-        step = self.request.tokens_per_hash or self.block_size
-        while len(self.chain) < self.num_tokens // step:
-            start = len(self.chain) * step
-            parent = self.chain[-1] if self.chain else root_hash(self.request.salt)
-            self.chain.append(next_hash(parent, self.token_ids[start : start + step]))
+    @property
+    def hash_step(self) -> int:
+        """Tokens that one hash of `chain` is for."""
+        return self.request.tokens_per_hash or self.block_size
+
+    def block_chain(self) -> HashChain:
+        """The names of all full blocks, extended as the output grows: of the chain, those hashes that end a block."""
+        step, chain, names = self.hash_step, self.chain, self._block_chain
+        if len(chain) < self.num_tokens // step:
+            chain.extend(pack_tokens(self.token_ids, len(chain) * step), step)
         stride = self.block_size // step
-        return self.chain[stride - 1 :: stride] if stride > 1 else self.chain
+        if stride > 1:
+            for index in range(len(names) * stride + stride - 1, len(chain), stride):
+                names.data += chain.data[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+        return names
+
+    def full_hashes(self) -> list[BlockHash]:
+        """`block_chain` as a list."""
+        return self.block_chain().hashes()
 
     def move_to(self, state: State) -> None:
         """Change state; an illegal change is our own bug."""

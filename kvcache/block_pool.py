@@ -1,85 +1,109 @@
 """The blocks of one worker: who holds which, which are cached, in what order they are re-used.
 
-The only writer of reference counts, generations and the prefix cache. Pure: no torch, no clock.
+The only writer of reference counts, generations and the prefix index. Pure: no torch, no clock (see `tick`).
 
 A block is in exactly one state:
   free    no content worth keeping
   used    ref-counted by sequences, reservations or transfers
-  cached  nobody holds it, but its hash can still be matched; least recently used goes first
+  cached  nobody holds it, but it can still be matched; leaves of the index go first, from their end, by priority and policy
+
+A block may be used and named at once. Named blocks that lie before a used or pinned one in a chain stay until that goes.
+State is kept in flat arrays; a few blocks are worked on one by one, many at once.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import heapq
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
+import numpy as np
+
+from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
+from kvrelay.kvcache.changes import CacheChange, ChangeLog
+from kvrelay.kvcache.eviction import Lru, Policy, Usage
+from kvrelay.kvcache.pins import PinLedger
+from kvrelay.kvcache.radix import BlockTable, Ints, Match, Node, RadixTree
 from kvrelay.types import BlockHash, BlockId
+
+PIN_SHARE = 0.25  # of the pool, for each tenant's pins
+MIN_TAIL_TOKENS = 4  # fewer tokens are not worth copying a block for
+
+_FEW = 24  # up to here a loop is faster than array operations
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCounts:
-    """How many blocks are in each state; they add up to the pool's size."""
+    """How many blocks are in each state; they add up to the pool's size. `pinned` ones are cached, or used too."""
 
     free: int
     used: int
     cached: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheChange:
-    """Hashes that became matchable and that ceased to be, since the last drain, in order of neither."""
-
-    stored: tuple[BlockHash, ...]
-    removed: tuple[BlockHash, ...]
+    pinned: int = 0
 
 
 class BlockPool:
-    """Allocates, shares, caches and evicts fixed-size blocks. Not thread-safe: one owner thread."""
+    """Allocates, shares, caches and evicts fixed-size blocks. Not thread-safe: one owner thread.
 
-    def __init__(self, num_blocks: int, *, prefix_caching: bool = True) -> None:
+    Tables of blocks come out as array("i"); any sequence of ids goes in, each block once in a call.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        *,
+        block_size: int = 16,
+        prefix_caching: bool = True,
+        policy: Policy | None = None,
+        pin_share: float = PIN_SHARE,
+    ) -> None:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
-        self.num_blocks = num_blocks
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self.policy: Policy = policy or Lru()
+        self.now_s = 0.0
         self._prefix_caching = prefix_caching
-        self._free: deque[BlockId] = deque(BlockId(i) for i in range(num_blocks))
-        self._cached: OrderedDict[BlockId, None] = OrderedDict()  # first goes first
-        self._refs = [0] * num_blocks
-        self._generations = [0] * num_blocks
-        self._hashes: list[BlockHash | None] = [None] * num_blocks
-        self._by_hash: dict[BlockHash, BlockId] = {}
-        self._stored: dict[BlockHash, None] = {}
-        self._removed: dict[BlockHash, None] = {}
+        self._tree = RadixTree(num_blocks, block_size)
+        self._free = array("i", range(num_blocks - 1, -1, -1))  # the last is handed out next
+        self._refs, self._generations = array("i", [0]) * num_blocks, array("I", [0]) * num_blocks
+        self._ref_array: Ints = np.frombuffer(self._refs, dtype=np.int32)
+        self._generation_array = np.frombuffer(self._generations, dtype=np.uint32)
+        self._num_idle = 0  # named blocks without a reference
+        self._pins = PinLedger(int(num_blocks * pin_share))
+        self._changes = ChangeLog(num_blocks)
+        self._queue: list[tuple[int, float, int, int]] = []  # (priority, score, stamp, node) of leaves that may go
+        self._stamp = 0
+
+    def tick(self, now_s: float) -> None:
+        """The owner's clock shows this; pins whose time is over end."""
+        self.now_s = now_s
+        if self._pins and (over := self._pins.expired(now_s)):
+            self.release(over)
 
     # ---- allocation
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self._tree.num_evictable
 
-    def allocate(self, count: int) -> list[BlockId] | None:
+    def allocate(self, count: int) -> "BlockTable | None":
         """`count` fresh blocks with one reference each, or None (and no change) when there are not enough."""
         if count > self.num_available:
             return None
-        blocks: list[BlockId] = []
-        for _ in range(count):
-            block = self._free.popleft() if self._free else self._evict()
-            self._refs[block] = 1
-            self._generations[block] += 1
-            blocks.append(block)
+        if count > len(self._free):
+            self._evict(count - len(self._free))
+        start = len(self._free) - count
+        blocks = self._free[start:]
+        del self._free[start:]
+        if count <= _FEW:
+            for block in blocks:
+                self._refs[block] = 1
+                self._generations[block] += 1
+        else:
+            ids = np.frombuffer(blocks, np.int32)
+            self._ref_array[ids] = 1
+            self._generation_array[ids] += 1
         return blocks
-
-    def _evict(self) -> BlockId:
-        block, _ = self._cached.popitem(last=False)
-        self._forget(block)
-        return block
-
-    def _forget(self, block: BlockId) -> None:
-        digest = self._hashes[block]
-        assert digest is not None
-        self._hashes[block] = None
-        del self._by_hash[digest]
-        if self._stored.pop(digest, 0) == 0:  # not merely stored since the last drain
-            self._removed[digest] = None
 
     def generation(self, block: int) -> int:
         """How often this block has been handed out: a reference with an older number is stale."""
@@ -87,83 +111,324 @@ class BlockPool:
 
     # ---- sharing
 
-    def acquire(self, blocks: Iterable[BlockId]) -> None:
+    def acquire(self, blocks: Iterable[int]) -> None:
         """One more holder for each of these used or cached blocks."""
-        for block in blocks:
-            if self._refs[block] == 0:
-                del self._cached[block]
-            self._refs[block] += 1
+        table = _table(blocks)
+        if len(table) <= _FEW:
+            fresh = [block for block in table if not self._refs[block]]
+            for block in table:
+                self._refs[block] += 1
+            nodes = {self._index_of(block) for block in fresh}
+        else:
+            ids = np.frombuffer(table, np.int32)
+            refs = self._ref_array.take(ids)
+            self._ref_array[ids] = refs + 1
+            idle = ids[refs == 0]
+            fresh, nodes = idle, _distinct(self._tree.node_of.take(idle))
+        self._num_idle -= len(fresh)
+        for index in nodes:
+            self._relock(index)
 
-    def release(self, blocks: Sequence[BlockId]) -> None:
-        """One holder less for each. A sequence's last blocks become evictable before its first."""
-        for block in reversed(blocks):
-            assert self._refs[block] > 0, f"block {block} released more often than held"
-            self._refs[block] -= 1
-            if self._refs[block]:
+    fork = acquire  # another sequence goes on from the same blocks; whoever writes into one asks `writable` first
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One holder less for each. What can still be matched becomes evictable, a chain's last blocks before its first."""
+        table = _table(blocks)
+        if len(table) <= _FEW:
+            nodes = self._release_few(table)
+        else:
+            ids = np.frombuffer(table, np.int32)
+            refs = self._ref_array.take(ids) - 1
+            assert int(refs.min()) >= 0, "a block is released more often than held"
+            self._ref_array[ids] = refs
+            idle = ids if not refs.any() else ids[refs == 0]
+            owners = self._tree.node_of.take(idle)
+            named = owners >= 0
+            self._free.frombytes(idle[~named].tobytes())
+            self._num_idle += int(named.sum())
+            nodes = _distinct(owners)
+        for index in nodes:
+            self._relock(index)
+
+    def _release_few(self, table: BlockTable) -> set[int]:
+        nodes: set[int] = set()
+        for block in table:
+            left = self._refs[block] - 1
+            assert left >= 0, f"block {block} released more often than held"
+            self._refs[block] = left
+            if left:
                 continue
-            if self._hashes[block] is None:
+            node = self._tree.node(block)
+            if node is None:
                 self._free.append(block)
             else:
-                self._cached[block] = None
+                self._num_idle += 1
+                nodes.add(node.index)
+        return nodes
 
-    # ---- prefix cache
+    def _relock(self, index: int) -> None:
+        """References of some of this node's blocks came or went."""
+        node = self._tree.nodes[index]
+        assert node is not None
+        held = self._held(node)
+        was_held = node.held
+        if held != was_held:
+            self._tree.hold(node, held)
+        if held < was_held:
+            node.usage.used_s = self.now_s  # whoever held it has used it until now
+            if node.is_open:
+                self._offer(node)
 
-    def match(self, hashes: Sequence[BlockHash]) -> list[BlockId]:
-        """Blocks of the longest cached prefix of this chain of hashes; not acquired yet."""
-        blocks: list[BlockId] = []
-        for digest in hashes:
-            block = self._by_hash.get(digest)
-            if block is None:
-                break
-            blocks.append(block)
-        return blocks
+    def _index_of(self, block: int) -> int:
+        node = self._tree.node(block)
+        assert node is not None, f"block {block} is free: nobody can acquire it"
+        return node.index
 
-    def cache(self, block: BlockId, digest: BlockHash) -> None:
-        """This held block is full and holds `digest`'s content. A second copy stays unnamed."""
-        assert self._refs[block] > 0, f"block {block} is not held"
-        if not self._prefix_caching or digest in self._by_hash or self._hashes[block] is not None:
+    def _held(self, node: Node) -> int:
+        """Blocks of the node up to its last one with a reference."""
+        blocks, refs = node.blocks, self._refs
+        if refs[blocks[-1]]:
+            return len(blocks)
+        if len(blocks) <= _FEW:
+            return next((at for at in range(len(blocks) - 1, 0, -1) if refs[blocks[at - 1]]), 0)
+        taken = np.flatnonzero(self._ref_array.take(np.frombuffer(blocks, np.int32)))
+        return int(taken[-1]) + 1 if len(taken) else 0
+
+    def is_own(self, block: int) -> bool:
+        """Whether its one holder may write into it: nobody shares it, nobody can match it."""
+        return self._refs[block] == 1 and self._tree.node(block) is None
+
+    def writable(self, block: int) -> BlockId | None:
+        """A block that its holder may write instead of `block`: itself, or a fresh one, whose holder the caller is from now on.
+
+        In the second case the caller copies the content (before anything is written into blocks allocated later) and
+        has one reference to `block` less. None: no room, and nothing changed.
+        """
+        if self.is_own(block):
+            return BlockId(block)
+        fresh = self.allocate(1)
+        if fresh is None:
+            return None
+        self.release((block,))
+        return BlockId(fresh[0])
+
+    # ---- prefix index
+
+    def match(self, chain: HashChain, limit: int | None = None) -> Match:
+        """The longest cached prefix of this chain's first `limit` blocks; not acquired yet."""
+        return self._tree.find(chain, len(chain) if limit is None else min(limit, len(chain)))
+
+    def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
+        """(block, count): a cached block after `match` whose first `count` tokens are the next of the prompt, to copy from.
+
+        To be asked straight after `match`. tokens: those that follow it, packed; less than a block of them counts. (-1, 0) when there are less than MIN_TAIL_TOKENS.
+        """
+        block, count = self._tree.tail(match, tokens[: self._tree.width - TOKEN_BYTES])
+        return (block, count) if count >= MIN_TAIL_TOKENS else (-1, 0)
+
+    def use(self, match: Match, priority: int = 0) -> None:
+        """A request goes on from this match: counts for the policy."""
+        node = self._tree.node(match.blocks[-1]) if match.blocks else None  # not match.node: it may have merged since
+        if node is None:
             return
-        self._hashes[block] = digest
-        self._by_hash[digest] = block
-        if self._removed.pop(digest, 0) == 0:
-            self._stored[digest] = None
+        offset = len(match) - node.start
+        if offset < len(node.blocks):
+            self._split(node, offset)  # what follows was not used
+        here: Node | None = node
+        while here is not None and here.blocks:
+            usage = here.usage
+            usage.hits += 1
+            usage.used_s = self.now_s
+            here.priority = max(here.priority, priority)
+            self.policy.used(usage, self.now_s)
+            if here.is_open:
+                self._offer(here)
+            here = here.parent
+
+    def name(
+        self,
+        chain: HashChain,
+        blocks: BlockTable,
+        first: int,
+        last: int,
+        tokens: bytes = b"",
+        *,
+        priority: int = 0,
+    ) -> None:
+        """Blocks first .. last - 1 of this table are full and hold what the chain's hashes stand for. A second copy stays unnamed.
+
+        blocks: the sequence's whole table; all of it is held. tokens: of blocks[first:last], packed; without them, their
+        beginnings are not found by others.
+        """
+        if not self._prefix_caching or last <= first:
+            return
+        node, offset = self._place(chain, blocks, first)
+        node, offset = self._tree.descend(node, offset, chain, last)
+        start = node.start + offset
+        if start >= last:
+            return
+        if offset < len(node.blocks):
+            self._split(node, offset)
+        width = self._tree.width
+        fresh, run = blocks[start:last], bytes(chain.data[start * HASH_BYTES : last * HASH_BYTES])
+        known = tokens[(start - first) * width :] if tokens and start >= first else b""
+        if not node.children and node.blocks and node.priority == priority:
+            self._tree.extend(node, run, fresh, known)
+        else:
+            usage = Usage(BlockHash(run[-HASH_BYTES:]), 0, 0, self.now_s, self.now_s)
+            node = self._tree.add_child(node, run, fresh, known, usage)
+            node.priority = priority
+            self.policy.inserted(usage, self.now_s)
+        self._tree.hold(node, len(node.blocks))
+        self._changes.stored(run)
+
+    def _place(self, chain: HashChain, blocks: BlockTable, first: int) -> tuple[Node, int]:
+        """Where the chain is after `first` blocks, or as far as the index has it."""
+        node = self._tree.node(blocks[first - 1]) if first else None
+        if node is not None:
+            offset, at = first - node.start, first * HASH_BYTES
+            named = node.digests[(offset - 1) * HASH_BYTES : offset * HASH_BYTES]
+            assert named == chain.data[at - HASH_BYTES : at], f"block {blocks[first - 1]} has another name"
+            return node, offset
+        root = self._tree.root(chain.root, Usage(chain.root, 0, 0, self.now_s, self.now_s))
+        return self._tree.descend(root, 0, chain, first)
+
+    def _split(self, node: Node, offset: int) -> None:
+        rest = self._tree.split(node, offset)
+        if rest.is_open:
+            self._offer(rest)
 
     def reset_cache(self) -> int:
-        """Forget every cached block that nobody holds; returns how many."""
-        count = len(self._cached)
-        while self._cached:
-            self._free.append(self._evict())
+        """End all pins and forget every cached block that may go; returns how many. Beginnings of held chains stay."""
+        while over := self._pins.next_to_expire():
+            self.release(over)
+        count = self._tree.num_evictable
+        self._evict(count)
         return count
 
     def drain_changes(self) -> CacheChange | None:
-        """What changed in the prefix cache since the last call, or None."""
-        if not self._stored and not self._removed:
-            return None
-        change = CacheChange(tuple(self._stored), tuple(self._removed))
-        self._stored.clear()
-        self._removed.clear()
-        return change
+        """What changed in the prefix index since the last call, or None."""
+        return self._changes.drain()
 
     def cached_hashes(self) -> list[BlockHash]:
         """Every hash that `match` can find now, changes not yet drained included."""
-        return list(self._by_hash)
+        return list(self._tree.hashes())
+
+    # ---- pins
+
+    def pin(self, chain: HashChain, count: int, ttl_s: float) -> int:
+        """Keep the first `count` blocks of this chain, those that are cached, for so long; how many are pinned now.
+
+        Less than asked for when the tenant's quota is used up: the first ones are.
+        """
+        found = self.match(chain, count)
+        fresh, pinned = self._pins.add(chain.root, found.blocks, self.now_s + ttl_s)
+        self.acquire(fresh)
+        return pinned
+
+    def unpin_for(self, count: int) -> bool:
+        """End pins, those first that end next, until `count` blocks are available; whether they are."""
+        while self.num_available < count and (over := self._pins.next_to_expire()):
+            self.release(over)
+        return self.num_available >= count
+
+    @property
+    def pinned(self) -> PinLedger:
+        """Each block in it has one reference from there."""
+        return self._pins
+
+    # ---- eviction
+
+    def _offer(self, node: Node) -> None:
+        """This leaf may go from now on; an older entry of it is void."""
+        self._stamp += 1
+        node.stamp = self._stamp
+        score = self.policy.score(node.usage, self.now_s)
+        heapq.heappush(self._queue, (node.priority, score, node.stamp, node.index))
+        if len(self._queue) > 64 + 4 * self._tree.num_nodes:
+            self._queue = [entry for entry in self._queue if self._is_valid(entry)]
+            heapq.heapify(self._queue)
+
+    def _is_valid(self, entry: tuple[int, float, int, int]) -> bool:
+        node = self._tree.nodes[entry[3]]
+        return node is not None and node.stamp == entry[2] and node.is_open
+
+    def _evict(self, count: int) -> None:
+        """Move `count` blocks from the ends of leaves to the free ones; the caller knows that there are so many."""
+        while count > 0:
+            entry = self._queue[0]
+            if not self._is_valid(entry):
+                heapq.heappop(self._queue)
+                continue
+            leaf = self._tree.nodes[entry[3]]
+            assert leaf is not None
+            count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
+
+    def _give_up(self, leaf: Node, count: int) -> int:
+        parent, usage = leaf.parent, leaf.usage
+        if count < len(leaf.blocks):
+            usage = replace(usage, num_blocks=count)
+        blocks, run = self._tree.cut(leaf, count)
+        self._free.extend(blocks)
+        self._num_idle -= count
+        self._changes.removed(run)
+        self.policy.evicted(usage, self.now_s)
+        if not leaf.blocks and parent is not None:
+            self._child_gone(parent)
+        return count
+
+    def _child_gone(self, node: Node) -> None:
+        if node.parent is None:
+            if not node.children:
+                self._tree.drop_root(node.usage.digest)
+        elif not node.children:
+            if node.is_open:
+                self._offer(node)
+        elif len(node.children) == 1:
+            [child] = node.children.values()
+            if child.priority == node.priority and child.usage.used_s >= node.usage.used_s:  # all of it was used last
+                self._tree.merge(node)
+                if node.is_open:
+                    self._offer(node)
 
     # ---- the ledger
 
+    def num_holders(self, block: int) -> int:
+        """References to this block, a pin's included."""
+        return self._refs[block]
+
     def counts(self) -> BlockCounts:
-        free, cached = len(self._free), len(self._cached)
-        return BlockCounts(free, self.num_blocks - free - cached, cached)
+        free, cached = len(self._free), self._num_idle
+        if self._pins:
+            cached += sum(self._refs[block] == 1 for block in self._pins)
+        return BlockCounts(free, self.num_blocks - free - cached, cached, len(self._pins))
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and the index agrees."""
-        free, cached = set(self._free), set(self._cached)
-        assert len(free) == len(self._free), "a block is free twice"
-        assert not free & cached, "a block is both free and cached"
-        for index in range(self.num_blocks):
-            block = BlockId(index)
-            idle = block in free or block in cached
-            assert idle == (self._refs[block] == 0), f"block {block}: {self._refs[block]} references, idle={idle}"
-            assert block not in free or self._hashes[block] is None, f"free block {block} has a hash"
-            assert block not in cached or self._hashes[block] is not None, f"cached block {block} has no hash"
-        named = {digest: BlockId(i) for i, digest in enumerate(self._hashes) if digest is not None}
-        assert named == self._by_hash, "the prefix index and the blocks disagree"
+        """Raise AssertionError unless every block is in exactly one state, and index, queue and pins agree."""
+        refs, named = self._ref_array, self._tree.node_of >= 0
+        is_free = np.zeros(self.num_blocks, bool)
+        is_free[np.array(self._free, np.int32)] = True
+        assert int(is_free.sum()) == len(self._free), "a block is free twice"
+        assert not (refs < 0).any(), "a block was released more often than held"
+        assert not (is_free & named).any(), "a free block has a name"
+        assert not (is_free & (refs > 0)).any(), "a free block is held"
+        assert (is_free | named | (refs > 0)).all(), "a block is in no state: lost"
+        assert int((named & (refs == 0)).sum()) == self._num_idle, "cached blocks are miscounted"
+        assert all(refs[block] > 0 and named[block] for block in self._pins), "a pinned block is not held"
+        self._tree.check()
+        valid = {entry[3] for entry in self._queue if self._is_valid(entry)}
+        for node in self._tree.live():
+            assert node.parent is None or node.held == self._held(node), f"node {node.index}: wrongly locked"
+            assert not node.is_open or node.index in valid, f"node {node.index} may go, but is not in line"
+
+
+def _table(blocks: Iterable[int]) -> BlockTable:
+    return blocks if isinstance(blocks, array) else array("i", blocks)
+
+
+def _distinct(owners: Ints) -> set[int]:
+    """Nodes in this list, in which equal ones mostly stand together; without -1."""
+    if not len(owners):
+        return set()
+    edges = np.flatnonzero(owners[1:] != owners[:-1])
+    return {int(owners[0]), *owners[edges + 1].tolist()} - {-1}

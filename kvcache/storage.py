@@ -43,6 +43,11 @@ class KvStorage:
         name = "cpu" if device.type == "cpu" else f"cuda:{device.index or 0}"
         self.memory = KvMemory(layout, tensor.data_ptr(), name, memfd, view, tensor)
 
+    def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
+        """Copy whole blocks, all layers, (source, target) in this order. On CUDA: ordered before later work of this stream."""
+        for source, target in copies:
+            self.tensor[:, target] = self.tensor[:, source]
+
     def fill_with_noise(self, blocks: Sequence[BlockId]) -> None:
         """Random finite numbers in every layer of these blocks: pages that were never touched move faster than real ones.
 

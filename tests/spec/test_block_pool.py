@@ -1,65 +1,95 @@
-"""BlockPool: no block lost, none shared without a reference, the least recently used goes first."""
+"""BlockPool: no block lost, none shared without a reference, leaves go first, by priority and last use."""
 
-import hypothesis.strategies as st
+from array import array
+
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from kvrelay.hashing import block_hashes
+from kvrelay.hashing import HashChain, pack_tokens
 from kvrelay.kvcache.block_pool import BlockCounts, BlockPool
-from kvrelay.kvcache.events import EventLog
-from kvrelay.types import BlockHash, BlockId
+from kvrelay.kvcache.eviction import Lru, Usage
+
+SIZE = 4  # tokens of a block
 
 
-def allocate(pool: BlockPool, count: int) -> list[BlockId]:
+def pool_of(blocks: int, **options) -> BlockPool:
+    return BlockPool(blocks, block_size=SIZE, **options)
+
+
+def chain_of(tokens: list[int], salt: str = "") -> HashChain:
+    return HashChain.of(tokens, SIZE, salt)
+
+
+def prompt(first: int, blocks: int) -> list[int]:
+    """Tokens of so many blocks, unlike those of another `first`."""
+    return list(range(1000 * first, 1000 * first + SIZE * blocks))
+
+
+def allocate(pool: BlockPool, count: int) -> array:
     blocks = pool.allocate(count)
     assert blocks is not None
     return blocks
 
 
-def cached_chain(pool: BlockPool, tokens: list[int]) -> list[BlockId]:
-    """Blocks of a finished sequence of these tokens (block size 2), cached and released."""
-    hashes = block_hashes(tokens, 2)
-    blocks = allocate(pool, len(hashes))
-    for block, digest in zip(blocks, hashes, strict=True):
-        pool.cache(block, digest)
-    pool.release(blocks)
+def run(pool: BlockPool, tokens: list[int], *, salt: str = "", priority: int = 0) -> array:
+    """A sequence computes these tokens from what is cached; its blocks, held."""
+    chain = chain_of(tokens, salt)
+    match = pool.match(chain)
+    pool.acquire(match.blocks)
+    blocks = match.blocks + allocate(pool, len(chain) - len(match))
+    pool.use(match, priority)
+    rest = pack_tokens(tokens, len(match) * SIZE, len(chain) * SIZE)
+    pool.name(chain, blocks, len(match), len(chain), rest, priority=priority)
     return blocks
 
 
+def cached_chain(pool: BlockPool, tokens: list[int], **options) -> array:
+    """Blocks of a finished sequence of these tokens."""
+    blocks = run(pool, tokens, **options)
+    pool.release(blocks)
+    pool.check()
+    return blocks
+
+
+def found(pool: BlockPool, tokens: list[int], salt: str = "") -> array:
+    return pool.match(chain_of(tokens, salt)).blocks
+
+
+# ---- states
+
+
 def test_too_many_blocks_is_a_value_and_changes_nothing():
-    pool = BlockPool(3)
+    pool = pool_of(3)
     allocate(pool, 2)
     assert pool.allocate(2) is None
     assert pool.counts() == BlockCounts(free=1, used=2, cached=0)
 
 
 def test_a_released_full_block_is_found_again_by_its_hash():
-    pool = BlockPool(4)
-    blocks = cached_chain(pool, [1, 2, 3, 4])
-    assert pool.match(block_hashes([1, 2, 3, 4, 5, 6], 2)) == blocks
-    assert pool.match(block_hashes([9, 2, 3, 4], 2)) == []
+    pool = pool_of(4)
+    blocks = cached_chain(pool, prompt(1, 2))
+    assert found(pool, prompt(1, 3)) == blocks
+    assert not found(pool, prompt(2, 2))
     assert pool.counts().cached == 2
 
 
 def test_free_blocks_go_before_cached_and_a_tail_before_its_head():
-    pool = BlockPool(4)
-    head, tail = cached_chain(pool, [1, 2, 3, 4])
+    pool = pool_of(4)
+    head, tail = cached_chain(pool, prompt(1, 2))
     allocate(pool, 2)
-    assert allocate(pool, 1) == [tail]
-    assert pool.match(block_hashes([1, 2, 3, 4], 2)) == [head]
+    assert list(allocate(pool, 1)) == [tail]
+    assert list(found(pool, prompt(1, 2))) == [head]
 
 
 def test_a_held_block_is_never_evicted():
-    pool = BlockPool(3)
-    blocks = cached_chain(pool, [1, 2, 3, 4])
+    pool = pool_of(3)
+    blocks = cached_chain(pool, prompt(1, 2))
     pool.acquire(blocks)
     assert pool.allocate(2) is None
-    assert pool.match(block_hashes([1, 2, 3, 4], 2)) == blocks
+    assert found(pool, prompt(1, 2)) == blocks
 
 
 def test_every_reuse_raises_the_generation():
-    pool = BlockPool(1)
+    pool = pool_of(1)
     [block] = allocate(pool, 1)
     first = pool.generation(block)
     pool.release([block])
@@ -67,88 +97,298 @@ def test_every_reuse_raises_the_generation():
     assert pool.generation(block) == first + 1
 
 
-def test_a_second_copy_of_the_same_content_stays_unnamed_and_becomes_free():
-    pool = BlockPool(2)
-    digest = block_hashes([1, 2], 2)[0]
-    first, second = allocate(pool, 1), allocate(pool, 1)
-    pool.cache(first[0], digest)
-    pool.cache(second[0], digest)
-    pool.release(second)
-    assert pool.counts() == BlockCounts(free=1, used=1, cached=0)
-    pool.check()
-
-
 def test_without_prefix_caching_nothing_is_cached():
-    pool = BlockPool(2, prefix_caching=False)
-    cached_chain(pool, [1, 2])
+    pool = pool_of(2, prefix_caching=False)
+    cached_chain(pool, prompt(1, 1))
     assert pool.counts().cached == 0
 
 
-def test_releasing_too_often_is_our_bug():
-    pool = BlockPool(1)
-    blocks = allocate(pool, 1)
+@pytest.mark.parametrize("count", [1, 40])
+def test_releasing_too_often_is_our_bug(count):
+    pool = pool_of(count)
+    blocks = allocate(pool, count)
     pool.release(blocks)
     with pytest.raises(AssertionError):
         pool.release(blocks)
 
 
-def test_the_ledger_notices_a_block_that_is_in_two_states():
-    pool = BlockPool(2)
+def test_a_free_block_cannot_be_acquired():
+    with pytest.raises(AssertionError):
+        pool_of(2).acquire([0])
+
+
+@pytest.mark.parametrize("count", [3, 100])
+def test_many_blocks_fare_as_few_do(count):
+    pool = pool_of(count + 1)
+    blocks = cached_chain(pool, prompt(1, count))
+    again = run(pool, prompt(1, count))
+    assert again == blocks and pool.counts() == BlockCounts(free=1, used=count, cached=0)
+    assert all(pool.generation(block) == 1 for block in blocks)
+    pool.release(again)
+    assert pool.counts() == BlockCounts(free=1, used=0, cached=count)
+    pool.check()
+
+
+# ---- copies of the same content
+
+
+def test_a_second_copy_of_the_same_content_stays_unnamed_and_becomes_free():
+    pool, tokens = pool_of(2), prompt(1, 1)
+    first, second = allocate(pool, 1), allocate(pool, 1)
+    for blocks in (first, second):
+        pool.name(chain_of(tokens), blocks, 0, 1, pack_tokens(tokens))
+    pool.release(second)
+    assert pool.counts() == BlockCounts(free=1, used=1, cached=0)
+    pool.check()
+
+
+def test_what_follows_a_second_copy_is_named_after_the_first_which_stays_as_long():
+    pool, tokens = pool_of(6), prompt(1, 3)
+    first = cached_chain(pool, tokens[: 2 * SIZE])
+    second = allocate(pool, 3)  # computed at the same time: not matched
+    pool.name(chain_of(tokens), second, 0, 3, pack_tokens(tokens))
+    assert found(pool, tokens) == array("i", [*first, second[2]])
+    assert pool.num_available == 1  # `first` stands before a held block
+    pool.release(second)
+    assert pool.num_available == 6
+    pool.check()
+
+
+def test_a_held_copy_takes_the_name_when_the_named_one_has_gone():
+    pool, tokens = pool_of(5), prompt(1, 2)
+    named = cached_chain(pool, tokens)
+    copy = allocate(pool, 3)  # the third holds what comes next
+    pool.release(allocate(pool, 2))  # pushes the named ones out
+    assert not found(pool, tokens)
+    longer = [*tokens, *range(SIZE)]
+    pool.name(chain_of(longer), copy, 2, 3, pack_tokens(longer, 2 * SIZE))
+    assert found(pool, longer) == copy and named != copy[:2]
+    pool.check()
+
+
+# ---- copy on write
+
+
+def test_a_block_held_alone_is_written_in_place():
+    pool = pool_of(2)
     [block] = allocate(pool, 1)
-    pool._free.append(block)
+    assert pool.is_own(block) and pool.writable(block) == block
+
+
+def test_who_writes_into_a_shared_block_gets_one_for_itself():
+    pool = pool_of(2)
+    [block] = allocate(pool, 1)
+    pool.fork([block])
+    assert not pool.is_own(block)
+    mine = pool.writable(block)
+    assert mine is not None and mine != block
+    assert (pool.num_holders(block), pool.num_holders(mine)) == (1, 1)
+    assert pool.is_own(block)  # the other has it alone now
+
+
+def test_a_named_block_is_not_written_even_by_its_only_holder():
+    pool = pool_of(2)
+    [block] = run(pool, prompt(1, 1))
+    assert pool.writable(block) not in (None, block)
+    assert pool.counts() == BlockCounts(free=0, used=1, cached=1)
+
+
+def test_no_room_for_a_copy_changes_nothing():
+    pool = pool_of(1)
+    [block] = allocate(pool, 1)
+    pool.fork([block])
+    assert pool.writable(block) is None and pool.num_holders(block) == 2
+
+
+# ---- what goes first
+
+
+def test_the_least_recently_used_goes_first_and_use_counts_until_release():
+    pool = pool_of(3)
+    old = run(pool, prompt(1, 1))
+    pool.tick(1.0)
+    young = cached_chain(pool, prompt(2, 1))
+    pool.tick(2.0)
+    pool.release(old)  # in use until now
+    allocate(pool, 1)
+    assert allocate(pool, 1) == young
+    assert found(pool, prompt(1, 1)) == old
+
+
+def test_higher_priority_stays_longer_whenever_it_was_used():
+    pool = pool_of(2)
+    dear = cached_chain(pool, prompt(1, 1), priority=1)
+    pool.tick(1.0)
+    cached_chain(pool, prompt(2, 1))
+    allocate(pool, 1)
+    assert found(pool, prompt(1, 1)) == dear and not found(pool, prompt(2, 1))
+
+
+def test_the_policy_decides_among_equals():
+    class MostRecentFirst(Lru):
+        def score(self, usage: Usage, now_s: float) -> float:
+            return -usage.used_s
+
+    pool = pool_of(2, policy=MostRecentFirst())
+    cached_chain(pool, prompt(1, 1))
+    pool.tick(1.0)
+    cached_chain(pool, prompt(2, 1))
+    allocate(pool, 1)
+    assert found(pool, prompt(1, 1)) and not found(pool, prompt(2, 1))
+
+
+def test_the_policy_is_told_of_all_that_happens():
+    told: list[tuple[str, int, int]] = []
+
+    class Listening(Lru):
+        def inserted(self, usage: Usage, now_s: float) -> None:
+            told.append(("inserted", usage.num_blocks, usage.hits))
+
+        def used(self, usage: Usage, now_s: float) -> None:
+            told.append(("used", usage.num_blocks, usage.hits))
+
+        def evicted(self, usage: Usage, now_s: float) -> None:
+            told.append(("evicted", usage.num_blocks, usage.hits))
+
+    pool = pool_of(4, policy=Listening())
+    cached_chain(pool, prompt(1, 3))
+    cached_chain(pool, prompt(1, 2))  # the third block is not used: it is cut off
+    allocate(pool, 2)
+    assert told == [("inserted", 3, 0), ("used", 2, 1), ("evicted", 1, 0)]
+
+
+def test_only_what_a_request_matched_counts_as_used():
+    pool = pool_of(4)
+    cached_chain(pool, prompt(1, 3))
+    pool.tick(1.0)
+    cached_chain(pool, prompt(2, 1))
+    pool.tick(2.0)
+    pool.release(run(pool, prompt(1, 1)))
+    allocate(pool, 2)
+    assert found(pool, prompt(2, 1)) and len(found(pool, prompt(1, 3))) == 1
+
+
+def test_entries_of_the_queue_do_not_pile_up():
+    pool = pool_of(8)
+    blocks = cached_chain(pool, prompt(1, 4))
+    for _ in range(1000):
+        pool.acquire(blocks)
+        pool.release(blocks)
+    assert len(pool._queue) < 100
+    pool.check()
+
+
+# ---- pins
+
+
+def test_a_pinned_block_stays_until_its_time_is_over():
+    pool = pool_of(4, pin_share=0.5)
+    blocks = cached_chain(pool, prompt(1, 2))
+    assert pool.pin(chain_of(prompt(1, 2)), 2, 5.0) == 2
+    assert pool.counts() == BlockCounts(free=2, used=0, cached=2, pinned=2)
+    assert pool.allocate(3) is None
+    pool.tick(4.9)
+    assert pool.num_available == 2 and found(pool, prompt(1, 2)) == blocks
+    pool.tick(5.0)
+    assert pool.num_available == 4
+    pool.check()
+
+
+def test_pinning_again_prolongs_and_costs_no_quota():
+    pool = pool_of(4, pin_share=0.5)
+    cached_chain(pool, prompt(1, 2))
+    chain = chain_of(prompt(1, 2))
+    pool.pin(chain, 2, 5.0)
+    pool.tick(4.0)
+    assert pool.pin(chain, 2, 5.0) == 2
+    pool.tick(8.0)
+    assert pool.counts().pinned == 2
+    pool.tick(9.0)
+    assert pool.counts().pinned == 0
+
+
+def test_each_tenant_pins_within_its_own_quota_from_the_first_block_on():
+    pool = pool_of(8, pin_share=0.25)
+    for salt in ("a", "b"):
+        blocks = cached_chain(pool, prompt(1, 3), salt=salt)
+        assert pool.pin(chain_of(prompt(1, 3), salt), 3, 5.0) == 2
+        assert set(blocks[:2]) <= set(pool.pinned) and blocks[2] not in pool.pinned
+    pool.tick(5.0)
+    assert pool.pin(chain_of(prompt(1, 3), "a"), 3, 5.0) == 2  # the quota is back
+    pool.check()
+
+
+def test_pins_end_early_when_room_is_needed_those_first_that_end_next():
+    pool = pool_of(4, pin_share=0.5)
+    cached_chain(pool, prompt(1, 2), salt="a")
+    late = cached_chain(pool, prompt(1, 2), salt="b")
+    pool.pin(chain_of(prompt(1, 2), "a"), 2, 1.0)
+    pool.pin(chain_of(prompt(1, 2), "b"), 2, 9.0)
+    assert pool.num_available == 0
+    assert pool.unpin_for(2) and set(pool.pinned) == set(late)
+    assert not pool.unpin_for(5) and not len(pool.pinned)
+    pool.check()
+
+
+def test_pinning_again_and_again_does_not_pile_up():
+    pool = pool_of(16, pin_share=1.0)
+    cached_chain(pool, prompt(1, 8))
+    for _ in range(500):
+        pool.pin(chain_of(prompt(1, 8)), 8, 1e6)
+        pool.tick(pool.now_s + 1)
+    assert sum(len(entry[2]) for entry in pool.pinned._ends) < 200
+
+
+# ---- the ledger
+
+
+def test_reset_forgets_all_that_nobody_holds_pins_included():
+    pool = pool_of(8, pin_share=0.5)
+    held = run(pool, prompt(1, 2))
+    cached_chain(pool, prompt(2, 2))
+    pool.pin(chain_of(prompt(2, 2)), 2, 9.0)
+    assert pool.reset_cache() == 2
+    assert found(pool, prompt(1, 2)) == held and not found(pool, prompt(2, 2))
+    pool.check()
+
+
+def break_free(pool: BlockPool) -> None:
+    pool._free.append(pool._free[0])
+
+
+def break_lost(pool: BlockPool) -> None:
+    pool._free.pop()
+
+
+def break_refs(pool: BlockPool) -> None:
+    pool._refs[pool.match(chain_of(prompt(1, 2))).blocks[0]] += 1
+
+
+def break_name(pool: BlockPool) -> None:
+    pool._tree.node_of[pool.match(chain_of(prompt(1, 2))).blocks[0]] = -1
+
+
+def break_queue(pool: BlockPool) -> None:
+    pool._queue.clear()
+
+
+def break_lock(pool: BlockPool) -> None:
+    node = pool.match(chain_of(prompt(1, 2))).node
+    assert node is not None
+    pool._tree.hold(node, 1)
+
+
+def break_count(pool: BlockPool) -> None:
+    pool._tree.num_evictable -= 1
+
+
+@pytest.mark.parametrize(
+    "damage", [break_free, break_lost, break_refs, break_name, break_queue, break_lock, break_count]
+)
+def test_the_ledger_notices(damage):
+    pool = pool_of(8)
+    cached_chain(pool, prompt(1, 2))
+    pool.check()
+    damage(pool)
     with pytest.raises(AssertionError):
         pool.check()
-
-
-class Pool(RuleBasedStateMachine):
-    """Random life of a pool; events must add up to the index, and counts to the total."""
-
-    held = Bundle("held")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool, self.log = BlockPool(12), EventLog()
-        self.mirror: set[bytes] = set()
-        self.holders = 0
-
-    @rule(target=held, tokens=st.lists(st.integers(0, 2), min_size=2, max_size=10))
-    def start(self, tokens):
-        hashes = block_hashes(tokens, 2)
-        hit = self.pool.match(hashes)
-        self.pool.acquire(hit)
-        fresh = self.pool.allocate(len(hashes) - len(hit))
-        if fresh is None:
-            self.pool.release(hit)
-            return []
-        for block, digest in zip(fresh, hashes[len(hit) :], strict=True):
-            self.pool.cache(block, digest)
-        return hit + fresh
-
-    @rule(blocks=consumes(held))
-    def end(self, blocks):
-        self.pool.release(blocks)
-
-    @rule()
-    def publish(self):
-        event = self.log.drain(self.pool)
-        if event is not None:
-            assert not set(event.stored) & set(event.removed)
-            assert set(event.removed) <= self.mirror
-            self.mirror = (self.mirror - set(event.removed)) | set(event.stored)
-        assert self.mirror == set(self.pool.cached_hashes()) == set(self.log.snapshot().hashes)
-
-    @rule()
-    def reset(self):
-        self.pool.reset_cache()
-
-    @invariant()
-    def adds_up(self):
-        self.pool.check()
-        counts = self.pool.counts()
-        assert counts.free + counts.used + counts.cached == 12
-        for digest in self.pool.cached_hashes():
-            assert self.pool.match([BlockHash(digest)])
-
-
-TestPool = Pool.TestCase
-TestPool.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

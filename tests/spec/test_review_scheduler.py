@@ -22,7 +22,7 @@ def request(name: str, tokens: int, *, first: int = 0, max_tokens: int = 8) -> S
 
 
 def scheduler(blocks: int, *, budget: int = 16, running: int = 8) -> Scheduler:
-    return Scheduler(BlockPool(blocks), BLOCK, SchedulerLimits(budget, running, 64))
+    return Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(budget, running, 64))
 
 
 def run(sched: Scheduler) -> StepPlan:

@@ -27,7 +27,7 @@ def request(name: str, tokens: int | list[int], *, max_tokens: int = 8) -> Seque
 
 
 def scheduler(blocks: int = 16, *, budget: int = 16, running: int = 8, waiting: int = 8) -> Scheduler:
-    return Scheduler(BlockPool(blocks), BLOCK, SchedulerLimits(budget, running, waiting))
+    return Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(budget, running, waiting))
 
 
 def run(sched: Scheduler, plan: StepPlan | None = None) -> StepPlan:

@@ -1,0 +1,63 @@
+"""What became matchable and what ceased to be, since somebody last asked. Pure.
+
+Kept as runs of hashes in the order of events, so that noting a prompt's blocks costs one copy; netted when read, or
+when the runs have grown past what netting could leave.
+"""
+
+from dataclasses import dataclass
+
+from kvrelay.hashing import HASH_BYTES
+from kvrelay.types import BlockHash
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """Hashes that became matchable and that ceased to be, since the last drain, in order of neither."""
+
+    stored: tuple[BlockHash, ...]
+    removed: tuple[BlockHash, ...]
+
+
+class ChangeLog:
+    """Gathers changes of one index. Bounded: `limit` hashes and what netting leaves."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._runs: list[tuple[bool, bytes]] = []
+        self._size = 0  # hashes in the runs
+        self._stored: dict[BlockHash, None] = {}
+        self._removed: dict[BlockHash, None] = {}
+
+    def stored(self, run: bytes) -> None:
+        """The hashes in this run of bytes can be matched from now on."""
+        self._note(True, run)
+
+    def removed(self, run: bytes) -> None:
+        """They no longer can."""
+        self._note(False, run)
+
+    def _note(self, is_stored: bool, run: bytes) -> None:
+        self._runs.append((is_stored, run))
+        self._size += len(run) // HASH_BYTES
+        if self._size > self._limit:
+            self._net()
+
+    def _net(self) -> None:
+        for is_stored, run in self._runs:
+            gained, lost = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
+            for at in range(0, len(run), HASH_BYTES):
+                digest = BlockHash(run[at : at + HASH_BYTES])
+                if lost.pop(digest, 0) == 0:  # it was as it is now when last told
+                    gained[digest] = None
+        self._runs.clear()
+        self._size = 0
+
+    def drain(self) -> CacheChange | None:
+        """What changed since the last call, or None."""
+        self._net()
+        if not self._stored and not self._removed:
+            return None
+        change = CacheChange(tuple(self._stored), tuple(self._removed))
+        self._stored.clear()
+        self._removed.clear()
+        return change
