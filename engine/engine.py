@@ -4,6 +4,7 @@ Every method is called from the owner's single thread; nothing here knows of net
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from kvrelay import __version__
 from kvrelay.engine.admission import request_fault
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
+from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.model import DecoderModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, token_logprobs
@@ -169,6 +171,25 @@ class Engine:
     def memory(self) -> KvMemory:
         return self.storage.memory
 
+    @property
+    def tiers(self) -> LowerTiers | None:
+        """What lies below the pool."""
+        return self.scheduler.tiers
+
+    def attach(self, tiers: LowerTiers) -> None:
+        """Keep KV below the pool, too. Before the first request."""
+        self.scheduler.tiers = tiers
+
+    def close(self) -> None:
+        """Let go of the tiers below the pool. Blocking."""
+        if self.tiers is not None:
+            self.tiers.tiers.close()
+
+    def patience_s(self) -> float | None:
+        """How long nothing need be done unless somebody acts on the engine; None: for ever."""
+        until_s = self.tiers.tiers.fetches.next_deadline_s() if self.tiers is not None else None
+        return None if until_s is None or until_s == math.inf else max(0.0, until_s - self._clock())
+
     # ---- requests
 
     def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
@@ -239,9 +260,11 @@ class Engine:
         result.outputs, self._unsent = self._unsent, []
         now_s = self._clock()
         self.pool.tick(now_s)
+        if self.tiers is not None:
+            self.tiers.tiers.poll()
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
-        plan = self.scheduler.schedule()
+        plan = self._verified(self.scheduler.schedule())
         for seq in plan.preempted:
             self._runner.forget(seq)
         if not plan.work:
@@ -253,13 +276,56 @@ class Engine:
                 item.seq.scheduled_s = now_s
                 self._announce_cached(item)
         self._copy_blocks(plan)
-        hidden = self._runner.run(plan, self._on_layer(plan))
+        hidden = self._runner.run(plan, self._on_layer(plan), self._before_layer(plan))
+        self._settle_loads(plan)
         self._collect_prompt_logprobs(plan, hidden)
         self._sample(plan, hidden, result)
         result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
         result.seconds = self._clock() - now_s
         self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
+        if self.tiers is not None:
+            self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
+            self.tiers.end_step(self.pool)
         return result
+
+    def _verified(self, plan: StepPlan) -> StepPlan:
+        """Without the sequences whose blocks below the pool turned out to be corrupt: those begin anew."""
+        bad = {id(item.seq) for item in plan.work if item.seq.load is not None and not item.seq.load.wait_verified()}
+        if not bad:
+            return plan
+        rewound = tuple(item.seq for item in plan.work if id(item.seq) in bad)
+        for seq in rewound:
+            logger.warning("request %s: its blocks below the pool are corrupt; they are computed anew", seq.request_id)
+            self.scheduler.rewind(seq)
+        self._require_tiers().tiers.poll()  # the corrupt ones are not found again
+        return StepPlan(
+            tuple(item for item in plan.work if id(item.seq) not in bad),
+            sum(1 for item in plan.work[: plan.num_single] if id(item.seq) not in bad),
+            plan.preempted + rewound,
+            tuple(copy for copy in plan.copies if id(copy.seq) not in bad),
+        )
+
+    def _before_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
+        """Waits until a layer's KV from below the pool is in place; None when none is on its way."""
+        loads = [item.seq.load for item in plan.work if item.seq.load is not None]
+        if not loads:
+            return None
+
+        def before_layer(layer: int) -> None:
+            for load in loads:
+                if not load.wait_layer(layer):
+                    raise RuntimeError("KV from the host tier stopped half-way")
+
+        return before_layer
+
+    def _settle_loads(self, plan: StepPlan) -> None:
+        for item in plan.work:
+            if item.seq.load is not None:
+                self._require_tiers().settle(item.seq)
+
+    def _require_tiers(self) -> LowerTiers:
+        assert self.tiers is not None
+        return self.tiers
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         if plan.copies:
@@ -353,7 +419,7 @@ class Engine:
 
     def drain_events(self) -> KvEvents | None:
         """What changed in the prefix cache since the last call."""
-        return self._events.drain(self.pool)
+        return self._events.drain(self.pool, self.tiers.tiers.drain_changes() if self.tiers is not None else ())
 
     def snapshot(self) -> KvSnapshot:
         """The prefix cache as of the last drained event."""
@@ -382,14 +448,21 @@ class Engine:
             preemptions=scheduler.num_preemptions,
             prefix_hit_tokens=scheduler.hit_tokens,
             prefix_query_tokens=scheduler.query_tokens,
+            tier_hit_tokens=self.tiers.hit_tokens if self.tiers is not None else 0,
+            fetching=len(self.tiers.tiers.fetches) if self.tiers is not None else 0,
+            tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
         )
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
         self.scheduler.check()
+        if self.tiers is not None:
+            self.tiers.tiers.check()
 
     def reset_cache(self) -> int:
-        """Forget cached blocks that nobody holds; returns how many."""
+        """Forget cached blocks that nobody holds, in memory, not those in stores; returns how many of the pool's."""
+        if self.tiers is not None:
+            self.tiers.tiers.reset()
         return self.pool.reset_cache()
 
     # ---- layers going out
@@ -397,15 +470,23 @@ class Engine:
     def _announce_cached(self, item: Scheduled) -> None:
         """Blocks found in the prefix cache are final for every layer before the first step."""
         seq = item.seq
-        if seq.hold and self._layer_hook is not None and seq.num_cached:
-            blocks = [BlockId(block) for block in seq.blocks[: seq.num_cached // self.config.block_size]]
+        num_in_pool = seq.num_cached // self.config.block_size - seq.num_loaded_blocks
+        if seq.hold and self._layer_hook is not None and num_in_pool:
+            blocks = [BlockId(block) for block in seq.blocks[:num_in_pool]]
             self._layer_hook(seq.request_id, 0, blocks, range(self.model.spec.num_layers))
+
+    def _brought_up(self, seq: Sequence) -> tuple[str, int, list[BlockId]]:
+        """(request, first index, blocks) of what comes from below the pool: final layer by layer, like what is computed."""
+        end = seq.num_cached // self.config.block_size
+        first = end - seq.num_loaded_blocks
+        return seq.request_id, first, [BlockId(block) for block in seq.blocks[first:end]]
 
     def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         hook = self._layer_hook
         if hook is None:
             return None
         ready = [(item.seq.request_id, *self.scheduler.ready_blocks(item)) for item in plan.work if item.seq.hold]
+        ready += [self._brought_up(item.seq) for item in plan.work if item.seq.hold and item.seq.load is not None]
         ready = [entry for entry in ready if entry[2]]
         if not ready:
             return None

@@ -4,10 +4,11 @@ Between the scheduler, which knows sequences, and `kvcache.tiers`, which knows b
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 from kvrelay.engine.sequence import Sequence as Seq
+from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.store import BlockMeta
 from kvrelay.kvcache.tiers import Named, Tiers
@@ -61,10 +62,12 @@ class LowerTiers:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""
         return self.tiers.match(self._wanted(seq)[:most], num_in_pool)
 
-    def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[BlockId]) -> None:
+    def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[int]) -> None:
         """It holds these fresh blocks for what comes from the host tier."""
         hashes = self._wanted(seq)
-        seq.load = self.tiers.load(hashes[num_in_pool : num_in_pool + len(blocks)], blocks)
+        seq.load = self.tiers.load(
+            hashes[num_in_pool : num_in_pool + len(blocks)], [BlockId(block) for block in blocks]
+        )
         seq.num_loaded_blocks = len(blocks)
         self.hit_tokens += len(blocks) * self._block_size
 
@@ -75,14 +78,14 @@ class LowerTiers:
             return
         hashes = self._wanted(seq)
         often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]
-        self.tiers.save([Named(hashes[i], seq.blocks[i], self._meta(seq, hashes, i)) for i in often])
+        self.tiers.save([Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
 
     def filled(self, seq: Seq, first: int, end: int) -> None:
         """Its blocks first .. end - 1 are full and named in the pool."""
         if not seq.request.hints.keep:
             return
         hashes = seq.full_hashes()
-        named = [Named(hashes[i], seq.blocks[i], self._meta(seq, hashes, i)) for i in range(first, end)]
+        named = [Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in range(first, end)]
         self.tiers.named(named)
 
     def pin(self, seq: Seq, until_s: float) -> None:
@@ -107,6 +110,13 @@ class LowerTiers:
 
     # ---- for the engine
 
-    def write_back(self, coldest: Callable[[int], Sequence[tuple[BlockHash, BlockId, BlockMeta]]]) -> None:
+    def end_step(self, pool: BlockPool) -> None:
         """Under write-back: save what would be evicted next."""
-        self.tiers.write_back(lambda count: [Named(*entry) for entry in coldest(count)])
+
+        def coldest(count: int) -> list[Named]:
+            return [
+                Named(cold.digest, cold.block, BlockMeta(cold.parent, cold.end_tokens, cold.priority))
+                for cold in pool.coldest(count)
+            ]
+
+        self.tiers.write_back(coldest)

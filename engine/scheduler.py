@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
@@ -78,6 +79,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.hit_tokens = 0
         self.query_tokens = 0
+        self.tiers: LowerTiers | None = None  # below the pool
         self._arrivals = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
 
@@ -108,6 +110,7 @@ class Scheduler:
         """Put a sequence in line to be computed here. The caller has checked `refusal`."""
         seq = self._new(request, now_s, hold=hold, output_limit=output_limit)
         self.waiting.append(seq)
+        self._ask_below(seq)
         return seq
 
     # ---- reservations (decode)
@@ -116,17 +119,28 @@ class Scheduler:
         """Put a sequence in line for blocks that a prefill worker will fill."""
         seq = self._new(request, now_s, hold=False, output_limit=None)
         self.reserving.append(seq)
+        self._ask_below(seq)
         return seq
+
+    def _ask_below(self, seq: Sequence) -> None:
+        """Have what the pool lacks brought nearer while the sequence is in line."""
+        if self.tiers is not None:
+            self.tiers.arrived(seq, len(self.pool.match(seq.block_chain())))
+
+    def _first(self, line: deque[Sequence]) -> Sequence | None:
+        """Whose turn it is: who waits for blocks from a store stands back, for as long as the settings say."""
+        if self.tiers is None:
+            return line[0] if line else None
+        return next((seq for seq in line if not self.tiers.is_waiting(seq)), None)
 
     def grant_reservations(self) -> list[Sequence]:
         """Reserve blocks, first come first served, for as many in line as there is room; returns them."""
         granted: list[Sequence] = []
-        while self.reserving:
-            seq = self.reserving[0]
+        while (seq := self._first(self.reserving)) is not None:
             owed = self._owed(seq, self.waiting)
             if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
-            self.reserving.popleft()
+            self.reserving.remove(seq)
             seq.num_held_blocks = seq.num_cached // self.block_size
             seq.move_to(State.RECEIVING)
             self.receiving[seq.request_id] = seq
@@ -176,7 +190,11 @@ class Scheduler:
         match = self.pool.match(
             seq.block_chain(), 0 if wants_all_logits else (seq.num_tokens - leave_one) // self.block_size
         )
-        tail, num_tail = self._tail(seq, match) if leave_one and not wants_all_logits else (array("i"), 0)
+        below = self._num_below(
+            seq, match, most=0 if wants_all_logits else (seq.num_tokens - leave_one) // self.block_size
+        )
+        has_tail = leave_one and not wants_all_logits and not below
+        tail, num_tail = self._tail(seq, match) if has_tail else (array("i"), 0)
         blocks = self._take(seq, match.blocks + tail, owed, num_to_copy=len(tail))
         if blocks is None and tail:  # the copied block may be the one that is missing
             num_tail, blocks = 0, self._take(seq, match.blocks, owed, num_to_copy=0)
@@ -184,11 +202,19 @@ class Scheduler:
             return False
         self.pool.use(match, seq.request.hints.priority)
         seq.blocks = blocks
-        seq.num_computed = seq.num_cached = len(match) * self.block_size + num_tail
+        seq.num_computed = seq.num_cached = (len(match) + below) * self.block_size + num_tail
         seq.num_hashed_blocks = len(match)
+        if self.tiers is not None:
+            if below:
+                self.tiers.bring_up(seq, len(match), blocks[len(match) : len(match) + below])
+            self.tiers.admitted(seq, len(match))
         self.hit_tokens += seq.num_cached
         self.query_tokens += seq.num_tokens
         return True
+
+    def _num_below(self, seq: Sequence, match: Match, *, most: int) -> int:
+        """Blocks after the match that the host tier has."""
+        return self.tiers.num_below(seq, len(match), most) if self.tiers is not None and most > len(match) else 0
 
     def _take(self, seq: Sequence, hit: BlockTable, owed: int, *, num_to_copy: int) -> "BlockTable | None":
         """These cached blocks and fresh ones for the rest of `seq`, all with a reference; None: no room."""
@@ -214,7 +240,9 @@ class Scheduler:
     @property
     def _holds_blocks(self) -> bool:
         """Whether some blocks will come back without anything being done about it."""
-        return bool(self.running or self.receiving or self.held or self.quarantined or self.lent)
+        return bool(self.running or self.receiving or self.held or self.quarantined or self.lent) or (
+            self.tiers is not None and bool(self.tiers.tiers.held_blocks())
+        )
 
     # ---- a step
 
@@ -242,12 +270,11 @@ class Scheduler:
         return StepPlan(tuple(work), num_single, tuple(preempted), copies)
 
     def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]) -> int:
-        while self.waiting and budget > 0:
-            seq = self.waiting[0]
+        while budget > 0 and (seq := self._first(self.waiting)) is not None:
             owed = self._owed(seq, self.reserving)
             if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(seq)
             seq.move_to(State.RUNNING)
             self._seat(seq)
             has_own = self._own_next(seq, preempted)
@@ -290,6 +317,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """All or nothing: drop the blocks, compute the tokens again later. Cached blocks shorten that."""
         self.running.remove(seq)
+        self._leave_below(seq)
         self.pool.release(seq.blocks)
         seq.blocks = array("i")
         seq.num_computed = seq.num_hashed_blocks = 0
@@ -297,6 +325,15 @@ class Scheduler:
         seq.move_to(State.WAITING)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
+
+    def rewind(self, seq: Sequence) -> None:
+        """What was to be brought up for it is not what was saved: begin anew, without that."""
+        self._preempt(seq)
+
+    def _leave_below(self, seq: Sequence) -> None:
+        """Nothing is written into its blocks any more, and nothing is fetched for it."""
+        if self.tiers is not None:
+            self.tiers.gone(seq)
 
     def advance(self, item: Scheduled) -> None:
         """The KV of this work is in its blocks now."""
@@ -312,6 +349,8 @@ class Scheduler:
             first, size = seq.num_hashed_blocks, self.block_size
             tokens = pack_tokens(seq.token_ids, first * size, full * size)
             self.pool.name(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
+            if self.tiers is not None:
+                self.tiers.filled(seq, first, full)
         seq.num_hashed_blocks = full
 
     def _pin(self, seq: Sequence) -> None:
@@ -335,6 +374,7 @@ class Scheduler:
                 self.held[seq.request_id] = seq
                 return
         self._unqueue(seq)
+        self._leave_below(seq)
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
         self.pool.release(seq.blocks)
@@ -343,6 +383,7 @@ class Scheduler:
 
     def quarantine(self, seq: Sequence, reason: FinishReason) -> int:
         """End a receiving sequence whose blocks may still be written; returns the key for `unquarantine`."""
+        self._leave_below(seq)
         self.quarantined[seq.arrival] = seq.blocks
         seq.blocks = array("i")
         self.finish(seq, reason)
@@ -409,6 +450,8 @@ class Scheduler:
         for blocks in self.quarantined.values():
             holders.update(blocks)
         holders.update(self.lent)
+        if self.tiers is not None:
+            holders.update(self.tiers.tiers.held_blocks())
         for block, count in holders.items():
             assert count == self.pool.num_holders(block), f"block {block}: {count} holders, other references"
         used = self.pool.counts().used

@@ -5,6 +5,7 @@ from array import array
 from dataclasses import dataclass, field
 
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
+from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.radix import BlockTable
 from kvrelay.types import BlockHash, FinishReason
 from kvrelay.wire import SequenceRequest, TokenLogprob
@@ -55,6 +56,8 @@ class Sequence:
     scheduled_s: float | None = None
     num_chunks: int = 0
     slot: int = -1  # row in the runner's block table
+    load: Load | None = None  # blocks that are being brought up from below the pool
+    num_loaded_blocks: int = 0  # of its prompt, brought up so
     _block_chain: HashChain = field(init=False)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ import heapq
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,16 @@ class BlockCounts:
     used: int
     cached: int
     pinned: int = 0
+
+
+class Cold(NamedTuple):
+    """A named block that may go soon. `end_tokens`: from the prompt's beginning to the block's end."""
+
+    digest: BlockHash
+    block: BlockId
+    parent: BlockHash | None
+    end_tokens: int
+    priority: int
 
 
 class BlockPool:
@@ -338,6 +349,30 @@ class BlockPool:
         return self._pins
 
     # ---- eviction
+
+    def coldest(self, count: int) -> list[Cold]:
+        """Up to `count` blocks that would be evicted next, leaves' ends first: what a write-back has to save."""
+        found: list[Cold] = []
+        for entry in heapq.nsmallest(max(count, 0), self._queue):
+            node = self._tree.nodes[entry[3]]
+            if node is None or not self._is_valid(entry):
+                continue
+            hashes = node.digests
+            for offset in range(len(node.blocks) - 1, node.held - 1, -1):
+                if len(found) >= count:
+                    return found
+                parent = node.parent.digests if not offset and node.parent is not None else hashes
+                before = offset * HASH_BYTES if offset else len(parent)
+                found.append(
+                    Cold(
+                        BlockHash(bytes(hashes[offset * HASH_BYTES : (offset + 1) * HASH_BYTES])),
+                        BlockId(node.blocks[offset]),
+                        BlockHash(bytes(parent[before - HASH_BYTES : before])) if before else None,
+                        (node.start + offset + 1) * self.block_size,
+                        node.priority,
+                    )
+                )
+        return found
 
     def _offer(self, node: Node) -> None:
         """This leaf may go from now on; an older entry of it is void."""

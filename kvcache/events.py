@@ -2,7 +2,8 @@
 
 from collections.abc import Iterable
 
-from kvrelay.kvcache.block_pool import BlockPool, CacheChange
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.changes import CacheChange
 from kvrelay.types import BlockHash
 from kvrelay.wire import KvEvents, KvSnapshot
 

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.kvcache.block_pool import CacheChange
+from kvrelay.kvcache.changes import CacheChange
 from kvrelay.kvcache.eviction import Policy, Usage
 from kvrelay.kvcache.eviction_queue import EvictionQueue
 from kvrelay.kvcache.pin_times import Pins

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.kvcache.block_pool import BlockPool, CacheChange
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.changes import CacheChange
 from kvrelay.kvcache.fetch_cost import worth_fetching
 from kvrelay.kvcache.fetches import Fetches
 from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Threads, Urgency

@@ -1,6 +1,6 @@
 """News of a worker's cache: what is stored in any tier, and what has left the pool for a lower one."""
 
-from kvrelay.kvcache.block_pool import CacheChange
+from kvrelay.kvcache.changes import CacheChange
 from kvrelay.kvcache.events import EventLog
 
 A, B, C = (bytes([i]) * 16 for i in range(3))
