@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvrelay.kvcache.block_pool import CacheChange
 from kvrelay.kvcache.eviction import Policy, Usage
 from kvrelay.kvcache.eviction_queue import EvictionQueue
-from kvrelay.kvcache.pins import Pins
+from kvrelay.kvcache.pin_times import Pins
 from kvrelay.kvcache.sketch import FrequencySketch
 from kvrelay.types import BlockHash
 
