@@ -38,6 +38,7 @@ from kvrelay.types import BlockHash
 logger = logging.getLogger(__name__)
 
 _AGAIN_S = 60.0  # between two log lines of one kind, and between attempts to get a lost folder back
+_SEGMENT_BYTES = 128 << 20
 _SAMPLE_BLOCKS = 16  # whose encoded size decides on the slots' size
 _SAMPLE_MARGIN = 1.04
 _UNFIT_LIMIT = 64  # blocks that do not fit until slots are made anew, unless eight times as many did
@@ -53,7 +54,7 @@ class DiskOptions:
     foreign: Foreign = "keep"  # what to do about unused subfolders of other namespaces: see disk_folder.claim
     io_depth: int = 4  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
-    segment_bytes: int = 128 << 20
+    segment_bytes: int | None = None  # of one file; None: an eighth of the limit, 128 MiB at most
 
 
 class DiskStore:
@@ -137,7 +138,7 @@ class DiskStore:
         assert self._folder is not None and self._executor is not None
         geometry = fit_geometry(
             self.limit_bytes, payload_bytes,
-            slots_per_segment=slots_per_segment, segment_bytes=min(self._options.segment_bytes, self.limit_bytes // 8),
+            slots_per_segment=slots_per_segment, segment_bytes=self._options.segment_bytes or min(_SEGMENT_BYTES, self.limit_bytes // 8),
         )  # fmt: skip
         self._folder.write_manifest(self._namespace, geometry)
         segments = Segments(self._folder.path, geometry, is_direct=self._options.is_direct)

@@ -41,6 +41,11 @@ def payload_checksum(data: bytes | bytearray | memoryview) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def header_checksum(body: bytes) -> int:
+    """As payload_checksum, of a header's fields."""
+    return xxhash.xxh3_64_intdigest(body)
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """Sizes of one folder's files, in slots and bytes."""
@@ -70,11 +75,11 @@ class Geometry:
 
 
 def fit_geometry(
-    limit_bytes: int, payload_bytes: int, *, slots_per_segment: int | None = None, segment_bytes: int = 128 << 20
+    limit_bytes: int, payload_bytes: int, *, segment_bytes: int, slots_per_segment: int | None = None
 ) -> Geometry:
     """What fits into the limit, the folder's small files included. `num_slots` may come out as 0: the limit is too small.
 
-    `slots_per_segment`: as an existing folder has it.
+    `slots_per_segment`: as an existing folder has it, whatever `segment_bytes` says.
     """
     slot_bytes = PAGE_BYTES + pages(payload_bytes)
     per_segment = slots_per_segment or max(1, segment_bytes // slot_bytes)
@@ -108,13 +113,13 @@ class SlotHeader:
             self.meta.end_tokens, self.meta.priority,
             len(self.digest), len(parent), len(tenant), self.digest, parent, tenant,
         )  # fmt: skip
-        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+        return body + _CHECK.pack(header_checksum(body))
 
 
 def unpack_header(data: bytes | memoryview, namespace: bytes, slot: int) -> SlotHeader | None:
     """The header at the beginning of `data` when it is whole, of this namespace and of this slot; else None."""
     body = bytes(data[: _BODY.size])
-    if body[:8] != _MAGIC or _CHECK.unpack_from(data, _BODY.size)[0] != xxhash.xxh3_64_intdigest(body):
+    if body[:8] != _MAGIC or _CHECK.unpack_from(data, _BODY.size)[0] != header_checksum(body):
         return None
     _, space, place, sequence, size, checksum, end_tokens, priority, *rest = _BODY.unpack(body)
     digest_len, parent_len, tenant_len, digest, parent, tenant = rest

@@ -181,8 +181,12 @@ class Volume:
         """Keep those that are wanted and find room."""
         outcome = Outcome()
         with self._lock:
+            held = self._index.hold([digest for digest in hashes if digest in self._index])
             wanted = self._wanted(hashes, metas, outcome)
-            items = self._items(wanted, hashes, blocks, metas, outcome)
+            items = self._items(
+                wanted, hashes, blocks, metas, outcome
+            )  # not at the cost of the same prompt's beginning
+            self._index.unhold(held)
             self._writing.update((item.digest, item.slot) for item in items)
         try:
             self._slots.write(items)
