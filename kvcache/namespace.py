@@ -1,0 +1,84 @@
+"""Whose blocks a store holds: everything that must be equal before a kept block may be used again. Pure."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvrelay.types import Fingerprint, KvLayout
+
+_REMEDIES = {
+    "model": "serve the model that it was filled with",
+    "dtype": "set model.dtype",
+    "block_size": "set engine.block_size",
+    "order": "set engine.kv_layout",
+    "codec": "set cache.compression",
+    "heads": "keep the same share of the model per worker",
+    "layers": "keep the same share of the model per worker",
+    "versions": "go back to those versions",
+    "hash_seed": "go back to that version of kvrelay",
+    "format": "go back to that version of kvrelay",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDifference:
+    """One field in which two namespaces differ, with what would make them equal."""
+
+    field: str
+    ours: str
+    theirs: str
+
+    @property
+    def remedy(self) -> str:
+        return _REMEDIES.get(self.field, "use the same settings")
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.theirs!r} there, {self.ours!r} here"
+
+
+@dataclass(frozen=True, slots=True)
+class Namespace:
+    """Named facts, in order, as (field, value). `digest` stands for all of them."""
+
+    fields: tuple[tuple[str, str], ...]
+
+    @classmethod
+    def of(cls, fields: Mapping[str, object]) -> "Namespace":
+        return cls(tuple((name, str(value)) for name, value in fields.items()))
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes, equal in every process, whatever the order of the fields."""
+        text = json.dumps(sorted(self.fields), ensure_ascii=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).digest()
+
+    def with_fields(self, **more: object) -> "Namespace":
+        """With further facts, say a store's own format and codec."""
+        return Namespace.of({**dict(self.fields), **more})
+
+    def difference(self, theirs: Mapping[str, str]) -> FieldDifference | None:
+        """The first field in which `theirs` differs, or None."""
+        ours = dict(self.fields)
+        for name in [*ours, *(name for name in theirs if name not in ours)]:
+            if ours.get(name) != theirs.get(name):
+                return FieldDifference(name, ours.get(name, "absent"), theirs.get(name, "absent"))
+        return None
+
+
+def namespace_of(fingerprint: Fingerprint, layout: KvLayout) -> Namespace:
+    """The namespace of one worker's blocks: its fingerprint, and which share of the model its pool holds."""
+    return Namespace.of(
+        {
+            "model": fingerprint.model,
+            "dtype": layout.dtype,
+            "block_size": layout.block_size,
+            "order": layout.order,
+            "heads": f"{layout.kv_heads.start}..{layout.kv_heads.stop} of {layout.model_kv_heads}",
+            "head_dim": layout.head_dim,
+            "layers": f"{layout.layers.start}..{layout.layers.stop} of {layout.model_layers}",
+            "parts": layout.num_parts,
+            "hash_seed": fingerprint.hash_seed,
+            "versions": fingerprint.versions,
+        }
+    )
