@@ -74,9 +74,10 @@ class LowerTiers:
     def admitted(self, seq: Seq, num_in_pool: int) -> None:
         """It has its blocks; the first were in the pool, and are worth saving if that happens often."""
         self.tiers.fetches.end(seq.request_id)
-        if self.tiers.rules.write != "selective" or not num_in_pool:
-            return
         hashes = self._wanted(seq)
+        self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks])
+        if self.tiers.rules.write != "selective":
+            return
         often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]
         self.tiers.save([Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
 

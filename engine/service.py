@@ -23,8 +23,10 @@ from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, l
 from kvrelay.engine.fit import check_fit, check_kv_layout
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
+from kvrelay.engine.tier_setup import make_lower_tiers
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.storage import DTYPES
 from kvrelay.plane import Connection, Server
 from kvrelay.tls import cluster_tls
@@ -173,7 +175,8 @@ class WorkerService:
         load = msgspec.structs.asdict(self.load())  # zeros, too
         return {
             "info": msgspec.to_builtins(self.info) if self.info else {},
-            "load": load | {"kv_paths": [msgspec.structs.asdict(path) for path in load["kv_paths"]]},
+            "load": load
+            | {name: [msgspec.structs.asdict(one) for one in load[name]] for name in ("kv_paths", "tiers")},
             "transfer": msgspec.to_builtins(self._transfer_stats()),
             "pairs": [_plain(pair) for pair in self._pairs()],
             "backend": self._backend_facts(),
@@ -213,10 +216,21 @@ class WorkerService:
             max_model_len=self.settings.model.max_model_len,
             prefix_caching=settings.prefix_caching,
         )
-        return load_engine(
+        engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.kv_dtype], config,
             layer_hook=self._layer_hook(), layers_per_hook=self.settings.transfer.layers_per_announce,
         )  # fmt: skip
+        if self.settings.cache.host_bytes:
+            namespace = namespace_of(engine.fingerprint, engine.memory.layout)
+            tiers = make_lower_tiers(
+                engine.pool, engine.memory, self.settings.cache, self.settings.transfer.checks, namespace, self._wake
+            )
+            engine.attach(tiers)
+        return engine
+
+    def _wake(self) -> None:
+        """From any thread: the engine has something to take note of."""
+        self.thread.post(lambda engine: None)
 
     def _describe(self, engine: Engine, port: int) -> WorkerInfo:
         layout = engine.memory.layout

@@ -132,6 +132,8 @@ class EngineThread:
             logger.exception("the engine failed")
             self.failed = error
             self._tell(loop, partial(self._on_failure, error))
+        finally:
+            engine.close()
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         reported_s, is_stuck, is_checked = 0.0, False, False

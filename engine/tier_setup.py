@@ -1,13 +1,16 @@
 """Builds an engine's tiers below the pool from the settings. Called once, on the engine's thread."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvrelay.config import CacheSettings, ChecksMode
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.kvcache.block_pool import BlockPool
-from kvrelay.kvcache.eviction import make_policy
+from kvrelay.kvcache.codecs import make_codec
+from kvrelay.kvcache.disk import DiskOptions, DiskStore
+from kvrelay.kvcache.eviction import Lru
 from kvrelay.kvcache.host import HostSlab
+from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.sketch import FrequencySketch
 from kvrelay.kvcache.store import BlockStore
 from kvrelay.kvcache.tier_index import TierIndex
@@ -20,12 +23,12 @@ def make_lower_tiers(
     memory: KvMemory,
     settings: CacheSettings,
     checks: ChecksMode,
-    make_stores: Callable[[HostSlab], Sequence[BlockStore]],
+    namespace: Namespace,
     wake: Callable[[], None],
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
     slab = HostSlab(memory, settings.host_bytes)
-    index = TierIndex(slab.num_slots, make_policy(settings.policy, slab.num_slots), keep_changes=True)
+    index = TierIndex(slab.num_slots, Lru(), keep_changes=True)
     rules = TierRules(
         write=settings.write,
         write_after_hits=settings.write_after_hits,
@@ -35,8 +38,23 @@ def make_lower_tiers(
         block_tokens=memory.layout.block_size,
     )
     tiers = Tiers(
-        pool, slab, index, make_stores(slab), rules,
+        pool, slab, index, make_stores(memory, slab, settings, namespace), rules,
         num_threads=settings.io_threads, max_bytes=settings.inflight_bytes, wake=wake, clock=time.monotonic,
     )  # fmt: skip
     tiers.start()
     return LowerTiers(tiers, memory.layout.block_size, FrequencySketch(4 * pool.num_blocks))
+
+
+def make_stores(memory: KvMemory, slab: HostSlab, settings: CacheSettings, namespace: Namespace) -> list[BlockStore]:
+    """What lies below the host tier, nearest first; not started."""
+    codec = make_codec(settings.compression, memory.layout)
+    stores: list[BlockStore] = []
+    if settings.disk_path is not None:
+        is_new_each_time = settings.write != "selective"  # what a hit has earned a place is admitted at once
+        options = DiskOptions(is_admission_on=is_new_each_time)
+        stores.append(
+            DiskStore(
+                settings.disk_path, settings.disk_bytes, slab.block_bytes, namespace, codec=codec, options=options
+            )
+        )
+    return stores

@@ -53,16 +53,28 @@ class Sinks:
     ) -> None:
         self._slab, self._index, self._stores, self._entry_of = slab, index, stores, entry_of
         self._threads, self._is_checked = threads, is_checked
-        self._known: dict[BlockHash, None] = {}  # sent down before: a hint, what is sent twice does no harm
+        self._known: dict[str, dict[BlockHash, None]] = {store.name: {} for store in stores}  # see `knows`
         self.num_kept = {store.name: 0 for store in stores}
         self.num_dropped = 0  # no room in line
 
     def put(self, hashes: Sequence[BlockHash]) -> None:
-        """Offer these, all of which are in the host tier, to every store."""
+        """Offer these, all of which are in the host tier, to every store that is not known to have them.
+
+        Once more at every use: a store may want to see a block twice before it writes it.
+        """
         step = max(1, _BATCH_BYTES // self._slab.block_bytes)
         for store in self._stores:
-            for begin in range(0, len(hashes), step):
-                self._submit(self._batch(store, hashes[begin : begin + step]))
+            known = self._known[store.name]
+            fresh = [digest for digest in hashes if digest not in known]
+            for begin in range(0, len(fresh), step):
+                self._submit(self._batch(store, fresh[begin : begin + step]))
+
+    def knows(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
+        """The store has these. A hint, which may be out of date: what is sent twice does no harm, nor what is not sent."""
+        known = self._known[store.name]
+        known.update(dict.fromkeys(hashes))
+        while len(known) > 4 * self._index.num_slots:
+            del known[next(iter(known))]
 
     def put_coldest(self, now_s: float) -> None:
         """Offer what the host tier would evict next, unless enough of it is free."""
@@ -70,11 +82,7 @@ class Sinks:
         wanted = min(self._index.num_slots // _SPARE_SHARE - counts.free, counts.cached)
         if not self._stores or wanted <= 0:
             return
-        fresh = [digest for digest in self._index.next_victims(wanted, now_s) if digest not in self._known]
-        self._known.update(dict.fromkeys(fresh))
-        while len(self._known) > 4 * self._index.num_slots:
-            del self._known[next(iter(self._known))]
-        self.put(fresh)
+        self.put(self._index.next_victims(wanted, now_s))
 
     def _batch(self, store: BlockStore, hashes: Sequence[BlockHash]) -> _Batch:
         slots = self._index.hold(hashes)
@@ -89,8 +97,8 @@ class Sinks:
             self._index.unhold(batch.slots)
             self.num_dropped += len(batch.slots)
 
-    def _write(self, batch: _Batch) -> int:
-        """On an I/O thread; how many the store kept."""
+    def _write(self, batch: _Batch) -> list[BlockHash]:
+        """On an I/O thread; what the store kept."""
         slab = self._slab
         good = [
             index
@@ -98,10 +106,12 @@ class Sinks:
             if not self._is_checked or slab.checksum(slot) == checksum
         ]
         views = [slab.slot(batch.slots[index]) for index in good]
-        kept = batch.store.store([batch.hashes[i] for i in good], views, [batch.metas[i] for i in good])
-        return sum(kept)
+        offered = [batch.hashes[i] for i in good]
+        kept = batch.store.store(offered, views, [batch.metas[i] for i in good])
+        return [digest for digest, is_kept in zip(offered, kept, strict=True) if is_kept]
 
     def _written(self, batch: _Batch, result: object) -> None:
         self._index.unhold(batch.slots)
-        if isinstance(result, int):
-            self.num_kept[batch.store.name] += result
+        if isinstance(result, list):
+            self.knows(batch.store, result)
+            self.num_kept[batch.store.name] += len(result)

@@ -175,11 +175,11 @@ class Tiers:
         if self.rules.write == "write-through":
             self.save(entries)
 
-    def used(self, hashes: Sequence[BlockHash], entries: Sequence[Named], num_hits: Callable[[BlockHash], int]) -> None:
-        """A request matched these blocks of the pool (`entries`), and its prompt goes on with `hashes`."""
+    def used(self, hashes: Sequence[BlockHash]) -> None:
+        """A request was served these from the pool or the host tier."""
         self.index.use(hashes, self._clock())
-        if self.rules.write == "selective":
-            self.save([entry for entry in entries if num_hits(entry.digest) >= self.rules.write_after_hits])
+        if self.rules.write != "write-back":
+            self.sinks.put([digest for digest in hashes if digest in self.index])
 
     def write_back(self, coldest: Callable[[int], Sequence[Named]]) -> None:
         """Under write-back, save what the pool would evict next, while there is still room to wait for it."""
@@ -259,7 +259,6 @@ class Tiers:
     def load(self, hashes: Sequence[BlockHash], blocks: Sequence[BlockId]) -> Load:
         """Bring these, all of which are in the host tier, into blocks that the caller holds until it is over."""
         slots = self.index.hold(hashes)
-        self.index.use(hashes, self._clock())
         load = Load(hashes, slots, blocks)
         self._loads.add(load)
         sums = [self._checksums[slot] for slot in slots]
@@ -346,6 +345,9 @@ class Tiers:
                 continue
             self._put(digest, slot, checksum, meta)
             held += self.index.hold((digest,))
+        self.sinks.knows(
+            store, [digest for digest, checksum in zip(hashes, checksums, strict=True) if checksum is not None]
+        )
         return held
 
     def unhold(self, slots: Sequence[int]) -> None:
