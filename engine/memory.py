@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+import psutil
 import torch
 
-_MEMINFO = Path("/proc/meminfo")
 _CGROUPS = (  # (folder, limit, use) of version 2 and of version 1
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current"),
     (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -26,16 +26,9 @@ def pool_bytes(share: float, device: torch.device, num_workers: int) -> int:
 
 def host_bytes() -> int:
     """Bytes of host memory that this process may still take: the kernel's estimate, or less in a container."""
-    limits = [_meminfo_available()]
+    limits = [int(psutil.virtual_memory().available)]
     limits += [left for folder, limit, use in _CGROUPS if (left := _cgroup_left(folder, limit, use)) is not None]
     return max(min(limits), 0)
-
-
-def _meminfo_available() -> int:
-    for line in _MEMINFO.read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) << 10
-    raise OSError(f"{_MEMINFO} does not tell MemAvailable")
 
 
 def _cgroup_left(folder: Path, limit: str, use: str) -> int | None:

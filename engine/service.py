@@ -129,7 +129,7 @@ class WorkerService:
         self.host, self.secret, self.cores = host, secret, cores
         self.tls = cluster_tls(settings.cluster, secret)
         self.epoch = uuid.uuid4().hex
-        self.thread = EngineThread(self._build, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
+        self.thread = EngineThread(self.build_engine, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
         self.info: WorkerInfo | None = None
         self.draining = False
         self._server = Server(self._serve_link, secret, tls=self.tls)
@@ -203,7 +203,7 @@ class WorkerService:
         describe = getattr(engine.backend, "describe", None) if engine else None
         return dict(describe()) if describe else {}
 
-    def _build(self) -> Engine:
+    def build_engine(self) -> Engine:
         """On the engine's thread: backend, weights, pool."""
         check_fit(ModelSpec.from_folder(self.model_dir), self.settings, self.role)
         own = self.settings.for_role(self.role)

@@ -26,7 +26,7 @@ IMPURE = {
     "time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "subprocess",  # clock, chance, tasks
     "os", "mmap", "ctypes", "tempfile", "pathlib", "io",  # the machine
 }  # fmt: skip
-MEMORY_OWNERS = {Path("kvcache/storage.py")}
+MEMORY_OWNERS = {Path("kvcache/storage.py"), Path("kvcache/formats.py")}
 PURE_FILES = sorted(
     path.relative_to(ROOT)
     for pattern in (
