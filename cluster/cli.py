@@ -17,6 +17,7 @@ FAILED = 1
 
 _LAZY = {  # command -> module and what its `command` function does
     "verify": ("kvrelay.cluster.verify", "Compare every path's tokens with Hugging Face generate."),
+    "kv": ("kvrelay.cluster.kv_command", "Write a prompt's KV to a file, or read one and go on from it."),
     "bench": ("kvrelay.cluster.loadgen_cli", "Load an OpenAI server and report latency and throughput."),
 }
 
@@ -41,7 +42,12 @@ def serve(
     dashboard_port: Annotated[int | None, typer.Option(help="port of Ray's dashboard; another when taken")] = None,
     transport: Annotated[str | None, typer.Option(help="how KV travels: auto, nixl, shm, tcp")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
-    kv_memory: Annotated[str | None, typer.Option(help="KV pool of each worker, such as 512MiB")] = None,
+    kv_memory: Annotated[
+        str | None, typer.Option(help="KV pool of each worker: 512MiB, or a share of the free memory: 50%")
+    ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="auto (as --dtype), float32, bfloat16, float16, fp8_e4m3")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="longest prompt and output, tokens")] = None,
     backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
     checks: Annotated[str | None, typer.Option(help="checksums on transferred blocks: full, off")] = None,
@@ -56,7 +62,7 @@ def serve(
 
     flags: dict[str, dict[str, Any]] = {
         "model": {"source": model, "dtype": dtype, "max_model_len": max_model_len, "served_name": served_name},
-        "engine": {"kv_memory": kv_memory, "backend": backend},
+        "engine": {"kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend},
         "transfer": {"transport": transport, "checks": checks},
         "serve": {"host": host, "port": port, "api_key": api_key},
         "cluster": {"prefill": prefill, "decode": decode, "ingress": ingress, "dashboard_port": dashboard_port,

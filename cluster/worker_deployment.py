@@ -43,6 +43,7 @@ class WorkerReplica:
             self._registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
         self._lease = await self._lease_cores()
+        self._num_workers = await self._num_sharers()
         context = ray.get_runtime_context()
         self._worker = await asyncio.to_thread(
             self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
@@ -64,6 +65,12 @@ class WorkerReplica:
         want = cluster.cores_per_worker or fair_share(len(cores), await deployed_workers() or LEAST_WORKERS)
         return acquire_cores(cache_dir() / "cores", cores, want)
 
+    async def _num_sharers(self) -> int | None:
+        """Among how many workers the machine's memory is divided; None where the pool's size is set."""
+        if self._settings.for_role(Role(self.role)).engine.kv_memory_share is None:
+            return None
+        return await deployed_workers() or LEAST_WORKERS
+
     def _make(self, model_dir: Any, terms: Terms, node_id: str, actor_id: str | None) -> Any:
         """The worker, not started. In a thread: this imports torch."""
         from kvrelay.engine.checkpoint import model_name
@@ -72,6 +79,7 @@ class WorkerReplica:
             self._settings, model_dir=model_dir, model_name=model_name(self._settings.model),
             worker_id=f"{self.role}-{(actor_id or os.urandom(4).hex())[:8]}", node_id=node_id, secret=terms.secret,
             host=terms.host or ray.util.get_node_ip_address(), cores=self._lease.cores if self._lease else None,
+            num_workers=self._num_workers,
         )  # fmt: skip
 
     role = ""

@@ -20,6 +20,7 @@ from kvrelay.engine.admission import request_fault
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
 from kvrelay.engine.lower_tiers import LowerTiers
+from kvrelay.engine.memory import pool_bytes
 from kvrelay.engine.model import DecoderModel, load_model
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, token_logprobs
@@ -29,7 +30,7 @@ from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
-from kvrelay.kvcache.storage import DTYPES, KvStorage
+from kvrelay.kvcache.storage import DTYPES, KV_DTYPES, KvStorage
 from kvrelay.types import BlockId, Fingerprint, FinishReason, KvLayout, KvMemory
 from kvrelay.wire import (
     PROTOCOL_VERSION,
@@ -54,6 +55,9 @@ class EngineConfig:
     block_size: int = 16
     kv_layout: KvOrder = "NHD"
     kv_memory_bytes: int = 256 << 20
+    kv_memory_share: float | None = None  # of what is free once the weights are loaded, instead of `kv_memory_bytes`
+    num_workers: int = 1  # of this machine, which share its memory
+    kv_dtype: str = "auto"  # the model's, or a key of KV_DTYPES
     token_budget: int = 512
     max_running: int = 64
     max_waiting: int = 256
@@ -131,7 +135,8 @@ class Engine:
         self._clock, self._layer_hook = clock, layer_hook
         shape, spec = model.attention_shape, model.spec
         self._layers_per_hook = layers_per_hook or max(1, -(-spec.num_layers // 4))
-        dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
+        compute_dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
+        dtype = next(name for name, value in KV_DTYPES.items() if value is shape.kv_dtype)
         layout = KvLayout(
             spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=config.kv_layout
         )
@@ -151,6 +156,7 @@ class Engine:
             order=layout.order,
             tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
             versions=versions(),
+            compute_dtype=compute_dtype,
         )
         self.pool = BlockPool(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
@@ -515,7 +521,14 @@ def load_engine(
     layers_per_hook: int = 0,
 ) -> Engine:
     """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
-    model = load_model(folder, backend, dtype, block_size=config.block_size, kv_layout=config.kv_layout)
+    kv_dtype = dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
+    model = load_model(
+        folder, backend, dtype, block_size=config.block_size, kv_layout=config.kv_layout, kv_dtype=kv_dtype
+    )
+    if config.kv_memory_share is not None:
+        budget = pool_bytes(config.kv_memory_share, backend.device, config.num_workers)
+        logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
+        config = replace(config, kv_memory_bytes=budget)
     return Engine(
         model,
         backend,

@@ -50,10 +50,11 @@ class DecoderModel:
         lm_head: Linear,
         block_size: int = 16,
         kv_layout: KvOrder = "NHD",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.spec, self.dtype = spec, dtype
         self.attention_shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, kv_layout
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, kv_layout, kv_dtype or dtype
         )
         self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
@@ -194,9 +195,17 @@ class _Packer:
 
 
 def load_model(
-    folder: Path, backend: Backend, dtype: torch.dtype, *, block_size: int = 16, kv_layout: KvOrder = "NHD"
+    folder: Path,
+    backend: Backend,
+    dtype: torch.dtype,
+    *,
+    block_size: int = 16,
+    kv_layout: KvOrder = "NHD",
+    kv_dtype: torch.dtype | None = None,
 ) -> DecoderModel:
-    """The model of a checkpoint folder, packed for `backend`. `block_size` (tokens) and `kv_layout` are the KV cache's.
+    """The model of a checkpoint folder, packed for `backend`.
+
+    `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's.
 
     Raises:
         UnsupportedModel, CheckpointCorrupt, ModelNotFound: see ModelSpec.from_folder and WeightReader.
@@ -215,4 +224,5 @@ def load_model(
             lm_head=backend.pack_linear(embedding) if spec.is_tied else packer.linear("lm_head"),
             block_size=block_size,
             kv_layout=kv_layout,
+            kv_dtype=kv_dtype,
         )

@@ -143,10 +143,10 @@ def _decode_graphs(
     model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int
 ) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
     """The decode step captured once and replayed, where the backend can. Unverified on a GPU."""
-    if isinstance(backend, CpuBackend) and backend.native is not None:
+    if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
         from kvrelay.kernels import cpu_graphs
 
-        return cpu_graphs.DecodeGraphs(backend.native, model.attention_shape, max_blocks=max_blocks)
+        return cpu_graphs.DecodeGraphs(native, model.attention_shape, max_blocks=max_blocks)
     if backend.name != "cuda":
         return None
     from kvrelay.kernels import cuda, cuda_graphs

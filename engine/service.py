@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from kvrelay.config import Settings
+from kvrelay.config import EngineSettings, Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout
 from kvrelay.engine.spec import ModelSpec
@@ -99,6 +99,13 @@ def _plain(pair: PairReport) -> dict[str, Any]:
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
 
 
+def _pool_size(engine: EngineSettings, num_workers: int) -> dict[str, Any]:
+    """EngineConfig's fields for the pool's size."""
+    if (share := engine.kv_memory_share) is not None:
+        return {"kv_memory_share": share, "num_workers": num_workers}
+    return {"kv_memory_bytes": engine.kv_memory_bytes}
+
+
 class WorkerService:
     """Base of both roles. Subclasses handle `Prefill` or `Reserve`, and override the hooks."""
 
@@ -115,13 +122,16 @@ class WorkerService:
         secret: bytes,
         host: str,
         cores: tuple[int, ...] | None,
+        num_workers: int | None = None,
     ) -> None:
+        """`num_workers`: of this machine, which share its memory; default: as many as the settings count."""
+        self.num_workers = num_workers or settings.cluster.prefill + settings.cluster.decode
         self.settings, self.worker_id, self.node_id = settings, worker_id, node_id
         self.model_dir, self.model_name = model_dir, model_name
         self.host, self.secret, self.cores = host, secret, cores
         self.tls = cluster_tls(settings.cluster, secret)
         self.epoch = uuid.uuid4().hex
-        self.thread = EngineThread(self._build, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
+        self.thread = EngineThread(self.build_engine, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
         self.info: WorkerInfo | None = None
         self.draining = False
         self._server = Server(self._serve_link, secret, tls=self.tls)
@@ -196,7 +206,7 @@ class WorkerService:
         describe = getattr(engine.backend, "describe", None) if engine else None
         return dict(describe()) if describe else {}
 
-    def _build(self) -> Engine:
+    def build_engine(self) -> Engine:
         """On the engine's thread: backend, weights, pool."""
         check_fit(ModelSpec.from_folder(self.model_dir), self.settings, self.role)
         own = self.settings.for_role(self.role)
@@ -209,7 +219,8 @@ class WorkerService:
         config = EngineConfig(
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
-            kv_memory_bytes=settings.kv_memory_bytes,
+            **_pool_size(settings, self.num_workers),
+            kv_dtype=own.kv_dtype,
             token_budget=settings.token_budget,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
@@ -217,7 +228,7 @@ class WorkerService:
             prefix_caching=settings.prefix_caching,
         )
         engine = load_engine(
-            self.model_dir, backend, DTYPES[own.model.kv_dtype], config,
+            self.model_dir, backend, DTYPES[own.model.compute_dtype], config,
             layer_hook=self._layer_hook(), layers_per_hook=self.settings.transfer.layers_per_announce,
         )  # fmt: skip
         if self.settings.cache.host_bytes:

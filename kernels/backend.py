@@ -3,6 +3,7 @@
 Tensors live on `device`. T = tokens in this step, S = sequences in this step. A layer's cache is
 [num_blocks, 2, block_size, num_kv_heads, head_dim]: keys at index 0, values at index 1. It is contiguous where
 kv_layout is "NHD"; where it is "HND" heads stand before tokens in memory, and the cache is a transposed view.
+A cache of fp8 (kv_dtype torch.float8_e4m3fn) is uint8 with a last dimension of head_dim + 4: see kvrelay/fp8.py.
 """
 
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ class AttentionShape:
     block_size: int
     dtype: torch.dtype
     kv_layout: KvOrder = "NHD"
+    kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
 from kvrelay.kernels.cpu_linear import Pack, choose_linear
-from kvrelay.kernels.native_cpu import SUPPORTED, NativeKernels, NativePlan
+from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativePlan
 from kvrelay.kernels.reference import ReferencePlan
 from kvrelay.kernels.selfcheck import first_wrong_kernel
 from kvrelay.kernels.torch_cpu import TorchCpuBackend
@@ -52,6 +52,7 @@ class CpuBackend:
         torch.set_num_threads(self.num_threads)
         self._torch = TorchCpuBackend()
         self._native, self._why_not = _load(self.num_threads)
+        self._told: set[str] = set()
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
         if self._native is None:
             logger.warning("compiled CPU kernels are off (%s); torch's are used, several times slower", self._why_not)
@@ -68,6 +69,19 @@ class CpuBackend:
         linears = {f"linear_{str(dtype).removeprefix('torch.')}": name for dtype, (name, _) in self._packers.items()}
         dot = {} if native is None else {"bf16_dot": "yes" if native.has_dot else "no"}
         return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears}
+
+    def native_for(self, shape: AttentionShape) -> NativeKernels | None:
+        """The compiled kernels where they have attention for this shape."""
+        native = self._native_for(shape.dtype)
+        if native is not None and shape.kv_dtype not in (None, torch.float8_e4m3fn, *SUPPORTED):
+            self._tell_once(f"attention over a cache of {shape.kv_dtype} is not compiled; torch's is used, slower")
+            return None
+        return native
+
+    def _tell_once(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            logger.warning("%s", what)
 
     def _native_for(self, dtype: torch.dtype) -> NativeKernels | None:
         return self._native if dtype in SUPPORTED else None
@@ -108,13 +122,15 @@ class CpuBackend:
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         native = self._native
-        if native is None or not kv_layer.is_contiguous() or k.dtype != kv_layer.dtype:
+        as_it_is = k.dtype == kv_layer.dtype
+        can_cast = k.dtype in SUPPORTED and kv_layer.dtype in KV_KINDS
+        if native is None or not kv_layer.is_contiguous() or not (as_it_is or can_cast):
             self._torch.store_kv(k, v, kv_layer, slot_mapping)
         else:
             native.store_kv(k, v, kv_layer, slot_mapping)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:
-        native = self._native_for(shape.dtype)
+        native = self.native_for(shape)
         return (native or self._torch).plan(batch, shape)
 
     def attention(
@@ -129,7 +145,7 @@ class CpuBackend:
     ) -> Tensor:
         if isinstance(plan, ReferencePlan):
             return self._torch.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
-        assert self._native is not None and kv_layer.is_contiguous() and kv_layer.dtype == q.dtype
+        assert self._native is not None and kv_layer.is_contiguous() and kv_layer.dtype in KV_KINDS
         return self._native.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

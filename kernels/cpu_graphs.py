@@ -28,7 +28,16 @@ LARGEST = 64  # sequences; the interpreter's share of larger steps is small
 Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [S, hidden]
 
 # As enumerated in replay.c.
-_KERNELS = ("kr_embed", "kr_linear", "kr_rms_norm", "kr_rope", "kr_gate", "kr_store_kv", "kr_attention")
+_KERNELS = (
+    "kr_embed",
+    "kr_linear",
+    "kr_rms_norm",
+    "kr_rope",
+    "kr_gate",
+    "kr_store_kv",
+    "kr_attention",
+    "kr_store_kv_as",
+)
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
 _CALL_WORDS = 24  # a call: its kernel, then up to 23 arguments of 8 bytes

@@ -7,16 +7,21 @@ a step's plan keeps the metadata and plans each such combination at its first us
 
 `rope` and `store_kv` are handed the batch's own CPU tensors and find the device copies in the step's plan, by
 identity: within a step nothing is copied from the host, so that the step can be captured as a CUDA graph.
+
+FlashInfer knows one fp8 scale for a whole cache, not one for each vector. A cache of fp8, or of another dtype than the
+model's, is unpacked block by block before FlashInfer reads it (`_unpacked`): it saves memory, not time, and its steps are
+not captured.
 """
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvrelay import fp8
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels import sampling
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
@@ -51,7 +56,8 @@ class CudaPlan:
 
     positions, slot_mapping: the batch's own, on the CPU. device_positions: [T] int64, device_slots: [T] int32,
     device_zeros: [T] int32, on the device. `decode` covers the first `num_decode` sequences, `prefill` the rest,
-    with qo_indptr [P+1] on the CPU.
+    with qo_indptr [P+1] on the CPU. decode_blocks, prefill_blocks: [n] int64 on the device, blocks that are to be unpacked
+    for them; the indices of `decode` and `prefill` then count from the first of these.
     """
 
     shape: AttentionShape
@@ -65,12 +71,19 @@ class CudaPlan:
     prefill: PagedIndex | None
     qo_indptr: Tensor | None
     fallback: ReferencePlan | None
+    decode_blocks: Tensor | None = None
+    prefill_blocks: Tensor | None = None
     wrappers: dict[Variant, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def has_attention(shape: AttentionShape) -> bool:
     """Whether FlashInfer has attention kernels for this shape; else its steps run in plain torch."""
     return shape.dtype in _HALF and shape.head_dim in _HEAD_DIMS
+
+
+def is_unpacked(shape: AttentionShape) -> bool:
+    """Whether the cache is of another dtype than FlashInfer is to read."""
+    return shape.kv_dtype not in (None, shape.dtype)
 
 
 def in_memory_order(kv_layer: Tensor, kv_layout: KvOrder) -> Tensor:
@@ -250,7 +263,17 @@ class CudaBackend:
         if n < batch.context_lens.shape[0]:
             plan.prefill = paged_index(batch.context_lens[n:], batch.block_tables[n:], shape.block_size)
             plan.qo_indptr = (batch.query_starts[n:] - batch.query_starts[n]).to(torch.int32)
+        if is_unpacked(shape):
+            plan.decode, plan.decode_blocks = self._in_own_order(plan.decode)
+            plan.prefill, plan.prefill_blocks = self._in_own_order(plan.prefill)
         return plan
+
+    def _in_own_order(self, index: PagedIndex | None) -> tuple[PagedIndex | None, Tensor | None]:
+        """The index of a cache that holds these blocks alone, one after the other; and the blocks, on the device."""
+        if index is None:
+            return None, None
+        numbers = torch.arange(index.indices.shape[0], dtype=torch.int32)
+        return replace(index, indices=numbers), index.indices.to(device=self.device, dtype=torch.int64)
 
     def _wrapper(self, kind: str, kv_layout: KvOrder, variant: Variant) -> Any:
         """The wrapper of this kind and variant; it is planned anew every step."""
@@ -288,13 +311,18 @@ class CudaBackend:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         n, kv_cache = plan.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
         if decode is not None:
-            decode.run(q[:n], kv_cache, out=out[:n])
+            decode.run(q[:n], _unpacked(kv_cache, plan.decode_blocks, q.dtype), out=out[:n])
         if prefill is not None:
-            prefill.run(q[n:], kv_cache, out=out[n:])
+            prefill.run(q[n:], _unpacked(kv_cache, plan.prefill_blocks, q.dtype), out=out[n:])
         return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)
+
+
+def _unpacked(kv_cache: Tensor, blocks: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """These blocks of the cache in another dtype, one after the other; None: the cache itself."""
+    return kv_cache if blocks is None else fp8.loaded(kv_cache[blocks]).to(dtype)
 
 
 def _options(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from kvrelay.kernels.cuda import (
     CudaPlan,
     Variant,
     has_attention,
+    is_unpacked,
     paged_index,
     plan_decode,
 )
@@ -74,8 +75,10 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether the batch is all decode, no larger than the largest graph, and FlashInfer computes its attention."""
+        """Whether the batch is all decode, no larger than the largest graph, and FlashInfer reads the cache itself."""
         size = batch.context_lens.shape[0]
+        if is_unpacked(self._shape):
+            return False
         return has_attention(self._shape) and batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
 
     def reset(self) -> None:

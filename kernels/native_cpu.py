@@ -18,6 +18,7 @@ from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, 
 from kvrelay.native import load_native
 
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
+KV_KINDS = {torch.bfloat16: 0, torch.float32: 1, torch.uint8: 2}  # as enumerated in kv.h; uint8: fp8 with scales
 _FOLDER = Path(__file__).parent / "native"
 _P, _L, _I, _F = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES: dict[str, tuple[list[type], type | None]] = {
@@ -33,7 +34,8 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_store_kv": ([_P, _P, _P, _P, *[_L] * 5], None),
     "kr_attention_tile_tokens": ([_L], _L),
     "kr_attention_tiles": ([_P, _L, _L, _P], _L),
-    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F], None),
+    "kr_store_kv_as": ([_I, _I, *[_P] * 4, *[_L] * 6], None),
+    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I], None),
     "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
     "kr_replay": ([_P, _L], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
@@ -173,6 +175,12 @@ class NativeKernels:
         heads, head_dim = k.shape[1:]
         k = k if k.stride()[1:] == (head_dim, 1) else k.contiguous()
         v = v if v.stride()[1:] == (head_dim, 1) else v.contiguous()
+        if k.dtype != kv_layer.dtype:
+            self.lib.kr_store_kv_as(
+                k.dtype == torch.float32, KV_KINDS[kv_layer.dtype], k.data_ptr(), v.data_ptr(), kv_layer.data_ptr(),
+                slot_mapping.data_ptr(), k.shape[0], k.stride(0), v.stride(0), kv_layer.shape[2], heads, head_dim,
+            )  # fmt: skip
+            return
         item = k.element_size()
         self.lib.kr_store_kv(
             k.data_ptr(), v.data_ptr(), kv_layer.data_ptr(), slot_mapping.data_ptr(), k.shape[0],
@@ -209,6 +217,7 @@ class NativeKernels:
             plan.query_starts.data_ptr(), plan.context_lens.data_ptr(), plan.tables.data_ptr(), plan.tables.shape[1],
             plan.tiles.data_ptr(), plan.num_tiles, heads, plan.num_kv_heads, head_dim, plan.block_size,
             q.stride(0), q.stride(1), plan.max_query_len, plan.max_context_len, window or 0, scale, softcap or 0.0,
+            KV_KINDS[kv_layer.dtype],
         )  # fmt: skip
         return out
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvrelay import fp8
 from kvrelay.kernels import sampling
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
 
@@ -53,8 +54,8 @@ def plan_sequences(batch: AttentionBatch, shape: AttentionShape, device: torch.d
 
 
 def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]:
-    """The keys and values [context, kv_heads, head_dim] of one sequence, copied out of its blocks."""
-    blocks = kv_layer[sequence.blocks]
+    """The keys and values [context, kv_heads, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
+    blocks = fp8.loaded(kv_layer[sequence.blocks])
     k = blocks[:, 0].flatten(0, 1)[: sequence.context_len]
     v = blocks[:, 1].flatten(0, 1)[: sequence.context_len]
     return k, v
@@ -123,8 +124,8 @@ class ReferenceBackend:
         block_size = kv_layer.shape[2]
         slots = slot_mapping.to(kv_layer.device)
         block, offset = slots // block_size, slots % block_size
-        kv_layer[block, 0, offset] = k
-        kv_layer[block, 1, offset] = v
+        kv_layer[block, 0, offset] = fp8.stored(k, kv_layer.dtype)
+        kv_layer[block, 1, offset] = fp8.stored(v, kv_layer.dtype)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> ReferencePlan:
         return plan_sequences(batch, shape, self.device)

@@ -31,7 +31,7 @@ class TorchCpuBackend(ReferenceBackend):
         out = torch.empty(q.shape, dtype=q.dtype)
         for sequence in plan.sequences:
             rows = slice(sequence.start, sequence.end)
-            k, v = gather_kv(kv_layer, sequence)
+            k, v = (x.to(q.dtype) for x in gather_kv(kv_layer, sequence))
             mask = causal_mask(sequence.end - sequence.start, sequence.context_len, window, q.device)
             if softcap is None:
                 out[rows] = _sdpa(q[rows], k, v, mask, scale)

@@ -7,27 +7,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from kvrelay import fp8
 from kvrelay.types import BlockId, KvLayout, KvMemory
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+KV_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 
 
 class KvStorage:
     """One worker's KV tensors.
 
     `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer whose
-    layout is `memory.layout` (with order "HND" they are not contiguous). On CPU the buffer is an anonymous shared file (memfd), which the
+    layout is `memory.layout` (with order "HND" they are not contiguous). With dtype "fp8_e4m3" they are bytes, and the
+    last dimension is head_dim + 4: see fp8.py. On CPU the buffer is an anonymous shared file (memfd), which the
     kernel frees with its last user, so that kill -9 leaves nothing behind.
     """
 
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
-        dtype = DTYPES[layout.dtype]
+        dtype = DTYPES.get(layout.dtype, torch.uint8)
         inner = (
             (layout.block_size, layout.num_kv_heads)
             if layout.order == "NHD"
             else (layout.num_kv_heads, layout.block_size)
         )
-        shape = (layout.num_layers, layout.num_blocks, layout.num_parts, *inner, layout.head_dim)
+        shape = (layout.num_layers, layout.num_blocks, layout.num_parts, *inner, layout.row_bytes // layout.itemsize)
         view: memoryview | None = None
         memfd: int | None = None
         if device.type == "cpu":
@@ -55,12 +58,13 @@ class KvStorage:
         """
         if not blocks:
             return
-        layers, region = self.tensor.shape[0], self.tensor[0, 0].numel()
+        layout, row = self.memory.layout, self.tensor.shape[-1]
+        layers, region = layout.num_layers, self.tensor[0, 0].numel()
         generator = torch.Generator(self.tensor.device)
         generator.seed()
-        noise = torch.empty(region + layers * len(blocks), device=self.tensor.device)
-        noise = noise.uniform_(-1.0, 1.0, generator=generator).to(self.tensor.dtype)
-        windows = noise.unfold(0, region, 1)  # each region's starts one number later: random numbers are dear
+        noise = torch.empty(region // row + layers * len(blocks), layout.head_dim, device=self.tensor.device)
+        noise = fp8.stored(noise.uniform_(-1.0, 1.0, generator=generator), self.tensor.dtype).flatten()
+        windows = noise.unfold(0, region, row)  # each region's starts one vector later: random numbers are dear
         for index, block in enumerate(blocks):
             some = windows[index * layers : (index + 1) * layers]
             self.tensor[:, block] = some.unflatten(1, self.tensor.shape[2:])

@@ -14,9 +14,11 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
+from kvrelay.sizes import Budget, Size, memory_share, parse_bytes
 from kvrelay.types import Role
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "vmread", "unix", "tcp"]
 KvOrder = Literal["NHD", "HND"]
@@ -29,31 +31,6 @@ PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 DEFAULT_MODEL = "smollm2-135m-instruct"
 API_KEY_VARIABLE = "KVRELAY_API_KEY"
 SECRET_VARIABLE = "KVRELAY_SECRET"
-_SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
-
-
-def parse_bytes(text: str | int) -> int:
-    """ "512MiB", "2g", "1.5GB" or a plain number, as bytes (powers of 1024). Raises ConfigError."""
-    if isinstance(text, int):
-        return text
-    lowered = text.strip().lower().removesuffix("b").removesuffix("i")
-    try:
-        if lowered and lowered[-1] in _SIZES:
-            return int(float(lowered[:-1]) * _SIZES[lowered[-1]])
-        return int(lowered)
-    except (ValueError, OverflowError) as error:
-        raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from error
-
-
-def _checked_size(text: str | int) -> str | int:
-    """The text itself, when it is a size above nothing. Raises ValueError, to which pydantic adds the setting's name."""
-    try:
-        num_bytes = parse_bytes(text)
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-    if num_bytes < 1:
-        raise ValueError(f"{text!r} is no room at all; write for example 512MiB or 2GiB")
-    return text
 
 
 def _checked_block_size(tokens: int) -> int:
@@ -62,7 +39,6 @@ def _checked_block_size(tokens: int) -> int:
     return tokens
 
 
-Size = Annotated[str | int, AfterValidator(_checked_size)]
 BlockSize = Annotated[int, AfterValidator(_checked_block_size)]
 
 
@@ -75,7 +51,7 @@ class ModelSettings(_Settings):
 
     source: str = Field(DEFAULT_MODEL, description="local folder, GGUF file, hub id, or the built-in default")
     served_name: str | None = Field(None, description="name in /v1/models; default: derived from source")
-    dtype: Dtype = Field("auto", description="weights, activations and KV; auto: bfloat16")
+    dtype: Dtype = Field("auto", description="weights, activations, and KV unless engine.kv_dtype; auto: bfloat16")
     max_model_len: int | None = Field(
         None,
         ge=16,
@@ -88,8 +64,8 @@ class ModelSettings(_Settings):
     )
 
     @property
-    def kv_dtype(self) -> str:
-        """The type of weights and KV."""
+    def compute_dtype(self) -> str:
+        """The type of weights and activations."""
         return "bfloat16" if self.dtype == "auto" else self.dtype
 
 
@@ -105,7 +81,15 @@ class EngineSettings(_Settings):
         "NHD",
         description="order of a block's tokens (N) and heads (H) in memory; HND: backends reference and cuda only",
     )
-    kv_memory: Size = Field("256MiB", description="bytes of KV pool on each worker")
+    kv_memory: Budget = Field(
+        "256MiB",
+        description="KV pool of each worker: a size, or a share such as 0.5 or 50% of the memory that is free once the weights "
+        "are loaded, on a CPU divided by the node's workers",
+    )
+    kv_dtype: KvDtype = Field(
+        "auto",
+        description="KV's own type: float32, bfloat16, float16, or fp8_e4m3 (a scale for each vector); auto: model.dtype",
+    )
     token_budget: int = Field(512, ge=16, description="most tokens in one step")
     max_running: int = Field(64, ge=1, description="most sequences in one batch; at most token_budget")
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
@@ -113,7 +97,14 @@ class EngineSettings(_Settings):
     prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")
 
     @property
+    def kv_memory_share(self) -> float | None:
+        """The share of free memory that the pool takes; None when its size is given."""
+        return memory_share(self.kv_memory)
+
+    @property
     def kv_memory_bytes(self) -> int:
+        """The pool's size. Only where it is no share."""
+        assert not isinstance(self.kv_memory, float)
         return parse_bytes(self.kv_memory)
 
 
@@ -125,7 +116,8 @@ class RoleSettings(_Settings):
     device: str | None = Field(None, description="as engine.device")
     block_size: BlockSize | None = Field(None, description="as engine.block_size; prompts are hashed by the smallest")
     kv_layout: KvOrder | None = Field(None, description="as engine.kv_layout")
-    kv_memory: Size | None = Field(None, description="as engine.kv_memory")
+    kv_memory: Budget | None = Field(None, description="as engine.kv_memory")
+    kv_dtype: KvDtype | None = Field(None, description="as engine.kv_dtype; unequal ones need transfer.convert_dtype")
     token_budget: int | None = Field(None, ge=16, description="as engine.token_budget")
     max_running: int | None = Field(None, ge=1, description="as engine.max_running")
     num_threads: int | None = Field(None, ge=1, description="as engine.num_threads")
@@ -319,11 +311,19 @@ class Settings(_Settings):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        dtypes = {self.key_of(role, "dtype"): self.for_role(role).model.kv_dtype for role in Role}
-        if len(set(dtypes.values())) > 1 and not self.transfer.convert_dtype:
-            told = " and ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
-            raise ValueError(f"{told}: set them alike, or transfer.convert_dtype to true")
+        owns = {role: self.for_role(role) for role in Role}
+        computed = {self.key_of(role, "dtype"): own.model.compute_dtype for role, own in owns.items()}
+        kept = {self.key_of(role, "kv_dtype"): own.kv_dtype for role, own in owns.items()}
+        for dtypes in (computed, kept):
+            if len(set(dtypes.values())) > 1 and not self.transfer.convert_dtype:
+                told = " and ".join(f"{key} is {dtype}" for key, dtype in dtypes.items())
+                raise ValueError(f"{told}: set them alike, or transfer.convert_dtype to true")
         return self
+
+    @property
+    def kv_dtype(self) -> str:
+        """The type of KV in a pool: `engine.kv_dtype`, or else the model's."""
+        return self.model.compute_dtype if self.engine.kv_dtype == "auto" else self.engine.kv_dtype
 
     def for_role(self, role: Role) -> "Settings":
         """What one role's workers run with: its own section over `engine` and `model.dtype`; no role differs in it."""

@@ -22,7 +22,8 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+SCALE_BYTES = {"fp8_e4m3": 4}  # behind every vector of these dtypes: its scale, see fp8.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,8 @@ class KvLayout:
 
     With order "HND" the heads stand before the tokens of a block. A *region* is one layer's part of one block:
     contiguous, K then V, `region_bytes` long. Latent KV (MLA) is one vector of `head_dim` per token: no K and V, one head.
+    With dtype "fp8_e4m3" each token's vector of each head is followed by its scale, so that scales go wherever the
+    numbers go: `row_bytes` counts both.
 
     A pool may hold a share of the model: `num_kv_heads` heads from `first_kv_head` on (tensor parallel; a head may
     be held by several), and `num_layers` layers from `first_layer` on (pipeline stages). None: all there are.
@@ -89,8 +92,13 @@ class KvLayout:
         return ITEM_BYTES[self.dtype]
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's vector of one head, with its scale where the dtype has one."""
+        return self.head_dim * self.itemsize + SCALE_BYTES.get(self.dtype, 0)
+
+    @property
     def region_bytes(self) -> int:
-        return self.num_parts * self.block_size * self.num_kv_heads * self.head_dim * self.itemsize
+        return self.num_parts * self.block_size * self.num_kv_heads * self.row_bytes
 
     @property
     def layer_bytes(self) -> int:
@@ -145,7 +153,7 @@ class Fingerprint:
     """What two workers compare before one block may travel between them. Sizes of the whole model, not of a share.
 
     Most fields must be equal. `block_size`, `order` and `tensor_parallel` need only fit together (see plans.py), and
-    `dtype` too where the settings allow conversion. `versions` names what computes the KV and the hashes: kvrelay, and
+    `dtype` (of the KV) and `compute_dtype` (in which it was computed) too where the settings allow conversion. `versions` names what computes the KV and the hashes: kvrelay, and
     torch up to its minor version (its kernels' rounding is part of the KV; a CPU's and a GPU's build may work together).
     """
 
@@ -160,6 +168,7 @@ class Fingerprint:
     order: str = "NHD"
     tensor_parallel: int = 1
     versions: str = ""
+    compute_dtype: str = ""
 
     def first_difference(self, other: "Fingerprint") -> str | None:
         """The first field that differs at all as "field: ours != theirs", or None."""
@@ -174,15 +183,16 @@ class Fingerprint:
         for name, remedy in _MUST_BE_EQUAL.items():
             if getattr(self, name) != getattr(other, name):
                 return Difference(name, getattr(self, name), getattr(other, name), remedy)
-        if self.dtype != other.dtype and not convert_dtype:
-            remedy = "set model.dtype, prefill.dtype and decode.dtype alike, or transfer.convert_dtype to true"
-            return Difference("dtype", self.dtype, other.dtype, remedy)
+        for name in ("dtype", "compute_dtype"):
+            if getattr(self, name) != getattr(other, name) and not convert_dtype:
+                return Difference(name, getattr(self, name), getattr(other, name), _SAME_DTYPES)
         if max(self.block_size, other.block_size) % min(self.block_size, other.block_size):
             return Difference("block_size", self.block_size, other.block_size, "make one a multiple of the other")
         return None
 
 
 _SAME_MODEL = "let every worker serve the same model.source, prepared from the same files"
+_SAME_DTYPES = "set dtype and kv_dtype of prefill and decode workers alike, or transfer.convert_dtype to true"
 _SAME_VERSIONS = "install the same versions of kvrelay and torch for every worker"
 _MUST_BE_EQUAL = {
     "protocol": _SAME_VERSIONS,

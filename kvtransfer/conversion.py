@@ -1,7 +1,7 @@
 """Conversion: atoms that arrived in a staging pool of another dtype, cast into the pool that they are for.
 
 The wire carries the narrower of the two dtypes where that can be. Where to convert is pure; torch is imported when
-something is converted. Rounding is to nearest, ties to even; widening is exact.
+something is converted. Rounding is to nearest, ties to even; widening is exact. fp8 gets a new scale for each vector.
 """
 
 import dataclasses
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from kvrelay.kvtransfer.plans import Offsets, Overlap, overlap
-from kvrelay.types import ITEM_BYTES, KvMemory
+from kvrelay.types import ITEM_BYTES, SCALE_BYTES, KvMemory
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Where = Literal["source", "target"]
-_LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0}  # of dtypes with a smaller range than the others
+_LARGEST = {"float16": 65504.0}  # of dtypes with a smaller range than the others
 _WORDS = {4: "int32", 2: "int16", 1: "uint8"}
 
 
@@ -63,12 +63,16 @@ def convert(
 
 
 def _cast(words: "Tensor", source: str, target: str) -> "Tensor":
-    """The same numbers in another dtype, bit patterns in and out."""
+    """The same numbers in another dtype, bit patterns in and out. [..., row_bytes / itemsize] each."""
     import torch
+
+    from kvrelay import fp8
 
     if source == target:
         return words
-    values = words.view(getattr(torch, source)).float()  # exact, from every dtype
+    values = fp8.decoded(words) if source in SCALE_BYTES else words.view(getattr(torch, source)).float()  # exact
+    if target in SCALE_BYTES:
+        return fp8.encoded(values)
     if target in _LARGEST:
         values = values.clamp(-_LARGEST[target], _LARGEST[target])
     cast: Tensor = values.to(getattr(torch, target)).view(getattr(torch, _WORDS[ITEM_BYTES[target]]))
@@ -85,7 +89,7 @@ def _places(atoms: Offsets, view: "Tensor") -> "tuple[Tensor, Tensor]":
 def _atoms_of(memory: KvMemory, both: Overlap) -> "Tensor":
     """[layers, blocks, parts, atoms per block, atom_tokens, heads, head_dim] view of a pool, its heads in common.
 
-    As integers of the dtype's width, since torch cannot index every dtype.
+    As integers of the dtype's width, since torch cannot index every dtype; scales stand behind the numbers.
     """
     import torch
 
@@ -94,7 +98,7 @@ def _atoms_of(memory: KvMemory, both: Overlap) -> "Tensor":
     words: Tensor = whole.view(torch.uint8).reshape(-1).view(getattr(torch, _WORDS[layout.itemsize]))
     inner = (layout.block_size, layout.num_kv_heads)
     sizes = inner if layout.order == "NHD" else inner[::-1]
-    blocks: Tensor = words.view(layout.num_layers, layout.num_blocks, layout.num_parts, *sizes, layout.head_dim)
+    blocks: Tensor = words.view(layout.num_layers, layout.num_blocks, layout.num_parts, *sizes, -1)
     blocks = blocks if layout.order == "NHD" else blocks.transpose(3, 4)
     first = both.heads.start - layout.first_kv_head
     atoms: Tensor = blocks.unflatten(3, (-1, both.atom_tokens))

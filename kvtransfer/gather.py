@@ -31,12 +31,13 @@ def checksums_of_atoms(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> C
 
 
 def _device_batch(memory: KvMemory, pieces: Offsets, piece_bytes: int) -> Checksums:
-    """Unverified on a GPU. Pieces must be whole 64-bit words, as every head of 4 or more elements is."""
+    """Unverified on a GPU. Pieces must be whole 32-bit words and atoms whole 64-bit ones, as those of 4 or more numbers are."""
     import torch
 
     assert isinstance(memory.owner, torch.Tensor)
-    words = memory.owner.reshape(-1).view(torch.int64)
-    begins = torch.from_numpy(pieces // 8).to(words.device)
-    index = begins[:, :, None] + torch.arange(piece_bytes // 8, device=words.device)
-    gathered = words[index].reshape(1, len(pieces), -1)
+    width = 8 if piece_bytes % 8 == 0 else 4  # a vector with its scale is no whole number of 64-bit words
+    words = memory.owner.reshape(-1).view(torch.int64 if width == 8 else torch.int32)
+    begins = torch.from_numpy(pieces // width).to(words.device)
+    index = begins[:, :, None] + torch.arange(piece_bytes // width, device=words.device)
+    gathered = words[index].reshape(1, len(pieces), -1).view(torch.int64)
     return weighted_sums(gathered, [0] * len(pieces), list(range(len(pieces))))

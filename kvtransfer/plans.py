@@ -211,7 +211,7 @@ def pair(source: KvLayout, target: KvLayout) -> Pairing:
         raise LayoutMismatch("dtype", f"{source.dtype} at the source, {target.dtype} at the target: convert one")
     heads_first = source.order == target.order == "HND"
     dims = [_dims(layout, both, heads_first=heads_first) for layout in (source, target)]
-    length, left = source.head_dim * source.itemsize, len(dims[0])
+    length, left = source.row_bytes, len(dims[0])
     while left and _goes_on([sides[left - 1] for sides in dims], length):
         left -= 1
         length *= dims[0][left][0]
@@ -226,13 +226,13 @@ def _goes_on(dim: list[tuple[int, int]], length: int) -> bool:
 
 def _strides(layout: KvLayout) -> tuple[int, int, int]:
     """Bytes from one part (K, V), token and head to the next."""
-    row = layout.head_dim * layout.itemsize
+    row = layout.row_bytes
     part = layout.block_size * layout.num_kv_heads * row
     return (part, layout.num_kv_heads * row, row) if layout.order == "NHD" else (part, row, layout.block_size * row)
 
 
 def _dims(layout: KvLayout, both: Overlap, *, heads_first: bool) -> list[tuple[int, int]]:
-    """(count, stride) of an atom's dimensions outside of head_dim, outermost first, in the order of its pieces."""
+    """(count, stride) of an atom's dimensions outside of a head's vector, outermost first, in the order of its pieces."""
     part, token, head = _strides(layout)
     tokens, heads = (both.atom_tokens, token), (len(both.heads), head)
     return [(layout.num_parts, part), heads, tokens] if heads_first else [(layout.num_parts, part), tokens, heads]

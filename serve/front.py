@@ -9,7 +9,7 @@ from typing import Literal, TypeVar
 
 from starlette.requests import Request
 
-from kvrelay.config import Settings, parse_bytes
+from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece
 from kvrelay.serve.dispatcher import Dispatcher
@@ -19,6 +19,7 @@ from kvrelay.serve.http import check_api_key, read_json_body
 from kvrelay.serve.sampling import check_limits, refuse_unsupported
 from kvrelay.serve.schemas import Common, parse
 from kvrelay.serve.tokenizer import TextCodec
+from kvrelay.sizes import parse_bytes
 
 B = TypeVar("B", bound=Common)
 

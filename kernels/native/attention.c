@@ -9,6 +9,7 @@
  * Source: FlashAttention-2 (Dao 2023), Flash-Decoding (Dao et al. 2023), PagedAttention (Kwon et al. 2023).
  */
 #include <string.h>
+#include "kv.h"
 #include "pool.h"
 #include "vec.h"
 
@@ -26,7 +27,7 @@ typedef struct {
     long max_parts, part_floats, max_blocks, num_tiles;
     long heads, kv_heads, dim, padded, block_size, q_stride, q_head, group, tile_tokens, window;
     float scale, softcap;
-    int wide;
+    int wide, kv_kind;
 } attention_job;
 
 /* The rows of one task and their running sums. */
@@ -36,6 +37,7 @@ typedef struct {
     long kv_head, first_position, tokens, rows, kv_begin, kv_end;
     float *q, *keys, *values, *scores; /* [rows][padded], [padded][TILE], [TILE][padded], [rows][TILE] */
     float *out, *part, *best, *total, *part_best, *part_total;
+    float key_scale[TILE], value_scale[TILE]; /* of the tile's vectors, with fp8 */
 } tile_state;
 
 typedef float v8 __attribute__((vector_size(32)));
@@ -43,23 +45,25 @@ typedef float v8_mem __attribute__((vector_size(32), aligned(4), may_alias));
 typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8_mem __attribute__((vector_size(16), aligned(2), may_alias));
+typedef int8_t b8_mem __attribute__((vector_size(8), aligned(1), may_alias));
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
 #define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
 #endif
 
-INLINE v8 load8(const char *p, long i, int wide)
+INLINE v8 load8(const char *p, long i, int kind)
 {
-    if (wide) return *(const v8_mem *)((const float *)p + i);
+    if (kind == KV_F32) return *(const v8_mem *)((const float *)p + i);
+    if (kind == KV_FP8) return E4M3_TO_FLOAT(v8, i8, *(const b8_mem *)(p + i));
     return (v8)(__builtin_convertvector(*(const h8_mem *)((const bf16 *)p + i), u8) << 16);
 }
 
 /* Eight rows of eight numbers -> columns of `out` (row stride TILE). */
-INLINE void transpose8(const char *const row[8], long i, float *out, int wide)
+INLINE void transpose8(const char *const row[8], long i, float *out, int kind)
 {
     v8 a[8], b[8], c[8];
-    UNROLL for (int r = 0; r < 8; r++) a[r] = load8(row[r], i, wide);
+    UNROLL for (int r = 0; r < 8; r++) a[r] = load8(row[r], i, kind);
     UNROLL for (int r = 0; r < 8; r += 2) {
         b[r] = SHUFFLE(a[r], a[r + 1], 0, 8, 1, 9, 4, 12, 5, 13);
         b[r + 1] = SHUFFLE(a[r], a[r + 1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -76,37 +80,43 @@ INLINE void transpose8(const char *const row[8], long i, float *out, int wide)
     }
 }
 
-/* Keys (transposed) and values of context tokens base .. base + n - 1, widened; rows of keys are 8-padded by repeats. */
-INLINE void gather_as(tile_state *s, long base, long n, const int wide)
+/* Keys (transposed) and values of context tokens base .. base + n - 1, widened, fp8 without their scales; rows of keys are 8-padded by repeats. */
+INLINE void gather_as(tile_state *s, long base, long n, const int kind)
 {
     const attention_job *j = s->j;
-    const long item = wide ? 4 : 2, row = j->kv_heads * j->dim * item, half = j->block_size * row;
+    const long bytes = kv_row_bytes(j->dim, kind), row = j->kv_heads * bytes, half = j->block_size * row;
     const char *key[TILE];
-    const char *heads = j->kv + s->kv_head * j->dim * item;
+    const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
         const char *at = heads + s->table[block] * 2 * half + offset * row;
         for (; offset < j->block_size && t < n; offset++, t++, at += row) key[t] = at;
     }
     for (long t = n; t % 8; t++) key[t] = key[n - 1];
+    if (kind == KV_FP8)
+        for (long t = 0; t < n; t++)
+            s->key_scale[t] = kv_scale(key[t], j->dim), s->value_scale[t] = kv_scale(key[t] + half, j->dim);
     for (long t = 0; t < n; t += 8) {
         long d = 0;
-        for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, wide);
+        for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, kind);
         for (; d < j->dim; d++)
-            for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = load_any(key[t + r], d, wide);
+            for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = kv_load_one(key[t + r], d, kind);
     }
     for (long t = 0; t < n; t++) {
         const char *value = key[t] + half;
         long d = 0;
-        for (; d + VL <= j->dim; d += VL) vstore(s->values + t * j->padded + d, vload_any(value, d, wide));
-        for (; d < j->dim; d++) s->values[t * j->padded + d] = load_any(value, d, wide);
+        for (; d + VL <= j->dim; d += VL) vstore(s->values + t * j->padded + d, kv_load(value, d, kind));
+        for (; d < j->dim; d++) s->values[t * j->padded + d] = kv_load_one(value, d, kind);
     }
 }
 
 static void gather(tile_state *s, long base, long n)
 {
-    if (s->j->wide) gather_as(s, base, n, 1);
-    else gather_as(s, base, n, 0);
+    switch (s->j->kv_kind) {
+    case KV_F32: gather_as(s, base, n, KV_F32); break;
+    case KV_FP8: gather_as(s, base, n, KV_FP8); break;
+    default: gather_as(s, base, n, KV_BF16);
+    }
 }
 
 /* Read one byte of every line of a later tile, so that its memory accesses overlap: one head's rows lie too far apart
@@ -114,8 +124,7 @@ static void gather(tile_state *s, long base, long n)
 static void touch(const tile_state *s, long base, long n)
 {
     const attention_job *j = s->j;
-    const long item = j->wide ? 4 : 2, row = j->kv_heads * j->dim * item, half = j->block_size * row;
-    const long bytes = j->dim * item;
+    const long bytes = kv_row_bytes(j->dim, j->kv_kind), row = j->kv_heads * bytes, half = j->block_size * row;
     const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
@@ -189,6 +198,7 @@ static float softmax_row(const tile_state *s, long row, long base, float *scores
     vf top = vset(-INFINITY);
     for (int i = 0; i < TILE; i += VL) {
         vf x = vload(scores + i);
+        if (j->kv_kind == KV_FP8) x *= vload(s->key_scale + i);
         if (j->softcap > 0) x = j->softcap * vtanh(x / j->softcap);
         vi at = lane_ids() + i;
         if (high < TILE) x = vselect(at < (int32_t)(high < 0 ? 0 : high), x, vset(-INFINITY));
@@ -205,7 +215,7 @@ static float softmax_row(const tile_state *s, long row, long base, float *scores
     vf sum = {0};
     for (int i = 0; i < TILE; i += VL) {
         vf e = vexp(vload(scores + i) - best);
-        vstore(scores + i, e);
+        vstore(scores + i, j->kv_kind == KV_FP8 ? e * vload(s->value_scale + i) : e);
         sum += e;
     }
     float factor = old == -INFINITY ? 0.0f : expf(old - best);
@@ -283,6 +293,7 @@ static void prepare(tile_state *s, long index)
     s->scores = at, at += rows * TILE;
     s->best = at, s->total = at + rows, s->part_best = at + 2 * rows, s->part_total = at + 3 * rows;
     memset(s->values, 0, TILE * padded * sizeof(float));
+    for (int t = 0; t < TILE; t++) s->key_scale[t] = s->value_scale[t] = 1;
     for (long r = 0; r < rows; r++) {
         long from = (first + r / j->group) * j->q_stride + (s->kv_head * j->group + r % j->group) * j->q_head;
         for (long d = 0; d < j->dim; d++) s->q[r * padded + d] = load_any(j->q, from + d, j->wide) * j->scale;
@@ -369,18 +380,19 @@ long kr_attention_tiles(const int32_t *query_starts, long sequences, long tile_t
     return count;
 }
 
-/* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, 2, block_size, kv_heads, dim], contiguous.
- * window, softcap: 0 for none. */
+/* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, 2, block_size, kv_heads, row], contiguous,
+ * rows of kv_kind. window, softcap: 0 for none. */
 void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, const int32_t *query_starts,
                   const int32_t *context_lens, const int32_t *tables, long max_blocks, const int32_t *tiles,
                   long num_tiles, long heads, long kv_heads, long dim, long block_size, long q_stride, long q_head,
-                  long max_query_len, long max_context_len, long window, float scale, float softcap)
+                  long max_query_len, long max_context_len, long window, float scale, float softcap, int kv_kind)
 {
     attention_job j = {.q = q, .out = out, .kv = kv, .query_starts = query_starts, .context_lens = context_lens,
                        .tables = tables, .tiles = tiles, .max_blocks = max_blocks, .num_tiles = num_tiles,
                        .heads = heads, .kv_heads = kv_heads, .dim = dim, .padded = (dim + NC - 1) / NC * NC,
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
-                       .window = window, .scale = scale, .softcap = softcap, .wide = wide};
+                       .window = window, .scale = scale, .softcap = softcap, .wide = wide,
+                       .kv_kind = kv_kind};
     j.tile_tokens = kr_attention_tile_tokens(j.group);
     long items = num_tiles * kv_heads, rows = (max_query_len < j.tile_tokens ? max_query_len : j.tile_tokens) * j.group;
     j.max_parts = (max_context_len + PART - 1) / PART;

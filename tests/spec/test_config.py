@@ -274,7 +274,7 @@ def test_a_roles_wrong_value_is_told_by_its_own_key(data, message):
 def test_unequal_dtypes_are_taken_where_they_are_converted():
     data = {"prefill": {"dtype": "float32"}, "transfer": {"convert_dtype": True}}
     settings = settings_from(data)
-    assert [settings.for_role(role).model.kv_dtype for role in Role] == ["float32", "bfloat16"]
+    assert [settings.for_role(role).model.compute_dtype for role in Role] == ["float32", "bfloat16"]
     assert settings_from({"prefill": {"dtype": "bfloat16"}}).for_role(Role.PREFILL).model.dtype == "bfloat16"
 
 

@@ -24,6 +24,8 @@ def misfit(*, convert_dtype=False, **changes):
         ("num_kv_heads", 4, "model.source"),
         ("head_dim", 128, "model.source"),
         ("dtype", "float32", "transfer.convert_dtype"),
+        ("dtype", "fp8_e4m3", "kv_dtype"),
+        ("compute_dtype", "float32", "transfer.convert_dtype"),
         ("block_size", 24, "multiple"),
     ],
 )
@@ -43,7 +45,7 @@ def test_what_need_only_fit_may_differ(changes):
 
 
 def test_unequal_dtypes_fit_where_they_are_converted():
-    assert misfit(dtype="float32", convert_dtype=True) is None
+    assert misfit(dtype="float32", compute_dtype="float32", convert_dtype=True) is None
     assert misfit(dtype="float32", model="other", convert_dtype=True).field == "model"
 
 
@@ -57,6 +59,7 @@ def test_every_field_is_either_compared_or_fits():
         "num_kv_heads",
         "head_dim",
         "dtype",
+        "compute_dtype",
         "block_size",
     }
     assert set(Fingerprint.__slots__) - told == {"order", "tensor_parallel"}

@@ -26,7 +26,12 @@ IMPURE = {
     "time", "datetime", "random", "secrets", "uuid", "threading", "multiprocessing", "subprocess",  # clock, chance, tasks
     "os", "mmap", "ctypes", "tempfile", "pathlib", "io",  # the machine
 }  # fmt: skip
-MEMORY_OWNERS = {Path("kvcache/storage.py")}
+MEMORY_OWNERS = {
+    Path("kvcache/storage.py"),
+    Path("kvcache/formats.py"),
+    Path("kvcache/host.py"),
+    Path("kvcache/copies.py"),
+}
 TIERS = {  # own files, locks and threads; what they decide is in the pure files beside them
     Path("kvcache/codec_kernels.py"),
     Path("kvcache/disk.py"),
@@ -34,6 +39,8 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/disk_io.py"),
     Path("kvcache/disk_slots.py"),
     Path("kvcache/disk_volume.py"),
+    Path("kvcache/jobs.py"),
+    Path("kvcache/loads.py"),
 }
 PURE_FILES = sorted(
     path.relative_to(ROOT)

@@ -1,0 +1,53 @@
+/* What a KV cache holds: bf16, float32, or fp8 (e4m3) vectors with a float32 scale behind each; see kvrelay/fp8.py,
+ * which encodes to the same bytes.
+ */
+#ifndef KVRELAY_KV_H
+#define KVRELAY_KV_H
+
+#include <string.h>
+#include "vec.h"
+
+enum { KV_BF16, KV_F32, KV_FP8 };
+
+typedef int8_t vb_mem __attribute__((vector_size(VL), aligned(1), may_alias));
+
+/* Bytes of one token's vector of one head. */
+INLINE long kv_row_bytes(long dim, int kind)
+{
+    return kind == KV_FP8 ? dim + 4 : kind == KV_F32 ? 4 * dim : 2 * dim;
+}
+
+INLINE float kv_scale(const char *row, long dim)
+{
+    float scale;
+    memcpy(&scale, row + dim, sizeof scale);
+    return scale;
+}
+
+/* e4m3 bytes -> float lanes F, exact: sign and magnitude are moved to where a float has them, which reads as the number
+ * times 2^-120. Numbers below 2^-6 are subnormal floats on the way: slow on some processors, but few, since a vector's
+ * scale makes its largest number 224 at least. NaN is told by the scale. */
+#define E4M3_TO_FLOAT(F, I, bytes) ((F)((__builtin_convertvector(bytes, I) << 20) & (int32_t)0x87f00000) * 0x1p120f)
+
+INLINE vf vload_e4m3(const char *p) { return E4M3_TO_FLOAT(vf, vi, *(const vb_mem *)p); }
+
+INLINE float from_e4m3(uint8_t x)
+{
+    float value = (x & 0x7f) < 8 ? (x & 0x7f) * 0x1p-9f : 0;
+    union { uint32_t u; float f; } c = {((uint32_t)(x & 0x7f) << 20) + (120u << 23)};
+    if ((x & 0x7f) >= 8) value = c.f;
+    return x & 0x80 ? -value : value;
+}
+
+/* Numbers i.. of a row; fp8 without its scale. */
+INLINE vf kv_load(const char *row, long i, int kind)
+{
+    return kind == KV_FP8 ? vload_e4m3(row + i) : vload_any(row, i, kind == KV_F32);
+}
+
+INLINE float kv_load_one(const char *row, long i, int kind)
+{
+    return kind == KV_FP8 ? from_e4m3((uint8_t)row[i]) : load_any(row, i, kind == KV_F32);
+}
+
+#endif

@@ -1,0 +1,65 @@
+"""Amounts of memory as people write them: sizes, and shares of what is free. Pure."""
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from kvrelay.errors import ConfigError
+
+_SIZES = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+
+
+def parse_bytes(text: str | int) -> int:
+    """ "512MiB", "2g", "1.5GB" or a plain number, as bytes (powers of 1024). Raises ConfigError."""
+    if isinstance(text, int):
+        return text
+    lowered = text.strip().lower().removesuffix("b").removesuffix("i")
+    try:
+        if lowered and lowered[-1] in _SIZES:
+            return int(float(lowered[:-1]) * _SIZES[lowered[-1]])
+        return int(lowered)
+    except (ValueError, OverflowError) as error:
+        raise ConfigError(f"{text!r} is not a size; write for example 512MiB or 2GiB") from error
+
+
+def memory_share(text: str | int | float) -> float | None:
+    """ "50%" or "0.5" as 0.5: a share of the memory that is free; None: no share but a size. Raises ConfigError."""
+    share = text if isinstance(text, float) else None
+    if isinstance(text, str) and (stripped := text.strip()).endswith("%"):
+        share = _number(stripped[:-1], text) / 100
+    elif isinstance(text, str) and "." in stripped and not stripped[-1:].isalpha():
+        share = _number(stripped, text)
+    if share is not None and not 0 < share < 1:
+        raise ConfigError(f"{text!r} is no share of the free memory; write for example 0.5 or 50%, or a size: 512MiB")
+    return share
+
+
+def _number(text: str, whole: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"{whole!r} is neither a size nor a share; write for example 512MiB, 0.5 or 50%") from error
+
+
+def _checked_budget(text: str | int | float) -> str | int | float:
+    """The text itself, when it is a size above nothing or a share. Raises ValueError, as `_checked_size` does."""
+    try:
+        share = memory_share(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    return text if share is not None or isinstance(text, float) else _checked_size(text)
+
+
+def _checked_size(text: str | int) -> str | int:
+    """The text itself, when it is a size above nothing. Raises ValueError, to which pydantic adds the setting's name."""
+    try:
+        num_bytes = parse_bytes(text)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+    if num_bytes < 1:
+        raise ValueError(f"{text!r} is no room at all; write for example 512MiB or 2GiB")
+    return text
+
+
+Size = Annotated[str | int, AfterValidator(_checked_size)]
+Budget = Annotated[str | int | float, AfterValidator(_checked_budget)]
