@@ -3,11 +3,11 @@
 Between the scheduler, which knows sequences, and `kvcache.tiers`, which knows blocks. Lives on the engine's thread.
 """
 
-import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
 from kvrelay.engine.sequence import Sequence as Seq
+from kvrelay.hashing import tenant_name
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.store import BlockMeta
@@ -19,11 +19,6 @@ class Sketch(Protocol):
     """Counts what was seen of late (kvcache/sketch.py)."""
 
     def touch(self, digest: BlockHash) -> int: ...
-
-
-def tenant_of(salt: str) -> str:
-    """A name for a tenant that does not give its salt away; "" for the one without."""
-    return hashlib.sha256(b"kvrelay-tenant\0" + salt.encode()).hexdigest()[:16] if salt else ""
 
 
 class LowerTiers:
@@ -54,7 +49,7 @@ class LowerTiers:
     def _meta(self, seq: Seq, hashes: Sequence[BlockHash], index: int) -> BlockMeta:
         parent = hashes[index - 1] if index else None
         end = (index + 1) * self._block_size
-        return BlockMeta(parent, end, seq.request.hints.priority, tenant_of(seq.request.salt))
+        return BlockMeta(parent, end, seq.request.hints.priority, tenant_name(seq.chain.root))
 
     # ---- admitted
 
@@ -116,7 +111,7 @@ class LowerTiers:
 
         def coldest(count: int) -> list[Named]:
             return [
-                Named(cold.digest, cold.block, BlockMeta(cold.parent, cold.end_tokens, cold.priority))
+                Named(cold.digest, cold.block, BlockMeta(cold.parent, cold.end_tokens, cold.priority, cold.tenant))
                 for cold in pool.coldest(count)
             ]
 

@@ -11,17 +11,17 @@ A block may be used and named at once. Named blocks that lie before a used or pi
 State is kept in flat arrays; a few blocks are worked on one by one, many at once.
 """
 
-import heapq
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from itertools import islice
 
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
 from kvrelay.kvcache.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.eviction import Lru, Policy, Usage
+from kvrelay.kvcache.leaf_queue import Cold, LeafQueue
 from kvrelay.kvcache.pins import PinLedger
 from kvrelay.kvcache.radix import BlockTable, Ints, Match, Node, RadixTree
 from kvrelay.types import BlockHash, BlockId
@@ -40,16 +40,6 @@ class BlockCounts:
     used: int
     cached: int
     pinned: int = 0
-
-
-class Cold(NamedTuple):
-    """A named block that may go soon. `end_tokens`: from the prompt's beginning to the block's end."""
-
-    digest: BlockHash
-    block: BlockId
-    parent: BlockHash | None
-    end_tokens: int
-    priority: int
 
 
 class BlockPool:
@@ -81,8 +71,7 @@ class BlockPool:
         self._num_idle = 0  # named blocks without a reference
         self._pins = PinLedger(int(num_blocks * pin_share))
         self._changes = ChangeLog(num_blocks)
-        self._queue: list[tuple[int, float, int, int]] = []  # (priority, score, stamp, node) of leaves that may go
-        self._stamp = 0
+        self._queue = LeafQueue(self._tree, self.policy)
 
     def tick(self, now_s: float) -> None:
         """The owner's clock shows this; pins whose time is over end."""
@@ -188,7 +177,7 @@ class BlockPool:
         if held < was_held:
             node.usage.used_s = self.now_s  # whoever held it has used it until now
             if node.is_open:
-                self._offer(node)
+                self._queue.offer(node, self.now_s)
 
     def _index_of(self, block: int) -> int:
         node = self._tree.node(block)
@@ -253,7 +242,7 @@ class BlockPool:
             here.priority = max(here.priority, priority)
             self.policy.used(usage, self.now_s)
             if here.is_open:
-                self._offer(here)
+                self._queue.offer(here, self.now_s)
             here = here.parent
 
     def name(
@@ -307,7 +296,7 @@ class BlockPool:
     def _split(self, node: Node, offset: int) -> None:
         rest = self._tree.split(node, offset)
         if rest.is_open:
-            self._offer(rest)
+            self._queue.offer(rest, self.now_s)
 
     def reset_cache(self) -> int:
         """End all pins and forget every cached block that may go; returns how many. Beginnings of held chains stay."""
@@ -350,53 +339,10 @@ class BlockPool:
 
     # ---- eviction
 
-    def coldest(self, count: int) -> list[Cold]:
-        """Up to `count` blocks that would be evicted next, leaves' ends first: what a write-back has to save."""
-        found: list[Cold] = []
-        for entry in heapq.nsmallest(max(count, 0), self._queue):
-            node = self._tree.nodes[entry[3]]
-            if node is None or not self._is_valid(entry):
-                continue
-            hashes = node.digests
-            for offset in range(len(node.blocks) - 1, node.held - 1, -1):
-                if len(found) >= count:
-                    return found
-                parent = node.parent.digests if not offset and node.parent is not None else hashes
-                before = offset * HASH_BYTES if offset else len(parent)
-                found.append(
-                    Cold(
-                        BlockHash(bytes(hashes[offset * HASH_BYTES : (offset + 1) * HASH_BYTES])),
-                        BlockId(node.blocks[offset]),
-                        BlockHash(bytes(parent[before - HASH_BYTES : before])) if before else None,
-                        (node.start + offset + 1) * self.block_size,
-                        node.priority,
-                    )
-                )
-        return found
-
-    def _offer(self, node: Node) -> None:
-        """This leaf may go from now on; an older entry of it is void."""
-        self._stamp += 1
-        node.stamp = self._stamp
-        score = self.policy.score(node.usage, self.now_s)
-        heapq.heappush(self._queue, (node.priority, score, node.stamp, node.index))
-        if len(self._queue) > 64 + 4 * self._tree.num_nodes:
-            self._queue = [entry for entry in self._queue if self._is_valid(entry)]
-            heapq.heapify(self._queue)
-
-    def _is_valid(self, entry: tuple[int, float, int, int]) -> bool:
-        node = self._tree.nodes[entry[3]]
-        return node is not None and node.stamp == entry[2] and node.is_open
-
     def _evict(self, count: int) -> None:
         """Move `count` blocks from the ends of leaves to the free ones; the caller knows that there are so many."""
         while count > 0:
-            entry = self._queue[0]
-            if not self._is_valid(entry):
-                heapq.heappop(self._queue)
-                continue
-            leaf = self._tree.nodes[entry[3]]
-            assert leaf is not None
+            leaf = self._queue.first()
             count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
 
     def _give_up(self, leaf: Node, count: int) -> int:
@@ -418,13 +364,17 @@ class BlockPool:
                 self._tree.drop_root(node.usage.digest)
         elif not node.children:
             if node.is_open:
-                self._offer(node)
+                self._queue.offer(node, self.now_s)
         elif len(node.children) == 1:
             [child] = node.children.values()
             if child.priority == node.priority and child.usage.used_s >= node.usage.used_s:  # all of it was used last
                 self._tree.merge(node)
                 if node.is_open:
-                    self._offer(node)
+                    self._queue.offer(node, self.now_s)
+
+    def coldest(self, count: int) -> list[Cold]:
+        """Up to `count` blocks about in the order in which they would be evicted, none of them held."""
+        return list(islice(self._queue.coldest(), count))
 
     # ---- the ledger
 
@@ -451,7 +401,7 @@ class BlockPool:
         assert int((named & (refs == 0)).sum()) == self._num_idle, "cached blocks are miscounted"
         assert all(refs[block] > 0 and named[block] for block in self._pins), "a pinned block is not held"
         self._tree.check()
-        valid = {entry[3] for entry in self._queue if self._is_valid(entry)}
+        valid = self._queue.members()
         for node in self._tree.live():
             assert node.parent is None or node.held == self._held(node), f"node {node.index}: wrongly locked"
             assert not node.is_open or node.index in valid, f"node {node.index} may go, but is not in line"

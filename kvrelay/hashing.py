@@ -18,6 +18,7 @@ TOKEN_BYTES = 4
 
 _ADAPTER = b"adapter"  # BLAKE2's personalisation keeps these apart from digests of blocks
 _EXTRAS = b"extras"
+_TENANT = b"tenant"
 
 
 def root_hash(salt: str = "", adapter: str = "") -> BlockHash:
@@ -26,6 +27,16 @@ def root_hash(salt: str = "", adapter: str = "") -> BlockHash:
     if adapter:
         root = hashlib.blake2b(root + adapter.encode(), digest_size=HASH_BYTES, person=_ADAPTER).digest()
     return BlockHash(root)
+
+
+_PLAIN_ROOT = root_hash()
+
+
+def tenant_name(root: BlockHash) -> str:
+    """A name for whose chains begin at this root that gives away neither salt nor root; "" for those without either."""
+    if root == _PLAIN_ROOT:
+        return ""
+    return hashlib.blake2b(root, digest_size=8, person=_TENANT).hexdigest()
 
 
 def pack_tokens(tokens: Sequence[int], start: int = 0, end: int | None = None) -> bytes:

@@ -4,7 +4,7 @@ from array import array
 
 import pytest
 
-from kvrelay.hashing import HashChain, pack_tokens
+from kvrelay.hashing import HashChain, pack_tokens, root_hash, tenant_name
 from kvrelay.kvcache.block_pool import BlockCounts, BlockPool
 from kvrelay.kvcache.eviction import Lru, Usage
 
@@ -278,6 +278,22 @@ def test_entries_of_the_queue_do_not_pile_up():
     pool.check()
 
 
+def test_the_coldest_blocks_are_those_that_are_evicted_next():
+    pool = pool_of(12)
+    trunk = prompt(1, 2)
+    for first, salt in ((2, "a"), (3, "a"), (4, "")):
+        cached_chain(pool, [*trunk, *prompt(first, 2)], salt=salt)
+        pool.tick(pool.now_s + 1)
+    cold = pool.coldest(100)
+    assert len(pool.coldest(3)) == 3
+    assert len(cold) == len({each.block for each in cold}) == 10  # the trunk once for each tenant
+    names = {each.digest for each in cold}
+    assert all(each.parent in names or each.end_tokens == SIZE for each in cold)
+    assert {each.tenant for each in cold} == {"", tenant_name(root_hash("a"))}
+    allocate(pool, 2)
+    assert {each.block for each in cold[:4]} == set(allocate(pool, 4))
+
+
 # ---- pins
 
 
@@ -369,7 +385,7 @@ def break_name(pool: BlockPool) -> None:
 
 
 def break_queue(pool: BlockPool) -> None:
-    pool._queue.clear()
+    pool._queue._heap.clear()
 
 
 def break_lock(pool: BlockPool) -> None:
