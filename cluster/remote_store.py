@@ -1,0 +1,521 @@
+"""RemoteStore: the cluster's own store, as a worker's tier. A BlockStore.
+
+Knows the nodes and which of them keep which block (kvcache's placement), reads from them and lets them read (slab_client).
+A node that is dead or does not answer costs one wait; then it rests, and its replicas serve. Its methods block; the
+network is a loop's on a thread of its own. Must not import Ray.
+"""
+
+import asyncio
+import hashlib
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+
+from kvrelay.cluster.remote_blocks import Spot, cut_in_batches, offset_in
+from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
+from kvrelay.kvcache.placement import StoreAddress, ranked
+from kvrelay.kvcache.store import BlockMeta, StoreStats
+from kvrelay.kvtransfer.mover import xxh3_regions
+from kvrelay.kvtransfer.selection import TRANSPORTS
+from kvrelay.kvtransfer.slab_client import SlabPeer, Wanted
+from kvrelay.kvtransfer.slab_messages import Offered
+from kvrelay.kvtransfer.slabs import Slab, StuckRead
+from kvrelay.kvtransfer.staging import Staging
+from kvrelay.kvtransfer.transports.base import Transport
+from kvrelay.tls import ClusterTls
+from kvrelay.types import BlockHash, KvMemory
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+STAGING_BYTES = 32 << 20
+_LEAST_PLACES, _MOST_PLACES = 4, 64
+_BATCH_BYTES = 64 << 20  # of one request to one node
+_PUT_S = 10.0
+_FIRST_REST_S, _LAST_REST_S = 1.0, 30.0
+_MAX_PEERS = 64  # workers that this one reads from at once
+_START_S = 10.0
+
+
+@dataclass(slots=True)
+class _Node:
+    """One node as this client knows it."""
+
+    address: StoreAddress
+    peer: SlabPeer | None = None
+    connecting: "asyncio.Task[SlabPeer] | None" = None
+    failures: int = 0
+    rests_until_s: float = 0.0
+
+
+class RemoteStore:
+    """Blocks of one namespace in the cluster's store."""
+
+    name = "cluster"
+
+    def __init__(
+        self,
+        block_bytes: int,
+        namespace: bytes,
+        secret: bytes,
+        *,
+        worker_id: str,
+        host: str,
+        memory: KvMemory | None = None,
+        nodes: Sequence[StoreAddress] = (),
+        num_replicas: int = 2,
+        answer_s: float = 1.0,
+        stall_s: float = 1.0,
+        transport: str = "auto",
+        transports: Mapping[str, Transport] = TRANSPORTS,
+        tls: ClusterTls | None = None,
+        tamper: Any = None,
+    ) -> None:
+        """`memory`: the slab in which the caller's blocks usually lie (the host tier): read and written without a copy."""
+        self._block_bytes, self._namespace, self._secret = block_bytes, namespace, secret
+        self._worker_id, self._host, self._memory = worker_id, host, memory
+        self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s
+        self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
+        self._wanted_nodes = tuple(nodes)
+        self._nodes: list[_Node] = []
+        self._peers: dict[str, _Node] = {}  # workers that hold blocks, by "host:port"
+        self._closing: set[asyncio.Task[None]] = set()
+        self._slabs: list[Slab] = []
+        self._staging: Staging | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
+        self._lock = threading.Lock()
+        self._stats = StoreStats()
+        self._is_open = False
+        self.lends_at: tuple[str, int] | None = None  # where this worker's own slab server listens
+
+    # ---- life
+
+    def start(self) -> None:
+        """Raises StoreError."""
+        self._thread.start()
+        self._is_open = True
+        try:
+            self._wait(self._open())
+        except BackendUnavailable as error:
+            self.close()
+            raise StoreError(self.name, str(error)) from error
+
+    async def _open(self) -> None:
+        places = min(max(STAGING_BYTES // self._block_bytes, _LEAST_PLACES), _MOST_PLACES)
+        self._staging = Staging(self._block_bytes, places)
+        for memory in (self._staging.memory, *([self._memory] if self._memory is not None else [])):
+            slab = Slab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
+            self._slabs.append(slab)
+            await slab.start()
+        self._set_nodes(self._wanted_nodes)
+
+    def close(self) -> None:
+        """Let go of every node. Blocks stay in the store."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._wait(self._shut())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _shut(self) -> None:
+        for node in [*self._nodes, *self._peers.values()]:
+            self._drop(node)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+        for slab in self._slabs:
+            await slab.aclose()
+        if self._staging is not None:
+            self._staging.free()
+
+    def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        """The live nodes of the store, whenever they change. From any thread; before start() too."""
+        self._wanted_nodes = tuple(nodes)
+        if self._is_open:
+            self._loop.call_soon_threadsafe(self._set_nodes, self._wanted_nodes)
+
+    def _set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        known = {node.address: node for node in self._nodes}
+        for address, node in known.items():
+            if address not in nodes:
+                self._drop(node)
+        ordered = sorted(nodes, key=lambda node: node.node_id)
+        self._nodes = [known.get(address) or _Node(address) for address in ordered]
+
+    def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    # ---- BlockStore
+
+    def key(self, digest: BlockHash) -> bytes:
+        """A block's name in the store: blocks of other models, types and codecs have other names."""
+        return hashlib.blake2b(self._namespace + digest, digest_size=16).digest()
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return self._wait(self._contains([self.key(digest) for digest in hashes])) if hashes else []
+
+    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        if not hashes:
+            return []
+        began = time.monotonic()
+        spots = [Spot(self.key(digest), view, self._offset(view)) for digest, view in zip(hashes, into, strict=True)]
+        loaded = self._wait(self._load(spots))
+        with self._lock:
+            self._stats = replace(
+                self._stats,
+                loaded_blocks=self._stats.loaded_blocks + sum(loaded),
+                loaded_bytes=self._stats.loaded_bytes
+                + sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good),
+                load_s=self._stats.load_s + time.monotonic() - began,
+            )
+        return loaded
+
+    def store(
+        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
+    ) -> list[bool]:
+        if not hashes:
+            return []
+        began = time.monotonic()
+        spots = [
+            Spot(self.key(digest), view, self._offset(view), meta)
+            for digest, view, meta in zip(hashes, blocks, metas, strict=True)
+        ]
+        kept = self._wait(self._store(spots))
+        with self._lock:
+            self._stats = replace(
+                self._stats,
+                stored_blocks=self._stats.stored_blocks + sum(kept),
+                stored_bytes=self._stats.stored_bytes
+                + sum(view.nbytes for view, good in zip(blocks, kept, strict=True) if good),
+                store_s=self._stats.store_s + time.monotonic() - began,
+                rejected_blocks=self._stats.rejected_blocks + len(kept) - sum(kept),
+            )
+        return kept
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        keys = [self.key(digest) for digest in hashes]
+        self._wait(self._everywhere(lambda peer: peer.forget(keys)))
+
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        """Keep these for so long, within the nodes' limits; 0 ends it."""
+        keys = [self.key(digest) for digest in hashes]
+        self._wait(self._everywhere(lambda peer: peer.pin(keys, ttl_s)))
+
+    def replicate(self, hashes: Sequence[BlockHash]) -> int:
+        """Have every node that holds some of these bring them to where placement wants them; how many copies that took."""
+        keys = [self.key(digest) for digest in hashes]
+        return sum(self._wait(self._everywhere(lambda peer: peer.replicate(keys, within_s=_PUT_S))))
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            corrupt = sum(node.peer.num_corrupt for node in self._nodes if node.peer is not None)
+            return replace(self._stats, corrupt_blocks=self._stats.corrupt_blocks + corrupt)
+
+    def speed(self) -> tuple[float, float]:
+        """(bytes per second of loads so far, seconds until the first byte); (0, 0): not measured. For the cost model."""
+        stats = self.stats()
+        return (stats.loaded_bytes / stats.load_s, self._answer_s / 1000) if stats.loaded_bytes else (0.0, 0.0)
+
+    def describe(self) -> list[bytes]:
+        """What every node that answers says of itself, as JSON."""
+        return self._wait(self._everywhere(lambda peer: peer.describe()))
+
+    def announce(self, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
+        """This worker's own slab server (`lends_at`) lends these from now on, and no longer those. Does not wait."""
+        if self._is_open and self.lends_at is not None:
+            names = [self.key(digest) for digest in added], [self.key(digest) for digest in removed]
+            asyncio.run_coroutine_threadsafe(self._announce(*names), self._loop)
+
+    # ---- on the loop
+
+    def _offset(self, view: memoryview) -> int | None:
+        """Where a block lies in the caller's slab; None: it must be staged. NIXL's reads cannot be stopped: always so."""
+        if view.nbytes > self._block_bytes:
+            raise ValueError(f"a block of {view.nbytes} bytes, not {self._block_bytes}")
+        return None if self._memory is None or self._transport == "nixl" else offset_in(self._memory, view)
+
+    def _order(self, keys: Sequence[bytes]) -> list[list[_Node]]:
+        """For each key the nodes where it may be: those that should hold it, and one that may have done so before."""
+        nodes = self._nodes
+        rows = ranked(keys, [node.address for node in nodes]).tolist()
+        return [[nodes[i] for i in row[: self._num_replicas + 1]] for row in rows]
+
+    async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        found = [False] * len(keys)
+        order = self._order(keys)
+
+        async def ask(node: _Node, chosen: list[int]) -> None:
+            peer = await self._peer_of(node)
+            if peer is not None:
+                try:
+                    for i, here in zip(chosen, await peer.exists([keys[i] for i in chosen]), strict=True):
+                        found[i] |= here
+                except PeerLost as error:
+                    self._failed(node, error.why)
+
+        await self._by_rank(order, found, ask)
+        missing = [i for i, here in enumerate(found) if not here]
+        for i, address in zip(missing, await self._whereabouts([keys[i] for i in missing]), strict=True):
+            found[i] = bool(address)
+        return found
+
+    @staticmethod
+    async def _by_rank(order: list[list[_Node]], done: list[bool], ask: Any) -> None:
+        """Ask each key's first node, all nodes at once; then for what is still missing the second, and so on."""
+        for rank in range(max(map(len, order), default=0)):
+            groups: defaultdict[int, list[int]] = defaultdict(list)
+            nodes: dict[int, _Node] = {}
+            for index, choices in enumerate(order):
+                if not done[index] and rank < len(choices):
+                    nodes[id(choices[rank])] = choices[rank]
+                    groups[id(choices[rank])].append(index)
+            if not groups:
+                return
+            async with asyncio.TaskGroup() as group:
+                for which, chosen in groups.items():
+                    group.create_task(ask(nodes[which], chosen))
+
+    async def _load(self, spots: Sequence[Spot]) -> list[bool]:
+        loaded = [False] * len(spots)
+        order = self._order([spot.key for spot in spots])
+
+        async def ask(node: _Node, chosen: list[int]) -> None:
+            for batch in cut_in_batches([spots[i] for i in chosen], _BATCH_BYTES, self._num_places):
+                await self._get(node, [spots[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
+
+        await self._by_rank(order, loaded, ask)
+        missing = [i for i, here in enumerate(loaded) if not here]
+        if missing:
+            at = await self._whereabouts([spots[i].key for i in missing])
+            workers = [[self._worker(address)] if address else [] for address in at]
+            found = [False] * len(missing)
+
+            async def ask_worker(node: _Node, chosen: list[int]) -> None:
+                await ask(node, [missing[i] for i in chosen])
+
+            await self._by_rank(workers, found, ask_worker)
+        return loaded
+
+    async def _get(self, node: _Node, spots: Sequence[Spot], loaded: list[bool], index: Sequence[int]) -> None:
+        """Bring one batch from one node, as far as it has it."""
+        staged = [i for i, spot in enumerate(spots) if spot.offset is None]
+        assert self._staging is not None
+        try:
+            async with self._staging.places(len(staged)) as places:
+                peer = await self._peer_of(node)
+                if peer is None:
+                    return
+                at = dict(zip(staged, places, strict=True))
+                wanted = [
+                    Wanted(spot.key, 0, at[i], spot.view.nbytes) if spot.offset is None
+                    else Wanted(spot.key, 1, spot.offset, spot.view.nbytes)
+                    for i, spot in enumerate(spots)
+                ]  # fmt: skip
+                sizes = await peer.get(wanted)
+                good = [size == spot.view.nbytes for size, spot in zip(sizes, spots, strict=True)]
+                await asyncio.to_thread(self._unstage, [(spots[i], at[i]) for i in staged if good[i]])
+        except PeerLost as error:
+            self._failed(node, error.why)
+        except StuckRead as error:
+            if any(spot.offset is not None for spot in spots):
+                await asyncio.wait({error.read})  # the caller's own memory: it must not have it back before
+            self._failed(node, error.why)
+        else:
+            for i, is_good in zip(index, good, strict=True):
+                loaded[i] = is_good
+
+    def _unstage(self, pairs: Sequence[tuple[Spot, int]]) -> None:
+        assert self._staging is not None and self._staging.memory.view is not None
+        for spot, place in pairs:
+            np.copyto(
+                np.frombuffer(spot.view, dtype=np.uint8),
+                np.frombuffer(self._staging.memory.view[place : place + spot.view.nbytes], dtype=np.uint8),
+            )
+
+    async def _store(self, spots: Sequence[Spot]) -> list[bool]:
+        """Every replica reads from us. Kept, where one of them keeps it."""
+        kept = [False] * len(spots)
+        for batch in cut_in_batches(spots, _BATCH_BYTES, self._num_places):
+            some = [spots[i] for i in batch]
+            assert self._staging is not None
+            staged = [i for i, spot in enumerate(some) if spot.offset is None]
+            async with self._staging.places(len(staged)) as places:
+                at = dict(zip(staged, places, strict=True))
+                sums = await asyncio.to_thread(self._prepare, some, at)
+                order = self._order([spot.key for spot in some])
+                groups: dict[int, tuple[_Node, list[int]]] = {}
+                for i, nodes in enumerate(order):
+                    for node in nodes[: self._num_replicas]:
+                        groups.setdefault(id(node), (node, []))[1].append(i)
+                results = await asyncio.gather(
+                    *(self._put(node, chosen, some, at, sums) for node, chosen in groups.values())
+                )
+                for (_, chosen), answers in zip(groups.values(), results, strict=True):
+                    for i, is_kept in zip(chosen, answers, strict=True):
+                        kept[batch[i]] |= is_kept
+        return kept
+
+    def _prepare(self, spots: Sequence[Spot], at: Mapping[int, int]) -> list[int]:
+        """Copy to the staging slab what is not in the caller's, and hash all of it."""
+        assert self._staging is not None
+        sums: list[int] = []
+        for i, spot in enumerate(spots):
+            memory, offset = self._memory, spot.offset
+            if offset is None:
+                memory, offset = self._staging.memory, at[i]
+                assert memory.view is not None
+                memory.view[offset : offset + spot.view.nbytes] = spot.view.cast("B")
+            assert memory is not None and memory.view is not None
+            sums.append(int(xxh3_regions(memory.view, np.array([offset], dtype=np.int64), spot.view.nbytes)[0]))
+        return sums
+
+    async def _put(
+        self, node: _Node, chosen: Sequence[int], spots: Sequence[Spot], at: Mapping[int, int], sums: Sequence[int]
+    ) -> list[bool]:
+        kept = dict.fromkeys(chosen, False)
+        peer = await self._peer_of(node)
+        if peer is None:
+            return list(kept.values())
+        try:
+            for slab in (0, 1):
+                some = [i for i in chosen if (spots[i].offset is None) == (slab == 0)]
+                offers = [_offer(spots[i], at.get(i, spots[i].offset or 0), sums[i]) for i in some]
+                if offers:
+                    answers = await peer.put(slab, offers, within_s=_PUT_S)
+                    kept |= dict(zip(some, answers, strict=True))
+        except PeerLost as error:
+            self._failed(node, error.why)
+        return list(kept.values())
+
+    async def _everywhere(self, ask: Any) -> list[Any]:
+        """The answers of all nodes that answer."""
+
+        async def one(node: _Node) -> list[Any]:
+            peer = await self._peer_of(node)
+            if peer is None:
+                return []
+            try:
+                return [await ask(peer)]
+            except PeerLost as error:
+                self._failed(node, error.why)
+                return []
+
+        return [answer for answers in await asyncio.gather(*map(one, self._nodes)) for answer in answers]
+
+    async def _whereabouts(self, keys: Sequence[bytes]) -> list[str]:
+        """ "host:port" of a worker that says it holds each of these, not this one; told by each key's first node."""
+        places = [""] * len(keys)
+
+        async def ask(node: _Node, chosen: list[int]) -> None:
+            peer = await self._peer_of(node)
+            if peer is not None:
+                try:
+                    answers = await peer.whereabouts([keys[i] for i in chosen])
+                except PeerLost as error:
+                    self._failed(node, error.why)
+                    return
+                for i, address in zip(chosen, answers, strict=True):
+                    places[i] = address
+
+        await self._by_rank([nodes[:1] for nodes in self._order(keys)], [False] * len(keys), ask)
+        me = "" if self.lends_at is None else "{}:{}".format(*self.lends_at)
+        return ["" if place == me else place for place in places]
+
+    async def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        assert self.lends_at is not None
+        news: defaultdict[int, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
+        for which, keys in enumerate((added, removed)):
+            for key, nodes in zip(keys, self._order(keys), strict=True):
+                for node in nodes[:1]:
+                    news[self._nodes.index(node)][which].append(key)
+        for index, (some, gone) in news.items():
+            peer = await self._peer_of(self._nodes[index])
+            if peer is not None:
+                peer.tell_holding(*self.lends_at, some, gone)
+
+    # ---- nodes
+
+    @property
+    def _num_places(self) -> int:
+        return self._staging.num_places if self._staging is not None else 1
+
+    def _worker(self, address: str) -> _Node:
+        """The slab server of another worker. Its address came from a node of the store, never from a client."""
+        node = self._peers.pop(address, None)
+        if node is None:
+            host, _, port = address.rpartition(":")
+            node = _Node(StoreAddress(address, host, int(port), 0))
+        self._peers[address] = node  # now the one used last
+        while len(self._peers) > _MAX_PEERS:
+            self._drop(self._peers.pop(next(iter(self._peers))))
+        return node
+
+    async def _peer_of(self, node: _Node) -> SlabPeer | None:
+        """Connected; None while it rests."""
+        if node.peer is not None and node.peer.is_up:
+            return node.peer
+        if node.peer is not None:
+            self._failed(node, "the connection ended")
+        if node.rests_until_s > time.monotonic():
+            return None
+        if node.connecting is None:
+            node.connecting = asyncio.create_task(self._connect(node), name=f"connect {node.address.node_id}")
+        try:
+            return await asyncio.shield(node.connecting)
+        except PeerLost:
+            return None
+
+    async def _connect(self, node: _Node) -> SlabPeer:
+        peer = SlabPeer(
+            node.address.host, node.address.port, self._secret, self._slabs, peer_id=self._worker_id,
+            block_bytes=self._block_bytes, answer_s=self._answer_s, stall_s=self._stall_s, tls=self._tls,
+            tamper=self._tamper,
+        )  # fmt: skip
+        try:
+            await peer.connect()
+        except PeerLost as error:
+            self._rest(node, error.why)
+            raise
+        finally:
+            node.connecting = None
+        node.peer, node.failures = peer, 0
+        return peer
+
+    def _failed(self, node: _Node, why: str) -> None:
+        """Let it rest, and begin anew with it afterwards."""
+        if node.peer is not None:  # else another request has met the same
+            self._drop(node)
+            self._rest(node, why)
+
+    @staticmethod
+    def _rest(node: _Node, why: str) -> None:
+        rest_s = min(_FIRST_REST_S * 2**node.failures, _LAST_REST_S)
+        node.failures = min(node.failures + 1, 16)
+        node.rests_until_s = time.monotonic() + rest_s
+        logger.warning("store node %s rests for %.0f s: %s", node.address.node_id, rest_s, why)
+
+    def _drop(self, node: _Node) -> None:
+        """Close its connection, as far as what is in flight lets it."""
+        peer, node.peer = node.peer, None
+        if node.connecting is not None:
+            node.connecting.cancel()
+        if peer is not None:
+            task = asyncio.get_running_loop().create_task(peer.aclose(), name="close store node")
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+
+
+def _offer(spot: Spot, offset: int, checksum: int) -> Offered:
+    meta = spot.meta or BlockMeta(None, 0)
+    return Offered(
+        key=spot.key, offset=offset, num_bytes=spot.view.nbytes, checksum=checksum, parent=meta.parent or b"",
+        end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
+    )  # fmt: skip
