@@ -12,14 +12,15 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import numpy as np
 
 from kvrelay.cluster.remote_blocks import Spot, cut_in_batches, offset_in
+from kvrelay.cluster.store_links import Node, StoreLinks
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
-from kvrelay.kvcache.placement import StoreAddress, ranked
+from kvrelay.kvcache.placement import StoreAddress
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvtransfer.mover import xxh3_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS
@@ -39,20 +40,6 @@ STAGING_BYTES = 32 << 20
 _LEAST_PLACES, _MOST_PLACES = 4, 64
 _BATCH_BYTES = 64 << 20  # of one request to one node
 _PUT_S = 10.0
-_FIRST_REST_S, _LAST_REST_S = 1.0, 30.0
-_MAX_PEERS = 64  # workers that this one reads from at once
-_START_S = 10.0
-
-
-@dataclass(slots=True)
-class _Node:
-    """One node as this client knows it."""
-
-    address: StoreAddress
-    peer: SlabPeer | None = None
-    connecting: "asyncio.Task[SlabPeer] | None" = None
-    failures: int = 0
-    rests_until_s: float = 0.0
 
 
 class RemoteStore:
@@ -84,9 +71,7 @@ class RemoteStore:
         self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s
         self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
         self._wanted_nodes = tuple(nodes)
-        self._nodes: list[_Node] = []
-        self._peers: dict[str, _Node] = {}  # workers that hold blocks, by "host:port"
-        self._closing: set[asyncio.Task[None]] = set()
+        self._links = StoreLinks(self._make_peer, num_replicas=num_replicas)
         self._slabs: list[Slab] = []
         self._staging: Staging | None = None
         self._loop = asyncio.new_event_loop()
@@ -115,7 +100,7 @@ class RemoteStore:
             slab = Slab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
             self._slabs.append(slab)
             await slab.start()
-        self._set_nodes(self._wanted_nodes)
+        self._links.set_nodes(self._wanted_nodes)
 
     def close(self) -> None:
         """Let go of every node. Blocks stay in the store."""
@@ -128,9 +113,7 @@ class RemoteStore:
         self._loop.close()
 
     async def _shut(self) -> None:
-        for node in [*self._nodes, *self._peers.values()]:
-            self._drop(node)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self._links.aclose()
         for slab in self._slabs:
             await slab.aclose()
         if self._staging is not None:
@@ -140,15 +123,7 @@ class RemoteStore:
         """The live nodes of the store, whenever they change. From any thread; before start() too."""
         self._wanted_nodes = tuple(nodes)
         if self._is_open:
-            self._loop.call_soon_threadsafe(self._set_nodes, self._wanted_nodes)
-
-    def _set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
-        known = {node.address: node for node in self._nodes}
-        for address, node in known.items():
-            if address not in nodes:
-                self._drop(node)
-        ordered = sorted(nodes, key=lambda node: node.node_id)
-        self._nodes = [known.get(address) or _Node(address) for address in ordered]
+            self._loop.call_soon_threadsafe(self._links.set_nodes, self._wanted_nodes)
 
     def _wait(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
@@ -202,22 +177,21 @@ class RemoteStore:
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         keys = [self.key(digest) for digest in hashes]
-        self._wait(self._everywhere(lambda peer: peer.forget(keys)))
+        self._wait(self._links.everywhere(lambda peer: peer.forget(keys)))
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
         """Keep these for so long, within the nodes' limits; 0 ends it."""
         keys = [self.key(digest) for digest in hashes]
-        self._wait(self._everywhere(lambda peer: peer.pin(keys, ttl_s)))
+        self._wait(self._links.everywhere(lambda peer: peer.pin(keys, ttl_s)))
 
     def replicate(self, hashes: Sequence[BlockHash]) -> int:
         """Have every node that holds some of these bring them to where placement wants them; how many copies that took."""
         keys = [self.key(digest) for digest in hashes]
-        return sum(self._wait(self._everywhere(lambda peer: peer.replicate(keys, within_s=_PUT_S))))
+        return sum(self._wait(self._links.everywhere(lambda peer: peer.replicate(keys, within_s=_PUT_S))))
 
     def stats(self) -> StoreStats:
         with self._lock:
-            corrupt = sum(node.peer.num_corrupt for node in self._nodes if node.peer is not None)
-            return replace(self._stats, corrupt_blocks=self._stats.corrupt_blocks + corrupt)
+            return replace(self._stats, corrupt_blocks=self._links.num_corrupt)
 
     def speed(self) -> tuple[float, float]:
         """(bytes per second of loads so far, seconds until the first byte); (0, 0): not measured. For the cost model."""
@@ -226,7 +200,7 @@ class RemoteStore:
 
     def describe(self) -> list[bytes]:
         """What every node that answers says of itself, as JSON."""
-        return self._wait(self._everywhere(lambda peer: peer.describe()))
+        return self._wait(self._links.everywhere(lambda peer: peer.describe()))
 
     def announce(self, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
         """This worker's own slab server (`lends_at`) lends these from now on, and no longer those. Does not wait."""
@@ -242,75 +216,53 @@ class RemoteStore:
             raise ValueError(f"a block of {view.nbytes} bytes, not {self._block_bytes}")
         return None if self._memory is None or self._transport == "nixl" else offset_in(self._memory, view)
 
-    def _order(self, keys: Sequence[bytes]) -> list[list[_Node]]:
-        """For each key the nodes where it may be: those that should hold it, and one that may have done so before."""
-        nodes = self._nodes
-        rows = ranked(keys, [node.address for node in nodes]).tolist()
-        return [[nodes[i] for i in row[: self._num_replicas + 1]] for row in rows]
-
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
-        order = self._order(keys)
+        order = self._links.order(keys)
 
-        async def ask(node: _Node, chosen: list[int]) -> None:
-            peer = await self._peer_of(node)
+        async def ask(node: Node, chosen: list[int]) -> None:
+            peer = await self._links.peer_of(node)
             if peer is not None:
                 try:
                     for i, here in zip(chosen, await peer.exists([keys[i] for i in chosen]), strict=True):
                         found[i] |= here
                 except PeerLost as error:
-                    self._failed(node, error.why)
+                    self._links.failed(node, error.why)
 
-        await self._by_rank(order, found, ask)
+        await self._links.by_rank(order, found, ask)
         missing = [i for i, here in enumerate(found) if not here]
         for i, address in zip(missing, await self._whereabouts([keys[i] for i in missing]), strict=True):
             found[i] = bool(address)
         return found
 
-    @staticmethod
-    async def _by_rank(order: list[list[_Node]], done: list[bool], ask: Any) -> None:
-        """Ask each key's first node, all nodes at once; then for what is still missing the second, and so on."""
-        for rank in range(max(map(len, order), default=0)):
-            groups: defaultdict[int, list[int]] = defaultdict(list)
-            nodes: dict[int, _Node] = {}
-            for index, choices in enumerate(order):
-                if not done[index] and rank < len(choices):
-                    nodes[id(choices[rank])] = choices[rank]
-                    groups[id(choices[rank])].append(index)
-            if not groups:
-                return
-            async with asyncio.TaskGroup() as group:
-                for which, chosen in groups.items():
-                    group.create_task(ask(nodes[which], chosen))
-
     async def _load(self, spots: Sequence[Spot]) -> list[bool]:
         loaded = [False] * len(spots)
-        order = self._order([spot.key for spot in spots])
+        order = self._links.order([spot.key for spot in spots])
 
-        async def ask(node: _Node, chosen: list[int]) -> None:
+        async def ask(node: Node, chosen: list[int]) -> None:
             for batch in cut_in_batches([spots[i] for i in chosen], _BATCH_BYTES, self._num_places):
                 await self._get(node, [spots[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
 
-        await self._by_rank(order, loaded, ask)
+        await self._links.by_rank(order, loaded, ask)
         missing = [i for i, here in enumerate(loaded) if not here]
         if missing:
             at = await self._whereabouts([spots[i].key for i in missing])
-            workers = [[self._worker(address)] if address else [] for address in at]
+            workers = [[self._links.worker(address)] if address else [] for address in at]
             found = [False] * len(missing)
 
-            async def ask_worker(node: _Node, chosen: list[int]) -> None:
+            async def ask_worker(node: Node, chosen: list[int]) -> None:
                 await ask(node, [missing[i] for i in chosen])
 
-            await self._by_rank(workers, found, ask_worker)
+            await self._links.by_rank(workers, found, ask_worker)
         return loaded
 
-    async def _get(self, node: _Node, spots: Sequence[Spot], loaded: list[bool], index: Sequence[int]) -> None:
+    async def _get(self, node: Node, spots: Sequence[Spot], loaded: list[bool], index: Sequence[int]) -> None:
         """Bring one batch from one node, as far as it has it."""
         staged = [i for i, spot in enumerate(spots) if spot.offset is None]
         assert self._staging is not None
         try:
             async with self._staging.places(len(staged)) as places:
-                peer = await self._peer_of(node)
+                peer = await self._links.peer_of(node)
                 if peer is None:
                     return
                 at = dict(zip(staged, places, strict=True))
@@ -323,11 +275,11 @@ class RemoteStore:
                 good = [size == spot.view.nbytes for size, spot in zip(sizes, spots, strict=True)]
                 await asyncio.to_thread(self._unstage, [(spots[i], at[i]) for i in staged if good[i]])
         except PeerLost as error:
-            self._failed(node, error.why)
+            self._links.failed(node, error.why)
         except StuckRead as error:
             if any(spot.offset is not None for spot in spots):
                 await asyncio.wait({error.read})  # the caller's own memory: it must not have it back before
-            self._failed(node, error.why)
+            self._links.failed(node, error.why)
         else:
             for i, is_good in zip(index, good, strict=True):
                 loaded[i] = is_good
@@ -350,8 +302,8 @@ class RemoteStore:
             async with self._staging.places(len(staged)) as places:
                 at = dict(zip(staged, places, strict=True))
                 sums = await asyncio.to_thread(self._prepare, some, at)
-                order = self._order([spot.key for spot in some])
-                groups: dict[int, tuple[_Node, list[int]]] = {}
+                order = self._links.order([spot.key for spot in some])
+                groups: dict[int, tuple[Node, list[int]]] = {}
                 for i, nodes in enumerate(order):
                     for node in nodes[: self._num_replicas]:
                         groups.setdefault(id(node), (node, []))[1].append(i)
@@ -365,23 +317,27 @@ class RemoteStore:
 
     def _prepare(self, spots: Sequence[Spot], at: Mapping[int, int]) -> list[int]:
         """Copy to the staging slab what is not in the caller's, and hash all of it."""
-        assert self._staging is not None
-        sums: list[int] = []
+        staging = self._staging
+        assert staging is not None and staging.memory.view is not None
+        groups: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         for i, spot in enumerate(spots):
-            memory, offset = self._memory, spot.offset
-            if offset is None:
-                memory, offset = self._staging.memory, at[i]
-                assert memory.view is not None
-                memory.view[offset : offset + spot.view.nbytes] = spot.view.cast("B")
+            if spot.offset is None:
+                staging.memory.view[at[i] : at[i] + spot.view.nbytes] = spot.view.cast("B")
+            groups[spot.offset is None, spot.view.nbytes].append(i)
+        sums = [0] * len(spots)
+        for (is_staged, num_bytes), chosen in groups.items():
+            memory = staging.memory if is_staged else self._memory
             assert memory is not None and memory.view is not None
-            sums.append(int(xxh3_regions(memory.view, np.array([offset], dtype=np.int64), spot.view.nbytes)[0]))
+            offsets = np.array([at.get(i, spots[i].offset or 0) for i in chosen], dtype=np.int64)
+            for i, found in zip(chosen, xxh3_regions(memory.view, offsets, num_bytes).tolist(), strict=True):
+                sums[i] = found
         return sums
 
     async def _put(
-        self, node: _Node, chosen: Sequence[int], spots: Sequence[Spot], at: Mapping[int, int], sums: Sequence[int]
+        self, node: Node, chosen: Sequence[int], spots: Sequence[Spot], at: Mapping[int, int], sums: Sequence[int]
     ) -> list[bool]:
         kept = dict.fromkeys(chosen, False)
-        peer = await self._peer_of(node)
+        peer = await self._links.peer_of(node)
         if peer is None:
             return list(kept.values())
         try:
@@ -392,40 +348,25 @@ class RemoteStore:
                     answers = await peer.put(slab, offers, within_s=_PUT_S)
                     kept |= dict(zip(some, answers, strict=True))
         except PeerLost as error:
-            self._failed(node, error.why)
+            self._links.failed(node, error.why)
         return list(kept.values())
-
-    async def _everywhere(self, ask: Any) -> list[Any]:
-        """The answers of all nodes that answer."""
-
-        async def one(node: _Node) -> list[Any]:
-            peer = await self._peer_of(node)
-            if peer is None:
-                return []
-            try:
-                return [await ask(peer)]
-            except PeerLost as error:
-                self._failed(node, error.why)
-                return []
-
-        return [answer for answers in await asyncio.gather(*map(one, self._nodes)) for answer in answers]
 
     async def _whereabouts(self, keys: Sequence[bytes]) -> list[str]:
         """ "host:port" of a worker that says it holds each of these, not this one; told by each key's first node."""
         places = [""] * len(keys)
 
-        async def ask(node: _Node, chosen: list[int]) -> None:
-            peer = await self._peer_of(node)
+        async def ask(node: Node, chosen: list[int]) -> None:
+            peer = await self._links.peer_of(node)
             if peer is not None:
                 try:
                     answers = await peer.whereabouts([keys[i] for i in chosen])
                 except PeerLost as error:
-                    self._failed(node, error.why)
+                    self._links.failed(node, error.why)
                     return
                 for i, address in zip(chosen, answers, strict=True):
                     places[i] = address
 
-        await self._by_rank([nodes[:1] for nodes in self._order(keys)], [False] * len(keys), ask)
+        await self._links.by_rank([nodes[:1] for nodes in self._links.order(keys)], [False] * len(keys), ask)
         me = "" if self.lends_at is None else "{}:{}".format(*self.lends_at)
         return ["" if place == me else place for place in places]
 
@@ -433,84 +374,24 @@ class RemoteStore:
         assert self.lends_at is not None
         news: defaultdict[int, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
         for which, keys in enumerate((added, removed)):
-            for key, nodes in zip(keys, self._order(keys), strict=True):
+            for key, nodes in zip(keys, self._links.order(keys), strict=True):
                 for node in nodes[:1]:
-                    news[self._nodes.index(node)][which].append(key)
+                    news[self._links.nodes.index(node)][which].append(key)
         for index, (some, gone) in news.items():
-            peer = await self._peer_of(self._nodes[index])
+            peer = await self._links.peer_of(self._links.nodes[index])
             if peer is not None:
                 peer.tell_holding(*self.lends_at, some, gone)
-
-    # ---- nodes
 
     @property
     def _num_places(self) -> int:
         return self._staging.num_places if self._staging is not None else 1
 
-    def _worker(self, address: str) -> _Node:
-        """The slab server of another worker. Its address came from a node of the store, never from a client."""
-        node = self._peers.pop(address, None)
-        if node is None:
-            host, _, port = address.rpartition(":")
-            node = _Node(StoreAddress(address, host, int(port), 0))
-        self._peers[address] = node  # now the one used last
-        while len(self._peers) > _MAX_PEERS:
-            self._drop(self._peers.pop(next(iter(self._peers))))
-        return node
-
-    async def _peer_of(self, node: _Node) -> SlabPeer | None:
-        """Connected; None while it rests."""
-        if node.peer is not None and node.peer.is_up:
-            return node.peer
-        if node.peer is not None:
-            self._failed(node, "the connection ended")
-        if node.rests_until_s > time.monotonic():
-            return None
-        if node.connecting is None:
-            node.connecting = asyncio.create_task(self._connect(node), name=f"connect {node.address.node_id}")
-        try:
-            return await asyncio.shield(node.connecting)
-        except PeerLost:
-            return None
-
-    async def _connect(self, node: _Node) -> SlabPeer:
-        peer = SlabPeer(
-            node.address.host, node.address.port, self._secret, self._slabs, peer_id=self._worker_id,
+    def _make_peer(self, address: StoreAddress) -> SlabPeer:
+        return SlabPeer(
+            address.host, address.port, self._secret, self._slabs, peer_id=self._worker_id,
             block_bytes=self._block_bytes, answer_s=self._answer_s, stall_s=self._stall_s, tls=self._tls,
             tamper=self._tamper,
         )  # fmt: skip
-        try:
-            await peer.connect()
-        except PeerLost as error:
-            self._rest(node, error.why)
-            raise
-        finally:
-            node.connecting = None
-        node.peer, node.failures = peer, 0
-        return peer
-
-    def _failed(self, node: _Node, why: str) -> None:
-        """Let it rest, and begin anew with it afterwards."""
-        if node.peer is not None:  # else another request has met the same
-            self._drop(node)
-            self._rest(node, why)
-
-    @staticmethod
-    def _rest(node: _Node, why: str) -> None:
-        rest_s = min(_FIRST_REST_S * 2**node.failures, _LAST_REST_S)
-        node.failures = min(node.failures + 1, 16)
-        node.rests_until_s = time.monotonic() + rest_s
-        logger.warning("store node %s rests for %.0f s: %s", node.address.node_id, rest_s, why)
-
-    def _drop(self, node: _Node) -> None:
-        """Close its connection, as far as what is in flight lets it."""
-        peer, node.peer = node.peer, None
-        if node.connecting is not None:
-            node.connecting.cancel()
-        if peer is not None:
-            task = asyncio.get_running_loop().create_task(peer.aclose(), name="close store node")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
 
 
 def _offer(spot: Spot, offset: int, checksum: int) -> Offered:

@@ -12,10 +12,11 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import msgspec
 
+from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction import Policy
 from kvrelay.kvcache.store import BlockMeta, BlockStore
 from kvrelay.kvcache.tier_index import TierIndex
@@ -54,13 +55,16 @@ class StoreNode:
         self,
         node_id: str,
         memory: KvMemory,
-        make_policy: Callable[[], Policy],
+        make_policy: Callable[[int], Policy],
         *,
         tenant_quota_bytes: int | None = None,
         make_disk: Callable[[int], BlockStore] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`make_disk(slot_bytes)`: the store below the memory, not started. The clients tell how large blocks are."""
+        """`make_policy(num_slots)`; `make_disk(slot_bytes)`: the store below the memory, not started.
+
+        How large blocks are, its first client tells.
+        """
         assert memory.view is not None
         self.node_id, self.epoch = node_id, uuid.uuid4().hex
         self.memory, self._view = memory, memory.view
@@ -74,6 +78,7 @@ class StoreNode:
         self._hints: OrderedDict[bytes, tuple[object, str]] = OrderedDict()
         self._hint_keys: dict[object, set[bytes]] = {}
         self._disk: BlockStore | None = None
+        self.disk_problem = ""
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="store-disk")
         self._spill: OrderedDict[bytes, None] = OrderedDict()
         self._spilling: asyncio.Task[None] | None = None
@@ -91,9 +96,7 @@ class StoreNode:
     # ---- size of blocks
 
     def welcome(self, block_bytes: int) -> str | None:
-        if block_bytes < 1:
-            return "a client must say how large its blocks are"
-        if self._index is None:
+        if self._index is None and block_bytes:  # 0: it only asks
             self._carve(block_bytes)
         if block_bytes > self.block_bytes:
             return (
@@ -109,11 +112,17 @@ class StoreNode:
             logger.warning("store.memory holds not one block of %d bytes", block_bytes)
             return
         quota = None if self._quota_bytes is None else max(self._quota_bytes // stride, 1)
-        self._index = TierIndex(num_slots, self._make_policy(), default_quota=quota)
+        self._index = TierIndex(num_slots, self._make_policy(num_slots), default_quota=quota)
         self._stride, self.block_bytes = stride, stride - _TRAILER_BYTES
         if self._make_disk is not None:
-            self._disk = self._make_disk(stride)
-            self._disk.start()
+            disk = self._make_disk(stride)
+            try:
+                disk.start()
+            except StoreError as error:  # the memory serves on
+                logger.error("the store has no disk: %s", error)
+                self.disk_problem = str(error)
+            else:
+                self._disk = disk
 
     def _slot_view(self, slot: int) -> memoryview:
         return self._view[slot * self._stride : (slot + 1) * self._stride]
@@ -282,6 +291,7 @@ class StoreNode:
                 "reserved": 0 if counts is None else counts.reserved, "pinned": 0 if counts is None else counts.pinned,
                 "used_bytes": sum(self._blocks[slot].num_bytes for slot in self._cached_slots()),
                 "evicted": 0 if index is None else index.num_evicted, "hints": len(self._hints),
+                "disk": None if self._disk is None else asdict(self._disk.stats()), "disk_problem": self.disk_problem,
                 "sums": {name: getattr(self.sums, name) for name in NodeSums.__slots__},
             }
         ).encode()  # fmt: skip

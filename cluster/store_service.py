@@ -33,7 +33,7 @@ class StoreService:
         secret: bytes,
         *,
         host: str,
-        make_policy: Callable[[], Policy] = Lru,
+        make_policy: Callable[[int], Policy] = lambda num_slots: Lru(),
         make_disk: Callable[[int], BlockStore] | None = None,
         transport: str = "auto",
         transports: Mapping[str, Transport] = TRANSPORTS,
@@ -60,7 +60,7 @@ class StoreService:
     def _peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(
             address.host, address.port, self._secret, [self._slab], peer_id=self.node.node_id,
-            block_bytes=max(self.node.block_bytes, 1), answer_s=self._stall_s, stall_s=self._stall_s, tls=self._tls,
+            block_bytes=self.node.block_bytes, answer_s=self._stall_s, stall_s=self._stall_s, tls=self._tls,
         )  # fmt: skip
 
     async def start(self, port: int = 0) -> StoreAddress:

@@ -25,6 +25,7 @@ from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache.remote import ClusterStore
 from kvrelay.kvcache.storage import DTYPES
 from kvrelay.plane import Connection, Server
 from kvrelay.tls import cluster_tls
@@ -113,10 +114,12 @@ class WorkerService:
         secret: bytes,
         host: str,
         cores: tuple[int, ...] | None,
+        cluster_store: ClusterStore | None = None,
     ) -> None:
+        """`cluster_store`: makes this process's client of the cluster's store; None: there is none."""
         self.settings, self.worker_id, self.node_id = settings, worker_id, node_id
         self.model_dir, self.model_name = model_dir, model_name
-        self.host, self.secret, self.cores = host, secret, cores
+        self.host, self.secret, self.cores, self.cluster_store = host, secret, cores, cluster_store
         self.tls = cluster_tls(settings.cluster, secret)
         self.epoch = uuid.uuid4().hex
         self.thread = EngineThread(self._build, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
