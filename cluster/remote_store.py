@@ -22,6 +22,7 @@ from kvrelay.cluster.store_links import Node, StoreLinks
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
 from kvrelay.kvcache.placement import StoreAddress
 from kvrelay.kvcache.store import BlockMeta, StoreStats
+from kvrelay.kvcache.sums import StoreSums
 from kvrelay.kvtransfer.mover import xxh3_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.slab_client import SlabPeer, Wanted
@@ -76,8 +77,7 @@ class RemoteStore:
         self._staging: Staging | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
-        self._lock = threading.Lock()
-        self._stats = StoreStats()
+        self._sums = StoreSums()
         self._is_open = False
         self.lends_at: tuple[str, int] | None = None  # where this worker's own slab server listens
 
@@ -135,49 +135,46 @@ class RemoteStore:
         return hashlib.blake2b(self._namespace + digest, digest_size=16).digest()
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        return self._wait(self._contains([self.key(digest) for digest in hashes])) if hashes else []
+        if not hashes or not self._is_open:
+            return [False] * len(hashes)
+        return self._wait(self._contains([self.key(digest) for digest in hashes]))
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        if not hashes:
-            return []
+        if not hashes or not self._is_open:
+            return [False] * len(hashes)
         began = time.monotonic()
         spots = [Spot(self.key(digest), view, self._offset(view)) for digest, view in zip(hashes, into, strict=True)]
         loaded = self._wait(self._load(spots))
-        with self._lock:
-            self._stats = replace(
-                self._stats,
-                loaded_blocks=self._stats.loaded_blocks + sum(loaded),
-                loaded_bytes=self._stats.loaded_bytes
-                + sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good),
-                load_s=self._stats.load_s + time.monotonic() - began,
-            )
+        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
+        self._sums.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=time.monotonic() - began)
         return loaded
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
-        if not hashes:
-            return []
+        if not hashes or not self._is_open:
+            return [False] * len(hashes)
         began = time.monotonic()
-        spots = [
-            Spot(self.key(digest), view, self._offset(view), meta)
-            for digest, view, meta in zip(hashes, blocks, metas, strict=True)
-        ]
-        kept = self._wait(self._store(spots))
-        with self._lock:
-            self._stats = replace(
-                self._stats,
-                stored_blocks=self._stats.stored_blocks + sum(kept),
-                stored_bytes=self._stats.stored_bytes
-                + sum(view.nbytes for view, good in zip(blocks, kept, strict=True) if good),
-                store_s=self._stats.store_s + time.monotonic() - began,
-                rejected_blocks=self._stats.rejected_blocks + len(kept) - sum(kept),
-            )
-        return kept
+        keys = [self.key(digest) for digest in hashes]
+        there = self._wait(self._exist(keys))
+        kept = {key for key, here in zip(keys, there, strict=True) if here}
+        new = {
+            key: Spot(key, view, self._offset(view), meta)
+            for key, view, meta in zip(keys, blocks, metas, strict=True)
+            if key not in kept
+        }
+        taken = self._wait(self._store(list(new.values())))
+        stored = {key for key, is_kept in zip(new, taken, strict=True) if is_kept}
+        self._sums.add(
+            stored_blocks=len(stored), stored_bytes=sum(new[key].view.nbytes for key in stored),
+            store_s=time.monotonic() - began, rejected_blocks=len(new) - len(stored),
+        )  # fmt: skip
+        return [key in kept or key in stored for key in keys]
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         keys = [self.key(digest) for digest in hashes]
-        self._wait(self._links.everywhere(lambda peer: peer.forget(keys)))
+        if self._is_open:
+            self._wait(self._links.everywhere(lambda peer: peer.forget(keys)))
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
         """Keep these for so long, within the nodes' limits; 0 ends it."""
@@ -190,8 +187,7 @@ class RemoteStore:
         return sum(self._wait(self._links.everywhere(lambda peer: peer.replicate(keys, within_s=_PUT_S))))
 
     def stats(self) -> StoreStats:
-        with self._lock:
-            return replace(self._stats, corrupt_blocks=self._links.num_corrupt)
+        return replace(self._sums.read(), corrupt_blocks=self._links.num_corrupt)
 
     def speed(self) -> tuple[float, float]:
         """(bytes per second of loads so far, seconds until the first byte); (0, 0): not measured. For the cost model."""
@@ -217,6 +213,14 @@ class RemoteStore:
         return None if self._memory is None or self._transport == "nixl" else offset_in(self._memory, view)
 
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """In the store, or at a worker that lends it."""
+        found = await self._exist(keys)
+        missing = [i for i, here in enumerate(found) if not here]
+        for i, address in zip(missing, await self._whereabouts([keys[i] for i in missing]), strict=True):
+            found[i] = bool(address)
+        return found
+
+    async def _exist(self, keys: Sequence[bytes]) -> list[bool]:
         found = [False] * len(keys)
         order = self._links.order(keys)
 
@@ -230,9 +234,6 @@ class RemoteStore:
                     self._links.failed(node, error.why)
 
         await self._links.by_rank(order, found, ask)
-        missing = [i for i, here in enumerate(found) if not here]
-        for i, address in zip(missing, await self._whereabouts([keys[i] for i in missing]), strict=True):
-            found[i] = bool(address)
         return found
 
     async def _load(self, spots: Sequence[Spot]) -> list[bool]:

@@ -9,6 +9,7 @@ import importlib
 import logging
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -105,13 +106,15 @@ class FsspecStore:
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
         began = self._clock()
-        kept = self._each(self._store_one, hashes, blocks)
-        num_bytes = sum(block.nbytes for block, good in zip(blocks, kept, strict=True) if good)
+        kept = {digest for digest, here in zip(hashes, self.contains(hashes), strict=True) if here}
+        new = {digest: block for digest, block in zip(hashes, blocks, strict=True) if digest not in kept}
+        done = self._each(self._store_one, list(new), list(new.values()))
+        stored = {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
         self._sums.add(
-            stored_blocks=sum(kept), stored_bytes=num_bytes, store_s=self._clock() - began,
-            rejected_blocks=len(kept) - sum(kept),
+            stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
+            store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
         )  # fmt: skip
-        return kept
+        return [digest in kept or digest in stored for digest in hashes]
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         self._each(self._delete_one, hashes)
@@ -149,8 +152,9 @@ class FsspecStore:
         path = self._path(digest)
         if self._scheme in ("file", "local"):  # only there folders must be made, and a torn file could be found
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            self._fs.pipe_file(f"{path}.new", seal(self._namespace, digest, block.cast("B")))
-            self._fs.mv(f"{path}.new", path)
+            new = f"{path}.{uuid.uuid4().hex}.new"  # others may write the same block
+            self._fs.pipe_file(new, seal(self._namespace, digest, block.cast("B")))
+            self._fs.mv(new, path)
         else:
             self._fs.pipe_file(path, seal(self._namespace, digest, block.cast("B")))
         return True

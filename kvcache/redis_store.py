@@ -110,23 +110,37 @@ class RedisStore:
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
         began = self._clock()
-        expiry = ("PX", int(self._ttl_s * 1000)) if self._ttl_s else ()
-        kept: list[bool] = []
+        kept = {digest for digest, here in zip(hashes, self.contains(hashes), strict=True) if here}
+        new = {digest: block for digest, block in zip(hashes, blocks, strict=True) if digest not in kept}
+        if self._ttl_s:
+            self._run([("PEXPIRE", self._key(digest), self._ttl_ms) for digest in kept])
+        stored = self._set(list(new), list(new.values()))
+        self._sums.add(
+            stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
+            store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
+        )  # fmt: skip
+        return [digest in kept or digest in stored for digest in hashes]
+
+    def _set(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview]) -> set[BlockHash]:
+        """Which of them the server took."""
+        expiry = ("PX", self._ttl_ms) if self._ttl_s else ()
+        stored: set[BlockHash] = set()
         for some in self._batches(len(hashes)):
             commands = [
                 ("SET", self._key(digest), seal(self._namespace, digest, block.cast("B")), *expiry)
                 for digest, block in zip(hashes[some], blocks[some], strict=True)
             ]
-            answers = self._run(commands)
-            kept += [
-                bool(answer) and not isinstance(answer, Exception) for answer in answers or [False] * len(commands)
-            ]
-        num_bytes = sum(block.nbytes for block, good in zip(blocks, kept, strict=True) if good)
-        self._sums.add(
-            stored_blocks=sum(kept), stored_bytes=num_bytes, store_s=self._clock() - began,
-            rejected_blocks=len(kept) - sum(kept),
-        )  # fmt: skip
-        return kept
+            answers = self._run(commands) or [False] * len(commands)
+            stored |= {
+                digest
+                for digest, answer in zip(hashes[some], answers, strict=True)
+                if answer and not isinstance(answer, Exception)
+            }
+        return stored
+
+    @property
+    def _ttl_ms(self) -> int:
+        return int(self._ttl_s * 1000)
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         if hashes:

@@ -155,7 +155,13 @@ class SlabPeer:
             self._tell(Release(number=number))
         if missed := sum(size == 0 and offset != MISSING for size, offset in zip(sizes, lent.offsets, strict=True)):
             self.num_corrupt += missed
-            logger.warning("%d blocks of %s:%d did not arrive as they left", missed, self.host, self.port)
+            logger.warning(
+                "%d blocks of %s:%d did not arrive as they left; they are deleted", missed, self.host, self.port
+            )
+            gone = [
+                one.key for one, size, at in zip(wanted, sizes, lent.offsets, strict=True) if not size and at != MISSING
+            ]
+            self._tell(Forget(number=next(self._numbers), keys=gone))
         return sizes
 
     async def _read(self, wanted: Sequence[Wanted], lent: Lent) -> list[int]:
