@@ -15,15 +15,13 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-import numpy as np
-
-from kvrelay.cluster.remote_blocks import Spot, cut_in_batches, offset_in
+from kvrelay.cluster.remote_blocks import IN_PLACE, STAGED, Desk, Spot, cut_in_batches, offset_in
 from kvrelay.cluster.store_links import Node, StoreLinks
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
+from kvrelay.kvcache.codecs import Codec, NoCodec
 from kvrelay.kvcache.placement import StoreAddress
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvcache.sums import StoreSums
-from kvrelay.kvtransfer.mover import xxh3_regions
 from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.slab_client import SlabPeer, Wanted
 from kvrelay.kvtransfer.slab_messages import Offered
@@ -56,6 +54,7 @@ class RemoteStore:
         *,
         worker_id: str,
         host: str,
+        codec: Codec | None = None,
         memory: KvMemory | None = None,
         nodes: Sequence[StoreAddress] = (),
         num_replicas: int = 2,
@@ -68,6 +67,8 @@ class RemoteStore:
     ) -> None:
         """`memory`: the slab in which the caller's blocks usually lie (the host tier): read and written without a copy."""
         self._block_bytes, self._namespace, self._secret = block_bytes, namespace, secret
+        self._codec = codec or NoCodec()
+        self._travel_bytes = self._codec.encoded_bytes(block_bytes) or self._codec.most_bytes(block_bytes)
         self._worker_id, self._host, self._memory = worker_id, host, memory
         self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s
         self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
@@ -75,6 +76,7 @@ class RemoteStore:
         self._links = StoreLinks(self._make_peer, num_replicas=num_replicas)
         self._slabs: list[Slab] = []
         self._staging: Staging | None = None
+        self._desk: Desk | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
         self._sums = StoreSums()
@@ -94,8 +96,9 @@ class RemoteStore:
             raise StoreError(self.name, str(error)) from error
 
     async def _open(self) -> None:
-        places = min(max(STAGING_BYTES // self._block_bytes, _LEAST_PLACES), _MOST_PLACES)
-        self._staging = Staging(self._block_bytes, places)
+        places = min(max(STAGING_BYTES // self._travel_bytes, _LEAST_PLACES), _MOST_PLACES)
+        self._staging = Staging(self._travel_bytes, places)
+        self._desk = Desk(self._staging.memory, self._memory, self._codec)
         for memory in (self._staging.memory, *([self._memory] if self._memory is not None else [])):
             slab = Slab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
             self._slabs.append(slab)
@@ -207,10 +210,13 @@ class RemoteStore:
     # ---- on the loop
 
     def _offset(self, view: memoryview) -> int | None:
-        """Where a block lies in the caller's slab; None: it must be staged. NIXL's reads cannot be stopped: always so."""
+        """Where a block lies in the caller's slab; None: it is staged. Always so: encoded; over NIXL, whose reads cannot
+        be stopped."""
         if view.nbytes > self._block_bytes:
             raise ValueError(f"a block of {view.nbytes} bytes, not {self._block_bytes}")
-        return None if self._memory is None or self._transport == "nixl" else offset_in(self._memory, view)
+        if self._memory is None or self._transport == "nixl" or self._codec.name != "none":
+            return None
+        return offset_in(self._memory, view)
 
     async def _contains(self, keys: Sequence[bytes]) -> list[bool]:
         """In the store, or at a worker that lends it."""
@@ -238,10 +244,12 @@ class RemoteStore:
 
     async def _load(self, spots: Sequence[Spot]) -> list[bool]:
         loaded = [False] * len(spots)
+        staging = self._staging
+        assert staging is not None
         order = self._links.order([spot.key for spot in spots])
 
         async def ask(node: Node, chosen: list[int]) -> None:
-            for batch in cut_in_batches([spots[i] for i in chosen], _BATCH_BYTES, self._num_places):
+            for batch in cut_in_batches([spots[i] for i in chosen], _BATCH_BYTES, staging.num_places):
                 await self._get(node, [spots[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
 
         await self._links.by_rank(order, loaded, ask)
@@ -259,98 +267,77 @@ class RemoteStore:
 
     async def _get(self, node: Node, spots: Sequence[Spot], loaded: list[bool], index: Sequence[int]) -> None:
         """Bring one batch from one node, as far as it has it."""
+        assert self._staging is not None and self._desk is not None
         staged = [i for i, spot in enumerate(spots) if spot.offset is None]
-        assert self._staging is not None
         try:
-            async with self._staging.places(len(staged)) as places:
+            async with self._staging.places(len(staged)) as free:
                 peer = await self._links.peer_of(node)
                 if peer is None:
                     return
-                at = dict(zip(staged, places, strict=True))
-                wanted = [
-                    Wanted(spot.key, 0, at[i], spot.view.nbytes) if spot.offset is None
-                    else Wanted(spot.key, 1, spot.offset, spot.view.nbytes)
-                    for i, spot in enumerate(spots)
-                ]  # fmt: skip
-                sizes = await peer.get(wanted)
+                places = dict(zip(staged, free, strict=True))
+                sizes = await peer.get([self._wanted(spot, places.get(i)) for i, spot in enumerate(spots)])
                 good = [size == spot.view.nbytes for size, spot in zip(sizes, spots, strict=True)]
-                await asyncio.to_thread(self._unstage, [(spots[i], at[i]) for i in staged if good[i]])
+                if staged:
+                    good = await asyncio.to_thread(self._arrived, spots, places, sizes)
         except PeerLost as error:
             self._links.failed(node, error.why)
         except StuckRead as error:
-            if any(spot.offset is not None for spot in spots):
+            if len(staged) < len(spots):
                 await asyncio.wait({error.read})  # the caller's own memory: it must not have it back before
             self._links.failed(node, error.why)
         else:
             for i, is_good in zip(index, good, strict=True):
                 loaded[i] = is_good
 
-    def _unstage(self, pairs: Sequence[tuple[Spot, int]]) -> None:
-        assert self._staging is not None and self._staging.memory.view is not None
-        for spot, place in pairs:
-            np.copyto(
-                np.frombuffer(spot.view, dtype=np.uint8),
-                np.frombuffer(self._staging.memory.view[place : place + spot.view.nbytes], dtype=np.uint8),
-            )
+    def _wanted(self, spot: Spot, place: int | None) -> Wanted:
+        if place is None:
+            return Wanted(spot.key, IN_PLACE, spot.offset or 0, spot.view.nbytes)
+        return Wanted(spot.key, STAGED, place, self._travel_bytes)
+
+    def _arrived(self, spots: Sequence[Spot], places: Mapping[int, int], sizes: Sequence[int]) -> list[bool]:
+        desk = self._desk
+        assert desk is not None
+        return [
+            desk.arrived(spot, places[i], sizes[i]) if i in places and sizes[i] else sizes[i] == spot.view.nbytes
+            for i, spot in enumerate(spots)
+        ]
 
     async def _store(self, spots: Sequence[Spot]) -> list[bool]:
         """Every replica reads from us. Kept, where one of them keeps it."""
         kept = [False] * len(spots)
-        for batch in cut_in_batches(spots, _BATCH_BYTES, self._num_places):
+        assert self._staging is not None and self._desk is not None
+        for batch in cut_in_batches(spots, _BATCH_BYTES, self._staging.num_places):
             some = [spots[i] for i in batch]
-            assert self._staging is not None
             staged = [i for i, spot in enumerate(some) if spot.offset is None]
-            async with self._staging.places(len(staged)) as places:
-                at = dict(zip(staged, places, strict=True))
-                sums = await asyncio.to_thread(self._prepare, some, at)
-                order = self._links.order([spot.key for spot in some])
+            async with self._staging.places(len(staged)) as free:
+                offers = await asyncio.to_thread(self._desk.offers, some, dict(zip(staged, free, strict=True)))
                 groups: dict[int, tuple[Node, list[int]]] = {}
-                for i, nodes in enumerate(order):
-                    for node in nodes[: self._num_replicas]:
+                for i, nodes in enumerate(self._links.order([spot.key for spot in some])):
+                    for node in nodes[: self._num_replicas] if offers[i] is not None else ():
                         groups.setdefault(id(node), (node, []))[1].append(i)
-                results = await asyncio.gather(
-                    *(self._put(node, chosen, some, at, sums) for node, chosen in groups.values())
-                )
-                for (_, chosen), answers in zip(groups.values(), results, strict=True):
-                    for i, is_kept in zip(chosen, answers, strict=True):
-                        kept[batch[i]] |= is_kept
+                putting = [self._put(node, chosen, some, offers) for node, chosen in groups.values()]
+                for answers in await asyncio.gather(*putting):
+                    for i in answers:
+                        kept[batch[i]] = True
         return kept
 
-    def _prepare(self, spots: Sequence[Spot], at: Mapping[int, int]) -> list[int]:
-        """Copy to the staging slab what is not in the caller's, and hash all of it."""
-        staging = self._staging
-        assert staging is not None and staging.memory.view is not None
-        groups: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
-        for i, spot in enumerate(spots):
-            if spot.offset is None:
-                staging.memory.view[at[i] : at[i] + spot.view.nbytes] = spot.view.cast("B")
-            groups[spot.offset is None, spot.view.nbytes].append(i)
-        sums = [0] * len(spots)
-        for (is_staged, num_bytes), chosen in groups.items():
-            memory = staging.memory if is_staged else self._memory
-            assert memory is not None and memory.view is not None
-            offsets = np.array([at.get(i, spots[i].offset or 0) for i in chosen], dtype=np.int64)
-            for i, found in zip(chosen, xxh3_regions(memory.view, offsets, num_bytes).tolist(), strict=True):
-                sums[i] = found
-        return sums
-
     async def _put(
-        self, node: Node, chosen: Sequence[int], spots: Sequence[Spot], at: Mapping[int, int], sums: Sequence[int]
-    ) -> list[bool]:
-        kept = dict.fromkeys(chosen, False)
+        self, node: Node, chosen: Sequence[int], spots: Sequence[Spot], offers: Sequence[Offered | None]
+    ) -> list[int]:
+        """Which of these the node keeps."""
+        kept: list[int] = []
         peer = await self._links.peer_of(node)
         if peer is None:
-            return list(kept.values())
+            return kept
         try:
-            for slab in (0, 1):
-                some = [i for i in chosen if (spots[i].offset is None) == (slab == 0)]
-                offers = [_offer(spots[i], at.get(i, spots[i].offset or 0), sums[i]) for i in some]
-                if offers:
-                    answers = await peer.put(slab, offers, within_s=_PUT_S)
-                    kept |= dict(zip(some, answers, strict=True))
+            for slab in (STAGED, IN_PLACE):
+                some = [i for i in chosen if (spots[i].offset is None) == (slab == STAGED)]
+                if some:
+                    answers = await peer.put(slab, [offer for i in some if (offer := offers[i])], within_s=_PUT_S)
+                    kept += [i for i, is_kept in zip(some, answers, strict=True) if is_kept]
         except PeerLost as error:
             self._links.failed(node, error.why)
-        return list(kept.values())
+        return kept
 
     async def _whereabouts(self, keys: Sequence[bytes]) -> list[str]:
         """ "host:port" of a worker that says it holds each of these, not this one; told by each key's first node."""
@@ -383,21 +370,9 @@ class RemoteStore:
             if peer is not None:
                 peer.tell_holding(*self.lends_at, some, gone)
 
-    @property
-    def _num_places(self) -> int:
-        return self._staging.num_places if self._staging is not None else 1
-
     def _make_peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(
             address.host, address.port, self._secret, self._slabs, peer_id=self._worker_id,
-            block_bytes=self._block_bytes, answer_s=self._answer_s, stall_s=self._stall_s, tls=self._tls,
+            block_bytes=self._travel_bytes, answer_s=self._answer_s, stall_s=self._stall_s, tls=self._tls,
             tamper=self._tamper,
         )  # fmt: skip
-
-
-def _offer(spot: Spot, offset: int, checksum: int) -> Offered:
-    meta = spot.meta or BlockMeta(None, 0)
-    return Offered(
-        key=spot.key, offset=offset, num_bytes=spot.view.nbytes, checksum=checksum, parent=meta.parent or b"",
-        end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
-    )  # fmt: skip

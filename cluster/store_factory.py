@@ -2,11 +2,16 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from kvrelay.cluster.registry import STORE_ROLE
 from kvrelay.cluster.remote_store import RemoteStore
 from kvrelay.cluster.store_service import StoreService
 from kvrelay.config import Settings
-from kvrelay.kvcache.eviction import Lru, Policy
+from kvrelay.kvcache.codecs import Codec
+from kvrelay.kvcache.disk import DiskOptions, DiskStore
+from kvrelay.kvcache.eviction import Policy, make_policy
+from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.placement import StoreAddress
 from kvrelay.kvcache.store import BlockStore
 from kvrelay.kvtransfer.selection import transports_for
@@ -27,7 +32,7 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
 
 
 def _policy(settings: Settings) -> Callable[[int], Policy]:
-    return lambda num_slots: Lru()
+    return lambda num_slots: make_policy(settings.cache.policy, num_slots)
 
 
 def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
@@ -35,7 +40,16 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
     path = settings.store.disk_path
     if path is None:
         return None
-    raise NotImplementedError
+    folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_bytes
+    options = DiskOptions(
+        is_admission_on=False, policy=_policy(settings), quota_bytes=settings.store.tenant_quota_bytes
+    )
+
+    def make(slot_bytes: int) -> BlockStore:
+        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": slot_bytes})
+        return DiskStore(folder, limit_bytes, slot_bytes, namespace, options=options)
+
+    return make
 
 
 class ClusterStores:
@@ -46,10 +60,10 @@ class ClusterStores:
         self._nodes: tuple[StoreAddress, ...] = ()
         self._made: list[RemoteStore] = []
 
-    def __call__(self, block_bytes: int, namespace: bytes, memory: KvMemory | None) -> RemoteStore:
+    def __call__(self, block_bytes: int, namespace: bytes, codec: Codec, memory: KvMemory | None) -> RemoteStore:
         transfer, tls = self._settings.transfer, cluster_tls(self._settings.cluster, self._secret)
         store = RemoteStore(
-            block_bytes, namespace, self._secret, worker_id=self._worker_id, host=self._host, memory=memory,
+            block_bytes, namespace, self._secret, codec=codec, worker_id=self._worker_id, host=self._host, memory=memory,
             nodes=self._nodes, num_replicas=self._settings.store.replicas, transport=transfer.transport,
             transports=transports_for(transfer.tcp_streams, tls), tls=tls,
         )  # fmt: skip

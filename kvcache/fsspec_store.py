@@ -16,6 +16,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvrelay.errors import ConfigError, StoreError
+from kvrelay.kvcache.codecs import Codec, CodecError, NoCodec
 from kvrelay.kvcache.envelope import BadEnvelope, seal, unseal
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvcache.sums import StoreSums
@@ -37,6 +38,7 @@ class FsspecStore:
         block_bytes: int,
         namespace: bytes,
         *,
+        codec: Codec | None = None,
         num_threads: int = 8,
         clock: Callable[[], float] = time.monotonic,
         **options: Any,
@@ -53,6 +55,7 @@ class FsspecStore:
         self._url = url.partition("?")[0].rstrip("/")
         self._options = dict(parse_qsl(parts.query)) | options
         self._block_bytes, self._namespace = block_bytes, namespace
+        self._codec = codec or NoCodec()
         self._num_threads, self._clock = num_threads, clock
         self._fs: Any = None
         self._root = ""
@@ -137,26 +140,29 @@ class FsspecStore:
         except FileNotFoundError:
             return False
         try:
-            data = unseal(value, self._namespace, digest, view.nbytes)
-            if data.nbytes != view.nbytes:
-                raise BadEnvelope(f"{data.nbytes} bytes, not {view.nbytes}")
-        except BadEnvelope as error:
+            most_bytes = self._codec.most_bytes(self._block_bytes)
+            self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
+        except (BadEnvelope, CodecError) as error:
             logger.warning("a block at %s is discarded: %s", self._url, error)
             self._sums.add(corrupt_blocks=1)
             self._delete_one(digest)
             return False
-        view.cast("B")[:] = data
         return True
 
     def _store_one(self, digest: BlockHash, block: memoryview) -> bool:
         path = self._path(digest)
+        try:
+            value = seal(self._namespace, digest, self._codec.encode(block.cast("B")))
+        except CodecError as error:
+            logger.warning("a block is not sent to %s: %s", self._url, error)
+            return False
         if self._scheme in ("file", "local"):  # only there folders must be made, and a torn file could be found
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             new = f"{path}.{uuid.uuid4().hex}.new"  # others may write the same block
-            self._fs.pipe_file(new, seal(self._namespace, digest, block.cast("B")))
+            self._fs.pipe_file(new, value)
             self._fs.mv(new, path)
         else:
-            self._fs.pipe_file(path, seal(self._namespace, digest, block.cast("B")))
+            self._fs.pipe_file(path, value)
         return True
 
     def _delete_one(self, digest: BlockHash) -> bool:

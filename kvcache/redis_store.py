@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
 from kvrelay.errors import ConfigError, StoreError
+from kvrelay.kvcache.codecs import Codec, CodecError, NoCodec
 from kvrelay.kvcache.envelope import BadEnvelope, seal, unseal
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvcache.sums import StoreSums
@@ -34,6 +35,7 @@ class RedisStore:
         block_bytes: int,
         namespace: bytes,
         *,
+        codec: Codec | None = None,
         timeout_s: float = 2.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -43,6 +45,7 @@ class RedisStore:
         """
         self._url, self._ttl_s = _without_ttl(url)
         self._block_bytes, self._namespace = block_bytes, namespace
+        self._codec = codec or NoCodec()
         self._timeout_s, self._clock = timeout_s, clock
         self._client: Any = None
         self._errors: tuple[type[Exception], ...] = ()
@@ -95,15 +98,13 @@ class RedisStore:
 
     def _open(self, digest: BlockHash, view: memoryview, value: bytes) -> bool:
         try:
-            data = unseal(value, self._namespace, digest, view.nbytes)
-            if data.nbytes != view.nbytes:
-                raise BadEnvelope(f"{data.nbytes} bytes, not {view.nbytes}")
-        except BadEnvelope as error:
+            most_bytes = self._codec.most_bytes(self._block_bytes)
+            self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
+        except (BadEnvelope, CodecError) as error:
             logger.warning("a block in %s is discarded: %s", self.name, error)
             self._sums.add(corrupt_blocks=1)
             self._run([("DEL", self._key(digest))])
             return False
-        view.cast("B")[:] = data
         return True
 
     def store(
@@ -126,17 +127,26 @@ class RedisStore:
         expiry = ("PX", self._ttl_ms) if self._ttl_s else ()
         stored: set[BlockHash] = set()
         for some in self._batches(len(hashes)):
-            commands = [
-                ("SET", self._key(digest), seal(self._namespace, digest, block.cast("B")), *expiry)
-                for digest, block in zip(hashes[some], blocks[some], strict=True)
-            ]
+            values = {
+                digest: self._value(digest, block) for digest, block in zip(hashes[some], blocks[some], strict=True)
+            }
+            commands = [("SET", self._key(digest), value, *expiry) for digest, value in values.items() if value]
             answers = self._run(commands) or [False] * len(commands)
+            sent = [digest for digest, value in values.items() if value]
             stored |= {
                 digest
-                for digest, answer in zip(hashes[some], answers, strict=True)
+                for digest, answer in zip(sent, answers, strict=True)
                 if answer and not isinstance(answer, Exception)
             }
         return stored
+
+    def _value(self, digest: BlockHash, block: memoryview) -> bytes | None:
+        """None: the codec cannot encode it."""
+        try:
+            return seal(self._namespace, digest, self._codec.encode(block.cast("B")))
+        except CodecError as error:
+            logger.warning("a block is not sent to %s: %s", self.name, error)
+            return None
 
     @property
     def _ttl_ms(self) -> int:
