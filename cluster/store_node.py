@@ -19,7 +19,7 @@ import msgspec
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction import Policy
 from kvrelay.kvcache.store import BlockMeta, BlockStore
-from kvrelay.kvcache.tier_index import TierIndex
+from kvrelay.kvcache.tier_index import TierCounts, TierIndex
 from kvrelay.kvtransfer.slab_messages import Offered
 from kvrelay.kvtransfer.slab_server import Loan, Room
 from kvrelay.types import BlockHash, KvMemory
@@ -274,6 +274,10 @@ class StoreNode:
     def block(self, slot: int) -> Offered:
         """What is known of a lent slot's block."""
         return self._blocks[slot]
+
+    def counts(self) -> TierCounts | None:
+        """Of its slots; None while nobody has said how large blocks are."""
+        return None if self._index is None else self._index.counts()
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is accounted for."""

@@ -8,6 +8,7 @@ import pytest
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.fsspec_store import FsspecStore
 from kvrelay.kvcache.remote import make_store
+from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.store import BlockMeta
 
 BLOCK, NAMESPACE = 4096, b"n" * 16
@@ -173,4 +174,4 @@ def test_a_missing_package_is_told_with_the_command(monkeypatch):
 @pytest.mark.parametrize("url", ["s3://", "bucket/kv", "", "cluster "])
 def test_a_url_that_cannot_be_is_told(url):
     with pytest.raises(ConfigError, match=r"cache\.remote"):
-        make_store(url, BLOCK, NAMESPACE)
+        make_store(url, BLOCK, Namespace.of({}))

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from kvrelay.errors import ConfigError, StoreError
+from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.redis_store import RedisStore
 from kvrelay.kvcache.remote import make_store
 from kvrelay.kvcache.store import BlockMeta
@@ -204,7 +205,7 @@ def test_a_missing_package_is_told_with_the_command(monkeypatch):
 )
 def test_a_url_that_cannot_be_is_told(url):
     with pytest.raises(ConfigError, match=r"cache\.remote"):
-        make_store(url, BLOCK, NAMESPACE)
+        make_store(url, BLOCK, Namespace.of({}))
 
 
 def test_valkeys_name_is_understood(open_store, server):
