@@ -27,6 +27,7 @@ class Spot:
     view: memoryview
     offset: int | None  # in the caller's slab; None: it is staged
     meta: BlockMeta | None = None
+    parent: bytes = b""  # the key of the block before it
 
 
 def offset_in(memory: KvMemory, view: memoryview) -> int | None:
@@ -88,7 +89,7 @@ class Desk:
             num_bytes = data.nbytes
             self._staging[place : place + num_bytes] = data
         return Offered(
-            key=spot.key, offset=offset, num_bytes=num_bytes, checksum=0, parent=meta.parent or b"",
+            key=spot.key, offset=offset, num_bytes=num_bytes, checksum=0, parent=spot.parent,
             end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
         )  # fmt: skip
 

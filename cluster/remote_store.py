@@ -162,7 +162,7 @@ class RemoteStore:
         there = self._wait(self._exist(keys))
         kept = {key for key, here in zip(keys, there, strict=True) if here}
         new = {
-            key: Spot(key, view, self._offset(view), meta)
+            key: Spot(key, view, self._offset(view), meta, self.key(meta.parent) if meta.parent else b"")
             for key, view, meta in zip(keys, blocks, metas, strict=True)
             if key not in kept
         }

@@ -157,7 +157,14 @@ class StoreNode:
     # ---- taking
 
     def make_room(self, blocks: Sequence[Offered]) -> list[Room | bool]:
-        return [self._make_room(block) for block in blocks]
+        index = self._index
+        if index is None:
+            return [False] * len(blocks)
+        held = index.hold({BlockHash(block.parent) for block in blocks if BlockHash(block.parent) in index})
+        try:  # not at the cost of what they continue
+            return [self._make_room(block) for block in blocks]
+        finally:
+            index.unhold(held)
 
     def _make_room(self, block: Offered) -> Room | bool:
         index, key = self._index, BlockHash(block.key)

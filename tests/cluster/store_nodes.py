@@ -99,7 +99,9 @@ class Nodes:
             self.run(service.aclose())
             service.node.check()
             counts = service.node.counts()
-            assert counts is None or (counts.held, counts.reserved, counts.leaving) == (0, 0, 0), f"{name} leaks: {counts}"
+            assert counts is None or (counts.held, counts.reserved, counts.leaving) == (0, 0, 0), (
+                f"{name} leaks: {counts}"
+            )
         for store in self.processes.values():
             if store.process.returncode is None:
                 store.process.send_signal(18)  # SIGCONT: one that was frozen

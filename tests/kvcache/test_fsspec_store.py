@@ -7,8 +7,8 @@ import pytest
 
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.fsspec_store import FsspecStore
-from kvrelay.kvcache.remote import make_store
 from kvrelay.kvcache.namespace import Namespace
+from kvrelay.kvcache.remote import make_store
 from kvrelay.kvcache.store import BlockMeta
 
 BLOCK, NAMESPACE = 4096, b"n" * 16
