@@ -19,17 +19,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay import __version__, tracing
-from kvrelay.cluster.registry import WorkerRecord
+from kvrelay.cluster.registry import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry_actor import connect_registry, follow
 from kvrelay.cluster.worker_deployment import configure_logging, prepared_model
 from kvrelay.config import Settings, settings_from, with_api_key
-from kvrelay.errors import KvrelayError
+from kvrelay.errors import KvrelayError, PeerLost
+from kvrelay.kvtransfer.slab_client import SlabPeer
 from kvrelay.router.router import Router
 from kvrelay.serve.app import ModelCard, create_app
 from kvrelay.serve.dispatcher import Dispatcher, Member
 from kvrelay.serve.errors_http import error_response
 from kvrelay.serve.http import check_api_key
 from kvrelay.serve.tokenizer import Tokenizer
+from kvrelay.tls import cluster_tls
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class IngressReplica:
             max_waiting=self._settings.engine.max_waiting,
         )
         self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
+        self._secret = terms.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
         self._following = asyncio.create_task(follow(registry, self._set_members), name="follow registry")
@@ -95,7 +98,8 @@ class IngressReplica:
         if members != self._members:
             logger.info("workers: %s", ", ".join(record.worker_id for record in members) or "none")
         self._members = members
-        self._dispatcher.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in members])
+        workers = [m for m in members if m.role != STORE_ROLE]
+        self._dispatcher.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in workers])
 
     async def _status_endpoint(self, request: Request) -> Response:
         try:
@@ -106,7 +110,8 @@ class IngressReplica:
 
     async def status(self) -> dict[str, Any]:
         """Every member and what it says of itself; a worker that does not answer has only its record."""
-        answers = await asyncio.gather(*(self._ask(record) for record in self._members))
+        workers = [record for record in self._members if record.role != STORE_ROLE]
+        answers = await asyncio.gather(*(self._ask(record) for record in workers))
         router = self._dispatcher.router
         views = {view.worker_id: asdict(view) for view in router.workers()}
         return {
@@ -119,6 +124,9 @@ class IngressReplica:
             "prediction_error_s": router.prediction_error_s,
             "pairs": self._dispatcher.pairs.book.view()["pairs"],
             "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
+            "stores": await asyncio.gather(
+                *(self._ask_store(record) for record in self._members if record.role == STORE_ROLE)
+            ),
         }
 
     async def _ask(self, record: WorkerRecord) -> dict[str, Any]:
@@ -133,6 +141,22 @@ class IngressReplica:
                 "error": str(error).removeprefix(f"worker {record.worker_id}: ") or "no answer",
             }
         return {**known, **answer, "is_up": True}
+
+    async def _ask_store(self, record: WorkerRecord) -> dict[str, Any]:
+        """One node of the KV store."""
+        known = {"worker_id": record.worker_id, "node_id": record.node_id, "pid": record.pid,
+                 "address": f"{record.host}:{record.port}"}  # fmt: skip
+        peer = SlabPeer(
+            record.host, record.port, self._secret, [], peer_id="status", block_bytes=0, answer_s=STATUS_TIMEOUT_S,
+            tls=cluster_tls(self._settings.cluster, self._secret),
+        )  # fmt: skip
+        try:
+            await peer.connect()
+            return {**known, **json.loads(await peer.describe()), "is_up": True}
+        except PeerLost as error:
+            return {**known, "is_up": False, "error": error.why}
+        finally:
+            await peer.aclose()
 
     async def check_health(self) -> None:
         """Serve replaces the ingress when it no longer follows the registry."""

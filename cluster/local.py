@@ -13,13 +13,17 @@ import secrets
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from kvrelay import tracing
+from kvrelay.cluster.store_factory import ClusterStores
+from kvrelay.cluster.store_process import ProcessStore, spawn_store
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.service import WorkerService
 from kvrelay.errors import KvrelayError, WorkerLost
+from kvrelay.kvcache.placement import StoreAddress
+from kvrelay.kvcache.remote import CLUSTER
 from kvrelay.router.router import Router
 from kvrelay.serve.dispatcher import Dispatcher, Member
 from kvrelay.types import Role
@@ -31,16 +35,26 @@ START_TIMEOUT_S = 120.0
 
 
 def make_worker(
-    role: Role, settings: Settings, model_dir: Path, secret: bytes, worker_id: str, cores: tuple[int, ...] | None
+    role: Role,
+    settings: Settings,
+    model_dir: Path,
+    secret: bytes,
+    worker_id: str,
+    cores: tuple[int, ...] | None,
+    stores: Sequence[StoreAddress] = (),
 ) -> WorkerService:
     """A worker of either role that listens on the loopback address; not started."""
     from kvrelay.decode.worker import DecodeWorker
     from kvrelay.prefill.worker import PrefillWorker
 
     kind = PrefillWorker if role is Role.PREFILL else DecodeWorker
+    clients = None
+    if settings.cache.remote == CLUSTER:
+        clients = ClusterStores(settings, secret, worker_id=worker_id, host=HOST)
+        clients.set_nodes(stores)
     return kind(
         settings, model_dir=model_dir, model_name=model_dir.name, worker_id=worker_id, node_id="local",
-        secret=secret, host=HOST, cores=cores,
+        secret=secret, host=HOST, cores=cores, cluster_store=clients,
     )  # fmt: skip
 
 
@@ -68,7 +82,13 @@ class ProcessWorker:
 
 
 async def spawn_worker(
-    role: Role, settings: Settings, model_dir: Path, secret: bytes, worker_id: str, cores: tuple[int, ...] | None = None
+    role: Role,
+    settings: Settings,
+    model_dir: Path,
+    secret: bytes,
+    worker_id: str,
+    cores: tuple[int, ...] | None = None,
+    stores: Sequence[StoreAddress] = (),
 ) -> ProcessWorker:
     """Start a worker process and wait until it listens. Raises WorkerLost with its last words."""
     order = {
@@ -78,6 +98,7 @@ async def spawn_worker(
         "secret": secret.hex(),
         "worker_id": worker_id,
         "cores": cores,
+        "stores": [asdict(store) for store in stores],
     }
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "NIXL_LOG_LEVEL": "WARN"}
     process = await asyncio.create_subprocess_exec(
@@ -112,6 +133,7 @@ class LocalCluster:
     prefill: list[ProcessWorker] = field(default_factory=list)
     decode: list[ProcessWorker] = field(default_factory=list)
     inside: list[WorkerService] = field(default_factory=list)  # decode workers of this very process
+    stores: list[ProcessStore] = field(default_factory=list)  # nodes of the KV store, under `cache.remote: cluster`
 
     @property
     def members(self) -> list[Member]:
@@ -152,11 +174,13 @@ async def local_cluster(
     num_prefill: int = 1,
     num_decode: int = 0,
     num_inside: int = 1,
+    num_stores: int = 1,
     cores: Sequence[tuple[int, ...] | None] = (),
 ) -> AsyncIterator[LocalCluster]:
     """A running cluster that is stopped and reaped on the way out.
 
     num_inside decode workers run in this process, where a test can look at their pools.
+    num_stores: nodes of the KV store, where `cache.remote` is `cluster`.
     cores: for the prefill workers, then the decode processes; missing ones are not pinned.
     """
     secret = secrets.token_bytes(32)
@@ -164,13 +188,16 @@ async def local_cluster(
     router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, max_waiting=settings.engine.max_waiting)
     cluster = LocalCluster(Dispatcher(router, secret, settings))
     try:
+        if settings.cache.remote == CLUSTER:
+            cluster.stores = await _spawn_stores(num_stores, settings, secret)
+        nodes = [store.address for store in cluster.stores]
         roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]
         starting = [
-            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None))
+            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None), nodes)
             for role, index in roles
         ]
         cluster.inside = [
-            make_worker(Role.DECODE, settings, model_dir, secret, f"inside-{i}", None) for i in range(num_inside)
+            make_worker(Role.DECODE, settings, model_dir, secret, f"inside-{i}", None, nodes) for i in range(num_inside)
         ]
         outcomes = await asyncio.gather(*starting, *(w.start() for w in cluster.inside), return_exceptions=True)
         for outcome in outcomes:
@@ -189,6 +216,21 @@ async def local_cluster(
         await asyncio.gather(*(worker.aclose() for worker in [*cluster.prefill, *cluster.decode]))
         for inside in cluster.inside:
             await inside.aclose()
+        await asyncio.gather(*(store.aclose() for store in cluster.stores))
+
+
+async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[ProcessStore]:
+    """So many nodes that know each other. Raises WorkerLost."""
+    starting = [spawn_store(f"store-{index}", settings, secret, HOST) for index in range(count)]
+    outcomes = await asyncio.gather(*starting, return_exceptions=True)
+    stores = [outcome for outcome in outcomes if isinstance(outcome, ProcessStore)]
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            await asyncio.gather(*(store.aclose() for store in stores))
+            raise outcome
+    for store in stores:
+        store.set_nodes([other.address for other in stores])
+    return stores
 
 
 async def _child() -> int:
@@ -197,6 +239,7 @@ async def _child() -> int:
     worker = make_worker(
         Role(order["role"]), settings_from(order["settings"]), Path(order["model_dir"]), bytes.fromhex(order["secret"]),
         order["worker_id"], tuple(order["cores"]) if order["cores"] else None,
+        [StoreAddress(**store) for store in order["stores"]],
     )  # fmt: skip
     tracing.configure(worker.worker_id, order["role"])
     try:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 
 HEARTBEAT_S = 5.0
 TIMEOUT_S = 20.0
+STORE_ROLE = "store"  # of nodes of the KV store; every other member is a worker
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """Where a worker listens for ingresses. `epoch` is new at every start of the process."""
+    """Where a worker listens for ingresses, or a node of the KV store for workers. `epoch` is new at every start."""
 
     worker_id: str
     role: str
@@ -22,6 +23,7 @@ class WorkerRecord:
     port: int
     node_id: str
     pid: int
+    capacity_bytes: int = 0  # of a node of the KV store
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,10 @@ def render(status: dict[str, Any]) -> RenderableType:
     tables = [_workers_table(workers, status.get("pairs", []))]
     if any(worker.get("load", {}).get("tiers") for worker in workers):
         tables.append(_tiers_table(workers))
+    stores = status.get("stores", [])
+    if stores:
+        tables.append(_stores_table(stores))
+    down += [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in stores if not one.get("is_up")]
     return Group(head, *tables, *down)
 
 
@@ -150,6 +154,22 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
         )
         table.add_row(worker["worker_id"], str(worker["pid"]), str(load.get("running", 0)),
                       str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
+    return table
+
+
+def _stores_table(stores: list[dict[str, Any]]) -> Table:
+    """The nodes of the cluster's KV store. Hits: blocks lent, of those that were asked for."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("KV store", "pid", "blocks", "used/all", "hits", "to/from disk"):
+        table.add_column(title, no_wrap=True)
+    for store in sorted(stores, key=lambda store: str(store["worker_id"])):
+        if not store.get("is_up"):
+            table.add_row(store["worker_id"], str(store["pid"]), "[red]down[/red]")
+            continue
+        sums = store["sums"]
+        used = f"{store['used_bytes'] / 2**20:.0f}/{store['capacity_bytes'] / 2**20:.0f} MiB"
+        table.add_row(store["worker_id"], str(store["pid"]), str(store["blocks"]), used,
+                      f"{sums['lent']}/{sums['lent'] + sums['missed']}", f"{sums['to_disk']}/{sums['from_disk']}")  # fmt: skip
     return table
 
 

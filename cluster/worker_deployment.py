@@ -17,10 +17,13 @@ from kvrelay.cluster.autoscaling import UTILISATION, utilisation
 from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share, usable_cores
 from kvrelay.cluster.health import HUNG_S, StepWatch
 from kvrelay.cluster.registry import WorkerRecord
-from kvrelay.cluster.registry_actor import Terms, connect_registry, keep_listed
+from kvrelay.cluster.registry_actor import Terms, connect_registry, follow, keep_listed
 from kvrelay.cluster.serve_config import planned_workers
+from kvrelay.cluster.store_actor import ensure_store, store_nodes
+from kvrelay.cluster.store_factory import ClusterStores
 from kvrelay.config import Settings, cache_dir, settings_from
-from kvrelay.errors import EngineFailed
+from kvrelay.errors import EngineFailed, StoreError
+from kvrelay.kvcache.remote import CLUSTER
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -39,16 +42,21 @@ class WorkerReplica:
         self._settings = settings_from(settings)
         self._registry = connect_registry()
         self._listing: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._stores: ClusterStores | None = None
         terms, model_dir = await asyncio.gather(
             self._registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
         self._lease = await self._lease_cores()
         self._num_workers = await self._num_sharers()
         context = ray.get_runtime_context()
+        await self._join_store(str(context.get_node_id()))
         self._worker = await asyncio.to_thread(
             self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
         )
         tracing.configure(self._worker.worker_id, self.role)
+        if self._stores is not None:
+            self._following = asyncio.create_task(follow(self._registry, self._set_members), name="follow stores")
         info = await self._worker.start()
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
@@ -71,15 +79,31 @@ class WorkerReplica:
             return None
         return await deployed_workers() or LEAST_WORKERS
 
+    async def _join_store(self, node_id: str) -> None:
+        """See to it that this machine has its node of the KV store, where there is to be one."""
+        if self._settings.cache.remote != CLUSTER:
+            return
+        try:
+            await asyncio.to_thread(ensure_store, self._settings, node_id)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise StoreError(CLUSTER, f"its node on this machine did not start: {error}") from error
+
+    def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
+        assert self._stores is not None
+        self._stores.set_nodes(store_nodes(members))
+
     def _make(self, model_dir: Any, terms: Terms, node_id: str, actor_id: str | None) -> Any:
         """The worker, not started. In a thread: this imports torch."""
         from kvrelay.engine.checkpoint import model_name
 
+        worker_id = f"{self.role}-{(actor_id or os.urandom(4).hex())[:8]}"
+        host = terms.host or ray.util.get_node_ip_address()
+        if self._settings.cache.remote == CLUSTER:
+            self._stores = ClusterStores(self._settings, terms.secret, worker_id=worker_id, host=host)
         return self._worker_class()(
-            self._settings, model_dir=model_dir, model_name=model_name(self._settings.model),
-            worker_id=f"{self.role}-{(actor_id or os.urandom(4).hex())[:8]}", node_id=node_id, secret=terms.secret,
-            host=terms.host or ray.util.get_node_ip_address(), cores=self._lease.cores if self._lease else None,
-            num_workers=self._num_workers,
+            self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
+            node_id=node_id, secret=terms.secret, host=host, cores=self._lease.cores if self._lease else None,
+            cluster_store=self._stores, num_workers=self._num_workers,
         )  # fmt: skip
 
     role = ""
@@ -114,6 +138,8 @@ class WorkerReplica:
         if self._listing is None:
             return
         self._listing.cancel()
+        if self._following is not None:
+            self._following.cancel()
         try:
             await self._registry.leave.remote(self._record.worker_id, self._record.epoch)
         except ray.exceptions.RayError as error:

@@ -27,6 +27,7 @@ from kvrelay.engine.tier_setup import make_lower_tiers
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.namespace import namespace_of
+from kvrelay.kvcache.remote import ClusterStore
 from kvrelay.kvcache.storage import DTYPES
 from kvrelay.plane import Connection, Server
 from kvrelay.tls import cluster_tls
@@ -123,12 +124,16 @@ class WorkerService:
         host: str,
         cores: tuple[int, ...] | None,
         num_workers: int | None = None,
+        cluster_store: ClusterStore | None = None,
     ) -> None:
-        """`num_workers`: of this machine, which share its memory; default: as many as the settings count."""
+        """`num_workers`: of this machine, which share its memory; default: as many as the settings count.
+
+        `cluster_store`: makes this process's client of the cluster's store; None: there is none.
+        """
         self.num_workers = num_workers or settings.cluster.prefill + settings.cluster.decode
         self.settings, self.worker_id, self.node_id = settings, worker_id, node_id
         self.model_dir, self.model_name = model_dir, model_name
-        self.host, self.secret, self.cores = host, secret, cores
+        self.host, self.secret, self.cores, self.cluster_store = host, secret, cores, cluster_store
         self.tls = cluster_tls(settings.cluster, secret)
         self.epoch = uuid.uuid4().hex
         self.thread = EngineThread(self.build_engine, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
@@ -234,8 +239,9 @@ class WorkerService:
         if self.settings.cache.host_bytes:
             namespace = namespace_of(engine.fingerprint, engine.memory.layout)
             tiers = make_lower_tiers(
-                engine.pool, engine.memory, self.settings.cache, self.settings.transfer.checks, namespace, self._wake
-            )
+                engine.pool, engine.memory, self.settings.cache, self.settings.transfer.checks, namespace, self._wake,
+                self.cluster_store,
+            )  # fmt: skip
             engine.attach(tiers)
         return engine
 

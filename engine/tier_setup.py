@@ -11,6 +11,7 @@ from kvrelay.kvcache.disk import DiskOptions, DiskStore
 from kvrelay.kvcache.eviction import Lru
 from kvrelay.kvcache.host import HostSlab
 from kvrelay.kvcache.namespace import Namespace
+from kvrelay.kvcache.remote import ClusterStore, make_store
 from kvrelay.kvcache.sketch import FrequencySketch
 from kvrelay.kvcache.store import BlockStore
 from kvrelay.kvcache.tier_index import TierIndex
@@ -25,6 +26,7 @@ def make_lower_tiers(
     checks: ChecksMode,
     namespace: Namespace,
     wake: Callable[[], None],
+    cluster_store: ClusterStore | None = None,
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
     slab = HostSlab(memory, settings.host_bytes)
@@ -38,15 +40,17 @@ def make_lower_tiers(
         block_tokens=memory.layout.block_size,
     )
     tiers = Tiers(
-        pool, slab, index, make_stores(memory, slab, settings, namespace), rules,
+        pool, slab, index, make_stores(memory, slab, settings, namespace, cluster_store), rules,
         num_threads=settings.io_threads, max_bytes=settings.inflight_bytes, wake=wake, clock=time.monotonic,
     )  # fmt: skip
     tiers.start()
     return LowerTiers(tiers, memory.layout.block_size, FrequencySketch(4 * pool.num_blocks))
 
 
-def make_stores(memory: KvMemory, slab: HostSlab, settings: CacheSettings, namespace: Namespace) -> list[BlockStore]:
-    """What lies below the host tier, nearest first; not started."""
+def make_stores(
+    memory: KvMemory, slab: HostSlab, settings: CacheSettings, namespace: Namespace, cluster_store: ClusterStore | None
+) -> list[BlockStore]:
+    """What lies below the host tier, nearest first; not started. Raises ConfigError: there is no such store."""
     codec = make_codec(settings.compression, memory.layout)
     stores: list[BlockStore] = []
     if settings.disk_path is not None:
@@ -55,6 +59,12 @@ def make_stores(memory: KvMemory, slab: HostSlab, settings: CacheSettings, names
         stores.append(
             DiskStore(
                 settings.disk_path, settings.disk_bytes, slab.block_bytes, namespace, codec=codec, options=options
+            )
+        )
+    if settings.remote is not None:
+        stores.append(
+            make_store(
+                settings.remote, slab.block_bytes, namespace, codec=codec, memory=slab.memory, cluster=cluster_store
             )
         )
     return stores

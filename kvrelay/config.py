@@ -175,6 +175,37 @@ class CacheSettings(_Settings):
         return self
 
 
+class StoreSettings(_Settings):
+    """The cluster's own store (`cache.remote: cluster`): one node of it on each machine that has workers."""
+
+    memory: Size = Field("1GiB", description="bytes of memory on each machine")
+    disk_path: str | None = Field(None, description="folder on each machine under that memory; default: none")
+    disk_size: Size = Field("10GiB", description="bytes that each node may use in disk_path")
+    replicas: int = Field(2, ge=1, le=8, description="copies of each block, as far as there are machines")
+    tenant_quota: Size | None = Field(
+        None, description="bytes that blocks of one cache_salt may take on each machine; default: no limit"
+    )
+    repair_rate: Size = Field(
+        "256MiB", description="bytes per second that a node copies to others when nodes come or go"
+    )
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory)
+
+    @property
+    def disk_bytes(self) -> int:
+        return parse_bytes(self.disk_size)
+
+    @property
+    def tenant_quota_bytes(self) -> int | None:
+        return None if self.tenant_quota is None else parse_bytes(self.tenant_quota)
+
+    @property
+    def repair_rate_bytes(self) -> int:
+        return parse_bytes(self.repair_rate)
+
+
 class TransferSettings(_Settings):
     """How KV travels."""
 
@@ -304,6 +335,7 @@ class Settings(_Settings):
     prefill: RoleSettings = Field(RoleSettings(), description="Prefill workers' own. None: as for all workers.")
     decode: RoleSettings = Field(RoleSettings(), description="Decode workers' own. None: as for all workers.")
     cache: CacheSettings = CacheSettings()
+    store: StoreSettings = StoreSettings()
     transfer: TransferSettings = TransferSettings()
     router: RouterSettings = RouterSettings()
     serve: ServeSettings = ServeSettings()

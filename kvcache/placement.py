@@ -1,0 +1,63 @@
+"""Which nodes of the cluster's store keep which block: rendezvous hashing. Pure.
+
+Every client and node computes the same answer from the list of live nodes alone. A node that joins or goes moves only
+the blocks that it gains or had.
+
+Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); weights: Schindelhauer and
+Schomaker, "Weighted distributed hash tables" (2005).
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  # splitmix64's finaliser
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAddress:
+    """One node of the store. `epoch` is new at every start: another one holds nothing of what the former did."""
+
+    node_id: str
+    host: str
+    port: int
+    capacity_bytes: int
+    epoch: str = ""
+
+
+def _seed(node_id: str) -> np.uint64:
+    return np.uint64(int.from_bytes(hashlib.blake2b(node_id.encode(), digest_size=8).digest(), "little"))
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    values = (values ^ (values >> np.uint64(30))) * _MIX_1
+    values = (values ^ (values >> np.uint64(27))) * _MIX_2
+    return values ^ (values >> np.uint64(31))
+
+
+def ranked(keys: Sequence[bytes], nodes: Sequence[StoreAddress]) -> NDArray[np.int64]:
+    """[keys, nodes] indices of the nodes, the best place for each key first.
+
+    Args:
+        keys: hashes of at least 8 bytes.
+
+    A node's share of the first places is its share of the capacity.
+    """
+    if not keys or not nodes:
+        return np.zeros((len(keys), len(nodes)), dtype=np.int64)
+    words = np.frombuffer(b"".join(key[-8:] for key in keys), dtype="<u8").astype(np.uint64)
+    scores = np.empty((len(keys), len(nodes)))
+    with np.errstate(over="ignore"):
+        for column, node in enumerate(nodes):
+            uniform = ((_mixed(words ^ _seed(node.node_id)) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+            scores[:, column] = np.log(uniform) / max(node.capacity_bytes, 1)  # the greatest is the nearest to 0
+    order: NDArray[np.int64] = np.argsort(-scores, axis=1, kind="stable")
+    return order
+
+
+def places(keys: Sequence[bytes], nodes: Sequence[StoreAddress], num_replicas: int) -> list[list[StoreAddress]]:
+    """For each key the nodes that should hold it, best first; fewer where there are not so many."""
+    return [[nodes[i] for i in row[:num_replicas]] for row in ranked(keys, nodes).tolist()]
