@@ -8,7 +8,7 @@ from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.codecs import make_codec
 from kvrelay.kvcache.disk import DiskOptions, DiskStore
-from kvrelay.kvcache.eviction import Lru
+from kvrelay.kvcache.eviction import make_policy
 from kvrelay.kvcache.host import HostSlab
 from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.remote import ClusterStore, make_store
@@ -30,7 +30,7 @@ def make_lower_tiers(
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
     slab = HostSlab(memory, settings.host_bytes)
-    index = TierIndex(slab.num_slots, Lru(), keep_changes=True)
+    index = TierIndex(slab.num_slots, make_policy(settings.policy, slab.num_slots), keep_changes=True)
     rules = TierRules(
         write=settings.write,
         write_after_hits=settings.write_after_hits,

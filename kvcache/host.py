@@ -18,8 +18,7 @@ from kvrelay.types import KvLayout, KvMemory
 
 def slab_layout(pool: KvLayout, num_slots: int) -> KvLayout:
     """A slab of so many slots as a layout of its own: one layer, one region for each slot."""
-    width = pool.block_bytes // pool.itemsize
-    return KvLayout(1, num_slots, 1, 1, width, pool.dtype, is_latent=True)
+    return KvLayout(1, num_slots, 1, 1, pool.block_bytes, "uint8", is_latent=True)
 
 
 class HostSlab:

@@ -22,7 +22,7 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8_e4m3": 1, "uint8": 1}  # uint8: a slab of whole blocks
 SCALE_BYTES = {"fp8_e4m3": 4}  # behind every vector of these dtypes: its scale, see fp8.py
 
 

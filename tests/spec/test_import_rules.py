@@ -39,8 +39,11 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/disk_io.py"),
     Path("kvcache/disk_slots.py"),
     Path("kvcache/disk_volume.py"),
+    Path("kvcache/fsspec_store.py"),
     Path("kvcache/jobs.py"),
     Path("kvcache/loads.py"),
+    Path("kvcache/redis_store.py"),
+    Path("kvcache/sums.py"),
 }
 PURE_FILES = sorted(
     path.relative_to(ROOT)
