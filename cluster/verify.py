@@ -21,7 +21,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.config import EngineSettings, ModelSettings, RoleSettings, RouterSettings, Settings, TransferSettings
+from kvrelay.cluster.verify_tiers import TierRows
+from kvrelay.config import (
+    CacheSettings,
+    EngineSettings,
+    ModelSettings,
+    RoleSettings,
+    RouterSettings,
+    Settings,
+    TransferSettings,
+)
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.errors import BackendUnavailable, KvrelayError
 from kvrelay.hashing import block_hashes
@@ -229,7 +238,27 @@ class Verifier:
             await self._transport_rows(transport, is_first=index == 0)
         await self._unequal_row(transports[0])
         await self._unchecked_row(transports[0])
+        with tempfile.TemporaryDirectory() as scratch:
+            await TierRows(self, self._model_dir, Path(scratch), self._kv_memory()).run()
         return self.report
+
+    # ---- for rows in files of their own
+
+    def add_row(self, name: str) -> Row:
+        return self.report.row(name)
+
+    def expected(self, index: int) -> list[int]:
+        """Hugging Face's tokens for one case."""
+        return self._expected[index]
+
+    def tell(self, what: str) -> None:
+        self._progress(what)
+
+    def settings_with(self, cache: CacheSettings, checks: str) -> Settings:
+        return self._settings("auto", checks).model_copy(update={"cache": cache})
+
+    async def tokens_of(self, cluster: "LocalCluster", case: Case) -> tuple[list[int], int]:
+        return await self._serve(cluster, case, "local")
 
     async def _transport_rows(self, transport: str, *, is_first: bool) -> None:
         from kvrelay.cluster.local import local_cluster
