@@ -180,8 +180,10 @@ class CpuBackend:
         self._torch.store_latent(entries, kv_layer, slot_mapping)
 
     def latent_attention(
-        self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, latent_dim: int
+        self, q: Tensor, kv_layer: Tensor, plan: NativePlan | ReferencePlan, *, scale: float, latent_dim: int
     ) -> Tensor:
+        if isinstance(plan, NativePlan):
+            return self.attention(q, kv_layer, plan, scale=scale, window=None, softcap=None)[..., :latent_dim]
         return self._torch.latent_attention(q, kv_layer, plan, scale=scale, latent_dim=latent_dim)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

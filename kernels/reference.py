@@ -80,8 +80,8 @@ def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]
 
 
 def gather_entries(kv_layer: Tensor, sequence: SequencePlan) -> Tensor:
-    """The latent cache entries [context, head_dim] of one sequence, copied out of its blocks."""
-    return kv_layer[sequence.blocks, 0, :, 0].flatten(0, 1)[: sequence.context_len]
+    """The latent cache entries [context, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
+    return fp8.loaded(kv_layer[sequence.blocks, 0, :, 0]).flatten(0, 1)[: sequence.context_len]
 
 
 def causal_mask(num_queries: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
@@ -177,7 +177,7 @@ class ReferenceBackend:
     def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         block_size = kv_layer.shape[2]
         slots = slot_mapping.to(kv_layer.device)
-        kv_layer[slots // block_size, 0, slots % block_size, 0] = entries
+        kv_layer[slots // block_size, 0, slots % block_size, 0] = fp8.stored(entries, kv_layer.dtype)
 
     def latent_attention(
         self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, latent_dim: int
