@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.config import EngineSettings, ModelSettings, RoleSettings, RouterSettings, Settings, TransferSettings
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.errors import BackendUnavailable, KvrelayError
@@ -219,7 +220,8 @@ class Verifier:
 
         spec = ModelSpec.from_folder(self._model_dir)
         tokens = 2 * sum(len(case.token_ids) + self._num_output + 2 * BLOCK_SIZE for case in self.cases)
-        return tokens * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 4
+        num_parts = 2 if spec.latent is None else 1
+        return tokens * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_parts * 4
 
     async def run(self, transports: Sequence[str]) -> Report:
         """All rows. Raises KvrelayError when a worker cannot start."""
@@ -418,6 +420,8 @@ def command(
                 )
                 verifier.report.device, verifier.report.left_out = memory.device, left_out
                 reports.append(asyncio.run(verifier.run(chosen)))
+                if not family:
+                    asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)
     except KvrelayError as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}")
