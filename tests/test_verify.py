@@ -40,7 +40,7 @@ def failures(report):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", [name for name in TINY_CONFIGS if not name.startswith("deepseek")])
 async def test_every_family_is_the_same_however_it_is_served(family, tmp_path):
     report = await verify(tiny_checkpoint(family, tmp_path / family), ["shm"])
     assert failures(report) == []
