@@ -79,13 +79,24 @@ class _LatentRows:
     async def run(self) -> None:
         from kvrelay.cluster.local import local_cluster
 
-        rank = self._latent.kv_rank
         async with local_cluster(self._settings("full"), self._folder) as cluster:
-            await self._layout_row(cluster)
-            await self._refused_row(cluster, "rotary parts", lambda entries: _negate(entries[:, rank:]))
+            await self._checked_rows(cluster)
         async with local_cluster(self._settings("off"), self._folder) as cluster:
-            await self._changed_row(cluster, "rotary parts", lambda entries: _negate(entries[:, rank:]))
-            await self._changed_row(cluster, "latents", lambda entries: _negate(entries[:, :rank]))
+            await self._unchecked_rows(cluster)
+
+    async def _checked_rows(self, cluster: "LocalCluster") -> None:
+        await self._layout_row(cluster)
+        await self._refused_row(cluster, "rotary parts", self._negate_rotary)
+
+    async def _unchecked_rows(self, cluster: "LocalCluster") -> None:
+        await self._changed_row(cluster, "rotary parts", self._negate_rotary)
+        await self._changed_row(cluster, "latents", self._negate_latents)
+
+    def _negate_rotary(self, entries: Any) -> None:
+        entries[:, self._latent.kv_rank :].neg_()
+
+    def _negate_latents(self, entries: Any) -> None:
+        entries[:, : self._latent.kv_rank].neg_()
 
     def _settings(self, checks: str) -> Settings:
         return Settings(
@@ -169,10 +180,6 @@ def _is_refused(layout: KvLayout) -> bool:
     except LayoutMismatch as error:
         return error.field == "is_latent"
     return False
-
-
-def _negate(part: Any) -> None:
-    part.neg_()
 
 
 def _decode_worker(cluster: "LocalCluster") -> DecodeWorker:

@@ -4,10 +4,9 @@ import dataclasses
 
 import pytest
 
-from kvrelay.cluster.local import local_cluster
 from kvrelay.cluster.verify import Report, expected_tokens
 from kvrelay.cluster.verify_mla import FAMILY, _LatentRows, add_latent_rows, is_latent_layout
-from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
+from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.types import KvLayout
 
@@ -15,30 +14,33 @@ SPEC = ModelSpec.from_config(TINY_CONFIGS[FAMILY])
 LAYOUT = KvLayout(4, 8, 16, 1, SPEC.head_dim, "float32", is_latent=True)
 
 
+async def controls(rows, report, cluster):
+    """Rows that must fail: of wrong expectations, and of a change that changes nothing."""
+    expected, rows._report, rows._expected = rows._expected, report, [[5] * 8 for _ in rows._prompts]
+    await rows._layout_row(cluster)
+    await rows._refused_row(cluster, "nothing", lambda entries: None)
+    rows._expected = expected
+
+
 @pytest.mark.slow
-async def test_latent_blocks_travel_and_both_their_parts_matter(tmp_path):
-    report = Report("tiny", [])
+async def test_latent_blocks_travel_both_their_parts_matter_and_every_row_can_fail(tmp_path, monkeypatch):
+    report, failed, plain = Report("tiny", []), Report("controls", []), _LatentRows._checked_rows
+
+    async def with_controls(rows, cluster):
+        await controls(rows, failed, cluster)
+        rows._report = report
+        await plain(rows, cluster)
+
+    monkeypatch.setattr(_LatentRows, "_checked_rows", with_controls)
     await add_latent_rows(report, tmp_path, "tcp", backend="auto", expect=expected_tokens, progress=lambda what: None)
-    found = {row.name: row for row in report.rows}
-    assert [(name, row.note) for name, row in found.items() if not row.ok] == []
-    assert list(found) == [
+    assert [(row.name, row.note) for row in report.rows if not row.ok] == []
+    assert [row.name for row in report.rows] == [
         "MLA layout (tcp)",
         "MLA: changed rotary parts refused",
         "MLA: changed rotary parts with checks off change the answer",
         "MLA: changed latents with checks off change the answer",
     ]
-    assert found["MLA layout (tcp)"].total == 7
-
-
-@pytest.mark.slow
-async def test_a_wrong_expectation_and_an_unnoticed_change_fail_their_rows(tmp_path):
-    report = Report("tiny", [])
-    folder = tiny_checkpoint(FAMILY, tmp_path / FAMILY)
-    rows = _LatentRows(report, folder, "shm", "auto", lambda folder, prompts, count: [[5] * count for _ in prompts])
-    async with local_cluster(rows._settings("full"), folder) as cluster:
-        await rows._layout_row(cluster)
-        await rows._refused_row(cluster, "rotary parts", lambda entries: None)
-    layout, refused = report.rows
+    layout, refused = failed.rows
     assert (layout.passed, layout.total, layout.note) == (3, 7, "1 token: token 0 differs")
     assert not refused.ok and "answered with 8 tokens" in refused.note
 
