@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
     CacheSettings,
@@ -228,7 +229,8 @@ class Verifier:
 
         spec = ModelSpec.from_folder(self._model_dir)
         tokens = 2 * sum(len(case.token_ids) + self._num_output + 2 * BLOCK_SIZE for case in self.cases)
-        return tokens * spec.num_layers * spec.num_kv_heads * spec.head_dim * 2 * 4
+        num_parts = 2 if spec.latent is None else 1
+        return tokens * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_parts * 4
 
     async def run(self, transports: Sequence[str]) -> Report:
         """All rows. Raises KvrelayError when a worker cannot start."""
@@ -238,9 +240,12 @@ class Verifier:
             await self._transport_rows(transport, is_first=index == 0)
         await self._unequal_row(transports[0])
         await self._unchecked_row(transports[0])
+        return self.report
+
+    async def run_tiers(self) -> None:
+        """The rows of the tiers below the pool, after `run`."""
         with tempfile.TemporaryDirectory() as scratch:
             await TierRows(self, self._model_dir, Path(scratch), self._kv_memory()).run()
-        return self.report
 
     # ---- for rows in files of their own
 
@@ -447,6 +452,9 @@ def command(
                 )
                 verifier.report.device, verifier.report.left_out = memory.device, left_out
                 reports.append(asyncio.run(verifier.run(chosen)))
+                asyncio.run(verifier.run_tiers())
+                if not family:
+                    asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)
     except KvrelayError as error:
         console.print(f"[red]{type(error).__name__}[/]: {error}")

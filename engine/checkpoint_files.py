@@ -1,4 +1,4 @@
-"""What a checkpoint folder must hold: tensor names and shapes, whole files, a tokenizer that fits.
+"""What a checkpoint folder must hold: every tensor in its shape, whole files, a tokenizer that fits.
 
 Reads headers only. Pure Python: imports no torch, so a bad folder is refused before any worker starts.
 """
@@ -11,6 +11,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from kvrelay.engine.checkpoint_shapes import expected_shapes
 from kvrelay.engine.spec import ModelSpec, read_json
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound
 
@@ -18,6 +19,7 @@ _PREFIXES = ("language_model.model.", "model.language_model.", "language_model."
 _IGNORED = re.compile(
     r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower)\.|rotary_emb\.inv_freq$"
 )
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the weight types that we read
 _INDEX = "model.safetensors.index.json"
 _DIGEST_SAMPLES, _SAMPLE_BYTES = 64, 4096
@@ -33,46 +35,6 @@ class StoredTensor:
     shape: tuple[int, ...]
     begin: int
     end: int
-
-
-def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the decoder needs (Hugging Face's names without prefix), with its shape."""
-    shapes: dict[str, tuple[int, ...]] = {
-        "embed_tokens.weight": (spec.vocab_size, spec.hidden_size),
-        "norm.weight": (spec.hidden_size,),
-    }
-    if not spec.is_tied:
-        shapes["lm_head.weight"] = (spec.vocab_size, spec.hidden_size)
-    layer_shapes = _layer_shapes(spec)
-    for layer in range(spec.num_layers):
-        shapes.update({f"layers.{layer}.{name}": shape for name, shape in layer_shapes.items()})
-    return shapes
-
-
-def _layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    hidden, ffn, dim = spec.hidden_size, spec.ffn_size, spec.head_dim
-    wide, narrow = spec.num_heads * dim, spec.num_kv_heads * dim
-    linears = (
-        ("self_attn.q_proj", wide, hidden, spec.has_qkv_bias),
-        ("self_attn.k_proj", narrow, hidden, spec.has_qkv_bias),
-        ("self_attn.v_proj", narrow, hidden, spec.has_qkv_bias),
-        ("self_attn.o_proj", hidden, wide, spec.has_o_bias),
-        ("mlp.gate_proj", ffn, hidden, spec.has_mlp_bias),
-        ("mlp.up_proj", ffn, hidden, spec.has_mlp_bias),
-        ("mlp.down_proj", hidden, ffn, spec.has_mlp_bias),
-    )
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, out_size, in_size, has_bias in linears:
-        shapes[f"{name}.weight"] = (out_size, in_size)
-        if has_bias:
-            shapes[f"{name}.bias"] = (out_size,)
-    norms = ["input_layernorm", "post_attention_layernorm"]
-    if spec.sandwich_norms:
-        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-    shapes.update({f"{name}.weight": (hidden,) for name in norms})
-    if spec.has_qk_norm:
-        shapes.update({f"self_attn.{name}.weight": (dim,) for name in ("q_norm", "k_norm")})
-    return shapes
 
 
 def safetensors_files(folder: Path) -> list[Path]:
@@ -127,7 +89,7 @@ def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
         for stored, entry in read_header(path).items():
             name = _plain_name(stored, shapes)
             if name is None:
-                if not (_IGNORED.search(stored) or (spec.is_tied and stored.endswith("lm_head.weight"))):
+                if not _is_passed_over(stored, spec):
                     raise CheckpointCorrupt(str(path), f"tensor {stored} has no place in a {spec.architecture} model")
                 continue
             if entry["dtype"] not in ITEMSIZES:
@@ -142,6 +104,14 @@ def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     if missing := shapes.keys() - found.keys():
         raise CheckpointCorrupt(str(folder), f"tensor {min(missing)} is missing ({len(missing)} in all)")
     return found
+
+
+def _is_passed_over(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor without a place may be there: other modalities, doubles, layers that predict further tokens."""
+    if _IGNORED.search(name) or (spec.is_tied and name.endswith("lm_head.weight")):
+        return True
+    layer = _LAYER.search(name) if spec.architecture == "deepseek_v3" else None
+    return layer is not None and int(layer[1]) >= spec.num_layers
 
 
 def _plain_name(name: str, shapes: dict[str, tuple[int, ...]]) -> str | None:

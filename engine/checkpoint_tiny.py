@@ -45,6 +45,29 @@ _LLAMA3 = {
 _GEMMA: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _HALF_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
 
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
 TINY_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _BASE
     | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": _LLAMA3}
@@ -68,6 +91,15 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         }
     },
+    "deepseek_v2": _BASE
+    | _ROPE
+    | _DEEPSEEK
+    | {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None}
+    | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, "routed_scaling_factor": 2.0},
+    "deepseek_v3": _BASE
+    | _DEEPSEEK
+    | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "rope_parameters": _YARN}
+    | {"q_lora_rank": 28, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
 }
 
 

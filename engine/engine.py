@@ -138,8 +138,9 @@ class Engine:
         compute_dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
         dtype = next(name for name, value in KV_DTYPES.items() if value is shape.kv_dtype)
         layout = KvLayout(
-            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=config.kv_layout
-        )
+            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=config.kv_layout,
+            is_latent=shape.latent_dim is not None,
+        )  # fmt: skip
         num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes)
         layout = replace(layout, num_blocks=num_blocks)
         self.storage = KvStorage(layout, backend.device)
@@ -157,6 +158,7 @@ class Engine:
             tensor_parallel=layout.model_kv_heads // layout.num_kv_heads,
             versions=versions(),
             compute_dtype=compute_dtype,
+            num_parts=layout.num_parts,
         )
         self.pool = BlockPool(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step

@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvrelay.engine.latent import LatentAttention, attend_latents
+from kvrelay.engine.mlp import Mlp
+from kvrelay.engine.packing import Packer
 from kvrelay.engine.rope import cos_sin_table
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.weights import WeightReader
@@ -20,18 +23,24 @@ _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a seque
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
-    """One decoder layer's packed weights. A norm that the family lacks is None."""
+class HeadAttention:
+    """Attention with keys and values of its own for each head, or for each group of heads."""
 
-    input_norm: Tensor
     qkv: Linear
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One decoder layer's packed weights. A norm that the family lacks is None."""
+
+    input_norm: Tensor
+    attention: HeadAttention | LatentAttention
     post_attention_norm: Tensor | None
     mlp_norm: Tensor
-    gate_up: Linear
-    down: Linear
+    mlp: Mlp
     post_mlp_norm: Tensor | None
 
 
@@ -54,8 +63,9 @@ class DecoderModel:
     ) -> None:
         self.spec, self.dtype = spec, dtype
         self.attention_shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, kv_layout, kv_dtype or dtype
-        )
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, kv_layout, kv_dtype or dtype,
+            latent_dim=None if spec.latent is None else spec.latent.kv_rank,
+        )  # fmt: skip
         self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies
@@ -74,7 +84,7 @@ class DecoderModel:
             return False
         rows = max(num_positions, min(2 * self.num_positions, self.spec.max_position))
         self._cos_sin = tuple(
-            cos_sin_table(rope, self.spec.head_dim, rows).to(self._backend.device) for rope in self.spec.ropes
+            cos_sin_table(rope, self.spec.rotary_dim, rows).to(self._backend.device) for rope in self.spec.ropes
         )
         return True
 
@@ -91,7 +101,7 @@ class DecoderModel:
         Args:
             token_ids: [T] int64.
             batch: the step's metadata; `plan` is backend.plan(batch, self.attention_shape).
-            kv_layers: per layer [num_blocks, 2, block_size, num_kv_heads, head_dim].
+            kv_layers: per layer [num_blocks, 2, block_size, num_kv_heads, head_dim], latent ones with one part.
             on_layer: called with i when layer i's cache writes and compute have been issued.
 
         Returns: [T, hidden] after the final norm.
@@ -104,7 +114,7 @@ class DecoderModel:
         for index, layer in enumerate(self._layers):
             x = self._attend(layer, index, x, positions, slots, plan, kv_layers[index])
             x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, spec.norm_eps)
-            x = layer.down(backend.gated_activation(layer.gate_up(x), spec.activation))
+            x = layer.mlp(x)
             if layer.post_mlp_norm is not None:
                 x = backend.rms_norm(x, layer.post_mlp_norm, spec.norm_eps)
             x, residual = backend.add_rms_norm(x, residual, self._norm_after(index), spec.norm_eps)
@@ -120,6 +130,22 @@ class DecoderModel:
         self, layer: Layer, index: int, x: Tensor, positions: Tensor, slots: Tensor, plan: Any, kv_layer: Tensor
     ) -> Tensor:
         """Self-attention of normed x [T, hidden] -> [T, hidden], storing this step's keys and values."""
+        spec, backend, cos_sin = self.spec, self._backend, self._cos_sin[self.spec.layer_ropes[index]]
+        if isinstance(layer.attention, LatentAttention):
+            assert spec.latent is not None
+            x = attend_latents(
+                layer.attention, spec.latent, backend, x, cos_sin, positions, slots, plan, kv_layer, scale=spec.query_scale
+            )  # fmt: skip
+        else:
+            x = self._attend_heads(layer.attention, index, x, cos_sin, positions, slots, plan, kv_layer)
+        if layer.post_attention_norm is not None:
+            x = backend.rms_norm(x, layer.post_attention_norm, spec.norm_eps)
+        return x
+
+    def _attend_heads(
+        self, layer: HeadAttention, index: int, x: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, plan: Any,
+        kv_layer: Tensor,
+    ) -> Tensor:  # fmt: skip
         spec, backend = self.spec, self._backend
         num_q, num_kv = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
@@ -127,7 +153,7 @@ class DecoderModel:
         if layer.q_norm is not None and layer.k_norm is not None:
             q = backend.rms_norm(q, layer.q_norm, spec.norm_eps)
             k = backend.rms_norm(k, layer.k_norm, spec.norm_eps)
-        q, k = backend.rope(q, k, self._cos_sin[spec.layer_ropes[index]], positions)
+        q, k = backend.rope(q, k, cos_sin, positions)
         backend.store_kv(k, v, kv_layer, slots)
         out = backend.attention(
             q,
@@ -137,10 +163,7 @@ class DecoderModel:
             window=spec.layer_windows[index],
             softcap=spec.attention_softcap,
         )
-        x = layer.o(out.reshape(-1, num_q * spec.head_dim))
-        if layer.post_attention_norm is not None:
-            x = backend.rms_norm(x, layer.post_attention_norm, spec.norm_eps)
-        return x
+        return layer.o(out.reshape(-1, num_q * spec.head_dim))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary for rows of `forward`'s result: [R, hidden] -> [R, vocab] float32."""
@@ -150,48 +173,30 @@ class DecoderModel:
         return logits
 
 
-class _Packer:
-    """Reads tensors and hands them to the backend; an original lives only until it is packed."""
+def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
+    at = f"layers.{index}"
+    sandwich = spec.sandwich_norms
+    before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
+    latent = spec.latent
+    return Layer(
+        input_norm=packer.norm(f"{at}.input_layernorm.weight"),
+        attention=_pack_heads(packer, spec, at)
+        if latent is None
+        else packer.latent_attention(f"{at}.self_attn", latent),
+        post_attention_norm=packer.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
+        mlp_norm=packer.norm(f"{at}.{before_mlp}.weight"),
+        mlp=packer.mlp(f"{at}.mlp", index),
+        post_mlp_norm=packer.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
+    )
 
-    def __init__(self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> None:
-        self._reader, self._spec, self._backend, self._dtype = reader, spec, backend, dtype
 
-    def tensor(self, name: str) -> Tensor:
-        return self._reader.read(name, self._dtype, self._backend.device)
-
-    def norm(self, name: str) -> Tensor:
-        """The factor that rms_norm multiplies by; Gemma's 1 + w is folded in, in float32."""
-        if self._spec.norm_offset:
-            return self._reader.read(name, torch.float32, self._backend.device) + 1.0
-        return self.tensor(name)
-
-    def linear(self, *names: str) -> Linear:
-        """One packed product of several matrices stacked by rows, with their biases."""
-        weight = self._stack([f"{name}.weight" for name in names])
-        has_bias = f"{names[0]}.bias" in self._reader
-        return self._backend.pack_linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
-
-    def _stack(self, names: list[str]) -> Tensor:
-        parts = [self.tensor(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def layer(self, index: int) -> Layer:
-        at, spec = f"layers.{index}", self._spec
-        attention, mlp = f"{at}.self_attn", f"{at}.mlp"
-        before_mlp = "pre_feedforward_layernorm" if spec.sandwich_norms else "post_attention_layernorm"
-        sandwich = spec.sandwich_norms
-        return Layer(
-            input_norm=self.norm(f"{at}.input_layernorm.weight"),
-            qkv=self.linear(*(f"{attention}.{name}_proj" for name in "qkv")),
-            q_norm=self.norm(f"{attention}.q_norm.weight") if spec.has_qk_norm else None,
-            k_norm=self.norm(f"{attention}.k_norm.weight") if spec.has_qk_norm else None,
-            o=self.linear(f"{attention}.o_proj"),
-            post_attention_norm=self.norm(f"{at}.post_attention_layernorm.weight") if sandwich else None,
-            mlp_norm=self.norm(f"{at}.{before_mlp}.weight"),
-            gate_up=self.linear(f"{mlp}.gate_proj", f"{mlp}.up_proj"),
-            down=self.linear(f"{mlp}.down_proj"),
-            post_mlp_norm=self.norm(f"{at}.post_feedforward_layernorm.weight") if sandwich else None,
-        )
+def _pack_heads(packer: Packer, spec: ModelSpec, at: str) -> HeadAttention:
+    return HeadAttention(
+        qkv=packer.linear(*(f"{at}.self_attn.{name}_proj" for name in "qkv")),
+        q_norm=packer.norm(f"{at}.self_attn.q_norm.weight") if spec.has_qk_norm else None,
+        k_norm=packer.norm(f"{at}.self_attn.k_norm.weight") if spec.has_qk_norm else None,
+        o=packer.linear(f"{at}.self_attn.o_proj"),
+    )
 
 
 def load_model(
@@ -212,14 +217,14 @@ def load_model(
     """
     spec = ModelSpec.from_folder(folder)
     with torch.no_grad(), WeightReader(folder, spec) as reader:
-        packer = _Packer(reader, spec, backend, dtype)
+        packer = Packer(reader, spec, backend, dtype)
         embedding = packer.tensor("embed_tokens.weight")
         return DecoderModel(
             spec,
             backend,
             dtype,
             embedding=embedding,
-            layers=[packer.layer(index) for index in range(spec.num_layers)],
+            layers=[_pack_layer(packer, spec, index) for index in range(spec.num_layers)],
             final_norm=packer.norm("norm.weight"),
             lm_head=backend.pack_linear(embedding) if spec.is_tied else packer.linear("lm_head"),
             block_size=block_size,

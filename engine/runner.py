@@ -142,7 +142,12 @@ def _then(
 def _decode_graphs(
     model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int
 ) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
-    """The decode step captured once and replayed, where the backend can. Unverified on a GPU."""
+    """The decode step captured once and replayed, where the backend can. Unverified on a GPU.
+
+    Which experts a token chooses cannot be captured, and FlashInfer plans latent attention by another wrapper.
+    """
+    if model.spec.latent is not None or model.spec.experts is not None:
+        return None
     if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
         from kvrelay.kernels import cpu_graphs
 

@@ -7,10 +7,19 @@ rope_scaling (transformers 4) and rope_parameters (transformers 5), nested text_
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from kvrelay.engine.spec_mla import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    ExpertSpec,
+    LatentSpec,
+    expert_spec,
+    latent_query_scale,
+    latent_spec,
+)
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
 
 ActivationName = Literal["silu", "gelu_tanh"]
@@ -56,6 +65,8 @@ class ModelSpec:
     query_scale multiplies q·k. embed_scale multiplies embeddings, rounded to the model's dtype.
     norm_offset: the checkpoint stores w where the norm multiplies by 1 + w.
     sandwich_norms: norms after attention and after the MLP, before each residual add.
+    latent: attention is over latents (MLA): num_kv_heads is 1 then, head_dim the width of a token's cache entry.
+    experts: some layers choose among experts (MoE).
     """
 
     architecture: str
@@ -85,6 +96,13 @@ class ModelSpec:
     final_softcap: float | None = None
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
+    latent: LatentSpec | None = None
+    experts: ExpertSpec | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a key are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
 
     @classmethod
     def from_config(cls, config: Any, generation: Json | None = None) -> "ModelSpec":
@@ -125,6 +143,7 @@ class _Family:
     scale_embeddings: bool = False
     window: Literal["none", "all", "upper", "alternate", "pattern"] = "none"
     has_mlp_bias: bool = False
+    is_latent: bool = False
     attention_softcap: bool = False  # Gemma 3 has the key, but neither it nor Hugging Face applies it
 
 
@@ -203,6 +222,8 @@ FAMILIES: dict[str, _Family] = {
         _Family(
             "gemma3_text", _COMMON | _GEMMA | _GEMMA3, sandwich=True, qk_norm=True, window="pattern", **_GEMMA_PARTS
         ),
+        _Family("deepseek_v2", _COMMON | DEEPSEEK_V2, is_latent=True, has_mlp_bias=True),
+        _Family("deepseek_v3", _COMMON | DEEPSEEK_V2 | DEEPSEEK_V3, is_latent=True),
     )
 }
 _ALIASES = {"gemma3": "gemma3_text"}
@@ -215,6 +236,8 @@ _ARCHITECTURES = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "Gemma3ForConditionalGeneration": "gemma3_text",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 
 
@@ -294,7 +317,7 @@ def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int |
     is_sliding = _sliding_layers(text, num_layers)
     ropes = _ropes(text)
     bias = bool(text.get("attention_bias"))
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=family.name,
         num_layers=num_layers,
         hidden_size=hidden,
@@ -323,6 +346,21 @@ def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int |
         bos_id=bos_id,
         eos_ids=eos_ids,
     )
+    return _with_latent(spec, text) if family.is_latent else spec
+
+
+def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
+    """The same with latent attention, and experts where the config has them."""
+    if not text.get("num_key_value_heads"):
+        text = _Text(text.family, {**text.raw, "num_key_value_heads": spec.num_heads})
+    if text.name == "deepseek_v2":  # has no such choice
+        text = _Text(text.family, {**text.raw, "rope_interleave": True})
+    latent, rope = latent_spec(text), spec.ropes[0]
+    scale = latent_query_scale(latent, rope_kind=rope.kind, factor=rope.factor, mscale_all_dim=rope.mscale_all_dim)
+    experts = expert_spec(text, spec.num_layers)
+    return replace(
+        spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, experts=experts, has_qkv_bias=False
+    )  # fmt: skip
 
 
 def _activation(text: _Text) -> ActivationName:
@@ -430,7 +468,7 @@ def _check(spec: ModelSpec) -> None:
         raise CheckpointCorrupt(
             "config.json", f"{spec.num_heads} query heads do not divide over {spec.num_kv_heads} KV heads"
         )
-    if spec.head_dim % 2:
+    if spec.rotary_dim % 2:
         raise CheckpointCorrupt("config.json", f"head_dim {spec.head_dim} is odd")
     if spec.norm_eps <= 0:
         raise CheckpointCorrupt("config.json", f"rms_norm_eps is {spec.norm_eps}")

@@ -14,7 +14,8 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from kvrelay.engine.checkpoint_files import expected_shapes, locate_tensors
+from kvrelay.engine.checkpoint_files import locate_tensors
+from kvrelay.engine.checkpoint_shapes import expected_shapes
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.errors import CheckpointCorrupt
 
@@ -89,13 +90,14 @@ def random_weights(config: dict[str, Any], folder: Path, *, seed: int = 0, dtype
 def _random_tensors(spec: ModelSpec, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
     embedding = 0.2 / (spec.embed_scale or 1.0)  # small beside what the layers add to the residual
     louder = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 1.5, "o_proj": 1.5}  # sharp attention, heard
+    louder |= {"q_b_proj": 2.0, "kv_b_proj": 2.0, "kv_a_proj_with_mqa": 2.0}
     for name, shape in expected_shapes(spec).items():
         noise = torch.randn(shape, generator=generator)
         if name == "embed_tokens.weight":
             yield name, noise * embedding
         elif len(shape) == 2:
             yield name, noise * louder.get(name.split(".")[-2], 1.0) * shape[1] ** -0.5
-        elif name.endswith(".bias"):
+        elif name.endswith("bias"):
             yield name, noise * 0.1
         else:
             centre = 1.8 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0

@@ -4,6 +4,8 @@ Tensors live on `device`. T = tokens in this step, S = sequences in this step. A
 [num_blocks, 2, block_size, num_kv_heads, head_dim]: keys at index 0, values at index 1. It is contiguous where
 kv_layout is "NHD"; where it is "HND" heads stand before tokens in memory, and the cache is a transposed view.
 A cache of fp8 (kv_dtype torch.float8_e4m3fn) is uint8 with a last dimension of head_dim + 4: see kvrelay/fp8.py.
+The cache of latent attention (MLA) has one part and one head: [num_blocks, 1, block_size, 1, head_dim], a token's latent
+and then its key's rotary part, which all query heads share.
 """
 
 from dataclasses import dataclass
@@ -18,7 +20,10 @@ KvOrder = Literal["NHD", "HND"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model's attention layers share."""
+    """What a model's attention layers share.
+
+    latent_dim: of latent attention, how many of a cache entry's head_dim numbers are the latent; else None.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -27,6 +32,7 @@ class AttentionShape:
     dtype: torch.dtype
     kv_layout: KvOrder = "NHD"
     kv_dtype: torch.dtype | None = None  # of the cache; None: dtype
+    latent_dim: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,12 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class HeadLinears(Protocol):
+    """A packed weight for each head. Calling it with [T, heads, in] gives [T, heads, out] in the same dtype."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+
 class Backend(Protocol):
     """Kernels of one device. Stateless but for workspaces; one per engine thread."""
 
@@ -84,6 +96,10 @@ class Backend(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""
+        ...
+
+    def pack_heads(self, weight: Tensor) -> HeadLinears:
+        """Prepare weights [heads, out, in], one per head."""
         ...
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
@@ -130,6 +146,18 @@ class Backend(Protocol):
 
         window: a token sees itself and the window-1 tokens before it (Hugging Face's sliding_window).
         softcap: scores become softcap * tanh(scores / softcap).
+        """
+        ...
+
+    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        """Scatter entries [T, head_dim] into a latent layer's cache at slot_mapping [T] int64, in place."""
+        ...
+
+    def latent_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, latent_dim: int) -> Tensor:
+        """Causal paged attention of absorbed queries over cache entries, whose first `latent_dim` numbers are the values.
+
+        q: [T, heads, head_dim]: its part for latents, then its rotary part -> [T, heads, latent_dim].
+        Source: DeepSeek-V2 (2024), section 2.1, with the up-projections absorbed.
         """
         ...
 

@@ -8,14 +8,23 @@ bit. With bfloat16 this holds as long as the linear kernel is the compiled one (
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
+from kvrelay.kernels.backend import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    HeadLinears,
+    KvOrder,
+    Linear,
+    SamplingBatch,
+)
 from kvrelay.kernels.cpu_linear import Pack, choose_linear
-from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativePlan
+from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativeLinear, NativePlan
 from kvrelay.kernels.reference import ReferencePlan
 from kvrelay.kernels.selfcheck import first_wrong_kernel
 from kvrelay.kernels.torch_cpu import TorchCpuBackend
@@ -35,6 +44,19 @@ def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
         native.has_dot = False
         wrong = first_wrong_kernel(native)
     return (native, "") if wrong is None else (None, f"the compiled {wrong} kernel gives wrong results here")
+
+
+class NativeHeadLinears:
+    """A compiled product for each head: every row's sums run in one order, which a batched product does not promise."""
+
+    def __init__(self, heads: Sequence[NativeLinear]) -> None:
+        self._heads = tuple(heads)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty((*x.shape[:2], self._heads[0].out_features), dtype=x.dtype)
+        for index, head in enumerate(self._heads):
+            out[:, index] = head(x[:, index])
+        return out
 
 
 class CpuBackend:
@@ -92,6 +114,12 @@ class CpuBackend:
             self._packers[weight.dtype] = choose_linear(self._native, weight.dtype, self.num_threads, key)
         return self._packers[weight.dtype][1](weight, bias)
 
+    def pack_heads(self, weight: Tensor) -> HeadLinears:
+        native = self._native_for(weight.dtype)
+        if native is None:
+            return self._torch.pack_heads(weight)
+        return NativeHeadLinears([native.pack_linear(head, None) for head in weight])
+
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         native = self._native_for(table.dtype)
         if native is None or not (table.is_contiguous() and token_ids.is_contiguous()):
@@ -147,6 +175,16 @@ class CpuBackend:
             return self._torch.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
         assert self._native is not None and kv_layer.is_contiguous() and kv_layer.dtype in KV_KINDS
         return self._native.attention(q, kv_layer, plan, scale=scale, window=window, softcap=softcap)
+
+    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        self._torch.store_latent(entries, kv_layer, slot_mapping)
+
+    def latent_attention(
+        self, q: Tensor, kv_layer: Tensor, plan: NativePlan | ReferencePlan, *, scale: float, latent_dim: int
+    ) -> Tensor:
+        if isinstance(plan, NativePlan):
+            return self.attention(q, kv_layer, plan, scale=scale, window=None, softcap=None)[..., :latent_dim]
+        return self._torch.latent_attention(q, kv_layer, plan, scale=scale, latent_dim=latent_dim)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return (self._native or self._torch).sample(logits, batch)

@@ -40,7 +40,7 @@ _KERNELS = (
 )
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
-_CALL_WORDS = 24  # a call: its kernel, then up to 23 arguments of 8 bytes
+_CALL_WORDS = 25  # a call: its kernel, then up to 24 arguments of 8 bytes
 _MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
 
 

@@ -24,7 +24,16 @@ from torch import Tensor
 from kvrelay import fp8
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels import sampling
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
+from kvrelay.kernels.backend import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    HeadLinears,
+    KvOrder,
+    Linear,
+    SamplingBatch,
+)
+from kvrelay.kernels.cuda_mla import has_latent_attention, make_wrapper, plan_latent, run_latent
 from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan
 
 logger = logging.getLogger(__name__)
@@ -57,10 +66,12 @@ class CudaPlan:
     positions, slot_mapping: the batch's own, on the CPU. device_positions: [T] int64, device_slots: [T] int32,
     device_zeros: [T] int32, on the device. `decode` covers the first `num_decode` sequences, `prefill` the rest,
     with qo_indptr [P+1] on the CPU. decode_blocks, prefill_blocks: [n] int64 on the device, blocks that are to be unpacked
-    for them; the indices of `decode` and `prefill` then count from the first of these.
+    for them; the indices of `decode` and `prefill` then count from the first of these. Latent attention takes all sequences
+    in one: `latent` and `latent_blocks` are theirs.
     """
 
     shape: AttentionShape
+    batch: AttentionBatch
     positions: Tensor
     slot_mapping: Tensor
     device_positions: Tensor
@@ -73,6 +84,8 @@ class CudaPlan:
     fallback: ReferencePlan | None
     decode_blocks: Tensor | None = None
     prefill_blocks: Tensor | None = None
+    latent: PagedIndex | None = None
+    latent_blocks: Tensor | None = None
     wrappers: dict[Variant, tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -169,6 +182,9 @@ class CudaBackend:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._plain.pack_linear(weight, bias)
 
+    def pack_heads(self, weight: Tensor) -> HeadLinears:
+        return self._plain.pack_heads(weight)
+
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return self._plain.embed(token_ids, table, scale)
 
@@ -206,13 +222,16 @@ class CudaBackend:
         )
         return fused(gate_up.contiguous())
 
-    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+    def _slots(self, slot_mapping: Tensor) -> tuple[Tensor, Tensor]:
+        """The slots on the device and as many zeros, int32."""
         current = self._current
         if current is not None and slot_mapping is current.slot_mapping:
-            slots, zeros = current.device_slots, current.device_zeros
-        else:  # no planned step: a test
-            slots = slot_mapping.to(device=self.device, dtype=torch.int32)
-            zeros = torch.zeros_like(slots)
+            return current.device_slots, current.device_zeros
+        slots = slot_mapping.to(device=self.device, dtype=torch.int32)  # no planned step: a test
+        return slots, torch.zeros_like(slots)
+
+    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        slots, zeros = self._slots(slot_mapping)
         kv_layout: KvOrder = "NHD" if kv_layer.is_contiguous() else "HND"
         kv_cache = in_memory_order(kv_layer, kv_layout)
         if not has_append(k, kv_cache):
@@ -241,6 +260,7 @@ class CudaBackend:
         slots = batch.slot_mapping.to(device=self.device, dtype=torch.int32)
         plan = CudaPlan(
             shape=shape,
+            batch=batch,
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
             device_positions=batch.positions.to(self.device),
@@ -253,9 +273,16 @@ class CudaBackend:
             fallback=None,
         )
         self._current = plan
-        if not has_attention(shape):
-            self._tell_once(f"attention with head_dim {shape.head_dim} in {shape.dtype}")
+        is_latent = shape.latent_dim is not None
+        if not (has_latent_attention(shape) if is_latent else has_attention(shape)):
+            kind = f"latent attention of {shape.num_heads} heads" if is_latent else "attention"
+            self._tell_once(f"{kind} with head_dim {shape.head_dim} in {shape.dtype}")
             plan.fallback = self._plain.plan(batch, shape)
+            return plan
+        if is_latent:
+            plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size)
+            if is_unpacked(shape):
+                plan.latent, plan.latent_blocks = self._in_own_order(plan.latent)
             return plan
         n = batch.num_decode
         if n:
@@ -315,6 +342,23 @@ class CudaBackend:
         if prefill is not None:
             prefill.run(q[n:], _unpacked(kv_cache, plan.prefill_blocks, q.dtype), out=out[n:])
         return out
+
+    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        self._plain.store_latent(entries, kv_layer, self._slots(slot_mapping)[0])
+
+    def latent_attention(self, q: Tensor, kv_layer: Tensor, plan: CudaPlan, *, scale: float, latent_dim: int) -> Tensor:
+        if plan.latent is None:
+            assert plan.fallback is not None
+            return self._plain.latent_attention(q, kv_layer, plan.fallback, scale=scale, latent_dim=latent_dim)
+        variant: Variant = (scale, None, None)
+        if variant not in plan.wrappers:
+            key = ("latent", plan.shape.kv_layout, variant)
+            if key not in self._wrappers:
+                self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, _ATTENTION_KERNELS)
+            wrapper, index = self._wrappers[key], plan.latent
+            plan_latent(self._flashinfer, wrapper, plan.batch, index.indptr, index.indices, plan.shape, scale)
+            plan.wrappers[variant] = (wrapper, None)
+        return run_latent(plan.wrappers[variant][0], q, _unpacked(kv_layer, plan.latent_blocks, q.dtype), latent_dim)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)

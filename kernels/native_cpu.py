@@ -35,7 +35,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_attention_tile_tokens": ([_L], _L),
     "kr_attention_tiles": ([_P, _L, _L, _P], _L),
     "kr_store_kv_as": ([_I, _I, *[_P] * 4, *[_L] * 6], None),
-    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I], None),
+    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I, _L], None),
     "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
     "kr_replay": ([_P, _L], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
@@ -209,6 +209,7 @@ class NativeKernels:
     def attention(
         self, q: Tensor, kv_layer: Tensor, plan: NativePlan, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
+        """Of a latent cache (one part) the results are as wide as its entries: values are all of an entry here."""
         q = _rows(q)
         num_tokens, heads, head_dim = q.shape
         out = self.empty((num_tokens, heads, head_dim), q.dtype)
@@ -218,6 +219,7 @@ class NativeKernels:
             plan.tiles.data_ptr(), plan.num_tiles, heads, plan.num_kv_heads, head_dim, plan.block_size,
             q.stride(0), q.stride(1), plan.max_query_len, plan.max_context_len, window or 0, scale, softcap or 0.0,
             KV_KINDS[kv_layer.dtype],
+            kv_layer.shape[1],
         )  # fmt: skip
         return out
 

@@ -11,7 +11,15 @@ from torch.nn import functional as F
 
 from kvrelay import fp8
 from kvrelay.kernels import sampling
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, KvOrder, Linear, SamplingBatch
+from kvrelay.kernels.backend import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    HeadLinears,
+    KvOrder,
+    Linear,
+    SamplingBatch,
+)
 
 
 class ReferenceLinear:
@@ -23,6 +31,16 @@ class ReferenceLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight, self.bias)
+
+
+class ReferenceHeadLinears:
+    """Weights [heads, out, in] as they came."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +79,11 @@ def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]
     return k, v
 
 
+def gather_entries(kv_layer: Tensor, sequence: SequencePlan) -> Tensor:
+    """The latent cache entries [context, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
+    return fp8.loaded(kv_layer[sequence.blocks, 0, :, 0]).flatten(0, 1)[: sequence.context_len]
+
+
 def causal_mask(num_queries: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
     """[num_queries, context_len] bool, True where the query may look; queries are the context's last tokens."""
     query = torch.arange(context_len - num_queries, context_len, device=device).unsqueeze(1)
@@ -96,6 +119,9 @@ class ReferenceBackend:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(weight.to(self.device), None if bias is None else bias.to(self.device))
+
+    def pack_heads(self, weight: Tensor) -> HeadLinears:
+        return ReferenceHeadLinears(weight.to(self.device))
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids.to(table.device), table)
@@ -146,6 +172,23 @@ class ReferenceBackend:
             mask = causal_mask(sequence.end - sequence.start, sequence.context_len, window, q.device)
             k, v = gather_kv(kv_layer, sequence)
             out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
+        return out
+
+    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        block_size = kv_layer.shape[2]
+        slots = slot_mapping.to(kv_layer.device)
+        kv_layer[slots // block_size, 0, slots % block_size, 0] = fp8.stored(entries, kv_layer.dtype)
+
+    def latent_attention(
+        self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, latent_dim: int
+    ) -> Tensor:
+        out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
+        for sequence in plan.sequences:
+            rows = slice(sequence.start, sequence.end)
+            mask = causal_mask(sequence.end - sequence.start, sequence.context_len, None, q.device)
+            entries = gather_entries(kv_layer, sequence).unsqueeze(1)
+            attended = attend(q[rows], entries, entries[..., :latent_dim], mask, scale=scale, softcap=None)
+            out[rows] = attended.to(q.dtype)
         return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -56,12 +56,10 @@ def _activation(native: NativeKernels, reference: ReferenceBackend, dtype: torch
     )
 
 
-def _attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
-    generator = torch.Generator().manual_seed(5)
-    kv = _random(generator, dtype, 48, 2, 16, 2, 40)
-    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=40, block_size=16, dtype=dtype)
-    tables = torch.randperm(48, generator=generator).to(torch.int32).view(2, 24)[:, :24]
-    batch = AttentionBatch(
+def _attention_batch(generator: torch.Generator) -> AttentionBatch:
+    """A decode row and a chunk over 48 blocks of 16 tokens."""
+    tables = torch.randperm(48, generator=generator).to(torch.int32).view(2, 24)
+    return AttentionBatch(
         query_starts=torch.tensor([0, 1, 21], dtype=torch.int32),
         context_lens=torch.tensor([150, 70], dtype=torch.int32),
         block_tables=tables.contiguous(),
@@ -71,13 +69,29 @@ def _attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.
         max_query_len=20,
         max_context_len=150,
     )
-    q = _random(generator, dtype, 21, 6, 40)
+
+
+def _attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(5)
+    kv = _random(generator, dtype, 48, 2, 16, 2, 40)
+    shape = AttentionShape(num_heads=6, num_kv_heads=2, head_dim=40, block_size=16, dtype=dtype)
+    batch, q = _attention_batch(generator), _random(generator, dtype, 21, 6, 40)
 
     def run(kernels: NativeKernels | ReferenceBackend, window: int | None, softcap: float | None) -> Tensor:
         plan = kernels.plan(batch, shape)
         return kernels.attention(q, kv, plan, scale=0.2, window=window, softcap=softcap)  # type: ignore[arg-type]
 
     return all(_near(run(native, w, c), run(reference, w, c)) for w, c in ((None, None), (30, 5.0)))
+
+
+def _latent_attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(7)
+    kv, latent_dim = _random(generator, dtype, 48, 1, 16, 1, 40), 30
+    shape = AttentionShape(6, 1, 40, 16, dtype, latent_dim=latent_dim)
+    batch, q = _attention_batch(generator), _random(generator, dtype, 21, 6, 40)
+    found = native.attention(q, kv, native.plan(batch, shape), scale=0.2, window=None, softcap=None)
+    expected = reference.latent_attention(q, kv, reference.plan(batch, shape), scale=0.2, latent_dim=latent_dim)
+    return _near(found[..., :latent_dim], expected)
 
 
 def _sampling(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
@@ -98,6 +112,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "rope": _rope,
     "activation": _activation,
     "attention": _attention,
+    "latent attention": _latent_attention,
     "sampling": _sampling,
 }
 

@@ -18,8 +18,8 @@ class KvStorage:
     """One worker's KV tensors.
 
     `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer whose
-    layout is `memory.layout` (with order "HND" they are not contiguous). With dtype "fp8_e4m3" they are bytes, and the
-    last dimension is head_dim + 4: see fp8.py. On CPU the buffer is an anonymous shared file (memfd), which the
+    layout is `memory.layout` (with order "HND" they are not contiguous); latent KV has one part. With dtype "fp8_e4m3"
+    they are bytes, and the last dimension is head_dim + 4: see fp8.py. On CPU the buffer is an anonymous shared file (memfd), which the
     kernel frees with its last user, so that kill -9 leaves nothing behind.
     """
 

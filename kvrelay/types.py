@@ -169,6 +169,7 @@ class Fingerprint:
     tensor_parallel: int = 1
     versions: str = ""
     compute_dtype: str = ""
+    num_parts: int = 2  # 1: latent KV (MLA), num_kv_heads is 1 and head_dim its width
 
     def first_difference(self, other: "Fingerprint") -> str | None:
         """The first field that differs at all as "field: ours != theirs", or None."""
@@ -202,4 +203,5 @@ _MUST_BE_EQUAL = {
     "num_layers": _SAME_MODEL,
     "num_kv_heads": _SAME_MODEL,
     "head_dim": _SAME_MODEL,
+    "num_parts": _SAME_MODEL,
 }

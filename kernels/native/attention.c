@@ -26,6 +26,7 @@ typedef struct {
     float *parts; /* [tiles * kv_heads][max_parts][part_floats] when context is split over threads */
     long max_parts, part_floats, max_blocks, num_tiles;
     long heads, kv_heads, dim, padded, block_size, q_stride, q_head, group, tile_tokens, window;
+    long num_parts; /* of a block: 2, keys and values, or 1, entries that are both (latent attention) */
     float scale, softcap;
     int wide, kv_kind;
 } attention_job;
@@ -84,18 +85,19 @@ INLINE void transpose8(const char *const row[8], long i, float *out, int kind)
 INLINE void gather_as(tile_state *s, long base, long n, const int kind)
 {
     const attention_job *j = s->j;
-    const long bytes = kv_row_bytes(j->dim, kind), row = j->kv_heads * bytes, half = j->block_size * row;
+    const long bytes = kv_row_bytes(j->dim, kind), row = j->kv_heads * bytes, part = j->block_size * row;
+    const long whole = j->num_parts * part, to_value = whole - part;
     const char *key[TILE];
     const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * 2 * half + offset * row;
+        const char *at = heads + s->table[block] * whole + offset * row;
         for (; offset < j->block_size && t < n; offset++, t++, at += row) key[t] = at;
     }
     for (long t = n; t % 8; t++) key[t] = key[n - 1];
     if (kind == KV_FP8)
         for (long t = 0; t < n; t++)
-            s->key_scale[t] = kv_scale(key[t], j->dim), s->value_scale[t] = kv_scale(key[t] + half, j->dim);
+            s->key_scale[t] = kv_scale(key[t], j->dim), s->value_scale[t] = kv_scale(key[t] + to_value, j->dim);
     for (long t = 0; t < n; t += 8) {
         long d = 0;
         for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, kind);
@@ -103,7 +105,7 @@ INLINE void gather_as(tile_state *s, long base, long n, const int kind)
             for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = kv_load_one(key[t + r], d, kind);
     }
     for (long t = 0; t < n; t++) {
-        const char *value = key[t] + half;
+        const char *value = key[t] + to_value;
         long d = 0;
         for (; d + VL <= j->dim; d += VL) vstore(s->values + t * j->padded + d, kv_load(value, d, kind));
         for (; d < j->dim; d++) s->values[t * j->padded + d] = kv_load_one(value, d, kind);
@@ -124,15 +126,16 @@ static void gather(tile_state *s, long base, long n)
 static void touch(const tile_state *s, long base, long n)
 {
     const attention_job *j = s->j;
-    const long bytes = kv_row_bytes(j->dim, j->kv_kind), row = j->kv_heads * bytes, half = j->block_size * row;
+    const long bytes = kv_row_bytes(j->dim, j->kv_kind), row = j->kv_heads * bytes, part = j->block_size * row;
+    const long whole = j->num_parts * part, to_value = whole - part;
     const char *heads = j->kv + s->kv_head * bytes;
     long block = base / j->block_size, offset = base % j->block_size;
     for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * 2 * half + offset * row;
+        const char *at = heads + s->table[block] * whole + offset * row;
         for (; offset < j->block_size && t < n; offset++, t++, at += row)
             for (long b = 0; b < bytes; b += 64) {
                 (void)*(const volatile char *)(at + b);
-                (void)*(const volatile char *)(at + half + b);
+                (void)*(const volatile char *)(at + to_value + b);
             }
     }
 }
@@ -380,19 +383,20 @@ long kr_attention_tiles(const int32_t *query_starts, long sequences, long tile_t
     return count;
 }
 
-/* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, 2, block_size, kv_heads, row], contiguous,
- * rows of kv_kind. window, softcap: 0 for none. */
+/* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, num_parts, block_size, kv_heads, row],
+ * contiguous, rows of kv_kind. window, softcap: 0 for none. */
 void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, const int32_t *query_starts,
                   const int32_t *context_lens, const int32_t *tables, long max_blocks, const int32_t *tiles,
                   long num_tiles, long heads, long kv_heads, long dim, long block_size, long q_stride, long q_head,
-                  long max_query_len, long max_context_len, long window, float scale, float softcap, int kv_kind)
+                  long max_query_len, long max_context_len, long window, float scale, float softcap, int kv_kind,
+                  long num_parts)
 {
     attention_job j = {.q = q, .out = out, .kv = kv, .query_starts = query_starts, .context_lens = context_lens,
                        .tables = tables, .tiles = tiles, .max_blocks = max_blocks, .num_tiles = num_tiles,
                        .heads = heads, .kv_heads = kv_heads, .dim = dim, .padded = (dim + NC - 1) / NC * NC,
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
                        .window = window, .scale = scale, .softcap = softcap, .wide = wide,
-                       .kv_kind = kv_kind};
+                       .kv_kind = kv_kind, .num_parts = num_parts};
     j.tile_tokens = kr_attention_tile_tokens(j.group);
     long items = num_tiles * kv_heads, rows = (max_query_len < j.tile_tokens ? max_query_len : j.tile_tokens) * j.group;
     j.max_parts = (max_context_len + PART - 1) / PART;

@@ -1,7 +1,7 @@
 """Our decoder equals Hugging Face's, family by family, over a paged cache with scattered blocks."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,32 @@ def gemma3_nested() -> transformers.PretrainedConfig:
     return transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=1)
 
 
+LATENT: dict[str, Any] = SIZES | {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 20,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+STRETCHED = YARN | {"mscale": 0.7, "mscale_all_dim": 0.9}
+
+
+def deepseek_v2(**kwargs: Any) -> transformers.PretrainedConfig:
+    return transformers.DeepseekV2Config(**(LATENT | kwargs))
+
+
+def deepseek_v3(**kwargs: Any) -> transformers.PretrainedConfig:
+    return transformers.DeepseekV3Config(**(LATENT | kwargs))
+
+
 CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     "llama": lambda: transformers.LlamaConfig(**SIZES),
     "llama-tied": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -97,7 +123,22 @@ CONFIGS: dict[str, Callable[[], transformers.PretrainedConfig]] = {
     ),
     "gemma3-softcaps": lambda: gemma3(attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
     "gemma3-nested": gemma3_nested,
+    "deepseek-v2-groups-biased": lambda: deepseek_v2(
+        topk_method="group_limited_greedy", routed_scaling_factor=1.5, attention_bias=True, mlp_bias=True
+    ),
+    "deepseek-v2-lite-yarn": lambda: deepseek_v2(q_lora_rank=None, rope_parameters=STRETCHED),
+    "deepseek-v3-yarn": lambda: deepseek_v3(rope_parameters=STRETCHED),
+    "deepseek-v3-halves": lambda: deepseek_v3(rope_interleave=False, norm_topk_prob=False),
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Idle torch threads that spin take more time than such small products need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
@@ -112,6 +153,9 @@ def hf_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
             scale = 0.3 if parameter.ndim == 1 else 0.6 * parameter.shape[-1] ** -0.5
             offset = 1.0 if "norm" in name and "gemma" not in config.model_type else 0.0
             parameter.copy_(torch.randn_like(parameter) * scale + offset)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model
 
 
@@ -129,7 +173,8 @@ class PagedLoop:
     def __init__(self, model: DecoderModel, backend: ReferenceBackend) -> None:
         shape = model.attention_shape
         self.model, self.backend = model, backend
-        size = (NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        num_parts = 2 if shape.latent_dim is None else 1
+        size = (NUM_BLOCKS, num_parts, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.kv = [torch.full(size, 7.0, dtype=shape.dtype) for _ in range(model.spec.num_layers)]
         self.table = torch.randperm(NUM_BLOCKS, generator=torch.Generator().manual_seed(1))
         self.length = 0
@@ -265,7 +310,9 @@ def test_a_sparse_gemma3_config_takes_hugging_faces_defaults() -> None:
     assert [w is not None for w in spec.layer_windows] == [t == "sliding_attention" for t in full.layer_types]
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text"])
+@pytest.mark.parametrize(
+    "family", ["Llama", "Mistral", "Qwen2", "Qwen3", "Gemma", "Gemma2", "Gemma3Text", "DeepseekV3"]
+)
 def test_an_empty_config_means_what_it_means_to_transformers(family: str) -> None:
     config = getattr(transformers, f"{family}Config")()
     empty = ModelSpec.from_config({"model_type": config.model_type})

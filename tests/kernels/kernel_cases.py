@@ -21,15 +21,21 @@ class Case:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     softcap: float | None = None
+    latent_dim: int | None = None  # latent attention: a cache of one part and one head
+
+    @property
+    def num_parts(self) -> int:
+        return 2 if self.latent_dim is None else 1
 
     @property
     def shape(self) -> AttentionShape:
-        return AttentionShape(self.heads, self.kv_heads, self.head_dim, self.block_size, self.dtype)
+        sizes = (self.heads, self.kv_heads, self.head_dim, self.block_size)
+        return AttentionShape(*sizes, self.dtype, latent_dim=self.latent_dim)
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A cache that holds every context token, and queries. kv_layer: [blocks, 2, block_size, kv_heads, dim]."""
+    """A cache that holds every context token, and queries. kv_layer: [blocks, parts, block_size, kv_heads, dim]."""
 
     case: Case
     q: Tensor
@@ -43,14 +49,14 @@ def make_step(case: Case, seed: int = 0) -> Step:
     size = case.block_size
     needed = [-(-context // size) for _, context in case.sequences]
     num_blocks = sum(needed) + 3
-    kv = torch.full((num_blocks, 2, size, case.kv_heads, case.head_dim), float("nan"), dtype=case.dtype)
+    kv = torch.full((num_blocks, case.num_parts, size, case.kv_heads, case.head_dim), float("nan"), dtype=case.dtype)
     free = torch.randperm(num_blocks, generator=generator).to(torch.int32)
     tables = torch.zeros(len(needed), max(needed), dtype=torch.int32)
     starts, slots, positions = [0], [], []
     for s, (new, context) in enumerate(case.sequences):
         tables[s, : needed[s]], free = free[: needed[s]], free[needed[s] :]
         for token in range(context):
-            shape = (2, case.kv_heads, case.head_dim)
+            shape = (case.num_parts, case.kv_heads, case.head_dim)
             kv[int(tables[s, token // size]), :, token % size] = torch.randn(shape, generator=generator).to(case.dtype)
         starts.append(starts[-1] + new)
         own = torch.arange(context - new, context)
@@ -100,13 +106,13 @@ def step_and_answer(case: Case, scale: float = 0.125) -> tuple[Step, Tensor]:
 def written_out(step: Step, scale: float) -> Tensor:
     """Attention by its definition: for every token and head, a loop-free formula in float64 -> [T, heads, dim]."""
     case, batch = step.case, step.batch
-    out = torch.empty(step.q.shape, dtype=torch.float64)
+    out = torch.empty((*step.q.shape[:2], case.latent_dim or case.head_dim), dtype=torch.float64)
     for s in range(batch.context_lens.shape[0]):
         context = int(batch.context_lens[s])
         start, end = int(batch.query_starts[s]), int(batch.query_starts[s + 1])
         where = [(int(batch.block_tables[s, t // case.block_size]), t % case.block_size) for t in range(context)]
         keys = torch.stack([step.kv_layer[b, 0, o] for b, o in where]).double()
-        values = torch.stack([step.kv_layer[b, 1, o] for b, o in where]).double()
+        values = torch.stack([step.kv_layer[b, -1, o] for b, o in where]).double()[..., : case.latent_dim]
         for row in range(start, end):
             position = context - (end - row)
             low = 0 if case.window is None else max(0, position - case.window + 1)
@@ -122,4 +128,6 @@ def written_out(step: Step, scale: float) -> Tensor:
 def run_attention(backend, step: Step, scale: float = 0.125) -> Tensor:
     case = step.case
     plan = backend.plan(step.batch, case.shape)
+    if case.latent_dim is not None:
+        return backend.latent_attention(step.q, step.kv_layer, plan, scale=scale, latent_dim=case.latent_dim)
     return backend.attention(step.q, step.kv_layer, plan, scale=scale, window=case.window, softcap=case.softcap)

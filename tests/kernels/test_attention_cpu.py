@@ -33,6 +33,11 @@ CASES = {
     "block of 1": Case(((1, 40), (9, 20)), block_size=1),
     "block of 32": Case(((1, 31), (1, 32), (1, 33), (9, 70)), block_size=32),
     "block of 128": Case(((1, 200), (9, 130)), block_size=128),
+    "latent": Case(((1, 40), (1, 600), (9, 20)), heads=4, kv_heads=1, head_dim=48, latent_dim=32),
+    "latent, DeepSeek's sizes": Case(((1, 33), (5, 20)), heads=16, kv_heads=1, head_dim=576, latent_dim=512),
+    "latent, odd sizes, block of 1": Case(
+        ((1, 9), (4, 20)), heads=3, kv_heads=1, head_dim=29, latent_dim=21, block_size=1
+    ),
 }
 
 
@@ -60,9 +65,9 @@ def test_the_reference_equals_torchs_causal_attention(reference):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_sequence_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compiled_2_threads, dtype, window):
-    case = Case(((1, 33), (1, 1300), (5, 5), (16, 48), (40, 600)), dtype=dtype, window=window)
+@pytest.mark.parametrize("kind", [{}, {"window": 100}, {"kv_heads": 1, "latent_dim": 48}], ids=str)
+def test_a_sequence_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compiled_2_threads, dtype, kind):
+    case = Case(((1, 33), (1, 1300), (5, 5), (16, 48), (40, 600)), dtype=dtype, **kind)
     step = make_step(case)
     together = run_attention(compiled, step)
     assert torch.equal(together, run_attention(compiled_2_threads, step))
@@ -86,3 +91,26 @@ def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
     plan = cpu.plan(step.batch, step.case.shape)
     found = cpu.attention(view, step.kv_layer, plan, scale=0.125, window=None, softcap=None)
     assert torch.equal(found, run_attention(cpu, step))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_latent_entries_are_stored_at_their_slots_alone(cpu, dtype):
+    cache = torch.full((5, 1, 4, 1, 12), 7.0, dtype=dtype)
+    entries, slots = torch.randn(3, 12).to(dtype), torch.tensor([9, 2, 19])
+    cpu.store_latent(entries, cache, slots)
+    flat = cache.view(20, 12)
+    assert torch.equal(flat[slots], entries)
+    assert (flat[[at for at in range(20) if at not in slots.tolist()]] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_a_product_per_head_follows_its_definition_and_takes_views(cpu, dtype):
+    weight, x = torch.randn(3, 20, 12).to(dtype) / 4, torch.randn(7, 3, 30).to(dtype)[..., 5:17]
+    expected = torch.einsum("thi,hoi->tho", x.double(), weight.double())
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(cpu.pack_heads(weight)(x).double(), expected, atol=tolerance, rtol=tolerance)
+
+
+def test_a_row_of_a_product_per_head_does_not_depend_on_the_batch(compiled):
+    packed, x = compiled.pack_heads(torch.randn(3, 20, 12)), torch.randn(9, 3, 12)
+    assert torch.equal(packed(x)[4:5], packed(x[4:5]))

@@ -72,7 +72,7 @@ def backend(request):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", TINY_CONFIGS)
+@pytest.mark.parametrize("family", [name for name in TINY_CONFIGS if not name.startswith("deepseek")])
 def test_a_replayed_step_equals_the_step(backend, family, dtype, tmp_path):
     folder = tiny_checkpoint(family, tmp_path)
     decoder = Decoder(backend, folder, dtype)

@@ -23,6 +23,7 @@ from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
 from kvrelay.kernels.cuda import CudaBackend, has_append, paged_index
 from kvrelay.kernels.cuda_graphs import DecodeGraphs, padded
+from kvrelay.kernels.cuda_mla import has_latent_attention
 from kvrelay.kernels.reference import ReferenceBackend, attend, causal_mask
 from kvrelay.kernels.select import why_no_cuda
 from tests.kernels.kernel_cases import Case, Step, make_step, run_attention
@@ -220,6 +221,11 @@ class FakeGpu:
         self.appended: list[str] = []  # the layouts of append's caches
         self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(FakeDecode, self)
         self.BatchPrefillWithPagedKVCacheWrapper = functools.partial(FakePrefill, self)
+        self.latent_plans = 0
+        self.mla = types.SimpleNamespace(
+            BatchMLAPagedAttentionWrapper=functools.partial(FakeMla, self),
+            MLAPlanMetadata=types.SimpleNamespace(csr=mla_metadata),
+        )
 
     def rmsnorm(self, x, weight, eps, out=None):
         out = torch.empty_like(x) if out is None else out
@@ -335,6 +341,37 @@ class FakePrefill(FakeDecode):
         self._starts = qo_indptr.tolist()
 
 
+class FakeMla:
+    """BatchMLAPagedAttentionWrapper with packed queries and caches, as FlashInfer 0.7.2's fa2 kernel takes them."""
+
+    def __init__(self, gpu, workspace, *, backend):
+        assert backend == "fa2" and not workspace.any()
+        self._gpu = gpu
+
+    def plan(self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, **dtypes):
+        assert causal and self._gpu.calls is None and set(dtypes.values()) <= set(HALF)
+        assert all(t.dtype == torch.int32 for t in metadata.values())
+        assert head_dim_ckv % 128 == head_dim_kpe % 64 == 0 and 128 % num_heads == 0
+        self._index = {name: t.tolist() for name, t in metadata.items()}
+        self._sizes, self._scale = (num_heads, head_dim_ckv, head_dim_kpe, page_size), sm_scale
+        self._gpu.latent_plans += 1
+
+    def run(self, *, query, kv_cache, out):
+        heads, ckv, kpe, size = self._sizes
+        assert query.is_contiguous() and kv_cache.is_contiguous() and out.shape == (len(query), heads, ckv)
+        assert query.shape[1:] == (heads, ckv + kpe) and kv_cache.shape[1:] == (size, ckv + kpe)
+        starts, indptr, pages, lengths = self._index.values()
+        for s, context in enumerate(lengths):
+            rows = slice(starts[s], starts[s + 1])
+            entries = kv_cache[pages[indptr[s] : indptr[s + 1]]].flatten(0, 1)[:context].unsqueeze(1)
+            mask = causal_mask(starts[s + 1] - starts[s], context, None, query.device)
+            out[rows] = attend(query[rows], entries, entries[..., :ckv], mask, scale=self._scale, softcap=None).to(out)
+
+
+def mla_metadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr):
+    return {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+
+
 class FakeGraph:
     def __init__(self) -> None:
         self.calls: list[Callable[[], object]] = []
@@ -386,7 +423,8 @@ class Decoder:
         self.backend = backend
         self.model = load_model(folder, backend, dtype, block_size=16, kv_layout=kv_layout)
         self.shape, self.generator = self.model.attention_shape, torch.Generator().manual_seed(3)
-        sizes = (self.model.spec.num_layers, 64, 2, 16, self.shape.num_kv_heads, self.shape.head_dim)
+        num_parts = 2 if self.shape.latent_dim is None else 1
+        sizes = (self.model.spec.num_layers, 64, num_parts, 16, self.shape.num_kv_heads, self.shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype).to(backend.device)
         if kv_layout == "HND":
             self.kv = self.kv.transpose(3, 4).contiguous().transpose(3, 4)
@@ -450,6 +488,49 @@ def test_a_mixed_step_of_a_real_model_equals_the_reference_on_a_fake_gpu(fake_gp
         near = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
         torch.testing.assert_close(found.plain(token_ids, on_host(batch)), expected.plain(token_ids, batch), **near)
         torch.testing.assert_close(found.kv, expected.kv, **near)
+
+
+LATENT_SIZES = {"kv_lora_rank": 128, "qk_rope_head_dim": 64, "head_dim": 64}
+
+
+@pytest.fixture(params=["deepseek_v2", "deepseek_v3"])
+def latent_folder(request, tmp_path, monkeypatch):
+    monkeypatch.setitem(TINY_CONFIGS, request.param, TINY_CONFIGS[request.param] | LATENT_SIZES)
+    return tiny_checkpoint(request.param, tmp_path)
+
+
+def check_latent_step(backend, reference, folder, wrap=lambda batch: batch):
+    """A mixed step of a model with latent attention, hidden states and caches. Its experts may differ in bfloat16."""
+    for dtype in (torch.bfloat16, torch.float32):  # float32 goes through torch
+        found, expected = Decoder(backend, folder, dtype), Decoder(reference, folder, dtype)
+        token_ids, batch = found.step(((1, 33), (1, 60), (5, 5), (17, 40)), 1)
+        got = found.plain(token_ids, wrap(batch)).cpu().float()
+        want = expected.plain(token_ids, batch).float()
+        likeness = torch.nn.functional.cosine_similarity(got, want, dim=-1)
+        assert likeness.median() > (0.99 if dtype == torch.bfloat16 else 0.99999)
+        near = {"atol": 3e-2, "rtol": 3e-2} if dtype == torch.bfloat16 else {"atol": 1e-4, "rtol": 1e-4}
+        torch.testing.assert_close(found.kv[:2].cpu(), expected.kv[:2], **near)
+
+
+def test_a_step_with_latent_attention_equals_the_reference_on_a_fake_gpu(fake_gpu, reference, latent_folder):
+    check_latent_step(fake_gpu, reference, latent_folder, on_host)
+    assert fake_gpu.gpu.latent_plans == 1  # a step, not a layer; none in float32
+
+
+@pytest.mark.gpu
+def test_a_step_with_latent_attention_equals_the_reference(cuda, reference, latent_folder):
+    with torch.inference_mode():
+        check_latent_step(cuda, reference, latent_folder)
+
+
+@pytest.mark.parametrize(
+    "heads, latent, rope, dtype, fits",
+    [(128, 512, 64, torch.bfloat16, True), (16, 512, 64, torch.float16, True), (24, 512, 64, torch.bfloat16, False),
+     (16, 500, 64, torch.bfloat16, False), (16, 512, 32, torch.bfloat16, False), (16, 512, 64, torch.float32, False)],
+)  # fmt: skip
+def test_flashinfer_attends_over_latents_of_its_sizes(heads, latent, rope, dtype, fits):
+    assert has_latent_attention(AttentionShape(heads, 1, latent + rope, 16, dtype, latent_dim=latent)) is fits
+    assert not has_latent_attention(AttentionShape(heads, 1, latent + rope, 16, dtype))
 
 
 class Handed(ReferenceBackend):

@@ -1,0 +1,86 @@
+"""Reads a layer's tensors and hands them to the backend as packed weights; an original lives only until it is packed."""
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.latent import LatentAttention, halves_of_pairs
+from kvrelay.engine.mlp import ExpertMlp, GatedMlp, Mlp
+from kvrelay.engine.spec import ModelSpec
+from kvrelay.engine.spec_mla import ExpertSpec, LatentSpec
+from kvrelay.engine.weights import WeightReader
+from kvrelay.kernels.backend import Backend, Linear
+
+
+class Packer:
+    """The parts of one checkpoint, for one backend."""
+
+    def __init__(self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> None:
+        self._reader, self._spec, self._backend, self._dtype = reader, spec, backend, dtype
+
+    def tensor(self, name: str) -> Tensor:
+        return self._reader.read(name, self._dtype, self._backend.device)
+
+    def norm(self, name: str) -> Tensor:
+        """The factor that rms_norm multiplies by; Gemma's 1 + w is folded in, in float32."""
+        if self._spec.norm_offset:
+            return self._reader.read(name, torch.float32, self._backend.device) + 1.0
+        return self.tensor(name)
+
+    def linear(self, *names: str) -> Linear:
+        """One packed product of several matrices stacked by rows, with their biases."""
+        weight = self._stack([f"{name}.weight" for name in names])
+        has_bias = f"{names[0]}.bias" in self._reader
+        return self._backend.pack_linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
+
+    def _stack(self, names: list[str]) -> Tensor:
+        parts = [self.tensor(name) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def mlp(self, at: str, layer: int) -> Mlp:
+        """The MLP of layer `layer`, at this name."""
+        experts = self._spec.experts
+        if experts is None or layer < experts.first_layer:
+            return self._gated_mlp(at)
+        return self._expert_mlp(at, experts)
+
+    def _gated_mlp(self, at: str) -> GatedMlp:
+        gate_up, down = self.linear(f"{at}.gate_proj", f"{at}.up_proj"), self.linear(f"{at}.down_proj")
+        return GatedMlp(self._backend, self._spec.activation, gate_up, down)
+
+    def _expert_mlp(self, at: str, spec: ExpertSpec) -> ExpertMlp:
+        device, correction = self._backend.device, f"{at}.gate.e_score_correction_bias"
+        router = self._reader.read(f"{at}.gate.weight", torch.float32, device)  # chosen in float32, whatever the dtype
+        return ExpertMlp(
+            spec,
+            self._backend.pack_linear(router),
+            self._reader.read(correction, torch.float32, device) if correction in self._reader else None,
+            [self._gated_mlp(f"{at}.experts.{index}") for index in range(spec.num_experts)],
+            self._gated_mlp(f"{at}.shared_experts"),
+        )
+
+    def latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
+        has_down = spec.query_rank is not None
+        heads, kv_up = self._spec.num_heads, self.tensor(f"{at}.kv_b_proj.weight")
+        keys, values = kv_up.unflatten(0, (heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
+        return LatentAttention(
+            query_down=self.linear(f"{at}.q_a_proj") if has_down else None,
+            query_norm=self.norm(f"{at}.q_a_layernorm.weight") if has_down else None,
+            query=self._rotary_linear(f"{at}.{'q_b_proj' if has_down else 'q_proj'}", spec, heads),
+            kv_down=self._rotary_linear(f"{at}.kv_a_proj_with_mqa", spec, 1),
+            kv_norm=self.norm(f"{at}.kv_a_layernorm.weight"),
+            key_up=self._backend.pack_heads(keys.transpose(1, 2).contiguous()),
+            value_up=self._backend.pack_heads(values.contiguous()),
+            o=self.linear(f"{at}.o_proj"),
+        )
+
+    def _rotary_linear(self, name: str, spec: LatentSpec, heads: int) -> Linear:
+        """A product whose results end, head by head, in a rotary part."""
+        weight = self._in_halves(self.tensor(f"{name}.weight"), spec, heads)
+        bias = self.tensor(f"{name}.bias")[:, None] if f"{name}.bias" in self._reader else None
+        return self._backend.pack_linear(weight, None if bias is None else self._in_halves(bias, spec, heads)[:, 0])
+
+    @staticmethod
+    def _in_halves(rows: Tensor, spec: LatentSpec, heads: int) -> Tensor:
+        if not spec.is_interleaved:
+            return rows
+        return halves_of_pairs(rows.unflatten(0, (heads, -1)), spec.rope_dim).flatten(0, 1)
