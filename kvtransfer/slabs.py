@@ -39,7 +39,7 @@ _ABANDON_GRACE_S = 0.5  # for an abandoned read to end, before it is called stuc
 
 def allocate_slab(num_bytes: int) -> KvMemory:
     """Zeroed host memory that other processes can map (memfd), rounded up to whole units; freed with its last user."""
-    layout = KvLayout(1, -(-num_bytes // UNIT_BYTES), 1, 1, UNIT_BYTES, "float8_e4m3fn", is_latent=True)
+    layout = KvLayout(1, -(-num_bytes // UNIT_BYTES), 1, 1, UNIT_BYTES // 4, "float32", is_latent=True)
     fd = os.memfd_create("kvrelay-slab", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, layout.num_bytes)
