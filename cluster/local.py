@@ -27,6 +27,7 @@ from kvrelay.kvcache.remote import CLUSTER
 from kvrelay.router.router import Router
 from kvrelay.serve.dispatcher import Dispatcher, Member
 from kvrelay.types import Role
+from kvrelay.wire import WorkerInfo
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,14 @@ def make_worker(
         settings, model_dir=model_dir, model_name=model_dir.name, worker_id=worker_id, node_id="local",
         secret=secret, host=HOST, cores=cores, cluster_store=clients,
     )  # fmt: skip
+
+
+async def start_worker(worker: WorkerService) -> WorkerInfo:
+    """As worker.start(); where there is a cluster's store, it lends its host tier to others as well."""
+    info = await worker.start()
+    if isinstance(worker.cluster_store, ClusterStores):
+        await worker.cluster_store.lend(worker)
+    return info
 
 
 @dataclass(slots=True)
@@ -199,7 +208,7 @@ async def local_cluster(
         cluster.inside = [
             make_worker(Role.DECODE, settings, model_dir, secret, f"inside-{i}", None, nodes) for i in range(num_inside)
         ]
-        outcomes = await asyncio.gather(*starting, *(w.start() for w in cluster.inside), return_exceptions=True)
+        outcomes = await asyncio.gather(*starting, *map(start_worker, cluster.inside), return_exceptions=True)
         for outcome in outcomes:
             if isinstance(outcome, ProcessWorker):
                 (cluster.prefill if outcome.member.role == Role.PREFILL else cluster.decode).append(outcome)
@@ -243,7 +252,7 @@ async def _child() -> int:
     )  # fmt: skip
     tracing.configure(worker.worker_id, order["role"])
     try:
-        info = await worker.start()
+        info = await start_worker(worker)
     except KvrelayError as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return 1

@@ -15,6 +15,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from kvrelay.cluster.peer_lender import PeerLender
 from kvrelay.cluster.remote_blocks import IN_PLACE, STAGED, Desk, Spot, cut_in_batches, offset_in
 from kvrelay.cluster.store_links import Node, StoreLinks
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
@@ -25,6 +26,7 @@ from kvrelay.kvcache.sums import StoreSums
 from kvrelay.kvtransfer.selection import TRANSPORTS
 from kvrelay.kvtransfer.slab_client import SlabPeer, Wanted
 from kvrelay.kvtransfer.slab_messages import Offered
+from kvrelay.kvtransfer.slab_server import SlabServer
 from kvrelay.kvtransfer.slabs import Slab, StuckRead
 from kvrelay.kvtransfer.staging import Staging
 from kvrelay.kvtransfer.transports.base import Transport
@@ -73,7 +75,7 @@ class RemoteStore:
         self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s
         self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
         self._wanted_nodes = tuple(nodes)
-        self._links = StoreLinks(self._make_peer, num_replicas=num_replicas)
+        self._links = StoreLinks(self._make_peer, num_replicas=num_replicas, on_connected=self._announce_all)
         self._slabs: list[Slab] = []
         self._staging: Staging | None = None
         self._desk: Desk | None = None
@@ -81,7 +83,8 @@ class RemoteStore:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
         self._sums = StoreSums()
         self._is_open = False
-        self.lends_at: tuple[str, int] | None = None  # where this worker's own slab server listens
+        self._lender: PeerLender | None = None
+        self._lending: SlabServer | None = None
 
     # ---- life
 
@@ -116,6 +119,9 @@ class RemoteStore:
         self._loop.close()
 
     async def _shut(self) -> None:
+        if self._lending is not None and self._lender is not None:
+            self._lender.is_closed = True
+            await self._lending.aclose()
         await self._links.aclose()
         for slab in self._slabs:
             await slab.aclose()
@@ -201,11 +207,24 @@ class RemoteStore:
         """What every node that answers says of itself, as JSON."""
         return self._wait(self._links.everywhere(lambda peer: peer.describe()))
 
-    def announce(self, added: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
-        """This worker's own slab server (`lends_at`) lends these from now on, and no longer those. Does not wait."""
-        if self._is_open and self.lends_at is not None:
-            names = [self.key(digest) for digest in added], [self.key(digest) for digest in removed]
-            asyncio.run_coroutine_threadsafe(self._announce(*names), self._loop)
+    def lend(self, lender: PeerLender) -> int:
+        """Let other workers read the caller's slab; where it listens. Raises BackendUnavailable."""
+        return self._wait(self._start_lending(lender))
+
+    async def _start_lending(self, lender: PeerLender) -> int:
+        assert self._memory is not None
+        server = SlabServer(
+            self._slabs[IN_PLACE], lender, self._secret, self._host, stall_s=self._stall_s, tls=self._tls
+        )  # fmt: skip
+        await server.start()
+        self._lender, self._lending = lender, server
+        await asyncio.gather(*(self._announce_all(node) for node in self._links.nodes))
+        return server.port
+
+    def announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """The lender has these keys from now on, and no longer those. Does not wait; any thread."""
+        if self._is_open:
+            asyncio.run_coroutine_threadsafe(self._announce(added, removed), self._loop)
 
     # ---- on the loop
 
@@ -355,20 +374,31 @@ class RemoteStore:
                     places[i] = address
 
         await self._links.by_rank([nodes[:1] for nodes in self._links.order(keys)], [False] * len(keys), ask)
-        me = "" if self.lends_at is None else "{}:{}".format(*self.lends_at)
+        me = "" if self._lending is None else f"{self._host}:{self._lending.port}"
         return ["" if place == me else place for place in places]
 
     async def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        assert self.lends_at is not None
+        """Tell each key's first node."""
         news: defaultdict[int, tuple[list[bytes], list[bytes]]] = defaultdict(lambda: ([], []))
+        nodes: dict[int, Node] = {}
         for which, keys in enumerate((added, removed)):
-            for key, nodes in zip(keys, self._links.order(keys), strict=True):
-                for node in nodes[:1]:
-                    news[self._links.nodes.index(node)][which].append(key)
-        for index, (some, gone) in news.items():
-            peer = await self._links.peer_of(self._links.nodes[index])
-            if peer is not None:
-                peer.tell_holding(*self.lends_at, some, gone)
+            for key, (node, *_) in zip(keys, self._links.order(keys) if self._links.nodes else (), strict=False):
+                nodes[id(node)] = node
+                news[id(node)][which].append(key)
+        for name, (some, gone) in news.items():
+            peer = await self._links.peer_of(nodes[name])
+            if peer is not None and self._lending is not None:
+                peer.tell_holding(self._host, self._lending.port, some, gone)
+
+    async def _announce_all(self, node: Node) -> None:
+        """A node that has just been connected, again or for the first time, knows nothing yet."""
+        if self._lender is None or self._lending is None or node not in self._links.nodes:
+            return
+        keys = self._lender.keys()
+        mine = [key for key, (first, *_) in zip(keys, self._links.order(keys), strict=True) if first is node]
+        peer = await self._links.peer_of(node)
+        if peer is not None and mine:
+            peer.tell_holding(self._host, self._lending.port, mine, [])
 
     def _make_peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(

@@ -1,22 +1,29 @@
 """Makes the two ends of the cluster's store from the settings: a node, and a worker's clients. Must not import Ray."""
 
+import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from kvrelay.cluster.peer_lender import PeerLender
 from kvrelay.cluster.registry import STORE_ROLE
 from kvrelay.cluster.remote_store import RemoteStore
 from kvrelay.cluster.store_service import StoreService
 from kvrelay.config import Settings
+from kvrelay.kvcache.changes import CacheChange
 from kvrelay.kvcache.codecs import Codec
 from kvrelay.kvcache.disk import DiskOptions, DiskStore
-from kvrelay.kvcache.eviction import Policy, make_policy
+from kvrelay.kvcache.eviction import Lru, Policy
 from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.placement import StoreAddress
 from kvrelay.kvcache.store import BlockStore
 from kvrelay.kvtransfer.selection import transports_for
 from kvrelay.tls import cluster_tls
 from kvrelay.types import KvMemory
+
+if TYPE_CHECKING:
+    from kvrelay.engine.service import WorkerService
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +39,7 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
 
 
 def _policy(settings: Settings) -> Callable[[int], Policy]:
-    return lambda num_slots: make_policy(settings.cache.policy, num_slots)
+    return lambda num_slots: Lru()
 
 
 def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
@@ -69,6 +76,24 @@ class ClusterStores:
         )  # fmt: skip
         self._made.append(store)
         return store
+
+    async def lend(self, worker: "WorkerService") -> None:
+        """Let other workers read this one's host tier, once it runs; where blocks are compressed on their way, not."""
+        engine = worker.thread.engine
+        if engine is None or engine.tiers is None or self._settings.cache.compression != "none" or not self._made:
+            return
+        tiers, (store, *_) = engine.tiers.tiers, self._made
+        lender = PeerLender(
+            worker.worker_id, worker.epoch, tiers, store.key, call=lambda work: worker.thread.call(lambda engine: work()),
+            post=lambda work: worker.thread.post(lambda engine: work()), is_alive=worker.healthy,
+        )  # fmt: skip
+
+        def follow() -> None:
+            lender.changed(CacheChange(tuple(tiers.index.hashes()), ()))
+            tiers.on_change = lambda change: store.announce(*lender.changed(change))
+
+        await worker.thread.call(lambda engine: follow())
+        await asyncio.to_thread(store.lend, lender)
 
     def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
         """All live nodes. From any thread."""

@@ -38,17 +38,23 @@ class Node:
 class StoreLinks:
     """Who is there, who rests, and whom to ask first."""
 
-    def __init__(self, make_peer: Callable[[StoreAddress], SlabPeer], *, num_replicas: int) -> None:
-        self._make_peer, self._num_replicas = make_peer, num_replicas
+    def __init__(
+        self,
+        make_peer: Callable[[StoreAddress], SlabPeer],
+        *,
+        num_replicas: int,
+        on_connected: Callable[[Node], Coroutine[None, None, None]],
+    ) -> None:
+        self._make_peer, self._num_replicas, self._on_connected = make_peer, num_replicas, on_connected
         self.nodes: list[Node] = []
         self._workers: dict[str, Node] = {}  # by "host:port", the one used last at the end
-        self._closing: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[None]] = set()
         self._num_corrupt = 0  # of connections that are closed
 
     async def aclose(self) -> None:
         for node in [*self.nodes, *self._workers.values()]:
             self._drop(node)
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await asyncio.gather(*self._background, return_exceptions=True)
 
     @property
     def num_corrupt(self) -> int:
@@ -139,6 +145,7 @@ class StoreLinks:
         finally:
             node.connecting = None
         node.peer, node.failures = peer, 0
+        self._in_background(self._on_connected(node))
         return peer
 
     def failed(self, node: Node, why: str) -> None:
@@ -161,6 +168,9 @@ class StoreLinks:
             node.connecting.cancel()
         if peer is not None:
             self._num_corrupt += peer.num_corrupt
-            task = asyncio.get_running_loop().create_task(peer.aclose(), name="close store node")
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+            self._in_background(peer.aclose())
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name="store node")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

@@ -56,6 +56,7 @@ class WorkerReplica:
         )
         tracing.configure(self._worker.worker_id, self.role)
         if self._stores is not None:
+            await self._stores.lend(self._worker)
             self._following = asyncio.create_task(follow(self._registry, self._set_members), name="follow stores")
         info = await self._worker.start()
         self._record = WorkerRecord(

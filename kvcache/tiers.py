@@ -123,6 +123,7 @@ class Tiers:
         self._loads: set[Load] = set()
         self._speeds = {store.name: StoreSpeed() for store in stores}
         self.prefill_tokens_per_s = 0.0  # measured; the engine tells
+        self.on_change: Callable[[CacheChange], None] | None = None  # called with each change of the host tier
         self.sinks = Sinks(slab, index, stores, self._entry, self._io, is_checked=rules.is_checked)
         self.fetches = Fetches(self, wait_s=lambda: rules.longest_wait_s)
 
@@ -156,6 +157,8 @@ class Tiers:
         change = self.index.drain_changes()
         if change is not None:
             self._news.append(change)
+            if self.on_change is not None:
+                self.on_change(change)
             for digest in change.removed:
                 self._metas.pop(digest, None)
 
@@ -372,6 +375,10 @@ class Tiers:
             corrupt_blocks=sums.corrupt,
         )  # fmt: skip
         return [host, *(_store_load(store) for store in self.stores)]
+
+    def checksum(self, slot: int) -> int:
+        """Of what was put into this slot of the host tier."""
+        return self._checksums[slot]
 
     # ---- the ledger
 

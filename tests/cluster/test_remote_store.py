@@ -55,7 +55,7 @@ def held_by(service, store, hashes):
 class TestClusterStore(StoreContract):
     keeps_a_limit = False  # its nodes do: see test_a_full_node_gives_up_what_was_used_least_recently
 
-    @pytest.fixture(params=["auto", "tcp", "tcp+tls", "lossless"])
+    @pytest.fixture(params=["auto", "tcp+tls"])
     def open_store(self, request, make_nodes):
         transport = request.param.partition("+")[0] if request.param != "lossless" else "auto"
         codec = LosslessCodec("bfloat16") if request.param == "lossless" else None
