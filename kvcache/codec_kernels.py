@@ -116,6 +116,7 @@ def _quantise_numpy(block: Bytes, dtype: str, group: int, target: str) -> tuple[
         return None
     largest = np.abs(numbers).max(axis=1) / _LARGEST[target]
     scales = ((largest.view(np.uint32) + np.uint32(0xFFFF)) >> 16).astype(np.uint16)
+    scales[scales < 0x80] = 0  # their inverse overflows
     values = _scale_values(scales)
     inverse = np.divide(np.float32(1), values, out=np.zeros_like(values), where=values > 0)
     scaled = numbers * inverse[:, None]

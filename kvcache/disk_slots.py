@@ -69,6 +69,7 @@ class SlotIo:
         """`depth`: requests under way at once."""
         self._segments, self._geometry, self._namespace = segments, geometry, namespace
         self._codec, self._executor = codec, executor
+        self._depth = depth
         self._run_slots = max(1, min(RUN_BYTES // geometry.slot_bytes, MOST_IOVECS // 2))
         self._buffers = Buffers(depth, self._run_slots * geometry.slot_bytes)
 
@@ -111,7 +112,8 @@ class SlotIo:
     def _by_runs(self, action: Callable[[Sequence[_Item]], None], items: Sequence[_Item], slots: Sequence[int]) -> None:
         """`action` on every run of neighbours; one of them in this thread, which would only wait."""
         order = sorted(range(len(items)), key=slots.__getitem__)
-        cut = runs([slots[index] for index in order], self._geometry, most_slots=self._run_slots)
+        most = min(self._run_slots, max(1, -(-len(items) // self._depth)))  # few blocks are shared out too
+        cut = runs([slots[index] for index in order], self._geometry, most_slots=most)
         parts = [[items[index] for index in order[run.start : run.stop]] for run in cut]
         others = [self._executor.submit(action, part) for part in parts[1:]]
         try:

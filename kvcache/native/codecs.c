@@ -48,9 +48,10 @@ static uint32_t largest_of(const float *values, long count) {
     return largest;
 }
 
-/* The scale as the upper half of a float32, rounded up, so that no quotient exceeds `most`. */
+/* The scale as the upper half of a float32, rounded up, so that no quotient exceeds `most`; 0 where it has no inverse. */
 static uint16_t scale_of(uint32_t largest, float most) {
-    return (uint16_t)((to_bits(from_bits(largest) / most) + 0xFFFF) >> 16);
+    uint16_t scale = (uint16_t)((to_bits(from_bits(largest) / most) + 0xFFFF) >> 16);
+    return scale < 0x80 ? 0 : scale;
 }
 
 static inline float inverse_of(uint16_t scale) {

@@ -179,14 +179,11 @@ def test_nothing_wrong_is_served_after_kill_9_in_the_middle_of_writes(tmp_path):
 # ---- disks that refuse
 
 
-def failing(monkeypatch, call, code, calls=None):
-    """Let `os.<call>` raise this error; for the given calls only, counted from now."""
-    real, count = getattr(os, call), iter(range(1 << 30))
+def failing(monkeypatch, call, code):
+    """Let `os.<call>` raise this error."""
 
     def fail(*args):
-        if calls is None or next(count) in calls:
-            raise OSError(code, os.strerror(code))
-        return real(*args)
+        raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, call, fail)
 
@@ -231,11 +228,21 @@ def test_a_write_that_fails_is_no_block_and_the_next_one_is(open_disk, monkeypat
 
 
 def test_a_bad_place_on_the_disk_costs_its_own_block_only(open_disk, monkeypatch):
-    store, (hashes, metas) = open_disk(), chain(4)
+    store, (hashes, metas) = open_disk(io_depth=1), chain(4)  # a single request for all four
     keep(store, hashes, metas)
+    real, asked = os.preadv, []
+
+    def preadv(fd, buffers, offset):
+        size = sum(buffer.nbytes for buffer in buffers)
+        asked.append(size // SLOT_BYTES)
+        if offset <= SLOT_BYTES + PAGE_BYTES < offset + size:  # in the second block
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, buffers, offset)
+
     with monkeypatch.context() as patch:
-        failing(patch, "preadv", errno.EIO, calls={0, 2})  # the run, then its second block alone
+        patch.setattr(os, "preadv", preadv)
         assert [block is not None for block in fetch(store, hashes)] == [True, False, True, True]
+    assert asked == [4, 1, 1, 1, 1]
     assert store.contains(hashes) == [True, False, True, True]
     assert store.stats().failures == 1
 
