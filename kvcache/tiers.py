@@ -357,6 +357,8 @@ class Tiers:
         self.index.unhold(slots)
 
     def worth(self, store: BlockStore, num_blocks: int) -> int:
+        if self.rules.prefetch == "wait":
+            return num_blocks
         speed = self._speeds[store.name]
         return worth_fetching(
             num_blocks, self.block_bytes, self.rules.block_tokens, speed.bytes_per_s, speed.latency_s,

@@ -150,7 +150,7 @@ class CacheSettings(_Settings):
     prefetch: PrefetchMode = Field(
         "timeout",
         description="what a request in line does about blocks on disk or remote: best-effort (goes on with what has come when "
-        "its turn is there), wait (for all), timeout (waits `prefetch_timeout_s` at most), off",
+        "its turn is there), wait (for all, even where computing were quicker), timeout (waits `prefetch_timeout_s` at most), off",
     )
     prefetch_timeout_s: float = Field(2.0, gt=0, description="longest wait for blocks from disk or remote")
     inflight: Size = Field("256MiB", description="bytes that may be under way between a worker's tiers at once")
