@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.verify_kv import Fp8Rows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
@@ -211,13 +212,15 @@ class Verifier:
         self._expected: list[list[int]] = []
         self._ids = 0
 
-    def _settings(self, transport: str, checks: str = "full", prefill: dict[str, Any] | None = None) -> Settings:
+    def _settings(
+        self, transport: str, checks: str = "full", prefill: dict[str, Any] | None = None, kv_dtype: str = "auto"
+    ) -> Settings:
         """Float32, small chunks so that prompts take several, a pool that holds every case at once."""
         return Settings(
             model=ModelSettings(source=str(self._model_dir), dtype="float32", max_model_len=self._max_model_len),
             engine=EngineSettings.model_validate(
                 {"backend": self._backend, "block_size": BLOCK_SIZE, "kv_memory": self._kv_memory(), "token_budget": self._chunk,
-                 "num_threads": 1}
+                 "num_threads": 1, "kv_dtype": kv_dtype}
             ),
             transfer=TransferSettings.model_validate({"transport": transport, "checks": checks}),
             router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
@@ -247,6 +250,10 @@ class Verifier:
         with tempfile.TemporaryDirectory() as scratch:
             await TierRows(self, self._model_dir, Path(scratch), self._kv_memory()).run()
 
+    async def run_fp8(self, transport: str) -> None:
+        """The rows about fp8 KV, after `run`."""
+        await Fp8Rows(self, self._model_dir, transport).run()
+
     # ---- for rows in files of their own
 
     def add_row(self, name: str) -> Row:
@@ -262,8 +269,11 @@ class Verifier:
     def settings_with(self, cache: CacheSettings, checks: str) -> Settings:
         return self._settings("auto", checks).model_copy(update={"cache": cache})
 
-    async def tokens_of(self, cluster: "LocalCluster", case: Case) -> tuple[list[int], int]:
-        return await self._serve(cluster, case, "local")
+    def settings_of_fp8(self, transport: str, checks: str) -> Settings:
+        return self._settings(transport, checks, kv_dtype="fp8_e4m3")
+
+    async def tokens_of(self, cluster: "LocalCluster", case: Case, force: Any = "local") -> tuple[list[int], int]:
+        return await self._serve(cluster, case, force)
 
     async def _transport_rows(self, transport: str, *, is_first: bool) -> None:
         from kvrelay.cluster.local import local_cluster
@@ -453,6 +463,7 @@ def command(
                 verifier.report.device, verifier.report.left_out = memory.device, left_out
                 reports.append(asyncio.run(verifier.run(chosen)))
                 asyncio.run(verifier.run_tiers())
+                asyncio.run(verifier.run_fp8(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)

@@ -26,7 +26,8 @@ def encoded(values: Tensor) -> Tensor:
 def decoded(rows: Tensor) -> Tensor:
     """[..., dim + 4] uint8 -> [..., dim] float32, exact."""
     numbers = rows[..., :-SCALE_BYTES].contiguous().view(torch.float8_e4m3fn).float()
-    return numbers * rows[..., -SCALE_BYTES:].contiguous().view(torch.float32)
+    scale = rows[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format)  # aligned, wherever it lay
+    return numbers * scale.view(torch.float32)
 
 
 def scales(wide: Tensor) -> Tensor:
