@@ -185,10 +185,11 @@ class ReferenceBackend:
         out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
         for sequence in plan.sequences:
             rows = slice(sequence.start, sequence.end)
-            mask = causal_mask(sequence.end - sequence.start, sequence.context_len, None, q.device)
-            entries = gather_entries(kv_layer, sequence).unsqueeze(1)
-            attended = attend(q[rows], entries, entries[..., :latent_dim], mask, scale=scale, softcap=None)
-            out[rows] = attended.to(q.dtype)
+            mask = causal_mask(sequence.end - sequence.start, sequence.context_len, None, q.device).unsqueeze(1)
+            entries = gather_entries(kv_layer, sequence).float()
+            scores = q[rows].float() @ entries.T * scale  # [Q, heads, context]
+            probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+            out[rows] = (probs @ entries[:, :latent_dim]).to(q.dtype)
         return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -11,14 +11,16 @@ from transformers import AutoModelForCausalLM
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.engine import EngineConfig, load_engine
+from kvrelay.engine.exchange import export_prompt, import_prompt
 from kvrelay.engine.fit import check_fit
 from kvrelay.engine.mlp import choose_experts
 from kvrelay.engine.model import load_model
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.spec_mla import ExpertSpec
-from kvrelay.errors import CheckpointCorrupt, ConfigError, UnsupportedModel
+from kvrelay.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, UnsupportedModel
 from kvrelay.kernels.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache.formats import KvFormat
 from kvrelay.types import Role
 from tests.engine.test_engine import drain, prompt_of, request, tokens
 
@@ -113,6 +115,29 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
     assert target.activate("a", first.token_ids)
     stream = first.token_ids + [token for output in drain(target)["a"] for token in output.token_ids]
     assert (stream == oracle(prompt)) is (part == "none")
+
+
+def test_a_prompts_latents_leave_and_come_back_in_the_interchange_format(make, oracle):
+    source, target, prompt = make(), make(), prompt_of(40)
+    kv = export_prompt(source, prompt, KvFormat.KV_MLA_FMT)
+    assert kv.tensors["kv"].shape == (1, 4, 40, WIDTH)
+    assert import_prompt(target, kv) == 40
+    target.add(request("a", prompt))
+    outputs = drain(target)["a"]
+    assert tokens(outputs) == oracle(prompt) and outputs[0].cached_tokens == 39
+    with pytest.raises(LayoutMismatch, match="KV_MLA_FMT"):
+        export_prompt(source, prompt, KvFormat.KV_2LTD)
+
+
+def test_a_pool_of_fp8_latents_has_a_scale_for_each_entry_and_serves(make):
+    engine, prompt = make(kv_dtype="fp8_e4m3"), prompt_of(40)
+    layout = engine.memory.layout
+    assert (layout.dtype, layout.num_parts, layout.block_bytes) == ("fp8_e4m3", 1, 4 * 8 * (WIDTH + 4))
+    streams = []
+    for name in ("cold", "warm"):
+        engine.add(request(name, prompt))
+        streams.append(tokens(drain(engine)[name]))
+    assert streams[0] == streams[1] and len(streams[0]) == 12
 
 
 def test_decode_steps_with_experts_are_not_recorded(make):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels.kernel_cases import Case, make_step, only, run_attention, step_and_answer
+from kvrelay import fp8
+from tests.kernels.kernel_cases import Case, make_step, only, run_attention, step_and_answer, written_out
 
 BF16 = torch.bfloat16
 CASES = {
@@ -91,6 +92,22 @@ def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
     plan = cpu.plan(step.batch, step.case.shape)
     found = cpu.attention(view, step.kv_layer, plan, scale=0.125, window=None, softcap=None)
     assert torch.equal(found, run_attention(cpu, step))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
+def test_attention_over_latents_of_fp8_is_that_over_their_numbers(cpu, dtype):
+    case = Case(((1, 40), (1, 600), (9, 20)), heads=4, kv_heads=1, head_dim=48, latent_dim=32, dtype=dtype)
+    step = make_step(case)
+    cache = torch.zeros((*step.kv_layer.shape[:-1], 52), dtype=torch.uint8)
+    slots = torch.arange(step.kv_layer.shape[0] * case.block_size)
+    cpu.store_latent(step.kv_layer.nan_to_num(0).reshape(-1, 48), cache, slots)
+    numbers = fp8.decoded(cache)
+    assert torch.equal(cache, fp8.encoded(step.kv_layer.nan_to_num(0)))
+    plan = cpu.plan(step.batch, dataclasses.replace(case.shape, kv_dtype=torch.float8_e4m3fn))
+    found = cpu.latent_attention(step.q, cache, plan, scale=0.125, latent_dim=32)
+    expected = written_out(dataclasses.replace(step, kv_layer=numbers), 0.125)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(found.double(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
