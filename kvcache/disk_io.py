@@ -21,7 +21,7 @@ _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
 def is_aligned(view: memoryview) -> bool:
     """Whether direct I/O can go straight to or from this memory."""
-    address: int = np.frombuffer(view, np.uint8).ctypes.data
+    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address % PAGE_BYTES == 0 and view.nbytes % PAGE_BYTES == 0
 
 

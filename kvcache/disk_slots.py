@@ -209,8 +209,7 @@ class SlotIo:
         header = SlotHeader(
             self._namespace, item.slot, item.sequence, item.digest, item.meta, payload.nbytes, payload_checksum(payload)
         )
-        page[:HEADER_BYTES] = header.pack()
-        page[HEADER_BYTES:] = bytes(PAGE_BYTES - HEADER_BYTES)
+        page[:HEADER_BYTES] = header.pack()  # what is left of the page means nothing
         vectors += parts
         return header
 

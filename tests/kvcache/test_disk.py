@@ -153,18 +153,6 @@ def test_tenant_priority_and_parents_come_back_after_a_restart(open_disk):
     assert again.contains([*hashes, *more]) == [True, False, True]  # the leaf went, within the tenant's quota
 
 
-def test_a_deleted_blocks_older_copy_does_not_come_back_after_a_restart(open_disk):
-    store, (hashes, metas) = open_disk(4), chain(1)
-    keep(store, hashes, metas)
-    for number in range(2):  # evicts it; its header stays where nothing was written since
-        keep(store, *chain(4, salt=str(number)))
-    store.delete([digest for number in range(2) for digest in chain(4, salt=str(number))[0]])
-    keep(store, hashes, metas)
-    store.delete(hashes)
-    store.close()
-    assert open_disk(4).contains(hashes) == [False]
-
-
 def test_workers_on_one_node_have_subfolders_of_their_own_and_find_them_again(open_disk, tmp_path):
     first, second = open_disk(), open_disk()
     (ours, our_metas), (theirs, their_metas) = chain(2, salt="ours"), chain(3, salt="theirs")

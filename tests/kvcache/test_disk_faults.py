@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import pytest
 from kvrelay.kvcache import disk_folder
 from kvrelay.kvcache.disk import DiskOptions, DiskStore
 from kvrelay.kvcache.disk_format import HEADER_BYTES, PAGE_BYTES, smallest_limit
+from kvrelay.kvcache.disk_volume import Volume
 from kvrelay.kvcache.namespace import Namespace
 from tests.kvcache import disk_writer
 from tests.kvcache.store_contract import BLOCK_BYTES, assert_right, chain, content, fetch, keep
@@ -245,6 +248,101 @@ def test_a_bad_place_on_the_disk_costs_its_own_block_only(open_disk, monkeypatch
     assert asked == [4, 1, 1, 1, 1]
     assert store.contains(hashes) == [True, False, True, True]
     assert store.stats().failures == 1
+
+
+def test_an_older_copy_whose_slot_was_never_written_again_does_not_come_back_from_the_dead(open_disk, monkeypatch):
+    store, (unwanted, metas) = open_disk(4), chain(1, salt="unwanted")
+    keep(store, unwanted, metas)
+    for number in range(3):
+        keep(store, *chain(1, salt=str(number)))
+    with monkeypatch.context() as patch:  # evicts it and one more, and writes nothing in their place
+        failing(patch, "pwritev", errno.EIO)
+        keep(store, *chain(2, salt="lost"))
+    assert store.contains(unwanted) == [False]
+    assert keep(store, unwanted, metas) == [True]  # in the other slot
+    store.delete(unwanted)
+    store.close()
+    assert open_disk(4).contains(unwanted) == [False]
+
+
+# ---- while something is under way
+
+
+def paused(monkeypatch, call):
+    """The next `os.<call>` sets the first event, then waits for the second."""
+    real, began, go = getattr(os, call), threading.Event(), threading.Event()
+
+    def pause(*args):
+        if not began.is_set():
+            began.set()
+            assert go.wait(30)
+        return real(*args)
+
+    monkeypatch.setattr(os, call, pause)
+    return began, go
+
+
+def test_a_block_that_is_being_read_is_not_overwritten(open_disk, monkeypatch):
+    store, (hashes, metas) = open_disk(4), chain(1)
+    keep(store, hashes, metas)
+    began, go = paused(monkeypatch, "preadv")
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(fetch, store, hashes)
+        assert began.wait(30)
+        for number in range(4):
+            keep(store, *chain(3, salt=str(number)))
+        go.set()
+        assert loading.result() == [content(hashes[0])]
+    assert store.stats().corrupt_blocks == 0
+
+
+def test_a_block_that_is_deleted_while_it_is_read_is_read_to_the_end_and_gone(open_disk, monkeypatch):
+    store, (hashes, metas) = open_disk(1), chain(1)
+    keep(store, hashes, metas)
+    began, go = paused(monkeypatch, "preadv")
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(fetch, store, hashes)
+        assert began.wait(30)
+        store.delete(hashes)
+        assert keep(store, *chain(1, salt="no room yet")) == [False]  # its slot is not free before the read is over
+        go.set()
+        assert loading.result() in ([content(hashes[0])], [None])
+    assert store.contains(hashes) == [False]
+    assert keep(store, *chain(1, salt="room now")) == [True]
+
+
+def test_who_stores_what_another_is_writing_waits_for_it(open_disk, monkeypatch):
+    store, (hashes, metas) = open_disk(4), chain(2)
+    real, waiting = Volume._wait_for_writes, threading.Event()
+
+    def wait_for_writes(volume, concern):
+        if concern():
+            waiting.set()
+        real(volume, concern)
+
+    monkeypatch.setattr(Volume, "_wait_for_writes", wait_for_writes)
+    began, go = paused(monkeypatch, "pwritev")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(keep, store, hashes, metas)
+        assert began.wait(30)
+        second = pool.submit(keep, store, hashes, metas)
+        assert waiting.wait(30) and not second.done()
+        go.set()
+        assert first.result() == second.result() == [True, True]
+    assert store.stats().stored_blocks == 2
+
+
+def test_closing_waits_for_what_is_being_written(open_disk, monkeypatch):
+    store, (hashes, metas) = open_disk(4), chain(2)
+    began, go = paused(monkeypatch, "pwritev")
+    with ThreadPoolExecutor(2) as pool:
+        storing = pool.submit(keep, store, hashes, metas)
+        assert began.wait(30)
+        closing = pool.submit(store.close)
+        go.set()
+        assert storing.result() == [True, True]
+        closing.result()
+    assert assert_right(hashes, fetch(open_disk(4), hashes)) == 2
 
 
 @pytest.mark.slow
