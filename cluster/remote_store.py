@@ -40,6 +40,7 @@ Result = TypeVar("Result")
 STAGING_BYTES = 32 << 20
 _LEAST_PLACES, _MOST_PLACES = 4, 64
 _BATCH_BYTES = 64 << 20  # of one request to one node
+_PUT_BYTES, _PUTS_AT_ONCE = 8 << 20, 3
 _PUT_S = 10.0
 
 
@@ -324,21 +325,30 @@ class RemoteStore:
     async def _store(self, spots: Sequence[Spot]) -> list[bool]:
         """Every replica reads from us. Kept, where one of them keeps it."""
         kept = [False] * len(spots)
-        assert self._staging is not None and self._desk is not None
-        for batch in cut_in_batches(spots, _BATCH_BYTES, self._staging.num_places):
-            some = [spots[i] for i in batch]
-            staged = [i for i, spot in enumerate(some) if spot.offset is None]
-            async with self._staging.places(len(staged)) as free:
-                offers = await asyncio.to_thread(self._desk.offers, some, dict(zip(staged, free, strict=True)))
-                groups: dict[int, tuple[Node, list[int]]] = {}
-                for i, nodes in enumerate(self._links.order([spot.key for spot in some])):
-                    for node in nodes[: self._num_replicas] if offers[i] is not None else ():
-                        groups.setdefault(id(node), (node, []))[1].append(i)
-                putting = [self._put(node, chosen, some, offers) for node, chosen in groups.values()]
-                for answers in await asyncio.gather(*putting):
-                    for i in answers:
-                        kept[batch[i]] = True
+        assert self._staging is not None
+        few = asyncio.Semaphore(_PUTS_AT_ONCE)  # one is hashed while another is read
+
+        async def put(batch: list[int]) -> None:
+            async with few:
+                for i in await self._store_batch([spots[i] for i in batch]):
+                    kept[batch[i]] = True
+
+        async with asyncio.TaskGroup() as group:
+            for batch in cut_in_batches(spots, _PUT_BYTES, self._staging.num_places):
+                group.create_task(put(batch))
         return kept
+
+    async def _store_batch(self, spots: Sequence[Spot]) -> set[int]:
+        assert self._staging is not None and self._desk is not None
+        staged = [i for i, spot in enumerate(spots) if spot.offset is None]
+        async with self._staging.places(len(staged)) as free:
+            offers = await asyncio.to_thread(self._desk.offers, spots, dict(zip(staged, free, strict=True)))
+            groups: dict[int, tuple[Node, list[int]]] = {}
+            for i, nodes in enumerate(self._links.order([spot.key for spot in spots])):
+                for node in nodes[: self._num_replicas] if offers[i] is not None else ():
+                    groups.setdefault(id(node), (node, []))[1].append(i)
+            putting = [self._put(node, chosen, spots, offers) for node, chosen in groups.values()]
+            return {i for answers in await asyncio.gather(*putting) for i in answers}
 
     async def _put(
         self, node: Node, chosen: Sequence[int], spots: Sequence[Spot], offers: Sequence[Offered | None]

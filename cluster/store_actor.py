@@ -33,27 +33,23 @@ def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
     ]
 
 
-class StoreActor:
-    """One node. All of it runs on a loop of its own thread: Ray's calls only ask how it is."""
+class _Host:
+    """One node on a loop of its own thread."""
 
-    def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
-        logging.basicConfig(level=logging.INFO)
-        self._settings = settings_from(settings)
-        self._registry = connect_registry()
-        terms: Terms = ray.get(self._registry.terms.remote())
-        self._service = make_service(
-            f"{STORE_ROLE}-{node_id[:8]}", self._settings, terms.secret,
-            terms.host or ray.util.get_node_ip_address(),
-        )  # fmt: skip
+    def __init__(self, node_id: str, settings: Settings, registry: Any, terms: Terms) -> None:
+        self._registry, self._node_id = registry, node_id
+        host = terms.host or ray.util.get_node_ip_address()
+        self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings, terms.secret, host)
+        self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
         self._thread.start()
-        self._record: WorkerRecord = asyncio.run_coroutine_threadsafe(self._start(node_id), self._loop).result()
+        self.record: WorkerRecord = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
 
-    async def _start(self, node_id: str) -> WorkerRecord:
+    async def _start(self) -> WorkerRecord:
         address = await self._service.start()
         record = WorkerRecord(
-            address.node_id, STORE_ROLE, address.epoch, address.host, address.port, node_id, os.getpid(),
+            address.node_id, STORE_ROLE, address.epoch, address.host, address.port, self._node_id, os.getpid(),
             address.capacity_bytes,
         )  # fmt: skip
         self._tasks = [
@@ -65,9 +61,19 @@ class StoreActor:
     def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
         self._service.set_nodes(store_nodes(members))
 
+
+class StoreActor:
+    """What Ray starts, and starts again when it dies. Its calls only ask where it is."""
+
+    def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO)
+        registry = connect_registry()
+        terms: Terms = ray.get(registry.terms.remote())
+        self._host = _Host(node_id, settings_from(settings), registry, terms)
+
     def record(self) -> WorkerRecord:
         """Where it listens."""
-        return self._record
+        return self._host.record
 
 
 def ensure_store(settings: Settings, node_id: str) -> WorkerRecord:

@@ -55,10 +55,10 @@ class WorkerReplica:
             self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
         )
         tracing.configure(self._worker.worker_id, self.role)
+        info = await self._worker.start()
         if self._stores is not None:
             await self._stores.lend(self._worker)
             self._following = asyncio.create_task(follow(self._registry, self._set_members), name="follow stores")
-        info = await self._worker.start()
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
         )
