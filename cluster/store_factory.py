@@ -14,7 +14,7 @@ from kvrelay.config import Settings
 from kvrelay.kvcache.changes import CacheChange
 from kvrelay.kvcache.codecs import Codec
 from kvrelay.kvcache.disk import DiskOptions, DiskStore
-from kvrelay.kvcache.eviction import Lru, Policy
+from kvrelay.kvcache.eviction import Policy, make_policy
 from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.placement import StoreAddress
 from kvrelay.kvcache.store import BlockStore
@@ -39,7 +39,7 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
 
 
 def _policy(settings: Settings) -> Callable[[int], Policy]:
-    return lambda num_slots: Lru()
+    return lambda num_slots: make_policy(settings.cache.policy, num_slots)
 
 
 def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:

@@ -116,6 +116,21 @@ def test_a_node_that_is_started_again_is_filled_again(make_nodes):
     assert get(store, hashes) == [True] * 20
 
 
+def test_a_node_with_a_disk_has_its_blocks_again_after_a_kill(make_nodes, tmp_path):
+    nodes = make_nodes(num_replicas=1, disk_path=str(tmp_path), disk_size="16MiB")
+    nodes.process("a")
+    store, hashes = nodes.client(), hashes_of(10)
+    put(store, hashes)
+    until(lambda: described(store)["a"]["sums"]["to_disk"] == 10, "all are on disk")
+    kill(nodes, "a")
+    nodes.tell("a")
+    assert get(store, hashes) == [False] * 10
+    nodes.process("a")
+    assert store.contains(hashes) == [True] * 10
+    assert get(store, hashes) == [True] * 10
+    assert described(store)["a"]["sums"]["from_disk"] == 10
+
+
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_a_frozen_node_costs_one_wait_and_its_copies_elsewhere_serve(make_nodes, transport):
     nodes = make_nodes(num_replicas=2)
