@@ -100,7 +100,7 @@ def measure(folder: Path, batches: Sequence[int], block_bytes: int, rounds: int)
     rows = []
     try:
         for count in batches:
-            rows += _measure_batch(device, stores, count, rounds, (hashes, blocks, metas))
+            rows += _measure_batch(device, stores, count, rounds, blocks)
     finally:
         device.close()
         for store in stores.values():
@@ -109,20 +109,20 @@ def measure(folder: Path, batches: Sequence[int], block_bytes: int, rounds: int)
 
 
 def _measure_batch(
-    device: Device, stores: dict[str, DiskStore], count: int, rounds: int, data: tuple[Any, Any, Any]
+    device: Device, stores: dict[str, DiskStore], count: int, rounds: int, blocks: Sequence[memoryview]
 ) -> list[dict[str, Any]]:
-    hashes, blocks, metas = (part[:count] for part in data)
+    blocks = blocks[:count]
     block_bytes = blocks[0].nbytes
     total = count * block_bytes
     slot_bytes = pages(block_bytes) + PAGE_BYTES
     size = min(max(1, RUN_BYTES // slot_bytes), -(-count // DEPTH)) * slot_bytes  # as disk_slots.py cuts them
     times: dict[tuple[str, str], list[float]] = {}
-    for _ in range(rounds):
+    for number in range(rounds):
+        hashes = [random.Random(f"{count} {number} {index}").randbytes(16) for index in range(count)]  # evicts old ones
+        metas = [BlockMeta(BlockHash(hashes[i - 1]) if i else None, 16 * (i + 1)) for i in range(count)]
         for direction, call in (("store", os.pwritev), ("load", os.preadv)):
             for name, store in stores.items():
-                if direction == "store":
-                    store.delete(hashes)
-                elif name == "buffered":
+                if direction == "load" and name == "buffered":
                     _forget_pages(store)
                 took = _timed(store, direction, hashes, blocks, metas)
                 times.setdefault((direction, name), []).append(took)

@@ -77,7 +77,7 @@ class DiskStore:
         self.path, self.limit_bytes, self.block_bytes = Path(path), limit_bytes, block_bytes
         self._codec: Codec = codec or NoCodec()
         self._options = options or DiskOptions()
-        self._namespace = namespace.with_fields(codec=self._codec.name, format=FORMAT_VERSION)
+        self._namespace = namespace.with_fields(block_bytes=block_bytes, codec=self._codec.name, format=FORMAT_VERSION)
         self._clock = clock
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)  # nobody is inside the volume

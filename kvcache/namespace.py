@@ -9,7 +9,8 @@ from kvrelay.types import Fingerprint, KvLayout
 
 _REMEDIES = {
     "model": "serve the model that it was filled with",
-    "dtype": "set model.dtype",
+    "dtype": "set engine.kv_dtype or model.dtype",
+    "compute_dtype": "set model.dtype",
     "block_size": "set engine.block_size",
     "order": "set engine.kv_layout",
     "codec": "set cache.compression",
@@ -72,6 +73,7 @@ def namespace_of(fingerprint: Fingerprint, layout: KvLayout) -> Namespace:
         {
             "model": fingerprint.model,
             "dtype": layout.dtype,
+            "compute_dtype": fingerprint.compute_dtype,
             "block_size": layout.block_size,
             "order": layout.order,
             "heads": f"{layout.kv_heads.start}..{layout.kv_heads.stop} of {layout.model_kv_heads}",
