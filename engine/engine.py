@@ -276,6 +276,7 @@ class Engine:
         for seq in plan.preempted:
             self._runner.forget(seq)
         if not plan.work:
+            self.scheduler.copied()
             result.is_stuck = not (plan.preempted or result.reservations)
             return result
         for item in plan.work:
@@ -303,9 +304,13 @@ class Engine:
             return plan
         rewound = tuple(item.seq for item in plan.work if id(item.seq) in bad)
         for seq in rewound:
-            logger.warning("request %s: its blocks below the pool are corrupt; they are computed anew", seq.request_id)
+            logger.warning(
+                "request %s: its blocks below the pool are of no use; they are computed anew", seq.request_id
+            )
+            load = seq.load
             self.scheduler.rewind(seq)
-        self._require_tiers().tiers.poll()  # the corrupt ones are not found again
+            if load is not None:
+                self._require_tiers().tiers.give_up(load)
         return StepPlan(
             tuple(item for item in plan.work if id(item.seq) not in bad),
             sum(1 for item in plan.work[: plan.num_single] if id(item.seq) not in bad),
@@ -340,6 +345,7 @@ class Engine:
             for copy in plan.copies:
                 self._runner.forget(copy.seq)  # its row of the block table names the shared block
             self.storage.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
+        self.scheduler.copied()
 
     def _reservation(self, seq: Sequence, now_s: float) -> Reservation:
         first, count = seq.num_held_blocks, seq.blocks_for(seq.num_tokens)

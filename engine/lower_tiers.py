@@ -32,7 +32,7 @@ class LowerTiers:
 
     def arrived(self, seq: Seq, num_in_pool: int) -> None:
         """It is in line; the first blocks are in the pool. Ask the stores for the rest."""
-        hashes = self._wanted(seq)
+        hashes = self._wanted(seq) if self.tiers.is_fetching else []
         if len(hashes) > num_in_pool:
             metas = [self._meta(seq, hashes, index) for index in range(len(hashes))]
             self.tiers.want(seq.request_id, hashes, metas, num_in_pool)
@@ -70,7 +70,7 @@ class LowerTiers:
         """It has its blocks; the first were in the pool, and are worth saving if that happens often."""
         self.tiers.fetches.end(seq.request_id)
         hashes = self._wanted(seq)
-        self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks])
+        self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks], seq.request.hints.priority)
         if self.tiers.rules.write != "selective":
             return
         often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]

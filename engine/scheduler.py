@@ -82,6 +82,7 @@ class Scheduler:
         self.tiers: LowerTiers | None = None  # below the pool
         self._arrivals = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
+        self._sources: list[BlockId] = []  # of copies that are not made yet: held
 
     # ---- arrival
 
@@ -148,14 +149,19 @@ class Scheduler:
         return granted
 
     def activate(self, request_id: str, token_ids: list[int]) -> Sequence | None:
-        """The prompt's KV has arrived and was verified; decode on from these first tokens."""
+        """The prompt's KV has arrived and was verified; decode on from these first tokens.
+
+        What comes from below the pool may still be on its way: then the blocks are named after their first step, which waits
+        for it and begins anew if it is corrupt.
+        """
         seq = self.receiving.pop(request_id, None)
         if seq is None:
             return None
         seq.num_computed = seq.num_tokens
         seq.move_to(State.RUNNING)
-        self._name_full_blocks(seq)
-        self._pin(seq)
+        if seq.load is None:
+            self._name_full_blocks(seq)
+            self._pin(seq)
         seq.token_ids.extend(token_ids)
         self._seat(seq)
         return seq
@@ -252,6 +258,7 @@ class Scheduler:
         singles: list[Scheduled] = []
         chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
+        self.copied()
         self._copies = []
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed > 1):  # single tokens, then chunks
             if seq.state is not State.RUNNING or budget <= 0:
@@ -305,7 +312,14 @@ class Scheduler:
         if target != source:  # the others may have gone meanwhile
             seq.blocks[index] = target
             self._copies.append(BlockCopy(seq, source, target))
+            self.pool.acquire((source,))  # else it could go to a sequence whose blocks are written at once: from below
+            self._sources.append(source)
         return True
+
+    def copied(self) -> None:
+        """The last plan's copies are made: their sources may be used for something else."""
+        while self._sources:
+            self.pool.release((self._sources.pop(),))
 
     def _make_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """The latest arrival gives way. False if that is `seq` itself."""
@@ -450,6 +464,7 @@ class Scheduler:
         for blocks in self.quarantined.values():
             holders.update(blocks)
         holders.update(self.lent)
+        holders.update(self._sources)
         if self.tiers is not None:
             holders.update(self.tiers.tiers.held_blocks())
         for block, count in holders.items():

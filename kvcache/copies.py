@@ -117,7 +117,12 @@ class CudaCopier:
         _pin(slab)
         self._stream = torch.cuda.Stream(self._device)
 
+    def _after_steps(self) -> None:
+        """What the engine has given its stream so far comes first: it may still write or read these very blocks."""
+        self._stream.wait_stream(torch.cuda.default_stream(self._device))
+
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        self._after_steps()
         with torch.cuda.stream(self._stream):
             chosen = torch.tensor(blocks, device=self._device)
             gathered = self._pool.index_select(1, chosen).transpose(0, 1).contiguous()
@@ -126,6 +131,7 @@ class CudaCopier:
         self._stream.synchronize()
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+        self._after_steps()
         with torch.cuda.stream(self._stream):
             for slot, block in zip(slots, blocks, strict=True):
                 part = self._slab[slot, layers.start : layers.stop]

@@ -1,5 +1,25 @@
 """Fetch KV from elsewhere or compute it again? Pure; speeds are what was measured."""
 
+_FORGET_S = 30.0
+
+
+class StoreSpeed:
+    """How fast a store has been of late. Told by several threads; a torn update costs one estimate."""
+
+    def __init__(self) -> None:
+        self._bytes_per_s = self._measured_s = 0.0
+
+    def observe(self, num_bytes: int, seconds: float, now_s: float) -> None:
+        """One call that brought so much."""
+        if num_bytes and seconds > 0:
+            speed, old = num_bytes / seconds, self.bytes_per_s(now_s)
+            self._bytes_per_s = old + 0.3 * (speed - old) if old else speed
+            self._measured_s = now_s
+
+    def bytes_per_s(self, now_s: float) -> float:
+        """0: not measured, or not lately. A store that was too slow once is tried again."""
+        return self._bytes_per_s if now_s - self._measured_s < _FORGET_S else 0.0
+
 
 def fetch_seconds(num_bytes: int, bandwidth: float, latency_s: float, queued_s: float = 0.0) -> float:
     """Predicted time until so many bytes have come; infinite while the path has not been measured (`bandwidth` 0).

@@ -26,6 +26,7 @@ class Fetch:
     num_jobs: int = 0  # not yet reported
     is_over: bool = False  # nobody waits for it any more
     held: list[int] = field(default_factory=list)  # slots that are kept for it
+    is_late: bool = False  # its request waits no longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +74,19 @@ class Fetches:
     def __init__(self, host: Host, *, wait_s: Callable[[], float]) -> None:
         self._host, self._wait_s = host, wait_s
         self._fetches: dict[str, Fetch] = {}
+        self._num_jobs = 0  # of all fetches, those that are over too
+        self._heard_s = 0.0  # when the last of them reported, or the first of them began
 
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def begin(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta]) -> None:
-        """Ask the stores for these; a request asks once."""
-        if not hashes or not self._host.stores or request_id in self._fetches:
-            return
-        fetch = Fetch(request_id, hashes, metas, self._host.now_s() + self._wait_s())
-        stores = self._host.stores
+    def begin(
+        self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], held: Sequence[int] = ()
+    ) -> None:
+        """Ask the stores for these; a request asks once. `held`: slots, to be let go with what comes."""
+        now_s, stores = self._host.now_s(), self._host.stores
+        fetch = Fetch(request_id, hashes, metas, now_s + self._wait_s(), held=list(held))
+        fetch.is_late = fetch.until_s <= now_s or self._is_stalled(now_s)
 
         def look_up() -> list[int]:
             """For each block the first store that has it; ends at the first that none has."""
@@ -94,19 +98,51 @@ class Fetches:
                 found += [index] * run
             return found
 
-        job = Job(Urgency.FETCH, _LOOKUP_BYTES, look_up, lambda result: self._looked_up(fetch, result))
-        if self._host.submit(job):
-            fetch.num_jobs = 1
+        is_new = request_id not in self._fetches
+        if is_new and self._submit(fetch, _LOOKUP_BYTES, look_up, lambda result: self._looked_up(fetch, result)):
             self._fetches[request_id] = fetch
+        else:
+            self._host.unhold(fetch.held)
+
+    def _submit(self, fetch: Fetch, num_bytes: int, work: Callable[[], object], then: Callable[[object], None]) -> bool:
+        """False: no room in line."""
+
+        def reported(result: object) -> None:
+            fetch.num_jobs -= 1
+            self._num_jobs -= 1
+            self._heard_s = self._host.now_s()
+            then(result)
+
+        if not self._host.submit(Job(Urgency.FETCH, num_bytes, work, reported)):
+            return False
+        if not self._num_jobs:
+            self._heard_s = self._host.now_s()
+        fetch.num_jobs += 1
+        self._num_jobs += 1
+        return True
+
+    def _is_stalled(self, now_s: float) -> bool:
+        """The stores have not answered for longer than a request waits: until they do, nobody else waits for them."""
+        return self._num_jobs > 0 and now_s - self._heard_s >= self._wait_s()
 
     def is_waiting(self, request_id: str) -> bool:
         """Whether the request should not be admitted yet."""
         fetch = self._fetches.get(request_id)
-        return fetch is not None and fetch.num_jobs > 0 and self._host.now_s() < fetch.until_s
+        return fetch is not None and self._is_awaited(fetch)
+
+    @staticmethod
+    def _is_awaited(fetch: Fetch) -> bool:
+        return fetch.num_jobs > 0 and not fetch.is_late
+
+    def tick(self) -> None:
+        """Requests whose time is over wait no longer from now on. Once in every step."""
+        now_s = self._host.now_s()
+        for fetch in self._fetches.values():
+            fetch.is_late |= fetch.until_s <= now_s
 
     def next_deadline_s(self) -> float | None:
-        """When a request stops waiting, if any waits."""
-        return min((fetch.until_s for fetch in self._fetches.values() if fetch.num_jobs), default=None)
+        """When a request stops waiting, if any waits; then a `tick` is due."""
+        return min((fetch.until_s for fetch in self._fetches.values() if self._is_awaited(fetch)), default=None)
 
     def end(self, request_id: str) -> None:
         """The request was admitted, or is gone: what came for it is held no more."""
@@ -116,8 +152,12 @@ class Fetches:
             self._host.unhold(fetch.held)
             fetch.held.clear()
 
+    def end_all(self) -> None:
+        """Nobody is in line any more."""
+        for request_id in list(self._fetches):
+            self.end(request_id)
+
     def _looked_up(self, fetch: Fetch, result: object) -> None:
-        fetch.num_jobs -= 1
         if fetch.is_over or not isinstance(result, list):
             return
         found: list[int] = result
@@ -139,17 +179,17 @@ class Fetches:
             hashes = fetch.hashes[part.first : part.first + len(part.slots)]
 
             def read(part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> list[int | None]:
+                if fetch.is_over:  # it would come too late
+                    return [None] * len(part.slots)
                 return self._host.read_into(part.store, hashes, part.slots)
 
             def then(result: object, part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> None:
                 self._arrived(fetch, part, hashes, result)
 
-            fetch.num_jobs += 1
-            if not self._host.submit(Job(Urgency.FETCH, len(part.slots) * self._host.block_bytes, read, then)):
+            if not self._submit(fetch, len(part.slots) * self._host.block_bytes, read, then):
                 self._arrived(fetch, part, hashes, None)
 
     def _arrived(self, fetch: Fetch, part: _Part, hashes: Sequence[BlockHash], result: object) -> None:
-        fetch.num_jobs -= 1
         checksums = result if isinstance(result, list) else [None] * len(part.slots)
         metas = fetch.metas[part.first : part.first + len(part.slots)]
         held = self._host.arrived(part.store, hashes, metas, part.slots, checksums)

@@ -51,8 +51,12 @@ class JobQueue:
         return len(self._heap)
 
     def put(self, job: Job) -> bool:
-        """False, and nothing is queued, when the line is full. A LOAD always finds room: its sequence is admitted already."""
-        if len(self._heap) >= self._max_jobs and job.urgency is not Urgency.LOAD:
+        """False, and nothing is queued, when the line is full. A LOAD always finds room: its sequence is admitted already.
+
+        SINKs find half of the line full: a slow store's blocks do not keep those out that a request waits for.
+        """
+        room = self._max_jobs // 2 if job.urgency is Urgency.SINK else self._max_jobs
+        if len(self._heap) >= room and job.urgency is not Urgency.LOAD:
             return False
         self._count += 1
         heapq.heappush(self._heap, (job.urgency, self._count, job))

@@ -46,7 +46,7 @@ class Sinks:
         slab: Slab,
         index: TierIndex,
         stores: Sequence[BlockStore],
-        entry_of: Callable[[BlockHash, int], tuple[BlockMeta, int]],
+        entry_of: Callable[[int], tuple[BlockMeta, int]],
         threads: Threads,
         *,
         is_checked: bool,
@@ -54,20 +54,26 @@ class Sinks:
         self._slab, self._index, self._stores, self._entry_of = slab, index, stores, entry_of
         self._threads, self._is_checked = threads, is_checked
         self._known: dict[str, dict[BlockHash, None]] = {store.name: {} for store in stores}  # see `knows`
+        self._under_way: dict[str, set[BlockHash]] = {store.name: set() for store in stores}
+        self._most_held = max(1, index.num_slots // 2)
+        self._num_held = 0
         self.num_kept = {store.name: 0 for store in stores}
         self.num_dropped = 0  # no room in line
 
     def put(self, hashes: Sequence[BlockHash]) -> None:
         """Offer these, all of which are in the host tier, to every store that is not known to have them.
 
-        Once more at every use: a store may want to see a block twice before it writes it.
+        Once more at every use: a store may want to see a block twice before it writes it. While others are under way, half of
+        the host tier may be held for them at most: a slow store does not keep the rest from making room for what is new.
         """
         step = max(1, _BATCH_BYTES // self._slab.block_bytes)
         for store in self._stores:
-            known = self._known[store.name]
-            fresh = [digest for digest in hashes if digest not in known]
-            for begin in range(0, len(fresh), step):
-                self._submit(self._batch(store, fresh[begin : begin + step]))
+            known, under_way = self._known[store.name], self._under_way[store.name]
+            fresh = [digest for digest in hashes if digest not in known and digest not in under_way]
+            room = max(0, self._most_held - self._num_held) if self._num_held else len(fresh)
+            self.num_dropped += max(0, len(fresh) - room)
+            for begin in range(0, min(room, len(fresh)), step):
+                self._submit(self._batch(store, fresh[begin : min(begin + step, room)]))
 
     def knows(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
         """The store has these. A hint, which may be out of date: what is sent twice does no harm, nor what is not sent."""
@@ -86,7 +92,7 @@ class Sinks:
 
     def _batch(self, store: BlockStore, hashes: Sequence[BlockHash]) -> _Batch:
         slots = self._index.hold(hashes)
-        entries = [self._entry_of(digest, slot) for digest, slot in zip(hashes, slots, strict=True)]
+        entries = [self._entry_of(slot) for slot in slots]
         metas, checksums = tuple(meta for meta, _ in entries), tuple(checksum for _, checksum in entries)
         return _Batch(store, tuple(hashes), tuple(slots), metas, checksums)
 
@@ -96,6 +102,9 @@ class Sinks:
         if not self._threads.put(job):
             self._index.unhold(batch.slots)
             self.num_dropped += len(batch.slots)
+            return
+        self._under_way[batch.store.name].update(batch.hashes)
+        self._num_held += len(batch.slots)
 
     def _write(self, batch: _Batch) -> list[BlockHash]:
         """On an I/O thread; what the store kept."""
@@ -112,6 +121,8 @@ class Sinks:
 
     def _written(self, batch: _Batch, result: object) -> None:
         self._index.unhold(batch.slots)
+        self._under_way[batch.store.name].difference_update(batch.hashes)
+        self._num_held -= len(batch.slots)
         if isinstance(result, list):
             self.knows(batch.store, result)
             self.num_kept[batch.store.name] += len(result)

@@ -6,14 +6,13 @@ slow disk never keeps a step waiting for a copy within memory. Imports no torch.
 """
 
 import logging
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.changes import CacheChange
-from kvrelay.kvcache.fetch_cost import worth_fetching
+from kvrelay.kvcache.fetch_cost import StoreSpeed, worth_fetching
 from kvrelay.kvcache.fetches import Fetches
 from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Threads, Urgency
 from kvrelay.kvcache.loads import Load
@@ -29,6 +28,8 @@ logger = logging.getLogger(__name__)
 _BATCH_BYTES = 8 << 20  # of one job: what is more urgent waits no longer than this takes
 _MAX_JOBS = 1024
 _SPARE_SHARE = 8  # write-back begins when less than an eighth of a tier is free
+_PACE = 20  # write-back looks for what to save for a twentieth of the time at most
+WAIT_LIMIT_S = 60.0  # of a request that waits for "all": a store that hangs does not stop it for ever
 
 
 class Slab(SinkSlab, Protocol):
@@ -56,7 +57,7 @@ class TierRules:
     @property
     def longest_wait_s(self) -> float:
         """Of a request for its blocks."""
-        return {"best-effort": 0.0, "wait": math.inf}.get(self.prefetch, self.prefetch_timeout_s)
+        return {"best-effort": 0.0, "wait": WAIT_LIMIT_S}.get(self.prefetch, self.prefetch_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +79,6 @@ class TierSums:
     corrupt: int = 0  # in the host tier
     save_s: float = 0.0
     load_s: float = 0.0
-
-
-@dataclass(slots=True)
-class StoreSpeed:
-    """How fast a store has been of late. Written by I/O threads; a torn update costs one estimate."""
-
-    bytes_per_s: float = 0.0
-    latency_s: float = 0.0
-
-    def observe(self, num_bytes: int, seconds: float) -> None:
-        """One call that brought so much."""
-        if num_bytes and seconds > 0:
-            speed = num_bytes / seconds
-            self.bytes_per_s += 0.3 * (speed - self.bytes_per_s) if self.bytes_per_s else speed
 
 
 class Tiers:
@@ -117,13 +104,13 @@ class Tiers:
         self._copies = make_threads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._io = make_threads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._checksums = [0] * index.num_slots
-        self._metas: dict[BlockHash, BlockMeta] = {}  # of what is in the host tier
-        self._news: list[CacheChange] = []
+        self._metas: list[BlockMeta | None] = [None] * index.num_slots
         self._saving: dict[BlockHash, BlockId] = {}
         self._loads: set[Load] = set()
         self._speeds = {store.name: StoreSpeed() for store in stores}
         self.prefill_tokens_per_s = 0.0  # measured; the engine tells
         self.on_change: Callable[[CacheChange], None] | None = None  # called with each change of the host tier
+        self._look_again_s = 0.0  # for what to write back
         self.sinks = Sinks(slab, index, stores, self._entry, self._io, is_checked=rules.is_checked)
         self.fetches = Fetches(self, wait_s=lambda: rules.longest_wait_s)
 
@@ -146,6 +133,7 @@ class Tiers:
         self._copies.close()
         self._io.close()
         self.poll()
+        self.fetches.end_all()
         for store in self.stores:
             store.close()
 
@@ -154,18 +142,16 @@ class Tiers:
         for threads in (self._copies, self._io):
             for job, result in threads.finished():
                 job.then(result)
-        change = self.index.drain_changes()
-        if change is not None:
-            self._news.append(change)
-            if self.on_change is not None:
-                self.on_change(change)
-            for digest in change.removed:
-                self._metas.pop(digest, None)
+        self.fetches.tick()
 
     def drain_changes(self) -> list[CacheChange]:
-        """What became and ceased to be in the host tier since the last call, in order."""
-        news, self._news = self._news, []
-        return news
+        """What became and ceased to be in the host tier since the last call."""
+        change = self.index.drain_changes()
+        if change is None:
+            return []
+        if self.on_change is not None:
+            self.on_change(change)
+        return [change]
 
     @property
     def is_idle(self) -> bool:
@@ -178,20 +164,23 @@ class Tiers:
         if self.rules.write == "write-through":
             self.save(entries)
 
-    def used(self, hashes: Sequence[BlockHash]) -> None:
-        """A request was served these from the pool or the host tier."""
-        self.index.use(hashes, self._clock())
+    def used(self, hashes: Sequence[BlockHash], priority: int = 0) -> None:
+        """A request of this priority was served these from the pool or the host tier."""
+        self.index.use(hashes, self._clock(), priority=priority)
         if self.rules.write != "write-back":
             self.sinks.put([digest for digest in hashes if digest in self.index])
 
     def write_back(self, coldest: Callable[[int], Sequence[Named]]) -> None:
         """Under write-back, save what the pool would evict next, while there is still room to wait for it."""
-        if self.rules.write != "write-back":
+        began_s = self._clock()
+        if self.rules.write != "write-back" or began_s < self._look_again_s:
             return
         wanted = self.pool.num_blocks // _SPARE_SHARE - self.pool.counts().free - len(self._saving)
         if wanted > 0:
             self.save([entry for entry in coldest(wanted) if entry.digest not in self.index])
-        self.sinks.put_coldest(self._clock())
+        self.sinks.put_coldest(began_s)
+        now_s = self._clock()
+        self._look_again_s = now_s + _PACE * (now_s - began_s)
 
     def save(self, entries: Sequence[Named]) -> None:
         """Copy these blocks into the host tier, those that are not there; the pool's blocks are held meanwhile."""
@@ -207,6 +196,7 @@ class Tiers:
             if got is None:
                 break
             slots += got
+        self.sums.unsaved += len(batch) - len(slots)
         batch = batch[: len(slots)]
         if not batch:
             return
@@ -241,9 +231,11 @@ class Tiers:
         if self.rules.write != "write-back":
             self.sinks.put([entry.digest for entry in batch if entry.digest in self.index])
 
-    def _entry(self, digest: BlockHash, slot: int) -> tuple[BlockMeta, int]:
-        """What is known of a block in the host tier: for those who send it further down."""
-        return self._metas[digest], self._checksums[slot]
+    def _entry(self, slot: int) -> tuple[BlockMeta, int]:
+        """What is known of the block in a slot: for those who send it further down."""
+        meta = self._metas[slot]
+        assert meta is not None, f"slot {slot} holds nothing"
+        return meta, self._checksums[slot]
 
     def _put(self, digest: BlockHash, slot: int, checksum: int, meta: BlockMeta) -> None:
         is_new = self.index.put(
@@ -251,7 +243,7 @@ class Tiers:
         )
         if is_new:
             self._checksums[slot] = checksum
-            self._metas[digest] = meta
+            self._metas[slot] = meta
 
     # ---- up: host to pool
 
@@ -288,16 +280,23 @@ class Tiers:
     def _loaded(self, load: Load, result: object) -> None:
         load.over()
         self._loads.discard(load)
-        self.index.unhold(load.slots)
         if load.corrupt:
             logger.error(
                 "%d blocks in the host tier were not what was put there; they are computed anew", len(load.corrupt)
             )
-            self.forget(load.corrupt)
             self.sums.corrupt += len(load.corrupt)
-        elif isinstance(result, float):
+        if isinstance(result, float) and not load.corrupt:
             self.sums.loaded += len(load.blocks)
             self.sums.load_s += result
+        else:
+            self.give_up(load)
+        self.index.unhold(load.slots)
+
+    def give_up(self, load: Load) -> None:
+        """What this load, which is over, did not bring is not to be found any more: nobody tries it again and again."""
+        missed = set(load.corrupt or load.hashes)
+        places = zip(load.hashes, load.slots, strict=True)
+        self.forget([digest for digest, slot in places if digest in missed and self.index.slot(digest) == slot])
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
         """They are not to be found in the host tier any more."""
@@ -315,12 +314,17 @@ class Tiers:
     def submit(self, job: Job) -> bool:
         return self._io.put(job)
 
+    @property
+    def is_fetching(self) -> bool:
+        """Whether `want` may bring anything about."""
+        return bool(self.stores) and self.rules.prefetch != "off"
+
     def want(self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], start: int) -> None:
         """A request has come in line whose blocks before `start` are in the pool: have the stores bring the rest."""
-        if self.rules.prefetch == "off" or not self.stores:
-            return
         first = start + self.match(hashes, start)
-        self.fetches.begin(request_id, hashes[first:], metas[first:])
+        if self.is_fetching and first < len(hashes):
+            held = self.index.hold(hashes[start:first])  # of no use without these
+            self.fetches.begin(request_id, hashes[first:], metas[first:], held)
 
     def slots_for(self, metas: Sequence[BlockMeta]) -> list[int]:
         slots: list[int] = []
@@ -334,7 +338,8 @@ class Tiers:
     def read_into(self, store: BlockStore, hashes: Sequence[BlockHash], slots: Sequence[int]) -> list[int | None]:
         began = self._clock()
         came = store.load(hashes, [self.slab.slot(slot) for slot in slots])
-        self._speeds[store.name].observe(sum(came) * self.block_bytes, self._clock() - began)
+        now_s = self._clock()
+        self._speeds[store.name].observe(sum(came) * self.block_bytes, now_s - began, now_s)
         return [self.slab.checksum(slot) if is_here else None for slot, is_here in zip(slots, came, strict=True)]
 
     def arrived(
@@ -359,11 +364,10 @@ class Tiers:
     def worth(self, store: BlockStore, num_blocks: int) -> int:
         if self.rules.prefetch == "wait":
             return num_blocks
-        speed = self._speeds[store.name]
+        speed = self._speeds[store.name].bytes_per_s(self._clock())
         return worth_fetching(
-            num_blocks, self.block_bytes, self.rules.block_tokens, speed.bytes_per_s, speed.latency_s,
-            self.prefill_tokens_per_s,
-        )  # fmt: skip
+            num_blocks, self.block_bytes, self.rules.block_tokens, speed, 0.0, self.prefill_tokens_per_s
+        )
 
     # ---- what others may know
 

@@ -239,6 +239,32 @@ def test_layers_that_come_up_are_announced_for_the_transfer_like_computed_ones(d
     it.engine.abort("held")
 
 
+def test_blocks_from_below_are_not_named_before_they_are_known_to_be_whole(drive, oracle):
+    """A decode worker's: the rest of the prompt has come over the network, what came from below is rotten."""
+    it, prompt = drive(), prompt_of(64)
+    it.run(prompt)
+    it.forget_pool()
+    hashes = block_hashes(prompt, BLOCK)
+    it.tiers.slab.slot(it.tiers.index.slot(hashes[2]))[100] ^= 64
+    sampling = Sampling(max_tokens=10, temperature=0.0, ignore_eos=True)
+    request = SequenceRequest(
+        request_id="reserved", token_ids=prompt, num_prompt_tokens=64, sampling=sampling, block_hashes=list(hashes)
+    )
+    it.engine.reserve(request)
+    assert it.engine.step().reservations[0].held_tokens == 64
+    assert it.engine.activate("reserved", [oracle(prompt)[0]])
+    assert it.engine.pool.cached_hashes() == []
+    tokens = []
+    while it.engine.scheduler.has_work:
+        result = it.engine.step()
+        it.engine.check()
+        tokens += [token for output in result.outputs for token in output.token_ids]
+        if result.is_stuck:
+            it.woken.acquire(timeout=0.05)
+    assert tokens == oracle(prompt)[1:]
+    assert it.run(prompt)[0] == oracle(prompt)
+
+
 def test_an_abort_while_blocks_come_up_frees_them(drive):
     it, prompt = drive(), prompt_of(64)
     it.run(prompt)

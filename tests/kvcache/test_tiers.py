@@ -12,10 +12,11 @@ from kvrelay.kvcache import copies
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.eviction import Lru
 from kvrelay.kvcache.host import HostSlab
+from kvrelay.kvcache.jobs import Job, JobQueue, Urgency
 from kvrelay.kvcache.storage import KvStorage
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tier_index import TierIndex
-from kvrelay.kvcache.tiers import Named, TierRules, Tiers
+from kvrelay.kvcache.tiers import WAIT_LIMIT_S, Named, TierRules, Tiers
 from kvrelay.types import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -29,6 +30,7 @@ class MemoryStore:
     def __init__(self):
         self.blocks, self.gate, self.is_closed = {}, threading.Event(), False
         self.gate.set()
+        self.num_loads, self.writing = 0, None
 
     def start(self):
         self.is_closed = False
@@ -37,6 +39,7 @@ class MemoryStore:
         return [digest in self.blocks for digest in hashes]
 
     def load(self, hashes, into):
+        self.num_loads += 1
         self.gate.wait(10)
         for digest, view in zip(hashes, into, strict=True):
             if digest in self.blocks:
@@ -44,6 +47,9 @@ class MemoryStore:
         return [digest in self.blocks for digest in hashes]
 
     def store(self, hashes, blocks, metas):
+        if self.writing is not None:
+            self.writing.append(tuple(hashes))
+            self.gate.wait(10)
         self.blocks.update({digest: bytes(block) for digest, block in zip(hashes, blocks, strict=True)})
         return [True] * len(hashes)
 
@@ -61,7 +67,7 @@ class MemoryStore:
 class World:
     """A pool full of noise, a host tier of `slots`, and a store."""
 
-    def __init__(self, slots=8, stores=(), **rules):
+    def __init__(self, slots=8, stores=(), clock=time.monotonic, **rules):
         self.storage = KvStorage(LAYOUT, torch.device("cpu"))
         self.storage.tensor.uniform_(-1, 1)
         self.pool = BlockPool(LAYOUT.num_blocks)
@@ -69,7 +75,7 @@ class World:
         self.woken = threading.Semaphore(0)
         self.tiers = Tiers(
             self.pool, self.slab, TierIndex(slots, Lru(), keep_changes=True), list(stores), TierRules(**rules),
-            num_threads=2, max_bytes=1 << 20, wake=self.woken.release, clock=time.monotonic,
+            num_threads=2, max_bytes=1 << 20, wake=self.woken.release, clock=clock,
         )  # fmt: skip
         self.tiers.start()
 
@@ -249,6 +255,168 @@ def test_a_full_host_tier_whose_slots_are_all_held_saves_nothing_and_loses_nothi
     assert it.tiers.match([entry.digest for entry in more], 0) == 0
     assert it.tiers.held_blocks() == []
     it.tiers.index.unhold(held)
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self):
+        return self.now_s
+
+
+def hung(world, **rules):
+    """(world, its clock, entries in a store that never answers)."""
+    store, clock = MemoryStore(), Clock()
+    it = world(slots=8, stores=[store], clock=clock, **rules)
+    entries, _ = it.named(4)
+    store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 4, [])
+    store.gate.clear()
+    return it, clock, entries
+
+
+def want(it, name, entries):
+    it.tiers.want(name, [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+
+
+def test_a_store_that_hangs_stops_a_request_that_waits_for_all_for_a_minute_and_the_next_not_at_all(world):
+    it, clock, entries = hung(world, prefetch="wait")
+    want(it, "r1", entries)
+    assert it.tiers.fetches.is_waiting("r1")
+    assert it.tiers.fetches.next_deadline_s() == clock.now_s + WAIT_LIMIT_S
+    clock.now_s += WAIT_LIMIT_S
+    it.tiers.poll()
+    assert not it.tiers.fetches.is_waiting("r1")
+    assert it.tiers.fetches.next_deadline_s() is None  # or an engine with nothing to do would step for ever
+    want(it, "r2", entries)
+    assert not it.tiers.fetches.is_waiting("r2")
+    it.tiers.stores[0].gate.set()
+    it.settle()
+    want(it, "r3", [*entries[:3], it.named(1, salt="new")[0][0]])  # it answers again
+    assert it.tiers.fetches.is_waiting("r3")
+
+
+def test_what_is_fetched_for_a_request_that_is_gone_is_not_read(world, monkeypatch):
+    monkeypatch.setattr("kvrelay.kvcache.fetches._BATCH_BYTES", LAYOUT.block_bytes)
+    it, _, entries = hung(world)
+    want(it, "r1", entries)
+    deadline = time.monotonic() + 10
+    while not it.tiers.index.counts().reserved:
+        it.woken.acquire(timeout=1)
+        it.tiers.poll()
+        assert time.monotonic() < deadline
+    it.tiers.fetches.end("r1")
+    it.tiers.stores[0].gate.set()
+    it.settle()
+    assert it.tiers.stores[0].num_loads <= 2  # those that two threads had begun
+    assert it.tiers.index.counts().reserved == it.tiers.index.counts().held == 0
+
+
+def test_what_the_host_tier_has_of_a_prompt_stays_while_the_rest_is_fetched(world):
+    store = MemoryStore()
+    it = world(slots=4, stores=[store], write="write-back")
+    entries, _ = it.named(4)
+    store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 4, [])
+    it.tiers.save(entries[:2])
+    it.settle()
+    store.gate.clear()
+    want(it, "r1", entries)
+    others, _ = it.named(4, salt="other")
+    it.tiers.save(others)
+    store.gate.set()
+    it.settle()
+    assert it.tiers.match([entry.digest for entry in entries], 0) >= 2
+
+
+def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
+    it = world()
+    entries, _ = it.named(3)
+    it.tiers.named(entries)
+    it.settle()
+
+    def broken(slot):
+        raise OSError("memory fault")
+
+    monkeypatch.setattr(it.slab, "checksum", broken)
+    load, _ = it.bring_up(entries)
+    assert not load.wait_verified()
+    it.tiers.give_up(load)
+    assert it.tiers.match([entry.digest for entry in entries], 0) == 0
+
+
+def test_a_good_copy_that_came_after_a_corrupt_one_stays(world):
+    it = world()
+    entries, _ = it.named(2)
+    it.tiers.named(entries)
+    it.settle()
+    it.slab.slot(it.tiers.index.slot(entries[1].digest))[7] ^= 4
+    load, _ = it.bring_up(entries)
+    assert not load.wait_verified()
+    it.tiers.give_up(load)
+    it.tiers.save(entries)
+    it.settle()
+    assert it.tiers.match([entry.digest for entry in entries], 0) == 2
+
+
+def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_half_the_host_tier(world):
+    store = MemoryStore()
+    it = world(slots=8, stores=[store], write="write-through")
+    store.writing = []
+    store.gate.clear()
+    entries, _ = it.named(8)
+    hashes = [entry.digest for entry in entries]
+    it.tiers.named(entries[:2])
+    while not it.tiers.index.counts().held:  # on their way to the store
+        it.woken.acquire(timeout=10)
+        it.tiers.poll()
+    it.tiers.used(hashes[:2])
+    it.tiers.named(entries[2:])
+    while len(it.tiers.index) < 8:
+        it.woken.acquire(timeout=10)
+        it.tiers.poll()
+    assert it.tiers.index.counts().held == 4
+    store.gate.set()
+    it.settle()
+    assert sorted(sum(store.writing, ())) == sorted(hashes[:4])
+
+
+def test_sinks_leave_room_in_line_for_what_a_request_waits_for():
+    queue = JobQueue(max_jobs=8, max_bytes=1)
+    assert [queue.put(Job(Urgency.SINK, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
+    assert [queue.put(Job(Urgency.FETCH, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
+    assert queue.put(Job(Urgency.LOAD, 1, list, print))
+
+
+def test_write_back_looks_for_work_a_small_part_of_the_time(world):
+    clock = Clock()
+    it = world(clock=clock, write="write-back")
+    entries, _ = it.named(16)
+    it.pool.release([entry.block for entry in entries[:2]])
+    seen = []
+
+    def slow(count):
+        seen.append(count)
+        clock.now_s += 0.5
+        return []
+
+    it.pool.allocate(2)
+    for _ in range(100):
+        it.tiers.write_back(slow)
+        clock.now_s += 0.1
+    assert 1 <= len(seen) <= 2
+
+
+def test_closing_with_a_request_in_line_lets_its_blocks_go(world):
+    store = MemoryStore()
+    it = world(slots=4, stores=[store], prefetch="wait")
+    entries, _ = it.named(4)
+    it.tiers.named(entries[:2])
+    it.settle()
+    store.gate.clear()
+    want(it, "r1", entries)
+    assert it.tiers.index.counts().held
+    store.gate.set()
+    it.tiers.close()
+    assert it.tiers.index.counts().held == it.tiers.index.counts().reserved == 0
 
 
 def test_closing_with_work_in_line_gives_everything_back():

@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.kvcache.fetch_cost import fetch_seconds, worth_fetching
+from kvrelay.kvcache.fetch_cost import StoreSpeed, fetch_seconds, worth_fetching
 
 MIB = 1 << 20
 
@@ -45,3 +45,14 @@ def test_it_is_all_where_fetching_is_sooner_and_none_where_not(num_blocks, bandw
     found = worth_fetching(num_blocks, MIB, 16, bandwidth, latency_s, prefill, queued, own)
     is_sooner = queued + latency_s + num_blocks * MIB / bandwidth < own + num_blocks * 16 / prefill
     assert found == (num_blocks if is_sooner else 0)
+
+
+def test_a_store_that_was_slow_once_is_measured_again_after_a_while():
+    speed = StoreSpeed()
+    assert speed.bytes_per_s(0.0) == 0.0
+    speed.observe(100, 1.0, now_s=10.0)
+    assert speed.bytes_per_s(10.0) == 100.0
+    speed.observe(0, 1.0, now_s=11.0)  # brought nothing: says nothing
+    speed.observe(200, 1.0, now_s=12.0)
+    assert speed.bytes_per_s(13.0) == 130.0
+    assert speed.bytes_per_s(60.0) == 0.0

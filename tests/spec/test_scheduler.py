@@ -10,7 +10,7 @@ from kvrelay.engine.sequence import Sequence, State
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.types import FinishReason
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.wire import KvHints, Sampling, SequenceRequest
 
 BLOCK = 4
 
@@ -69,6 +69,32 @@ def test_output_extends_the_chain_by_the_hashes_own_step():
     seq = sched.sequences["a"]
     assert seq.full_hashes() == block_hashes([*ids, 99, 99], 2)[1::2]
     assert seq.full_hashes() != block_hashes([*ids, 99, 99], BLOCK)
+
+
+def test_a_block_that_is_yet_to_be_copied_goes_to_nobody_in_the_same_step():
+    """Who gets it may have it written at once, by a load from below the pool."""
+    sched = Scheduler(BlockPool(9, block_size=8), 8, SchedulerLimits(99, 8, 8))
+
+    def add(name: str, ids: list[int], *, priority: int = 0) -> None:
+        one = SequenceRequest(
+            request_id=name, token_ids=ids, num_prompt_tokens=len(ids), sampling=Sampling(max_tokens=1),
+            block_hashes=list(block_hashes(ids, 8)), hints=KvHints(priority=priority),
+        )  # fmt: skip
+        sched.add(one, 0.0)
+
+    for name, ids, priority in (("a", list(range(17)), 0), ("x", list(range(30, 47)), 1)):
+        add(name, ids, priority=priority)
+        run(sched)
+        sched.finish(sched.sequences[name], FinishReason.ABORT)
+    add("b", [*range(14), 50, 51])  # goes on in a copy of the second block of "a", which is the first to be evicted
+    add("c", list(range(60, 98)))  # needs more than what is free
+    plan = sched.schedule()
+    [copy] = plan.copies
+    assert len(sched.running) == 2
+    assert copy.source not in [block for seq in sched.running for block in seq.blocks]
+    sched.check()
+    sched.copied()
+    assert sched.pool.num_holders(copy.source) == 0
 
 
 def test_a_prefix_is_found_by_requests_with_the_same_step_only():
