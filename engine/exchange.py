@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrelay.engine.engine import Engine
 from kvrelay.errors import CheckpointCorrupt, InvalidRequest, LayoutMismatch
-from kvrelay.kvcache.formats import KvFormat, export_kv, import_kv
+from kvrelay.kvcache.formats import KvFormat, export_kv, import_kv, shape_of
 from kvrelay.wire import Sampling, SequenceRequest
 
 _REQUEST_ID = "kv-exchange"
@@ -73,6 +73,8 @@ def import_prompt(engine: Engine, kv: PromptKv, *, salt: str = "") -> int:
         for name, layer in _tensors(engine, kv.fmt):
             if (tensor := kv.tensors.get(name)) is None:
                 raise LayoutMismatch("tensors", f"there is no {name}")
+            if tuple(tensor.shape) != (expected := shape_of(engine.memory.layout, len(kv.token_ids), kv.fmt)):
+                raise LayoutMismatch("shape", f"{name} is {list(tensor.shape)}, not {list(expected)}")
             import_kv(engine.storage, blocks, tensor, kv.fmt, layer=layer, first=reservations[0].held_tokens)
         engine.activate(_REQUEST_ID, [])
     finally:
