@@ -1,66 +1,41 @@
-"""Eviction policies: in what order cached blocks that nobody holds are given up. Pure: no clock, no random source.
+"""Eviction policies by name. A new one is a class with `score` and a line of `register`; usage.py has the contract."""
 
-A cache (the device's prefix index, a tier) keeps a `Usage` with each entry and asks its policy for a score; among the
-entries that may go now (not held, not pinned, no cached continuation) the lowest score goes first. A score is asked for
-when an entry becomes evictable and holds until the entry is used again, so a policy is a few lines.
-"""
+from collections.abc import Callable
 
-from dataclasses import dataclass
-from typing import Protocol
+from kvrelay.kvcache.eviction_classic import Fifo, Lfu, Lru, Slru
+from kvrelay.kvcache.eviction_survival import Survival
+from kvrelay.kvcache.eviction_tinylfu import TinyLfu
+from kvrelay.kvcache.usage import Policy, Usage
 
-from kvrelay.types import BlockHash
+__all__ = ["Lru", "Policy", "Usage", "make_policy", "policy_names", "register"]
 
-
-@dataclass(slots=True, eq=False)
-class Usage:
-    """What a policy knows of an entry: a run of blocks that came and are used together. Times are the caller's clock."""
-
-    digest: BlockHash  # of its last block
-    num_blocks: int
-    end_tokens: int  # tokens from the prompt's beginning to its end: what recomputing it has to attend to
-    inserted_s: float
-    used_s: float
-    hits: int = 0  # matches since it was inserted
-    rank: float = 0.0  # a policy's own note
-    segment: int = 0  # a policy's own note
+_MAKERS: dict[str, Callable[[int], Policy]] = {}
 
 
-class Policy(Protocol):
-    """One policy's state for one cache."""
-
-    name: str
-
-    def inserted(self, usage: Usage, now_s: float) -> None:
-        """The entry is cached from now on."""
-
-    def used(self, usage: Usage, now_s: float) -> None:
-        """A request matched it; `hits` and `used_s` are up to date."""
-
-    def evicted(self, usage: Usage, now_s: float) -> None:
-        """It was given up for want of room."""
-
-    def score(self, usage: Usage, now_s: float) -> float:
-        """The lowest goes first."""
+def register(name: str, maker: Callable[[int], Policy]) -> None:
+    """Make a policy known. `maker` gets the cache's capacity in blocks. Raises ValueError: the name is taken."""
+    if name in _MAKERS:
+        raise ValueError(f"there is an eviction policy {name!r} already")
+    _MAKERS[name] = maker
 
 
-class Lru:
-    """Least recently used first."""
-
-    name = "lru"
-
-    def inserted(self, usage: Usage, now_s: float) -> None:
-        """Nothing to note."""
-
-    def used(self, usage: Usage, now_s: float) -> None:
-        """Nothing to note: `used_s` is all."""
-
-    def evicted(self, usage: Usage, now_s: float) -> None:
-        """Nothing to note."""
-
-    def score(self, usage: Usage, now_s: float) -> float:
-        return usage.used_s
+def policy_names() -> tuple[str, ...]:
+    """All that `make_policy` knows."""
+    return tuple(_MAKERS)
 
 
 def make_policy(name: str, capacity_blocks: int) -> Policy:
-    """wip"""
-    return Lru()
+    """A new policy for one cache of so many blocks. Raises ValueError naming those that there are."""
+    maker = _MAKERS.get(name)
+    if maker is None:
+        raise ValueError(f"there is no eviction policy {name!r}; there are {', '.join(_MAKERS)}")
+    return maker(capacity_blocks)
+
+
+register("lru", lambda capacity: Lru())
+register("lfu", lambda capacity: Lfu())
+register("fifo", lambda capacity: Fifo())
+register("slru", Slru)
+register("tinylfu", TinyLfu)
+register("survival", Survival)
+register("cost", Survival.by_cost)

@@ -15,10 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvrelay.kvcache.changes import CacheChange
-from kvrelay.kvcache.eviction import Policy, Usage
 from kvrelay.kvcache.eviction_queue import EvictionQueue
 from kvrelay.kvcache.pin_times import Pins
 from kvrelay.kvcache.sketch import FrequencySketch
+from kvrelay.kvcache.usage import Policy, Usage
 from kvrelay.types import BlockHash
 
 _DEFAULT_TENANT = ""
@@ -86,6 +86,7 @@ class TierIndex:
         self._pins = Pins(num_slots // 2 if pin_limit is None else pin_limit)
         self._unqueued: dict[BlockHash, None] = {}  # may have become evictable since the queues were last looked at
         self._tickets = 0
+        self._num_revisions = policy.num_revisions
         self._queue = EvictionQueue(self._is_queued)
         self._tenant_queues: dict[str, EvictionQueue] = {}  # of tenants with a quota
         self._keep_changes = keep_changes
@@ -191,15 +192,16 @@ class TierIndex:
             self.cancel((slot,))
             return False
         tenant = self._reserved.pop(slot)
+        above = self._entries.get(parent) if parent is not None else None
         usage = Usage(digest, 1, end_tokens, inserted_s=now_s, used_s=now_s, hits=num_hits)
+        usage.above = None if above is None else above.usage
         entry = _Entry(usage, slot, parent, priority, tenant)
         self._entries[digest] = entry
         self._digests[slot] = digest
         if parent is not None:
             self._count_child(parent, 1)
-            above = self._entries.get(parent)
-            if above is not None:
-                above.ticket = 0
+        if above is not None:
+            above.ticket = 0
         self.policy.inserted(usage, now_s)
         self._unqueued[digest] = None
         if self._keep_changes and self._removed.pop(digest, 0) == 0:
@@ -278,6 +280,9 @@ class TierIndex:
         """Put what became evictable into the queues, with its score as of now."""
         for digest in self._pins.expire(now_s):
             self._unqueued[digest] = None
+        if self.policy.num_revisions != self._num_revisions:
+            self._num_revisions = self.policy.num_revisions
+            self._unqueued.update(dict.fromkeys(digest for digest, entry in self._entries.items() if entry.ticket))
         for digest in self._unqueued:
             entry = self._entries.get(digest)
             if entry is not None and self._is_evictable(digest, entry):

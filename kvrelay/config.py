@@ -23,7 +23,7 @@ BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "vmread", "unix", "tcp"]
 KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
-PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost"]
+PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost", "survival"]
 WritePolicy = Literal["write-through", "selective", "write-back"]
 Compression = Literal["none", "lossless", "int8", "fp8"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
@@ -128,7 +128,8 @@ class CacheSettings(_Settings):
     """What is kept of KV, for how long, and where beyond the workers' pools."""
 
     policy: PolicyName = Field(
-        "lru", description="which unused blocks go first: lru, lfu, fifo, slru, tinylfu or cost; of every tier"
+        "lru",
+        description="which unused blocks go first: lru, lfu, fifo, slru, tinylfu, cost or survival; of every tier",
     )
     host_memory: Size | None = Field(None, description="bytes of host memory under each worker's pool; default: none")
     disk_path: str | None = Field(None, description="folder for KV on local disk, under the host tier; default: none")
