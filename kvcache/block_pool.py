@@ -123,7 +123,9 @@ class BlockPool:
             ids = np.frombuffer(table, np.int32)
             refs = self._ref_array.take(ids)
             self._ref_array[ids] = refs + 1
-            idle = ids[refs == 0]
+            if refs.all():
+                return
+            idle = ids[refs == 0] if refs.any() else ids
             fresh, nodes = idle, _distinct(self._tree.node_of.take(idle))
         self._num_idle -= len(fresh)
         for index in nodes:
@@ -139,12 +141,13 @@ class BlockPool:
         else:
             ids = np.frombuffer(table, np.int32)
             refs = self._ref_array.take(ids) - 1
-            assert int(refs.min()) >= 0, "a block is released more often than held"
+            assert not (refs < 0).any(), "a block is released more often than held"
             self._ref_array[ids] = refs
             idle = ids if not refs.any() else ids[refs == 0]
             owners = self._tree.node_of.take(idle)
             named = owners >= 0
-            self._free.frombytes(idle[~named].tobytes())
+            if not named.all():
+                self._free.frombytes(idle[~named].tobytes())
             self._num_idle += int(named.sum())
             nodes = _distinct(owners)
         for index in nodes:
@@ -191,8 +194,8 @@ class BlockPool:
             return len(blocks)
         if len(blocks) <= _FEW:
             return next((at for at in range(len(blocks) - 1, 0, -1) if refs[blocks[at - 1]]), 0)
-        taken = np.flatnonzero(self._ref_array.take(np.frombuffer(blocks, np.int32)))
-        return int(taken[-1]) + 1 if len(taken) else 0
+        taken = self._ref_array.take(np.frombuffer(blocks, np.int32))
+        return int(np.flatnonzero(taken)[-1]) + 1 if taken.any() else 0
 
     def is_own(self, block: int) -> bool:
         """Whether its one holder may write into it: nobody shares it, nobody can match it."""
@@ -415,5 +418,7 @@ def _distinct(owners: Ints) -> set[int]:
     """Nodes in this list, in which equal ones mostly stand together; without -1."""
     if not len(owners):
         return set()
+    if not (owners != owners[0]).any():
+        return {int(owners[0])} - {-1}
     edges = np.flatnonzero(owners[1:] != owners[:-1])
     return {int(owners[0]), *owners[edges + 1].tolist()} - {-1}
