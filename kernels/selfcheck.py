@@ -84,6 +84,22 @@ def _attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.
     return all(_near(run(native, w, c), run(reference, w, c)) for w, c in ((None, None), (30, 5.0)))
 
 
+def _fp8_cache(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(8)
+    sizes = torch.logspace(-3, 3, 768).view(768, 1, 1)
+    k, v = (_random(generator, dtype, 768, 2, 40) * sizes.to(dtype) for _ in range(2))
+    layers = [torch.zeros(48, 2, 16, 2, 44, dtype=torch.uint8) for _ in range(2)]
+    for kernels, layer in zip((native, reference), layers, strict=True):
+        kernels.store_kv(k, v, layer, torch.arange(768))  # type: ignore[attr-defined]
+    shape = AttentionShape(6, 2, 40, 16, dtype, kv_dtype=torch.float8_e4m3fn)
+    batch, q = _attention_batch(generator), _random(generator, dtype, 21, 6, 40)
+    found = native.attention(q, layers[0], native.plan(batch, shape), scale=0.2, window=None, softcap=None)
+    plan = reference.plan(batch, shape)
+    expected = reference.attention(q, layers[1], plan, scale=0.2, window=None, softcap=None)
+    size = float(expected.abs().max())
+    return torch.equal(*layers) and _near(found / size, expected / size)
+
+
 def _latent_attention(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(7)
     kv, latent_dim = _random(generator, dtype, 48, 1, 16, 1, 40), 30
@@ -112,6 +128,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "rope": _rope,
     "activation": _activation,
     "attention": _attention,
+    "fp8 cache": _fp8_cache,
     "latent attention": _latent_attention,
     "sampling": _sampling,
 }

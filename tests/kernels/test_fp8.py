@@ -11,8 +11,8 @@ from tests.kernels.kernel_cases import Case, Step, make_step, only, run_attentio
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CASES = {
-    "decode and chunks": Case(((1, 33), (1, 700), (5, 5), (17, 49))),
-    "window and softcap": Case(((1, 600), (30, 80)), window=33, softcap=20.0),
+    "decode and chunks": Case(((1, 33), (1, 530), (17, 49))),
+    "window and softcap": Case(((1, 90), (20, 80)), window=33, softcap=20.0),
     "MQA, head 20": Case(((1, 40), (9, 20)), heads=8, kv_heads=1, head_dim=20),
     "head 256, block of 1": Case(((1, 40), (9, 20)), heads=4, kv_heads=1, head_dim=256, block_size=1),
 }
@@ -98,7 +98,7 @@ def test_a_vector_that_is_not_finite_is_lost_as_a_whole_and_no_other(cpu, refere
         assert lost_ones.nonzero().tolist() == [[0, 0, 1, 0]] and fp8.decoded(layer).isnan().sum() == 16
 
 
-@pytest.mark.parametrize("dim", [64, 20, 3])
+@pytest.mark.parametrize("dim", [64, 3])
 @pytest.mark.parametrize("source", [torch.float32, BF16])
 @pytest.mark.parametrize("kind", [torch.uint8, BF16, torch.float32])
 def test_a_cache_of_another_dtype_is_written_as_torch_writes_it_bit_for_bit(cpu, source, kind, dim):
@@ -133,7 +133,7 @@ def test_a_plain_cache_need_not_have_the_models_dtype(cpu, kind):
 
 
 def test_a_sequence_over_fp8_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compiled_2_threads):
-    step, _ = fp8_step(Case(((1, 33), (1, 1300), (16, 48), (40, 600))))
+    step, _ = fp8_step(Case(((1, 33), (1, 700), (16, 48), (40, 600))))
     together = run(compiled, step)
     assert torch.equal(together, run(compiled_2_threads, step))
     for s in range(4):
@@ -142,7 +142,7 @@ def test_a_sequence_over_fp8_alone_equals_itself_in_a_batch_bit_for_bit(compiled
 
 
 def test_fp8_attention_is_within_a_twentieth_of_the_exact_one(cpu):
-    step = make_step(Case(((1, 700), (17, 49))))
+    step = make_step(Case(((1, 90), (17, 49))))
     exact = run_attention(cpu, step)
     quantised = run(cpu, dataclasses.replace(step, kv_layer=fp8.encoded(step.kv_layer)))
     assert 1e-3 < (quantised - exact).norm() / exact.norm() < 0.05

@@ -50,6 +50,32 @@ def test_sizes(text, expected):
         assert (text, size) == ("512 MiB", 512 << 20)  # a space is harmless
 
 
+@pytest.mark.parametrize(
+    ("given", "share"),
+    [("50%", 0.5), ("0.5", 0.5), (0.25, 0.25), (" 12.5% ", 0.125), ("512MiB", None), ("1.5GB", None), (4096, None)],
+)
+def test_a_pool_is_a_size_or_a_share_of_the_free_memory(given, share):
+    settings = settings_from({"engine": {"kv_memory": given}, "decode": {"kv_memory": given}})
+    assert settings.engine.kv_memory_share == settings.for_role(Role.DECODE).engine.kv_memory_share == share
+    if share is None:
+        assert settings.engine.kv_memory_bytes == parse_bytes(given)
+
+
+@pytest.mark.parametrize(
+    "wrong", ["0%", "100%", "1.0", 1.0, 0.0, -0.5, "150%", "nan%", "1.5", float("nan"), "half%", "0", "-1", "1..5"]
+)
+def test_what_is_neither_a_size_nor_a_share_is_told_by_its_key(wrong):
+    with pytest.raises(ConfigError, match=r"^decode\.kv_memory: .*(share|size|room)"):
+        settings_from({"decode": {"kv_memory": wrong}})
+
+
+def test_kv_has_the_models_dtype_or_its_own():
+    assert settings_from({"model": {"dtype": "float32"}}).kv_dtype == "float32"
+    settings = settings_from({"engine": {"kv_dtype": "fp8_e4m3"}})
+    assert [settings.for_role(role).kv_dtype for role in Role] == ["fp8_e4m3", "fp8_e4m3"]
+    assert settings.model.compute_dtype == "bfloat16"
+
+
 def test_the_defaults_are_valid_and_frozen():
     settings = Settings()
     assert settings.engine.kv_memory_bytes == 256 << 20
@@ -263,6 +289,8 @@ def test_prompts_are_hashed_by_the_smallest_block_of_any_role(prefill, decode, s
         ({"engine": {"kv_layout": "DNH"}}, "engine.kv_layout"),
         ({"prefill": {"dtype": "float32"}}, "prefill.dtype is float32 and model.dtype is bfloat16"),
         ({"prefill": {"dtype": "float32"}}, "transfer.convert_dtype"),
+        ({"decode": {"kv_dtype": "fp8_e4m3"}}, "engine.kv_dtype is bfloat16 and decode.kv_dtype is fp8_e4m3"),
+        ({"decode": {"kv_dtype": "fp8"}}, "decode.kv_dtype"),
     ],
 )
 def test_a_roles_wrong_value_is_told_by_its_own_key(data, message):
