@@ -30,6 +30,7 @@ from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
+from kvrelay.kvcache.eviction import make_policy
 from kvrelay.kvcache.storage import DTYPES, KV_DTYPES, KvStorage
 from kvrelay.types import BlockId, Fingerprint, FinishReason, KvLayout, KvMemory
 from kvrelay.wire import (
@@ -63,6 +64,7 @@ class EngineConfig:
     max_waiting: int = 256
     max_model_len: int | None = None
     prefix_caching: bool = True
+    policy: str = "lru"  # of eviction: see kvcache/eviction.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +162,10 @@ class Engine:
             compute_dtype=compute_dtype,
             num_parts=layout.num_parts,
         )
-        self.pool = BlockPool(num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching)
+        self.pool = BlockPool(
+            num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching,
+            policy=make_policy(config.policy, num_blocks),
+        )  # fmt: skip
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
         limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting)
         self.scheduler = Scheduler(self.pool, config.block_size, limits)

@@ -231,6 +231,7 @@ class WorkerService:
             max_waiting=settings.max_waiting,
             max_model_len=self.settings.model.max_model_len,
             prefix_caching=settings.prefix_caching,
+            policy=self.settings.cache.policy,
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,

@@ -55,7 +55,9 @@ def make_stores(
     stores: list[BlockStore] = []
     if settings.disk_path is not None:
         is_new_each_time = settings.write != "selective"  # what a hit has earned a place is admitted at once
-        options = DiskOptions(is_admission_on=is_new_each_time)
+        options = DiskOptions(
+            policy=lambda num_slots: make_policy(settings.policy, num_slots), is_admission_on=is_new_each_time
+        )
         stores.append(
             DiskStore(
                 settings.disk_path, settings.disk_bytes, slab.block_bytes, namespace, codec=codec, options=options

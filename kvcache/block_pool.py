@@ -118,7 +118,7 @@ class BlockPool:
             fresh = [block for block in table if not self._refs[block]]
             for block in table:
                 self._refs[block] += 1
-            nodes = {self._index_of(block) for block in fresh}
+            num_fresh, nodes = len(fresh), {self._index_of(block) for block in fresh}
         else:
             ids = np.frombuffer(table, np.int32)
             refs = self._ref_array.take(ids)
@@ -126,8 +126,8 @@ class BlockPool:
             if refs.all():
                 return
             idle = ids[refs == 0] if refs.any() else ids
-            fresh, nodes = idle, _distinct(self._tree.node_of.take(idle))
-        self._num_idle -= len(fresh)
+            num_fresh, nodes = len(idle), _distinct(self._tree.node_of.take(idle))
+        self._num_idle -= num_fresh
         for index in nodes:
             self._relock(index)
 
@@ -278,7 +278,8 @@ class BlockPool:
         if not node.children and node.blocks and node.priority == priority:
             self._tree.extend(node, run, fresh, known)
         else:
-            usage = Usage(BlockHash(run[-HASH_BYTES:]), 0, 0, self.now_s, self.now_s)
+            above = node.usage if node.blocks else None
+            usage = Usage(BlockHash(run[-HASH_BYTES:]), 0, 0, self.now_s, self.now_s, above=above)
             node = self._tree.add_child(node, run, fresh, known, usage)
             node.priority = priority
             self.policy.inserted(usage, self.now_s)
@@ -345,7 +346,7 @@ class BlockPool:
     def _evict(self, count: int) -> None:
         """Move `count` blocks from the ends of leaves to the free ones; the caller knows that there are so many."""
         while count > 0:
-            leaf = self._queue.first()
+            leaf = self._queue.first(self.now_s)
             count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
 
     def _give_up(self, leaf: Node, count: int) -> int:

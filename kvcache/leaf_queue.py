@@ -33,6 +33,7 @@ class LeafQueue:
         self._tree, self._policy = tree, policy
         self._heap: list[_Entry] = []
         self._stamp = 0
+        self._num_revisions = policy.num_revisions
 
     def __len__(self) -> int:
         return len(self._heap)
@@ -52,11 +53,20 @@ class LeafQueue:
         node = self._tree.nodes[entry[3]]
         return node if node is not None and node.stamp == entry[2] and node.is_open else None
 
-    def first(self) -> Node:
+    def first(self, now_s: float) -> Node:
         """The leaf that goes first; it stays in line. The caller knows that there is one."""
+        if self._policy.num_revisions != self._num_revisions:
+            self._rescore(now_s)
         while (leaf := self._leaf(self._heap[0])) is None:
             heapq.heappop(self._heap)
         return leaf
+
+    def _rescore(self, now_s: float) -> None:
+        """The policy has changed its mind: ask again for every leaf in line."""
+        self._num_revisions = self._policy.num_revisions
+        leaves = [(entry, leaf) for entry in self._heap if (leaf := self._leaf(entry)) is not None]
+        self._heap = [(entry[0], self._policy.score(leaf.usage, now_s), entry[2], entry[3]) for entry, leaf in leaves]
+        heapq.heapify(self._heap)
 
     def in_order(self) -> Iterator[Node]:
         """Leaves in the order in which they would go, looking no further than is asked for."""
