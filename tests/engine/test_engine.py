@@ -279,3 +279,37 @@ def test_hashes_finer_than_the_blocks_find_and_name_the_same_blocks(make, oracle
 def test_hashes_that_name_no_block_of_this_engine_are_refused(make, step):
     wanted = msgspec.structs.replace(request("a", prompt_of(50)), tokens_per_hash=step)
     assert make().refusal(wanted) == ("invalid", f"hashes of every {step} tokens name no blocks of 8")
+
+
+def test_a_prompt_that_parts_within_a_block_goes_on_in_a_copy_of_it(make, oracle):
+    engine, first = make(), prompt_of(29)
+    engine.add(request("a", first))
+    drain(engine)
+    for name, prompt in (("b", [*first[:22], *prompt_of(5, 7)]), ("c", first)):
+        engine.add(request(name, prompt))
+        [*outputs] = drain(engine)[name]
+        assert outputs[0].cached_tokens == (22 if name == "b" else 28)
+        assert [token for output in outputs for token in output.token_ids] == oracle(prompt, 12)
+    assert engine.load().prefix_hit_tokens == 50
+
+
+def test_the_block_that_was_copied_from_is_as_it_was(make, oracle):
+    engine, first = make(), prompt_of(24)
+    engine.add(request("a", first))
+    drain(engine)
+    engine.add(request("b", [*first[:13], *prompt_of(20, 3)]))
+    drain(engine)
+    engine.add(request("c", [*first, 5, 6, 7]))
+    outputs = drain(engine)["c"]
+    assert outputs[0].cached_tokens == 24
+    assert [token for output in outputs for token in output.token_ids] == oracle([*first, 5, 6, 7], 12)
+
+
+def test_without_the_copy_the_tokens_are_others(make, oracle, monkeypatch):
+    engine, first = make(), prompt_of(29)
+    engine.add(request("a", first))
+    drain(engine)
+    monkeypatch.setattr(engine.storage, "copy_blocks", lambda copies: None)
+    prompt = [*first[:22], *prompt_of(5, 7)]
+    engine.add(request("b", prompt))
+    assert [token for output in drain(engine)["b"] for token in output.token_ids] != oracle(prompt, 12)

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence, State
-from kvrelay.hashing import block_hashes
+from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.types import FinishReason
 from kvrelay.wire import KvHints, Sampling, SequenceRequest
@@ -323,3 +323,133 @@ class Life(RuleBasedStateMachine):
 
 TestLife = Life.TestCase
 TestLife.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
+# ---- what is shared, copied, kept
+
+TAIL = 8  # a block of these tests: long enough for a tail that is worth copying
+
+
+def tail_scheduler(blocks: int, **options) -> Scheduler:
+    pool = BlockPool(blocks, block_size=TAIL, **options)
+    return Scheduler(pool, TAIL, SchedulerLimits(token_budget=64, max_running=8, max_waiting=8))
+
+
+def tail_request(name: str, ids: list[int], *, salt: str = "", **hints) -> SequenceRequest:
+    return SequenceRequest(
+        request_id=name, token_ids=ids, num_prompt_tokens=len(ids), block_hashes=list(block_hashes(ids, TAIL, salt)),
+        sampling=Sampling(max_tokens=8), salt=salt, hints=KvHints(**hints),
+    )  # fmt: skip
+
+
+def finished(sched: Scheduler, name: str, ids: list[int], **options) -> list[int]:
+    """Its blocks, after it has come and gone."""
+    seq = sched.add(tail_request(name, ids, **options), 0.0)
+    run(sched)
+    blocks = list(seq.blocks)
+    sched.finish(seq, FinishReason.STOP)
+    sched.check()
+    return blocks
+
+
+def test_a_block_that_begins_alike_is_copied_and_the_rest_computed():
+    sched, ids = tail_scheduler(8), list(range(20))
+    blocks = finished(sched, "a", ids[:16])
+    seq = sched.add(tail_request("b", [*ids[:13], 77, 78, 79]), 0.0)
+    plan = sched.schedule()
+    assert shape(plan) == [("b", 13, 3)] and seq.num_cached == 13
+    [copy] = plan.copies
+    assert (copy.source, copy.target) == (blocks[1], seq.blocks[1]) and copy.source != copy.target
+    assert seq.blocks[0] == blocks[0]
+    run(sched, plan)
+    sched.copied()
+    sched.check()
+
+
+def test_the_whole_prompt_again_costs_one_token():
+    sched, ids = tail_scheduler(8), list(range(16))
+    finished(sched, "a", ids)
+    sched.add(tail_request("b", ids), 0.0)
+    assert shape(run(sched)) == [("b", 15, 1)]
+
+
+def test_few_tokens_alike_are_not_worth_a_copy_and_another_tenants_are_none():
+    for salt, ids in (("", [0, 1, 2, 70, 71, 72, 73, 74, 75]), ("b", list(range(15)))):
+        sched = tail_scheduler(8)
+        finished(sched, "a", list(range(16)))
+        seq = sched.add(tail_request("b", ids, salt=salt), 0.0)
+        assert sched.schedule().copies == () and seq.num_cached == 0
+
+
+def test_a_copy_for_which_there_is_no_room_is_not_made():
+    sched, ids = tail_scheduler(3), [*range(15), *range(70, 78)]
+    finished(sched, "a", list(range(16)))
+    seq = sched.add(tail_request("b", ids), 0.0)  # needs all blocks: the one that it would copy, too
+    plan = run(sched)
+    assert plan.copies == () and shape(plan) == [("b", 8, 15)] and len(seq.blocks) == 3
+    sched.check()
+
+
+def test_a_sequence_about_to_write_into_a_shared_block_gets_a_copy():
+    sched = tail_scheduler(8)
+    seq = sched.add(tail_request("a", list(range(12))), 0.0)
+    run(sched)
+    other = list(seq.blocks)
+    sched.pool.fork(other)  # as a second sample would
+    plan = sched.schedule()
+    [copy] = plan.copies
+    assert (copy.seq, copy.source) == (seq, other[1]) and seq.blocks[1] == copy.target
+    run(sched, plan)
+    sched.copied()
+    assert sched.schedule().copies == ()  # from now on the block is its own
+    sched.pool.release(other)
+    sched.copied()
+    sched.check()
+
+
+def test_what_is_not_to_be_kept_is_free_at_the_end():
+    sched = tail_scheduler(8)
+    finished(sched, "a", list(range(16)), keep=False)
+    assert sched.pool.counts().free == 8
+
+
+def test_a_prompt_is_pinned_from_when_it_is_full_and_its_output_is_not():
+    sched = tail_scheduler(8, pin_share=0.5)
+    seq = sched.add(tail_request("a", list(range(17)), pin_s=5.0), 0.0)
+    run(sched)
+    for _ in range(8):
+        run(sched)
+    blocks = list(seq.blocks)
+    sched.finish(seq, FinishReason.STOP)
+    assert set(sched.pool.pinned) == set(blocks[:2]) and sched.pool.counts().used == 0
+    sched.check()
+    sched.pool.tick(5.0)
+    assert not len(sched.pool.pinned)
+
+
+def test_pins_end_early_when_nothing_else_would_ever_let_a_request_in():
+    sched = tail_scheduler(4, pin_share=0.5)
+    finished(sched, "a", list(range(16)), pin_s=1e9)
+    assert sched.pool.num_available == 2
+    seq = sched.add(tail_request("b", list(range(100, 128))), 0.0)
+    assert shape(run(sched)) == [("b", 0, 28)] and seq.state is State.RUNNING
+    assert not len(sched.pool.pinned)
+    sched.check()
+
+
+def test_pins_stand_as_long_as_others_will_make_room():
+    sched = tail_scheduler(4, pin_share=0.5)
+    finished(sched, "a", list(range(16)), pin_s=1e9)
+    sched.add(tail_request("b", list(range(50, 56))), 0.0)
+    run(sched)
+    late = sched.add(tail_request("c", list(range(100, 128))), 0.0)
+    run(sched)
+    assert late.state is State.WAITING and len(sched.pool.pinned) == 2
+
+
+def test_priority_decides_whose_blocks_go():
+    sched = tail_scheduler(6)
+    dear = finished(sched, "dear", list(range(16)), priority=1)
+    finished(sched, "cheap", list(range(50, 66)))
+    finished(sched, "new", list(range(100, 116)))
+    assert list(sched.pool.match(HashChain.of(list(range(16)), TAIL)).blocks) == dear[:2]
