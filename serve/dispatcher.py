@@ -5,6 +5,7 @@ sequence's life is sequence_life.py; the choice of workers is the router's. Impo
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
@@ -19,7 +20,7 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
-from kvrelay.serve.sequence_life import SequenceLife
+from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
 from kvrelay.tls import cluster_tls
@@ -30,6 +31,7 @@ __all__ = ["Dispatcher", "Member"]
 logger = logging.getLogger(__name__)
 
 Force = Literal["local", "remote"] | None
+Answer = wire.Status | wire.Prefetched
 RETRY_AFTER_FULL_S = 1.0
 _SAME_SETTINGS = "start every worker and ingress with the same settings"
 
@@ -46,7 +48,7 @@ class Dispatcher:
         self._links: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
         self._attempts: dict[str, Attempt] = {}
-        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._queries: dict[int, asyncio.Future[Answer]] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._is_open = False
@@ -172,10 +174,10 @@ class Dispatcher:
             attempt = self._attempts.get(message.request_id)
             if attempt is not None:
                 attempt.inbox.put((worker_id, message))
-        elif isinstance(message, wire.Status):
+        elif isinstance(message, Answer):
             query = self._queries.pop(message.query_id, None)
             if query is not None and not query.done():
-                query.set_result(message.json)
+                query.set_result(message)
         elif self._links.get(worker_id) is link:
             self._deliver_event(link, message)
 
@@ -199,15 +201,55 @@ class Dispatcher:
     async def status(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """A worker's own account of its state, JSON. Raises WorkerLost."""
         query_id = next(self._query_ids)
-        return await self._ask(worker_id, wire.StatusQuery(query_id=query_id), query_id, timeout_s)
+        return await self._ask_status(worker_id, wire.StatusQuery(query_id=query_id), query_id, timeout_s)
 
     async def reset_cache(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """Make a worker forget its unused cached blocks; answers its state. Raises WorkerLost."""
         query_id = next(self._query_ids)
-        return await self._ask(worker_id, wire.CacheReset(query_id=query_id), query_id, timeout_s)
+        return await self._ask_status(worker_id, wire.CacheReset(query_id=query_id), query_id, timeout_s)
 
-    async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> bytes:
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    async def prefetch(
+        self, request: SequenceRequest, hold_s: float, *, timeout_s: float = 10.0
+    ) -> tuple[str, wire.Prefetched]:
+        """Have the worker that would compute this prompt now bring what it can of its KV nearer; (worker, its answer).
+
+        Raises Overloaded, InvalidRequest, RequestError (503), WorkerLost.
+        """
+        if len(self._queries) >= self.settings.router.max_inflight:
+            raise Overloaded("too many questions to workers are open already", RETRY_AFTER_FULL_S)
+        max_tokens = request.sampling.max_tokens
+        choice = self.route(
+            RouteRequest(
+                request.request_id, tuple(request.block_hashes), len(request.token_ids), max_tokens, max_tokens > 1
+            )
+        )
+        self.router.on_end(request.request_id)  # it computes nothing: it counts as nobody's load
+        if isinstance(choice, Refusal):
+            raise error_of_refusal(choice)
+        worker_id = choice.prefill or choice.decode
+        assert worker_id is not None
+        query_id = next(self._query_ids)
+        message = wire.Prefetch(query_id=query_id, request=request, hold_s=hold_s)
+        answer = await self._ask(worker_id, message, query_id, timeout_s)
+        if not isinstance(answer, wire.Prefetched):
+            raise WorkerLost(worker_id, "it answered something else")
+        return worker_id, answer
+
+    def tell_all(self, message: wire.ToWorker) -> None:
+        """Send to every connected worker."""
+        for link in [*self._links.values(), *self._retired]:
+            if link.is_up:
+                with contextlib.suppress(ConnectionLost):
+                    link.send(message)
+
+    async def _ask_status(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> bytes:
+        answer = await self._ask(worker_id, message, query_id, timeout_s)
+        if not isinstance(answer, wire.Status):
+            raise WorkerLost(worker_id, "it answered something else")
+        return answer.json
+
+    async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._queries[query_id] = answer
         try:
             self.send(worker_id, message)
