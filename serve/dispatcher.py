@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay import wire
@@ -36,6 +37,14 @@ RETRY_AFTER_FULL_S = 1.0
 _SAME_SETTINGS = "start every worker and ingress with the same settings"
 
 
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """A question to a worker, and the link it went over."""
+
+    link: WorkerLink
+    answer: asyncio.Future[Answer]
+
+
 class Dispatcher:
     """Runs sequences on whichever workers are members. Lives on one event loop."""
 
@@ -48,7 +57,7 @@ class Dispatcher:
         self._links: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
         self._attempts: dict[str, Attempt] = {}
-        self._queries: dict[int, asyncio.Future[Answer]] = {}
+        self._queries: dict[int, _Query] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._is_open = False
@@ -156,6 +165,9 @@ class Dispatcher:
         for attempt in list(self._attempts.values()):
             if attempt.holders.get(link.worker_id) is link:
                 attempt.inbox.put((link.worker_id, WorkerGone(why)))
+        for query in self._queries.values():
+            if query.link is link and not query.answer.done():
+                query.answer.set_exception(ConnectionLost(why))
         self._notify()
 
     def holds(self, link: WorkerLink) -> bool:
@@ -175,9 +187,9 @@ class Dispatcher:
             if attempt is not None:
                 attempt.inbox.put((worker_id, message))
         elif isinstance(message, Answer):
-            query = self._queries.pop(message.query_id, None)
-            if query is not None and not query.done():
-                query.set_result(message)
+            query = self._queries.get(message.query_id)
+            if query is not None and query.link is link and not query.answer.done():
+                query.answer.set_result(message)
         elif self._links.get(worker_id) is link:
             self._deliver_event(link, message)
 
@@ -209,7 +221,7 @@ class Dispatcher:
         return await self._ask_status(worker_id, wire.CacheReset(query_id=query_id), query_id, timeout_s)
 
     async def prefetch(
-        self, request: SequenceRequest, hold_s: float, *, timeout_s: float = 10.0
+        self, request: SequenceRequest, hold_s: float, *, force: Force = None, timeout_s: float = 10.0
     ) -> tuple[str, wire.Prefetched]:
         """Have the worker that would compute this prompt now bring what it can of its KV nearer; (worker, its answer).
 
@@ -218,11 +230,11 @@ class Dispatcher:
         if len(self._queries) >= self.settings.router.max_inflight:
             raise Overloaded("too many questions to workers are open already", RETRY_AFTER_FULL_S)
         max_tokens = request.sampling.max_tokens
-        choice = self.route(
-            RouteRequest(
-                request.request_id, tuple(request.block_hashes), len(request.token_ids), max_tokens, max_tokens > 1
-            )
-        )
+        query = RouteRequest(
+            request.request_id, tuple(request.block_hashes), len(request.token_ids), max_tokens, max_tokens > 1,
+            force=force,
+        )  # fmt: skip
+        choice = self.route(query)
         self.router.on_end(request.request_id)  # it computes nothing: it counts as nobody's load
         if isinstance(choice, Refusal):
             raise error_of_refusal(choice)
@@ -250,9 +262,8 @@ class Dispatcher:
 
     async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> Answer:
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = answer
         try:
-            self.send(worker_id, message)
+            self._queries[query_id] = _Query(self.send(worker_id, message), answer)
             async with asyncio.timeout(timeout_s):
                 return await answer
         except (ConnectionLost, TimeoutError) as error:

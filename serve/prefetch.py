@@ -10,8 +10,9 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.serve.chat import chat_prompt
 from kvrelay.serve.completions import completion_prompt
+from kvrelay.serve.dispatcher import Force
 from kvrelay.serve.errors_http import json_response
-from kvrelay.serve.front import Front, new_id
+from kvrelay.serve.front import Front, forced_path, new_id
 from kvrelay.serve.generation import Prompt, hashes_of
 from kvrelay.serve.hints import hints_of
 from kvrelay.serve.http import unless_client_leaves
@@ -40,7 +41,8 @@ async def prefetch(front: Front, request: Request) -> Response:
     if not hints.keep:
         raise InvalidRequest("kv.keep: what is not to be kept cannot be prefetched", "kv.keep")
     hold_s = DEFAULT_HOLD_S if body.hold_s is None else body.hold_s
-    asking = asyncio.gather(*(_ask(front, body, prompt, hints, hold_s) for prompt in prompts))
+    force = forced_path(request)
+    asking = asyncio.gather(*(_ask(front, body, prompt, hints, hold_s, force) for prompt in prompts))
     answers = await unless_client_leaves(request.receive, _all(asking))
     return json_response(_reply(prompts, answers, hold_s))
 
@@ -57,7 +59,9 @@ async def _all(asking: "asyncio.Future[list[tuple[str, Prefetched]]]") -> list[t
     return await asking
 
 
-async def _ask(front: Front, body: Common, prompt: Prompt, hints: KvHints, hold_s: float) -> tuple[str, Prefetched]:
+async def _ask(
+    front: Front, body: Common, prompt: Prompt, hints: KvHints, hold_s: float, force: Force
+) -> tuple[str, Prefetched]:
     """(worker, its answer)."""
     tokens_per_hash, salt = front.settings.tokens_per_hash, body.cache_salt or ""
     sequence = SequenceRequest(
@@ -70,7 +74,7 @@ async def _ask(front: Front, body: Common, prompt: Prompt, hints: KvHints, hold_
         tokens_per_hash=tokens_per_hash,
         hints=hints,
     )
-    worker_id, answer = await front.dispatcher.prefetch(sequence, hold_s)
+    worker_id, answer = await front.dispatcher.prefetch(sequence, hold_s, force=force)
     if answer.problem == "invalid":
         raise InvalidRequest(answer.message)
     if answer.problem:
