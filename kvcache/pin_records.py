@@ -4,7 +4,7 @@ A record outlives neither its pin's time nor `max_hashes`: a pin whose record wa
 over, not before. Times are the caller's clock, in seconds.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.types import BlockHash
@@ -25,6 +25,24 @@ class PinRecord:
     def hashes(self) -> list[BlockHash]:
         data = self.digests
         return [BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES)]
+
+    def first(self, count: int) -> "PinRecord":
+        """Of its first blocks alone."""
+        return replace(self, digests=self.digests[: count * HASH_BYTES])
+
+    def num_common(self, other: "PinRecord") -> int:
+        """How many blocks both begin with. Hashes are chained: what is alike at one place is alike before."""
+        if self.root != other.root:
+            return 0
+        low, high = 0, min(len(self), len(other))
+        while low < high:
+            middle = (low + high + 1) // 2
+            end = middle * HASH_BYTES
+            if self.digests[end - HASH_BYTES : end] == other.digests[end - HASH_BYTES : end]:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def covers(self, other: "PinRecord") -> bool:
         """Whether nothing of `other` is lost when only this one is known."""
@@ -50,11 +68,11 @@ class PinRecords:
             self.num_hashes -= len(self._records.pop(0))
 
     def end(self, session: str, now_s: float) -> tuple[list[PinRecord], list[PinRecord]]:
-        """Forget a session's pins: (those, the others of the same tenants that go on)."""
+        """Forget a session's pins: (those, what others that go on have of the same blocks)."""
         ended = [record for record in self._records if record.session == session]
         self._keep([record for record in self._records if record.session != session and record.until_s > now_s])
-        roots = {record.root for record in ended}
-        return ended, [record for record in self._records if record.root in roots]
+        shared = [record.first(max((record.num_common(one) for one in ended), default=0)) for record in self._records]
+        return ended, [record for record in shared if record.digests]
 
     def _keep(self, records: list[PinRecord]) -> None:
         self._records = records

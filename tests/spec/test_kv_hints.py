@@ -116,7 +116,15 @@ def test_others_of_the_same_tenant_go_on():
     )
     for one in (mine, other, gone, foreign):
         records.add(one, 0.0)
-    assert records.end("s", 5.0) == ([mine], [other])
+    assert records.end("s", 5.0) == ([mine], [other.first(2)])
+
+
+def test_pins_of_other_prompts_are_not_concerned():
+    records = PinRecords(100)
+    records.add(record("s", 2, 9.0), 0.0)
+    records.add(PinRecord("t", b"r" * 16, bytes([7]) * 32, 9.0), 0.0)
+    assert records.end("s", 5.0)[1] == []
+    assert len(records) == 1
 
 
 # ---- the engine's pins
