@@ -21,6 +21,7 @@ from starlette.routing import Route
 from kvrelay import __version__, tracing
 from kvrelay.cluster.registry import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry_actor import connect_registry, follow
+from kvrelay.cluster.shared_sessions import SharedSessions
 from kvrelay.cluster.worker_deployment import configure_logging, prepared_model
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import KvrelayError, PeerLost
@@ -71,7 +72,7 @@ class IngressReplica:
         let_the_port_be_reused()
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._settings = settings_from(settings)
-        registry = connect_registry()
+        self._registry = registry = connect_registry()
         terms, model_dir = await asyncio.gather(
             registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
@@ -90,7 +91,8 @@ class IngressReplica:
         self._following = asyncio.create_task(follow(registry, self._set_members), name="follow registry")
 
     def __serve_build_asgi_app__(self) -> Any:
-        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card)
+        sessions = SharedSessions(self._registry, time.monotonic)
+        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card, sessions)
         app.router.routes.append(Route("/kvrelay/status", self._status_endpoint, methods=["GET"]))
         return app
 

@@ -1,6 +1,6 @@
 """The registry as a named Ray actor, and how the other processes talk to it.
 
-It also keeps the cluster's secret and the API key, so that they outlive redeployments and need not stand among the
+It also keeps the sessions of KV hints, which ingresses share, and the cluster's secret and the API key, so that they outlive redeployments and need not stand among the
 application's arguments, where a change would restart every replica and the dashboard show them.
 """
 
@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 
 from kvrelay.cluster.registry import HEARTBEAT_S, Registry, Roster, WorkerRecord, merged
+from kvrelay.serve.sessions import SessionHints, SessionKey, SessionTable
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class RegistryActor:
         self._terms = Terms(secret.encode(), host, api_key)
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
+        self._sessions = SessionTable()
 
     async def terms(self) -> Terms:
         return self._terms
@@ -51,6 +53,17 @@ class RegistryActor:
 
     async def leave(self, worker_id: str, epoch: str) -> None:
         self._tell(self._registry.leave(worker_id, epoch))
+
+    async def put_session(self, key: SessionKey, hints: SessionHints) -> SessionHints | None:
+        """What is kept; None: there are too many."""
+        return self._sessions.put(key, hints, time.monotonic())
+
+    async def session(self, key: SessionKey) -> SessionHints | None:
+        return self._sessions.get(key, time.monotonic())
+
+    async def delete_session(self, key: SessionKey) -> SessionHints | None:
+        """What it was; None: it was not there."""
+        return self._sessions.delete(key)
 
     async def watch(self, version: str, timeout_s: float) -> Roster:
         """The roster as soon as it is not `version`, or after `timeout_s`; "" returns at once."""

@@ -26,6 +26,8 @@ def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) ->
         return "more block hashes than full blocks"
     if any(len(digest) != HASH_BYTES for digest in request.block_hashes):
         return f"a block hash is not {HASH_BYTES} bytes long"
+    if not 0 <= request.hints.pin_s < math.inf:
+        return "pin_s must be finite and not negative"
     return sampling_fault(request.sampling, vocab_size)
 
 

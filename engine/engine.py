@@ -231,6 +231,16 @@ class Engine:
             self._unsent.append(end)
         return True
 
+    def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
+        """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
+        self.pool.tick(self._clock())
+        self.scheduler.pinning.pin_ahead(seq, num_in_pool, ttl_s)
+
+    def end_pins(self, session: str) -> None:
+        """The pins made for this session end now, and none is made for it any more."""
+        self.pool.tick(self._clock())
+        self.scheduler.pinning.end(session)
+
     def abort(self, request_id: str) -> bool:
         """Free everything that the sequence holds. False when it is not here."""
         seq = self.scheduler.sequences.get(request_id)

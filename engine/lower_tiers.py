@@ -3,7 +3,7 @@
 Between the scheduler, which knows sequences, and `kvcache.tiers`, which knows blocks. Lives on the engine's thread.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrelay.engine.sequence import Sequence as Seq
@@ -70,8 +70,9 @@ class LowerTiers:
         """It has its blocks; the first were in the pool, and are worth saving if that happens often."""
         self.tiers.fetches.end(seq.request_id)
         hashes = self._wanted(seq)
-        self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks], seq.request.hints.priority)
-        if self.tiers.rules.write != "selective":
+        hints = seq.request.hints
+        self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks], hints.priority, keep=hints.keep)
+        if not hints.keep or self.tiers.rules.write != "selective":
             return
         often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]
         self.tiers.save([Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
@@ -80,13 +81,31 @@ class LowerTiers:
         """Its blocks first .. end - 1 are full and named in the pool."""
         if not seq.request.hints.keep:
             return
-        hashes = seq.full_hashes()
-        named = [Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in range(first, end)]
-        self.tiers.named(named)
+        self.tiers.named(self._named(seq, first, end))
 
-    def pin(self, seq: Seq, until_s: float) -> None:
-        """Its prompt's blocks stay in the host tier until then, those that are there."""
-        self.tiers.index.pin(seq.full_hashes()[: seq.request.num_prompt_tokens // self._block_size], until_s)
+    def _named(self, seq: Seq, first: int, end: int) -> list[Named]:
+        hashes = seq.full_hashes()
+        return [Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in range(first, end)]
+
+    def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
+        """Its first blocks, which it holds, stay in the host tier for so long; what is not there is saved."""
+        self.tiers.pin(self._named(seq, 0, count), self.tiers.now_s() + ttl_s)
+
+    # ---- ahead of its request
+
+    def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
+        """Blocks after those in the pool that the host tier has; they stay there for so long."""
+        hashes = seq.full_hashes()
+        count = self.tiers.match(hashes, num_in_pool)
+        self.tiers.pin_here(hashes[num_in_pool : num_in_pool + count], self.tiers.now_s() + ttl_s)
+        return count
+
+    def prefetch(self, seq: Seq, num_here: int, ttl_s: float, told: Callable[[int], None]) -> bool:
+        """Have the stores bring its blocks after the first ones; what comes stays for so long. See Fetches.prefetch."""
+        hashes = seq.full_hashes()
+        metas = [self._meta(seq, hashes, index) for index in range(num_here, len(hashes))]
+        until_s = self.tiers.now_s() + ttl_s
+        return self.tiers.prefetch(seq.request_id, hashes[num_here:], metas, until_s, told)
 
     # ---- the end
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvrelay.engine.lower_tiers import LowerTiers
+from kvrelay.engine.pinning import Pinning
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
@@ -80,6 +81,7 @@ class Scheduler:
         self.hit_tokens = 0
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
+        self.pinning = Pinning(pool, lambda: self.tiers)
         self._arrivals = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
         self._sources: list[BlockId] = []  # of copies that are not made yet: held
@@ -371,8 +373,7 @@ class Scheduler:
         """The prompt's KV is here: keep it for as long as the request asks."""
         hints, prompt = seq.request.hints, seq.request.num_prompt_tokens
         if hints.pin_s > 0 and hints.keep and not seq.is_pinned and seq.num_computed >= prompt:
-            seq.is_pinned = True
-            self.pool.pin(seq.block_chain(), prompt // self.block_size, hints.pin_s)
+            self.pinning.pin_prompt(seq)
 
     # ---- the end
 

@@ -21,6 +21,7 @@ import torch
 from kvrelay.config import EngineSettings, Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout
+from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
 from kvrelay.engine.tier_setup import make_lower_tiers
@@ -37,6 +38,7 @@ from kvrelay.wire import (
     PROTOCOL_VERSION,
     Abort,
     CacheReset,
+    EndPins,
     Failed,
     Generate,
     KvPathLoad,
@@ -44,6 +46,8 @@ from kvrelay.wire import (
     LoadReport,
     Pair,
     PairReport,
+    Prefetch,
+    Prefetched,
     Prefill,
     Refused,
     Reserve,
@@ -371,9 +375,26 @@ class WorkerService:
                 self._on_pair(link, message)
             case StatusQuery(query_id=query_id):
                 link.send(Status(query_id=query_id, json=json.dumps(self.status()).encode()))
+            case Prefetch():
+                self._on_prefetch(link, message)
+            case EndPins(session=session):
+                self.thread.post(lambda engine: engine.end_pins(session))
             case CacheReset(query_id=query_id):
                 self.thread.post(lambda engine: engine.reset_cache())
                 link.send(Status(query_id=query_id, json=b"{}"))
+
+    def _on_prefetch(self, link: Link, message: Prefetch) -> None:
+        if self.draining:
+            link.send(Prefetched(query_id=message.query_id, problem="draining"))
+            return
+        loop = self._loop
+        assert loop is not None
+
+        def told(answer: Prefetched) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(link.send, answer)
+
+        self.thread.post(lambda engine: prefetch(engine, message, told))
 
     def _subscribe(self, link: Link) -> None:
         """Snapshot first, then events, in the order in which the engine's thread saw them."""

@@ -30,7 +30,14 @@ def make_lower_tiers(
 ) -> LowerTiers:
     """Started. Raises ConfigError (no room for a block), StoreError (a store cannot be used)."""
     slab = HostSlab(memory, settings.host_bytes)
-    index = TierIndex(slab.num_slots, make_policy(settings.policy, slab.num_slots), keep_changes=True)
+    share = settings.tenant_share
+    index = TierIndex(
+        slab.num_slots,
+        make_policy(settings.policy, slab.num_slots),
+        quotas={"": None},
+        default_quota=max(1, int(share * slab.num_slots)) if share < 1 else None,
+        keep_changes=True,
+    )
     rules = TierRules(
         write=settings.write,
         write_after_hits=settings.write_after_hits,
@@ -55,9 +62,11 @@ def make_stores(
     stores: list[BlockStore] = []
     if settings.disk_path is not None:
         is_new_each_time = settings.write != "selective"  # what a hit has earned a place is admitted at once
+        quota = int(settings.tenant_share * settings.disk_bytes) if settings.tenant_share < 1 else None
         options = DiskOptions(
-            policy=lambda num_slots: make_policy(settings.policy, num_slots), is_admission_on=is_new_each_time
-        )
+            policy=lambda num_slots: make_policy(settings.policy, num_slots),
+            is_admission_on=is_new_each_time, quota_bytes=quota,
+        )  # fmt: skip
         stores.append(
             DiskStore(
                 settings.disk_path, settings.disk_bytes, slab.block_bytes, namespace, codec=codec, options=options

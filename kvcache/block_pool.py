@@ -330,6 +330,10 @@ class BlockPool:
         self.acquire(fresh)
         return pinned
 
+    def unpin(self, chain: HashChain, count: int) -> None:
+        """End the pins of the first `count` blocks of this chain before their time."""
+        self.release(self._pins.remove(self.match(chain, count).blocks))
+
     def unpin_for(self, count: int) -> bool:
         """End pins, those first that end next, until `count` blocks are available; whether they are."""
         while self.num_available < count and (over := self._pins.next_to_expire()):

@@ -50,7 +50,7 @@ class DiskOptions:
 
     policy: Callable[[int], Policy] = lambda num_slots: Lru()  # called with how many slots there are
     is_admission_on: bool = True  # a block is written when it is offered for the second time, or has a priority
-    quota_bytes: int | None = None  # of each tenant; None: as much as there is
+    quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: as much as there is
     foreign: Foreign = "keep"  # what to do about unused subfolders of other namespaces: see disk_folder.claim
     io_depth: int = 4  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
@@ -158,6 +158,7 @@ class DiskStore:
         return TierIndex(
             geometry.num_slots,
             options.policy(geometry.num_slots),
+            quotas={"": None},
             default_quota=quota,
             admission=FrequencySketch(geometry.num_slots) if options.is_admission_on else None,
             keep_changes=True,

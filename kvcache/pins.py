@@ -60,6 +60,16 @@ class PinLedger:
                 self._rebuild()
         return fresh, len(all_of)
 
+    def remove(self, blocks: Iterable[int]) -> "array[int]":
+        """End these pins before their time; which of the blocks had one."""
+        over = array("i")
+        for block in blocks:
+            known = self._until_s.pop(block, None)
+            if known is not None:
+                self._uncount(known[1])
+                over.append(block)
+        return over
+
     def expired(self, now_s: float) -> "array[int]":
         """Blocks whose time is over; they are pinned no longer."""
         over = array("i")
@@ -90,7 +100,10 @@ class PinLedger:
             known = self._until_s.get(block)
             if known is not None and known[0] <= now_s:
                 del self._until_s[block]
-                self._num_of[known[1]] -= 1
-                if not self._num_of[known[1]]:
-                    del self._num_of[known[1]]
+                self._uncount(known[1])
                 yield block
+
+    def _uncount(self, tenant: BlockHash) -> None:
+        self._num_of[tenant] -= 1
+        if not self._num_of[tenant]:
+            del self._num_of[tenant]

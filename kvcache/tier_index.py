@@ -54,14 +54,14 @@ class TierIndex:
         num_slots: int,
         policy: Policy,
         *,
-        quotas: Mapping[str, int] | None = None,
+        quotas: Mapping[str, int | None] | None = None,
         default_quota: int | None = None,
         pin_limit: int | None = None,
         admission: FrequencySketch | None = None,
         admit_after: int = 2,
         keep_changes: bool = False,
     ) -> None:
-        """`quotas`: most slots of each tenant, `default_quota` of those not named (None: as many as there are).
+        """`quotas`: most slots of each tenant, `default_quota` of those not named (None, in both: as many as there are).
 
         `pin_limit`: most entries pinned at once; default: half the slots. `admission`: counts offers, so that `wants`
         refuses a block until its `admit_after`-th. `keep_changes`: for `drain_changes`, which somebody then has to call.

@@ -106,6 +106,7 @@ class Tiers:
         self._checksums = [0] * index.num_slots
         self._metas: list[BlockMeta | None] = [None] * index.num_slots
         self._saving: dict[BlockHash, BlockId] = {}
+        self._pin_when_saved: dict[BlockHash, float] = {}  # of those being saved: until when
         self._loads: set[Load] = set()
         self._speeds = {store.name: StoreSpeed() for store in stores}
         self.prefill_tokens_per_s = 0.0  # measured; the engine tells
@@ -164,10 +165,10 @@ class Tiers:
         if self.rules.write == "write-through":
             self.save(entries)
 
-    def used(self, hashes: Sequence[BlockHash], priority: int = 0) -> None:
-        """A request of this priority was served these from the pool or the host tier."""
+    def used(self, hashes: Sequence[BlockHash], priority: int = 0, *, keep: bool = True) -> None:
+        """A request of this priority was served these from the pool or the host tier. `keep`: such will come again."""
         self.index.use(hashes, self._clock(), priority=priority)
-        if self.rules.write != "write-back":
+        if keep and self.rules.write != "write-back":
             self.sinks.put([digest for digest in hashes if digest in self.index])
 
     def write_back(self, coldest: Callable[[int], Sequence[Named]]) -> None:
@@ -188,6 +189,20 @@ class Tiers:
         step = max(1, _BATCH_BYTES // self.slab.block_bytes)
         for begin in range(0, len(fresh), step):
             self._save_batch(fresh[begin : begin + step])
+
+    def pin(self, entries: Sequence[Named], until_s: float) -> None:
+        """Keep these in the host tier until then, as far as its limit for pins goes; saved now, whatever the write policy."""
+        self.index.pin([entry.digest for entry in entries], until_s)
+        self.save(entries)
+        for entry in entries:
+            if entry.digest in self._saving:
+                self._pin_when_saved[entry.digest] = max(until_s, self._pin_when_saved.get(entry.digest, until_s))
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """They may be evicted again."""
+        self.index.unpin(hashes)
+        for digest in hashes:
+            self._pin_when_saved.pop(digest, None)
 
     def _save_batch(self, batch: Sequence[Named]) -> None:
         now_s, slots = self._clock(), []
@@ -219,6 +234,7 @@ class Tiers:
         for entry in batch:
             del self._saving[entry.digest]
         self.pool.release([entry.block for entry in batch])
+        pins = [(entry.digest, self._pin_when_saved.pop(entry.digest, None)) for entry in batch]
         if not isinstance(result, tuple):
             self.index.cancel(slots)
             self.sums.unsaved += len(batch)
@@ -226,6 +242,9 @@ class Tiers:
         checksums, seconds = result
         for entry, slot, checksum in zip(batch, slots, checksums, strict=True):
             self._put(entry.digest, slot, checksum, entry.meta)
+        for digest, until_s in pins:
+            if until_s is not None:
+                self.index.pin((digest,), until_s)
         self.sums.saved += len(batch)
         self.sums.save_s += seconds
         if self.rules.write != "write-back":
@@ -325,6 +344,21 @@ class Tiers:
         if self.is_fetching and first < len(hashes):
             held = self.index.hold(hashes[start:first])  # of no use without these
             self.fetches.begin(request_id, hashes[first:], metas[first:], held)
+
+    def prefetch(
+        self, name: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], pin_until_s: float,
+        told: Callable[[int], None],
+    ) -> bool:  # fmt: skip
+        """Have the stores bring these for a request that is yet to come; see Fetches.prefetch."""
+        return self.fetches.prefetch(name, hashes if self.is_fetching else [], metas, pin_until_s, told)
+
+    def hold_first(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Hold those of the beginning that are in the host tier; their slots."""
+        return self.index.hold(hashes[: self.match(hashes, 0)])
+
+    def pin_here(self, hashes: Sequence[BlockHash], until_s: float) -> None:
+        """Keep these, those that are in the host tier, until then, as far as its limit for pins goes."""
+        self.index.pin(hashes, until_s)
 
     def slots_for(self, metas: Sequence[BlockMeta]) -> list[int]:
         slots: list[int] = []

@@ -156,6 +156,10 @@ class CacheSettings(_Settings):
     prefetch_timeout_s: float = Field(2.0, gt=0, description="longest wait for blocks from disk or remote")
     inflight: Size = Field("256MiB", description="bytes that may be under way between a worker's tiers at once")
     io_threads: int = Field(2, ge=1, le=64, description="threads that move blocks between a worker's tiers")
+    tenant_share: float = Field(
+        1.0, gt=0, le=1,
+        description="largest share of a worker's host tier, and of its disk tier, that blocks of one cache_salt may take",
+    )  # fmt: skip
 
     @property
     def inflight_bytes(self) -> int:

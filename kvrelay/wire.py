@@ -47,6 +47,7 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     keep: bool = True  # False: nobody will ask for this KV again
     priority: int = 0  # of its blocks against others: higher stays longer
     pin_s: float = 0.0  # the prompt's blocks stay for so long, counted from when they are full
+    session: str = ""  # whose pins these are, tenant included: `EndPins` names it; empty: nobody's
 
 
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -238,6 +239,20 @@ class CacheReset(_Message, frozen=True, tag="cache-reset"):
     query_id: int
 
 
+class Prefetch(_Message, frozen=True, tag="prefetch"):
+    """Have this prompt's blocks brought from stores into host memory; keep them for a time. Answered by Prefetched."""
+
+    query_id: int
+    request: SequenceRequest
+    hold_s: float
+
+
+class EndPins(_Message, frozen=True, tag="end-pins"):
+    """The pins made by requests with this `KvHints.session` end now, and none is made for it any more. Never answered."""
+
+    session: str
+
+
 class Pair(_Message, frozen=True, tag="pair"):
     """Prefill: see whether KV can travel to this decode worker, and how fast. Answered by Paired.
 
@@ -277,6 +292,17 @@ class Refused(_Message, frozen=True, tag="refused"):
     reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid"
     message: str = ""
     retry_after_s: float = 1.0
+
+
+class Prefetched(_Message, frozen=True, tag="prefetched"):
+    """Where the prompt's tokens are, in whole blocks from its beginning on; the rest is nowhere."""
+
+    query_id: int
+    pool_tokens: int = 0
+    host_tokens: int = 0
+    coming_tokens: int = 0  # on their way from a store into host memory
+    problem: str = ""  # "full" | "invalid" | "draining" when nothing was done
+    message: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -376,9 +402,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
 
 
-ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair]
+ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins]
 FromWorker = Union[
-    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen
+    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen,
+    Prefetched,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

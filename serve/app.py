@@ -17,9 +17,12 @@ from kvrelay.serve.completions import completions
 from kvrelay.serve.dispatcher import Dispatcher
 from kvrelay.serve.errors_http import error_response, json_response
 from kvrelay.serve.front import Front, ModelCard, unknown_model
+from kvrelay.serve.hints import delete_session, get_session, put_session
 from kvrelay.serve.http import ClientLeft, check_api_key
 from kvrelay.serve.metrics import make_registry
+from kvrelay.serve.prefetch import prefetch
 from kvrelay.serve.replies import Model, ModelList
+from kvrelay.serve.sessions import LocalSessions, Sessions
 from kvrelay.serve.tokenizer import TextCodec
 from kvrelay.serve.traced import Traced
 
@@ -31,15 +34,28 @@ CLIENT_LEFT_STATUS = 499  # nobody reads it; access logs do
 Endpoint = Callable[[Front, Request], Awaitable[Response]]
 
 
-def create_app(dispatcher: Dispatcher, tokenizer: TextCodec, settings: Settings, model: ModelCard) -> Starlette:
-    """The app; requests before the first worker is connected get 503 with Retry-After."""
-    front = Front(dispatcher, tokenizer, settings, model)
+def create_app(
+    dispatcher: Dispatcher,
+    tokenizer: TextCodec,
+    settings: Settings,
+    model: ModelCard,
+    sessions: Sessions | None = None,
+) -> Starlette:
+    """The app; requests before the first worker is connected get 503 with Retry-After.
+
+    `sessions`: shared with other ingresses; default: this app's own.
+    """
+    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock))
     app = Starlette(
         routes=[
             Route("/v1/models", _endpoint(front, _models), methods=["GET"]),
             Route("/v1/models/{model:path}", _endpoint(front, _model), methods=["GET"]),
             Route("/v1/completions", Traced(_endpoint(front, completions)), methods=["POST"]),
             Route("/v1/chat/completions", Traced(_endpoint(front, chat_completions)), methods=["POST"]),
+            Route("/v1/kv/prefetch", _endpoint(front, prefetch), methods=["POST"]),
+            Route("/v1/kv/sessions/{name}", _endpoint(front, put_session), methods=["PUT"]),
+            Route("/v1/kv/sessions/{name}", _endpoint(front, get_session), methods=["GET"]),
+            Route("/v1/kv/sessions/{name}", _endpoint(front, delete_session), methods=["DELETE"]),
             Route("/health", _endpoint(front, _health), methods=["GET"]),
             Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),

@@ -22,6 +22,7 @@ from kvrelay.serve.front import (
     wants_explain,
 )
 from kvrelay.serve.generation import Generation, Job, Prompt
+from kvrelay.serve.hints import hints_of
 from kvrelay.serve.http import EventStream, unless_client_leaves
 from kvrelay.serve.replies import (
     DONE_EVENT,
@@ -47,13 +48,14 @@ async def chat_completions(front: Front, request: Request) -> Response:
     explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, ChatBody)
     check_count(1, body, front.settings.router.max_inflight)
-    prompt = await _prompt(front, body)
+    prompt = await chat_prompt(front, body)
     job = Job(
         request_id=new_id("chatcmpl-"),
         prompts=[prompt],
         num_samples=body.n or 1,
         options=text_options(body),
         salt=body.cache_salt or "",
+        hints=await hints_of(front, body),
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
@@ -76,7 +78,7 @@ def text_options(body: ChatBody) -> TextOptions:
     )
 
 
-async def _prompt(front: Front, body: ChatBody) -> Prompt:
+async def chat_prompt(front: Front, body: ChatBody) -> Prompt:
     text = _template_text(front, body)
     token_ids = await encode_text(front.codec, text, add_special_tokens=bool(body.add_special_tokens))
     if not token_ids:

@@ -23,6 +23,7 @@ from kvrelay.serve.front import (
     wants_explain,
 )
 from kvrelay.serve.generation import Generation, Job, Prompt
+from kvrelay.serve.hints import hints_of
 from kvrelay.serve.http import EventStream, unless_client_leaves
 from kvrelay.serve.replies import DONE_EVENT, Completion, CompletionChoice, CompletionLogprobs, encode_event
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, prompts_of
@@ -39,7 +40,7 @@ async def completions(front: Front, request: Request) -> Response:
     check_count(len(given), body, front.settings.router.max_inflight)
     job = Job(
         request_id=new_id("cmpl-"),
-        prompts=[await _prompt(front, body, item) for item in given],
+        prompts=[await completion_prompt(front, body, item) for item in given],
         num_samples=body.n or 1,
         options=TextOptions(
             stops=tuple(body.stop or ()),
@@ -49,6 +50,7 @@ async def completions(front: Front, request: Request) -> Response:
         ),
         echo=bool(body.echo),
         salt=body.cache_salt or "",
+        hints=await hints_of(front, body),
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
@@ -60,7 +62,7 @@ async def completions(front: Front, request: Request) -> Response:
     return json_response(await unless_client_leaves(request.receive, reply.whole()), 200, headers)
 
 
-async def _prompt(front: Front, body: CompletionBody, given: str | list[int]) -> Prompt:
+async def completion_prompt(front: Front, body: CompletionBody, given: str | list[int]) -> Prompt:
     if isinstance(given, str):
         token_ids = await encode_text(front.codec, given, add_special_tokens=body.add_special_tokens is not False)
         text = given

@@ -5,10 +5,12 @@ sequence's life is sequence_life.py; the choice of workers is the router's. Impo
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 from kvrelay import wire
@@ -19,7 +21,7 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
-from kvrelay.serve.sequence_life import SequenceLife
+from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
 from kvrelay.tls import cluster_tls
@@ -30,8 +32,17 @@ __all__ = ["Dispatcher", "Member"]
 logger = logging.getLogger(__name__)
 
 Force = Literal["local", "remote"] | None
+Answer = wire.Status | wire.Prefetched
 RETRY_AFTER_FULL_S = 1.0
 _SAME_SETTINGS = "start every worker and ingress with the same settings"
+
+
+@dataclass(frozen=True, slots=True)
+class _Query:
+    """A question to a worker, and the link it went over."""
+
+    link: WorkerLink
+    answer: asyncio.Future[Answer]
 
 
 class Dispatcher:
@@ -46,7 +57,7 @@ class Dispatcher:
         self._links: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
         self._attempts: dict[str, Attempt] = {}
-        self._queries: dict[int, asyncio.Future[bytes]] = {}
+        self._queries: dict[int, _Query] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
         self._is_open = False
@@ -154,6 +165,9 @@ class Dispatcher:
         for attempt in list(self._attempts.values()):
             if attempt.holders.get(link.worker_id) is link:
                 attempt.inbox.put((link.worker_id, WorkerGone(why)))
+        for query in self._queries.values():
+            if query.link is link and not query.answer.done():
+                query.answer.set_exception(ConnectionLost(why))
         self._notify()
 
     def holds(self, link: WorkerLink) -> bool:
@@ -172,10 +186,10 @@ class Dispatcher:
             attempt = self._attempts.get(message.request_id)
             if attempt is not None:
                 attempt.inbox.put((worker_id, message))
-        elif isinstance(message, wire.Status):
-            query = self._queries.pop(message.query_id, None)
-            if query is not None and not query.done():
-                query.set_result(message.json)
+        elif isinstance(message, Answer):
+            query = self._queries.get(message.query_id)
+            if query is not None and query.link is link and not query.answer.done():
+                query.answer.set_result(message)
         elif self._links.get(worker_id) is link:
             self._deliver_event(link, message)
 
@@ -199,18 +213,57 @@ class Dispatcher:
     async def status(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """A worker's own account of its state, JSON. Raises WorkerLost."""
         query_id = next(self._query_ids)
-        return await self._ask(worker_id, wire.StatusQuery(query_id=query_id), query_id, timeout_s)
+        return await self._ask_status(worker_id, wire.StatusQuery(query_id=query_id), query_id, timeout_s)
 
     async def reset_cache(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """Make a worker forget its unused cached blocks; answers its state. Raises WorkerLost."""
         query_id = next(self._query_ids)
-        return await self._ask(worker_id, wire.CacheReset(query_id=query_id), query_id, timeout_s)
+        return await self._ask_status(worker_id, wire.CacheReset(query_id=query_id), query_id, timeout_s)
 
-    async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> bytes:
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._queries[query_id] = answer
+    async def prefetch(
+        self, request: SequenceRequest, hold_s: float, *, force: Force = None, timeout_s: float = 10.0
+    ) -> tuple[str, wire.Prefetched]:
+        """Have the worker that would compute this prompt now bring what it can of its KV nearer; (worker, its answer).
+
+        Raises Overloaded, InvalidRequest, RequestError (503), WorkerLost.
+        """
+        if len(self._queries) >= self.settings.router.max_inflight:
+            raise Overloaded("too many questions to workers are open already", RETRY_AFTER_FULL_S)
+        max_tokens = request.sampling.max_tokens
+        query = RouteRequest(
+            request.request_id, tuple(request.block_hashes), len(request.token_ids), max_tokens, max_tokens > 1,
+            force=force,
+        )  # fmt: skip
+        choice = self.route(query)
+        self.router.on_end(request.request_id)  # it computes nothing: it counts as nobody's load
+        if isinstance(choice, Refusal):
+            raise error_of_refusal(choice)
+        worker_id = choice.prefill or choice.decode
+        assert worker_id is not None
+        query_id = next(self._query_ids)
+        message = wire.Prefetch(query_id=query_id, request=request, hold_s=hold_s)
+        answer = await self._ask(worker_id, message, query_id, timeout_s)
+        if not isinstance(answer, wire.Prefetched):
+            raise WorkerLost(worker_id, "it answered something else")
+        return worker_id, answer
+
+    def tell_all(self, message: wire.ToWorker) -> None:
+        """Send to every connected worker."""
+        for link in [*self._links.values(), *self._retired]:
+            if link.is_up:
+                with contextlib.suppress(ConnectionLost):
+                    link.send(message)
+
+    async def _ask_status(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> bytes:
+        answer = await self._ask(worker_id, message, query_id, timeout_s)
+        if not isinstance(answer, wire.Status):
+            raise WorkerLost(worker_id, "it answered something else")
+        return answer.json
+
+    async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, timeout_s: float) -> Answer:
+        answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         try:
-            self.send(worker_id, message)
+            self._queries[query_id] = _Query(self.send(worker_id, message), answer)
             async with asyncio.timeout(timeout_s):
                 return await answer
         except (ConnectionLost, TimeoutError) as error:

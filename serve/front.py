@@ -18,6 +18,7 @@ from kvrelay.serve.generation import Generation
 from kvrelay.serve.http import check_api_key, read_json_body
 from kvrelay.serve.sampling import check_limits, refuse_unsupported
 from kvrelay.serve.schemas import Common, parse
+from kvrelay.serve.sessions import Sessions
 from kvrelay.serve.tokenizer import TextCodec
 from kvrelay.sizes import parse_bytes
 
@@ -41,6 +42,7 @@ class Front:
     codec: TextCodec
     settings: Settings
     model: ModelCard
+    sessions: Sessions
 
     @property
     def max_model_len(self) -> int:
@@ -49,9 +51,16 @@ class Front:
 
     async def read(self, request: Request, body_type: type[B]) -> B:
         """The checked body. Raises InvalidRequest, ClientLeft."""
+        return self.check(body_type, await self.read_bytes(request))
+
+    async def read_bytes(self, request: Request) -> bytes:
+        """The body of a request that may be served. Raises InvalidRequest, ClientLeft."""
         check_api_key(request, self.settings.serve.api_key)
-        limit_bytes = parse_bytes(self.settings.serve.max_body_bytes)
-        body = parse(body_type, await read_json_body(request, limit_bytes))
+        return await read_json_body(request, parse_bytes(self.settings.serve.max_body_bytes))
+
+    def check(self, body_type: type[B], data: bytes) -> B:
+        """The checked body. Raises InvalidRequest."""
+        body = parse(body_type, data)
         if body.model is not None and body.model != self.model.name:
             raise unknown_model(body.model, self.model.name)
         refuse_unsupported(body)

@@ -6,7 +6,7 @@ Owns the sequences of the request: closing the generator of pieces aborts every 
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -20,7 +20,7 @@ from kvrelay.serve.replies import PromptDetails, Usage
 from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.tokenizer import TextCodec
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.wire import KvHints, Sampling, SequenceRequest
 
 GATED_BLOCKS = 4  # samples of a prompt this long wait for the first one's prefill, then find it cached
 LONG_PROMPT_TOKENS = 8192  # hashed on a thread
@@ -46,6 +46,7 @@ class Job:
     options: TextOptions
     echo: bool = False
     salt: str = ""
+    hints: KvHints = field(default_factory=KvHints)
     force: Literal["local", "remote"] | None = None
     explain: Explain | None = None
     traceparent: str = ""
@@ -103,6 +104,7 @@ class _Choice:
             salt=job.salt,
             traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
+            hints=job.hints,
         )
         explain = job.explain if self._index == 0 else None
         if explain is not None:
@@ -158,7 +160,7 @@ class Generation:
         tokens_per_hash = self.dispatcher.settings.tokens_per_hash
         choices: list[_Choice] = []
         for number, prompt in enumerate(self.job.prompts):
-            hashes = await _hashes(prompt.token_ids, tokens_per_hash, self.job.salt)
+            hashes = await hashes_of(prompt.token_ids, tokens_per_hash, self.job.salt)
             gate = asyncio.Event()
             if len(hashes) < GATED_BLOCKS:
                 gate.set()
@@ -167,7 +169,8 @@ class Generation:
         return choices
 
 
-async def _hashes(token_ids: list[int], tokens_per_hash: int, salt: str) -> list[bytes]:
+async def hashes_of(token_ids: list[int], tokens_per_hash: int, salt: str) -> list[bytes]:
+    """The chain over a prompt."""
     if len(token_ids) < LONG_PROMPT_TOKENS:
         return list(block_hashes(token_ids, tokens_per_hash, salt))
     return list(await asyncio.to_thread(block_hashes, token_ids, tokens_per_hash, salt))

@@ -28,6 +28,36 @@ class Usage(_Reply, kw_only=True):
     prompt_tokens_details: PromptDetails
 
 
+class SessionReply(_Reply, kw_only=True):
+    """A session of KV hints as it stands, defaults filled in."""
+
+    object: str = "kv.session"
+    name: str
+    keep: bool
+    priority: int
+    pin_s: float
+    expires_after_idle_s: float
+
+
+class DeletedSession(_Reply, kw_only=True):
+    object: str = "kv.session.deleted"
+    name: str
+    deleted: bool = True
+
+
+class PrefetchReply(_Reply, kw_only=True):
+    """Where the prompt's tokens are; the four counts add up to `prompt_tokens`."""
+
+    object: str = "kv.prefetch"
+    prompt_tokens: int
+    pool_tokens: int
+    host_tokens: int
+    coming_tokens: int
+    missing_tokens: int
+    hold_s: float
+    workers: list[str]
+
+
 class CompletionLogprobs(_Reply, kw_only=True):
     """One entry per token in each list; `text_offset` counts characters of the choice's text."""
 

@@ -5,7 +5,8 @@ change nothing here are accepted; what cannot be honoured is refused by name, in
 """
 
 import logging
-from typing import Annotated, Any, Literal, TypeVar
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -56,6 +57,38 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool | None = None
 
 
+SESSION_NAME = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_PIN_S = 86400.0
+MAX_PREFETCH_HOLD_S = 600.0
+
+
+def is_session_name(name: str) -> bool:
+    """Whether a session may be called so."""
+    return re.fullmatch(SESSION_NAME[1:-1], name) is not None
+
+
+class SessionBody(BaseModel):
+    """PUT /v1/kv/sessions/{name}: what requests of the session inherit. Unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    keep: bool | None = None  # false: nobody will ask for this KV again
+    priority: Annotated[int, Field(ge=-8, le=8)] | None = None  # higher stays longer
+    pin_s: Annotated[Real, Field(ge=0, le=MAX_PIN_S)] | None = None  # the prompt's blocks stay for so long
+
+    @model_validator(mode="after")
+    def _check_pin(self) -> Self:
+        if self.keep is False and self.pin_s:
+            raise ValueError("what is not to be kept (keep: false) cannot be pinned (pin_s)")
+        return self
+
+
+class KvFields(SessionBody):
+    """The field `kv`: what a client knows of its prompt's future."""
+
+    session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # whose hints the request inherits
+
+
 class Common(_Body):
     """What both bodies have in common."""
 
@@ -81,6 +114,7 @@ class Common(_Body):
     add_special_tokens: bool | None = None
     logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    kv: KvFields | None = None
     user: str | None = None
     # known, and refused unless they say "nothing special":
     best_of: int | None = None
@@ -153,6 +187,21 @@ class ChatBody(Common):
     prediction: Any = None
 
 
+HoldTime = Annotated[Real, Field(gt=0, le=MAX_PREFETCH_HOLD_S)]
+
+
+class PrefetchCompletionBody(CompletionBody):
+    """POST /v1/kv/prefetch, for a completion."""
+
+    hold_s: HoldTime | None = None  # how long what was found, and what comes, is kept for the request
+
+
+class PrefetchChatBody(ChatBody):
+    """POST /v1/kv/prefetch, for a chat completion."""
+
+    hold_s: HoldTime | None = None
+
+
 def _place(location: tuple[int | str, ...]) -> str:
     """`messages[0].content` from pydantic's location; the names of union branches are left out."""
     place = ""
@@ -164,7 +213,7 @@ def _place(location: tuple[int | str, ...]) -> str:
     return place
 
 
-B = TypeVar("B", bound=Common)
+B = TypeVar("B", bound=BaseModel)
 
 
 def parse(body_type: type[B], body: bytes) -> B:

@@ -208,6 +208,7 @@ class SequenceLife:
             salt=original.salt,
             traceparent=original.traceparent,
             tokens_per_hash=tokens_per_hash,
+            hints=original.hints,
         )
 
     async def _reserve(self, attempt: Attempt, worker_id: str) -> bytes:
@@ -358,17 +359,23 @@ class SequenceLife:
         self._carrier.stats.retries += 1
 
     def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
-        if refusal.reason == "misfit":
-            return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
-        if refusal.reason == "too_long":
-            return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
-        if refusal.reason == "full" or self._refusals:
-            return Overloaded(
-                refusal.message if refusal.reason == "full" else "the cluster is full", refusal.retry_after_s
-            )
-        if self._last_failure is not None:
-            return _error_of(self._last_failure)
-        return Unavailable(refusal.message, refusal.retry_after_s)
+        if refusal.reason not in ("misfit", "too_long", "full"):
+            if self._refusals:
+                return Overloaded("the cluster is full", refusal.retry_after_s)
+            if self._last_failure is not None:
+                return _error_of(self._last_failure)
+        return error_of_refusal(refusal)
+
+
+def error_of_refusal(refusal: Refusal) -> KvrelayError:
+    """What the client is told when the router has no worker for it."""
+    if refusal.reason == "misfit":
+        return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
+    if refusal.reason == "too_long":
+        return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
+    if refusal.reason == "full":
+        return Overloaded(refusal.message, refusal.retry_after_s)
+    return Unavailable(refusal.message, refusal.retry_after_s)
 
 
 def _routed(decision: Decision | Refusal, failure: AttemptFailed | None) -> dict[str, Any]:

@@ -98,6 +98,7 @@ class FakeWorker:
         self.hold_first_token = asyncio.Event()
         self.hold_first_token.set()
         self.pairing: Callable[[wire.Pair], wire.PairReport | None] = self.fits  # None: it says nothing
+        self.prefetched: wire.Prefetched | None = wire.Prefetched(query_id=0)  # its answer; None: it says nothing
         self.cached_tokens = 0
         self.tokens_per_message = 1
         self.num_greetings = 0
@@ -169,6 +170,11 @@ class FakeWorker:
             self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
         elif isinstance(message, wire.StatusQuery | wire.CacheReset):
             self._send(connection, wire.Status(query_id=message.query_id, json=b"{}"))
+        elif isinstance(message, wire.Prefetch):
+            if self.prefetched is not None:
+                self._send(connection, msgspec.structs.replace(self.prefetched, query_id=message.query_id))
+        elif isinstance(message, wire.EndPins):
+            pass  # it pins nothing
         elif isinstance(message, wire.Pair):
             if (report := self.pairing(message)) is not None:
                 self._send(connection, wire.Paired(report=report))

@@ -18,6 +18,7 @@ REQUEST = wire.SequenceRequest(
     block_hashes=[b"h" * 16],
     sampling=SAMPLING,
     salt="t",
+    hints=wire.KvHints(keep=True, priority=-2, pin_s=60.0, session="/chat#1"),
 )
 INFO = wire.WorkerInfo(
     worker_id="w1",
@@ -61,6 +62,8 @@ TO_WORKER = [
     wire.StatusQuery(query_id=3),
     wire.CacheReset(query_id=4),
     wire.Pair(worker_id="d0", epoch="e", host="h", kv_port=7, is_probe=True),
+    wire.Prefetch(query_id=5, request=REQUEST, hold_s=30.0),
+    wire.EndPins(session="/chat#1"),
 ]
 FROM_WORKER = [
     wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=INFO),
@@ -81,6 +84,7 @@ FROM_WORKER = [
     wire.Status(query_id=3, json=b"{}"),
     wire.Paired(report=PAIR),
     wire.PairsSeen(reports=[PAIR]),
+    wire.Prefetched(query_id=5, pool_tokens=16, host_tokens=32, coming_tokens=48, problem="full", message="m"),
 ]
 
 

@@ -1,0 +1,137 @@
+"""Sessions: hints about KV that requests inherit by naming one. The table is pure; times are the caller's clock, in seconds.
+
+A session belongs to one tenant, the one whose `cache_salt` it was made with; its key holds a digest of that, never the salt.
+It is forgotten when nobody has used it for IDLE_S.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from kvrelay.errors import InvalidRequest, Overloaded
+from kvrelay.hashing import root_hash, tenant_name
+
+MAX_SESSIONS = 4096
+MAX_TENANT_SESSIONS = 1024
+IDLE_S = 3600.0
+_RETRY_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHints:
+    """What requests inherit; None: the default."""
+
+    keep: bool | None = None
+    priority: int | None = None
+    pin_s: float | None = None
+    made: str = ""  # drawn when the session was made: one that was deleted and made again is another
+
+
+@dataclass(frozen=True, slots=True)
+class SessionKey:
+    """`tenant` is a digest; "" for requests without a salt."""
+
+    tenant: str
+    name: str
+
+    @classmethod
+    def of(cls, salt: str, name: str) -> "SessionKey":
+        return cls(tenant_name(root_hash(salt)), name)
+
+    def __str__(self) -> str:
+        return f"{self.tenant}/{self.name}"
+
+
+class Sessions(Protocol):
+    """Where an ingress finds sessions. Raises RequestError (503): the place cannot be reached."""
+
+    async def put(self, key: SessionKey, hints: SessionHints) -> None:
+        """Make it, or replace what it says. Raises Overloaded: there are too many."""
+
+    async def get(self, key: SessionKey) -> SessionHints | None:
+        """Use it: it is not idle."""
+
+    async def delete(self, key: SessionKey) -> SessionHints | None:
+        """Forget it; what it was, None if it was not there."""
+
+
+class SessionTable:
+    """At most MAX_SESSIONS, at most MAX_TENANT_SESSIONS of one tenant, in the order of their last use."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[SessionKey, tuple[float, SessionHints]] = {}
+        self._num_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def put(self, key: SessionKey, hints: SessionHints, now_s: float) -> SessionHints | None:
+        """Make it, or replace what it says but not when it was `made`; what is kept. None, and no change: there are too many."""
+        self._expire(now_s)
+        old = self.delete(key)
+        if old is not None:
+            hints = replace(hints, made=old.made)
+        elif len(self) >= MAX_SESSIONS or self._num_of.get(key.tenant, 0) >= MAX_TENANT_SESSIONS:
+            return None
+        self._sessions[key] = (now_s, hints)
+        self._num_of[key.tenant] = self._num_of.get(key.tenant, 0) + 1
+        return hints
+
+    def get(self, key: SessionKey, now_s: float) -> SessionHints | None:
+        """What it says; from now on it is idle for IDLE_S before it is forgotten."""
+        self._expire(now_s)
+        known = self._sessions.pop(key, None)
+        if known is None:
+            return None
+        self._sessions[key] = (now_s, known[1])
+        return known[1]
+
+    def delete(self, key: SessionKey) -> SessionHints | None:
+        """Forget it; what it was, None if it was not there."""
+        known = self._sessions.pop(key, None)
+        if known is None:
+            return None
+        self._num_of[key.tenant] -= 1
+        if not self._num_of[key.tenant]:
+            del self._num_of[key.tenant]
+        return known[1]
+
+    def _expire(self, now_s: float) -> None:
+        while self._sessions:
+            key, (used_s, _) = next(iter(self._sessions.items()))
+            if now_s - used_s < IDLE_S:
+                return
+            self.delete(key)
+
+
+class LocalSessions:
+    """The sessions of one process: for an ingress on its own."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._table, self._clock = SessionTable(), clock
+
+    async def put(self, key: SessionKey, hints: SessionHints) -> None:
+        if self._table.put(key, hints, self._clock()) is None:
+            raise too_many_sessions()
+
+    async def get(self, key: SessionKey) -> SessionHints | None:
+        return self._table.get(key, self._clock())
+
+    async def delete(self, key: SessionKey) -> SessionHints | None:
+        return self._table.delete(key)
+
+
+def too_many_sessions() -> Overloaded:
+    return Overloaded(
+        f"there are too many sessions ({MAX_SESSIONS}, {MAX_TENANT_SESSIONS} of one cache_salt): delete some, "
+        f"or wait until they have been idle for {IDLE_S:.0f} s",
+        _RETRY_AFTER_S,
+    )
+
+
+def no_such_session(name: str, param: str | None) -> InvalidRequest:
+    message = (
+        f"there is no session {name!r} of this cache_salt; sessions are forgotten when idle for {IDLE_S:.0f} s: "
+        f"make it (again) with PUT /v1/kv/sessions/{name}"
+    )
+    return InvalidRequest(message, param, 404, "session_not_found")
