@@ -299,6 +299,9 @@ class BlockPool:
 
     def _split(self, node: Node, offset: int) -> None:
         rest = self._tree.split(node, offset)
+        held = self._held(node)
+        if held != node.held:  # whoever holds a block of the rest need not hold those before it: a tier that copies one
+            self._tree.hold(node, held)
         if rest.is_open:
             self._queue.offer(rest, self.now_s)
 

@@ -1,0 +1,43 @@
+"""How many steps the random lives of the KV cache take, and the proof that they were taken.
+
+KVRELAY_MACHINE_STEPS scales all of them (2.0: twice as many); KVRELAY_MACHINE_SEED is the first seed (default 0).
+"""
+
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from hypothesis import HealthCheck, Verbosity, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+LEAST = 200_000  # in all
+STEPS = {"pool": 6_000, "index": 30_000, "tiers": 170_000}
+SCALE = float(os.environ.get("KVRELAY_MACHINE_STEPS", "1"))
+SEED = int(os.environ.get("KVRELAY_MACHINE_SEED", "0"))
+
+taken: Counter[str] = Counter()
+
+
+def steps_of(name: str) -> int:
+    """What this machine is to take."""
+    return int(STEPS[name] * SCALE)
+
+
+def live(name: str, machine: type[RuleBasedStateMachine], *, examples: int, rules_each: int) -> None:
+    """Run it with one seed after the other until it has counted its steps."""
+    before = taken[name]
+    run_until(lambda: taken[name] - before >= steps_of(name), machine, examples=examples, rules_each=rules_each)
+    print(f"{name}: {taken[name] - before} steps")
+
+
+def run_until(
+    is_done: Callable[[], bool], machine: type[RuleBasedStateMachine], *, examples: int, rules_each: int
+) -> None:
+    chosen = settings(
+        max_examples=examples, stateful_step_count=rules_each, deadline=None, database=None,
+        suppress_health_check=list(HealthCheck), verbosity=Verbosity.normal,
+    )  # fmt: skip
+    number = SEED
+    while not is_done():
+        run_state_machine_as_test(seed(number)(type(machine.__name__, (machine,), {})), settings=chosen)
+        number += 1
