@@ -67,7 +67,9 @@ def broken(monkeypatch, what):
     elif what == "a fetch keeps its slots":
         monkeypatch.setattr(fetches.Fetches, "end", lambda self, request_id: self._fetches.pop(request_id, None))
     elif what == "a hold is forgotten":
-        monkeypatch.setattr(Sinks, "_batch", lambda self, store, hashes, real=Sinks._batch: _unheld(self, real(self, store, hashes)))
+        monkeypatch.setattr(
+            Sinks, "_batch", lambda self, store, hashes, real=Sinks._batch: _unheld(self, real(self, store, hashes))
+        )
     elif what == "a request waits for all for ever":
         monkeypatch.setattr(tiers, "WAIT_LIMIT_S", float("inf"))
     elif what == "what failed is found again":

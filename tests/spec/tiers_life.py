@@ -465,7 +465,9 @@ class Life:
         held = sum(len(load.slots) for load in self.tiers._loads) + self.tiers.sinks._num_held
         held += sum(len(fetch.held) for fetch in self.tiers.fetches._fetches.values())
         assert sum(self.index._holds.values()) == held, "a hold is lost or nobody's"
-        assert index.reserved == len(self.tiers._saving) + self.io.num_slots(Urgency.FETCH), "a reserved slot is nobody's"
+        assert index.reserved == len(self.tiers._saving) + self.io.num_slots(Urgency.FETCH), (
+            "a reserved slot is nobody's"
+        )
         assert self.io.num_slots(Urgency.SINK) == self.tiers.sinks._num_held
         for threads in (self.copies, self.io):
             loads = sum(job.urgency is Urgency.LOAD for _, _, job in threads.queue._heap)
