@@ -41,12 +41,9 @@ typedef struct {
     float key_scale[TILE], value_scale[TILE]; /* of the tile's vectors, with fp8 */
 } tile_state;
 
-typedef float v8 __attribute__((vector_size(32)));
 typedef float v8_mem __attribute__((vector_size(32), aligned(4), may_alias));
-typedef int32_t i8 __attribute__((vector_size(32)));
 typedef uint32_t u8 __attribute__((vector_size(32)));
 typedef uint16_t h8_mem __attribute__((vector_size(16), aligned(2), may_alias));
-typedef int8_t b8_mem __attribute__((vector_size(8), aligned(1), may_alias));
 #ifdef __clang__
 #define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
 #else
@@ -56,7 +53,7 @@ typedef int8_t b8_mem __attribute__((vector_size(8), aligned(1), may_alias));
 INLINE v8 load8(const char *p, long i, int kind)
 {
     if (kind == KV_F32) return *(const v8_mem *)((const float *)p + i);
-    if (kind == KV_FP8) return E4M3_TO_FLOAT(v8, i8, *(const b8_mem *)(p + i));
+    if (kind == KV_FP8) return E4M3_TO_FLOAT(v8, widen8(p + i));
     return (v8)(__builtin_convertvector(*(const h8_mem *)((const bf16 *)p + i), u8) << 16);
 }
 
