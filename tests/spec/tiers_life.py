@@ -4,6 +4,7 @@ A block's content is its own name, so that whatever is served can be held agains
 """
 
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ def prompt_of(path: str, salt: str) -> Prompt:
 
 
 PROMPTS = [prompt_of(path, salt) for path in PATHS for salt in SALTS]
+CHECKSUMS = {digest: zlib.crc32(digest) for prompt in PROMPTS for digest in prompt.hashes}
 
 
 class Trouble(OSError):
@@ -342,16 +344,10 @@ class Life:
             assert self.pool.num_holders(seq.blocks[at]) == 1, "a shared block is written"
             self.slab.content[seq.blocks[at]] = bytes(hashes[at])
         seq.is_computed = True
-        self.pool.name(seq.prompt.chain, self.table(seq), seq.num_in_pool, len(hashes), priority=seq.priority)
+        self.pool.name(seq.prompt.chain, array("i", seq.blocks), seq.num_in_pool, len(hashes), priority=seq.priority)
         seq.num_named = len(hashes)
         if argument % 8:  # else: "do not keep" below
             self.tiers.named([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
-
-    @staticmethod
-    def table(seq: Seq):
-        from array import array
-
-        return array("i", seq.blocks)
 
     def settle(self, seq: Seq) -> Load:
         """As the engine does: nothing else happens on its thread until the load is over."""
@@ -475,6 +471,7 @@ class Life:
         for digest, entry in self.index._entries.items():
             if self.rotten.get(entry.slot) != self.index.generation(entry.slot):
                 assert self.slab.bytes_of(entry.slot) == digest, "a slot holds another block than it says"
+                assert self.tiers._checksums[entry.slot] == CHECKSUMS[digest], "a slot has another's checksum"
 
     def check(self) -> None:
         self.pool.check()
