@@ -250,9 +250,21 @@ class Life:
         self.rotten: dict[int, int] = {}  # slot -> its generation when it was spoilt
         self.generations = [0] * BLOCKS
         self.served = 0
+        self.unanswered: set[str] = set()  # prefetches
         engine = [self.arrive] * 2 + [self.admit] * 3 + [self.compute] * 2 + [self.finish] * 3 + [self.press]
         threads = [self.copy, self.copy, self.transfer, self.transfer, self.transfer, self.poll, self.poll]
-        rest = [self.tick, self.rot, self.lose, self.pin, self.write_back, self.write_back, self.publish]
+        rest = [
+            self.tick,
+            self.rot,
+            self.lose,
+            self.pin,
+            self.pin_saved,
+            self.prefetch,
+            self.prefetch,
+            self.write_back,
+            self.write_back,
+            self.publish,
+        ]
         self.actions = (engine + threads) * 3 + rest + [self.fault, self.reset]
 
     def step(self, number: int, argument: int) -> None:
@@ -390,6 +402,29 @@ class Life:
         self.pool.pin(prompt.chain, len(prompt.hashes), 5.0)
         self.index.pin(prompt.hashes, self.now_s + 5.0)
 
+    def pin_saved(self, argument: int) -> None:
+        """A session keeps a prompt below, too, or ends."""
+        for seq in [seq for seq in self.running if seq.is_computed][:1]:
+            if argument % 3:
+                self.tiers.pin([self.entry(seq, at) for at in range(len(seq.blocks))], self.now_s + 5.0)
+            else:
+                self.tiers.unpin(seq.prompt.hashes)
+
+    def prefetch(self, argument: int) -> None:
+        """A hint that a request will come."""
+        prompt = PROMPTS[argument % len(PROMPTS)]
+        here = len(self.pool.match(prompt.chain))
+        here += self.tiers.match(prompt.hashes, here)
+        self.arrivals += 1
+        name = f"ahead-{self.arrivals}"
+        self.unanswered.add(name)
+
+        def told(num_coming: int) -> None:
+            self.unanswered.remove(name)  # once
+
+        if not self.tiers.prefetch(name, prompt.hashes[here:], prompt.metas[here:], self.now_s + 5.0, told):
+            self.unanswered.remove(name)
+
     def write_back(self, argument: int) -> None:
         def coldest(count: int) -> list[Named]:
             colds = self.pool.coldest(count)
@@ -482,6 +517,7 @@ class Life:
             holders[block] = holders.get(block, 0) + 1
         assert holders == {b: n for b in range(BLOCKS) if (n := self.pool.num_holders(b))}, "a reference is nobody's"
         assert len(self.tiers.fetches) <= len(self.waiting), "a fetch is nobody's"
+        assert len(self.unanswered) <= len(self.tiers.fetches._prefetches) <= MAX_JOBS * 2 + 2
         assert all(len(known) <= 4 * SLOTS for known in self.tiers.sinks._known.values())
 
     def end(self, argument: int) -> None:
@@ -500,6 +536,8 @@ class Life:
         self.check_cheaply()
         self.check()
         self.publish(0)
+        assert not self.unanswered, "a prefetch was never answered"
+        assert not self.tiers._pin_when_saved and not self.tiers.fetches._prefetches
         assert self.pool.counts().free == BLOCKS, "a block was never given back"
         assert self.index.counts().free == SLOTS, "a slot was never given back"
         assert not any(store.is_open for store in self.stores)
