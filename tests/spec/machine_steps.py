@@ -7,11 +7,11 @@ import os
 from collections import Counter
 from collections.abc import Callable
 
-from hypothesis import HealthCheck, Verbosity, seed, settings
+from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 LEAST = 200_000  # in all
-STEPS = {"pool": 6_000, "index": 30_000, "tiers": 170_000}
+STEPS = {"pool": 4_000, "index": 56_000, "tiers": 140_000}
 SCALE = float(os.environ.get("KVRELAY_MACHINE_STEPS", "1"))
 SEED = int(os.environ.get("KVRELAY_MACHINE_SEED", "0"))
 
@@ -31,11 +31,18 @@ def live(name: str, machine: type[RuleBasedStateMachine], *, examples: int, rule
 
 
 def run_until(
-    is_done: Callable[[], bool], machine: type[RuleBasedStateMachine], *, examples: int, rules_each: int
+    is_done: Callable[[], bool],
+    machine: type[RuleBasedStateMachine],
+    *,
+    examples: int,
+    rules_each: int,
+    is_shrunk: bool = True,
 ) -> None:
+    """`is_shrunk`: a failure is made as small as it can be, which takes minutes: not for those that are wanted."""
     chosen = settings(
-        max_examples=examples, stateful_step_count=rules_each, deadline=None, database=None,
-        suppress_health_check=list(HealthCheck), verbosity=Verbosity.normal,
+        max_examples=examples, stateful_step_count=rules_each, deadline=None, database=None, derandomize=False,
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=is_shrunk,
+        phases=[Phase.generate, Phase.shrink] if is_shrunk else [Phase.generate],
     )  # fmt: skip
     number = SEED
     while not is_done():

@@ -88,6 +88,19 @@ def test_a_held_block_is_never_evicted():
     assert found(pool, prompt(1, 2)) == blocks
 
 
+def test_the_beginning_of_a_chain_may_go_once_a_later_block_that_alone_was_held_is_released():
+    """A tier that copies a block holds just that one; meanwhile another prompt branches off before it."""
+    pool = pool_of(8)
+    blocks = cached_chain(pool, prompt(0, 4))
+    pool.acquire(blocks[2:3])
+    other = run(pool, [*prompt(0, 1), *prompt(50, 1)])
+    pool.check()
+    pool.release(other)
+    pool.release(blocks[2:3])
+    pool.check()
+    assert pool.num_available == 8
+
+
 def test_every_reuse_raises_the_generation():
     pool = pool_of(1)
     [block] = allocate(pool, 1)

@@ -1,24 +1,18 @@
-"""A random life of the block pool and its index, held against a plain model of what each block contains.
+"""A random life of the block pool and its index, held against a plain model of what each block contains."""
 
-KVRELAY_POOL_STEPS sets how many steps are taken (default: a few thousand); CI takes more, over seeds.
-"""
-
-import os
 from array import array
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.hashing import HashChain, pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
+from tests.spec import machine_steps
 
 SIZE = 4  # tokens of a block
 BLOCKS = 40
-STEPS = int(os.environ.get("KVRELAY_POOL_STEPS", "4000"))
-STEPS_EACH = 50
 
 
 @dataclass(eq=False)
@@ -219,6 +213,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def adds_up(self):
         self.count += 1
+        machine_steps.taken["pool"] += 1
         counts = self.pool.counts()
         assert counts.free + counts.used + counts.cached == BLOCKS
         if self.count % 4:
@@ -242,5 +237,5 @@ class Life(RuleBasedStateMachine):
         assert self.pool.counts().free == BLOCKS and not self.pool.cached_hashes()
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=max(1, STEPS // STEPS_EACH), stateful_step_count=STEPS_EACH, deadline=None)
+def test_any_life_of_the_pool():
+    machine_steps.live("pool", Life, examples=40, rules_each=50)

@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvrelay.kvcache.eviction import Lru
 from kvrelay.kvcache.sketch import FrequencySketch
 from kvrelay.kvcache.tier_index import TierCounts, TierIndex
 from kvrelay.types import BlockHash
+from tests.spec import machine_steps
 
 
 def name(text: str) -> BlockHash:
@@ -308,16 +309,21 @@ class Walk:
         assert self.published == set(self.used_s)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.binary(min_size=100, max_size=800))
-def test_any_order_of_operations_keeps_the_ledger_and_the_order(numbers):
-    walk = Walk()
-    for number in numbers:
-        walk.step(number)
-    walk.tier.cancel([slot for slot, _ in walk.reserved])
-    walk.tier.unhold([slot for slot, _ in walk.held])
-    walk.tier.discard(walk.tier.hashes(), walk.now_s)
-    assert walk.tier.counts().free == SLOTS
+class IndexMachine(RuleBasedStateMachine):
+    @rule(numbers=st.binary(min_size=100, max_size=800))
+    def walk(self, numbers):
+        walk = Walk()
+        for number in numbers:
+            walk.step(number)
+        machine_steps.taken["index"] += len(numbers)
+        walk.tier.cancel([slot for slot, _ in walk.reserved])
+        walk.tier.unhold([slot for slot, _ in walk.held])
+        walk.tier.discard(walk.tier.hashes(), walk.now_s)
+        assert walk.tier.counts().free == SLOTS
+
+
+def test_any_order_of_operations_keeps_the_ledger_and_the_order():
+    machine_steps.live("index", IndexMachine, examples=40, rules_each=4)
 
 
 @pytest.mark.parametrize("broken", ["holds", "children", "tickets"])

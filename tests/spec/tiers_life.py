@@ -4,6 +4,7 @@ A block's content is its own name, so that whatever is served can be held agains
 """
 
 import zlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -45,6 +46,7 @@ def prompt_of(path: str, salt: str) -> Prompt:
 
 
 PROMPTS = [prompt_of(path, salt) for path in PATHS for salt in SALTS]
+CHECKSUMS = {digest: zlib.crc32(digest) for prompt in PROMPTS for digest in prompt.hashes}
 
 
 class Trouble(OSError):
@@ -248,9 +250,21 @@ class Life:
         self.rotten: dict[int, int] = {}  # slot -> its generation when it was spoilt
         self.generations = [0] * BLOCKS
         self.served = 0
+        self.unanswered: set[str] = set()  # prefetches
         engine = [self.arrive] * 2 + [self.admit] * 3 + [self.compute] * 2 + [self.finish] * 3 + [self.press]
         threads = [self.copy, self.copy, self.transfer, self.transfer, self.transfer, self.poll, self.poll]
-        rest = [self.tick, self.rot, self.lose, self.pin, self.write_back, self.write_back, self.publish]
+        rest = [
+            self.tick,
+            self.rot,
+            self.lose,
+            self.pin,
+            self.pin_saved,
+            self.prefetch,
+            self.prefetch,
+            self.write_back,
+            self.write_back,
+            self.publish,
+        ]
         self.actions = (engine + threads) * 3 + rest + [self.fault, self.reset]
 
     def step(self, number: int, argument: int) -> None:
@@ -342,16 +356,10 @@ class Life:
             assert self.pool.num_holders(seq.blocks[at]) == 1, "a shared block is written"
             self.slab.content[seq.blocks[at]] = bytes(hashes[at])
         seq.is_computed = True
-        self.pool.name(seq.prompt.chain, self.table(seq), seq.num_in_pool, len(hashes), priority=seq.priority)
+        self.pool.name(seq.prompt.chain, array("i", seq.blocks), seq.num_in_pool, len(hashes), priority=seq.priority)
         seq.num_named = len(hashes)
         if argument % 8:  # else: "do not keep" below
             self.tiers.named([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
-
-    @staticmethod
-    def table(seq: Seq):
-        from array import array
-
-        return array("i", seq.blocks)
 
     def settle(self, seq: Seq) -> Load:
         """As the engine does: nothing else happens on its thread until the load is over."""
@@ -393,6 +401,29 @@ class Life:
         prompt = PROMPTS[argument % len(PROMPTS)]
         self.pool.pin(prompt.chain, len(prompt.hashes), 5.0)
         self.index.pin(prompt.hashes, self.now_s + 5.0)
+
+    def pin_saved(self, argument: int) -> None:
+        """A session keeps a prompt below, too, or ends."""
+        for seq in [seq for seq in self.running if seq.is_computed][:1]:
+            if argument % 3:
+                self.tiers.pin([self.entry(seq, at) for at in range(len(seq.blocks))], self.now_s + 5.0)
+            else:
+                self.tiers.unpin(seq.prompt.hashes)
+
+    def prefetch(self, argument: int) -> None:
+        """A hint that a request will come."""
+        prompt = PROMPTS[argument % len(PROMPTS)]
+        here = len(self.pool.match(prompt.chain))
+        here += self.tiers.match(prompt.hashes, here)
+        self.arrivals += 1
+        name = f"ahead-{self.arrivals}"
+        self.unanswered.add(name)
+
+        def told(num_coming: int) -> None:
+            self.unanswered.remove(name)  # once
+
+        if not self.tiers.prefetch(name, prompt.hashes[here:], prompt.metas[here:], self.now_s + 5.0, told):
+            self.unanswered.remove(name)
 
     def write_back(self, argument: int) -> None:
         def coldest(count: int) -> list[Named]:
@@ -475,6 +506,7 @@ class Life:
         for digest, entry in self.index._entries.items():
             if self.rotten.get(entry.slot) != self.index.generation(entry.slot):
                 assert self.slab.bytes_of(entry.slot) == digest, "a slot holds another block than it says"
+                assert self.tiers._checksums[entry.slot] == CHECKSUMS[digest], "a slot has another's checksum"
 
     def check(self) -> None:
         self.pool.check()
@@ -485,6 +517,7 @@ class Life:
             holders[block] = holders.get(block, 0) + 1
         assert holders == {b: n for b in range(BLOCKS) if (n := self.pool.num_holders(b))}, "a reference is nobody's"
         assert len(self.tiers.fetches) <= len(self.waiting), "a fetch is nobody's"
+        assert len(self.unanswered) <= len(self.tiers.fetches._prefetches) <= MAX_JOBS * 2 + 2
         assert all(len(known) <= 4 * SLOTS for known in self.tiers.sinks._known.values())
 
     def end(self, argument: int) -> None:
@@ -503,6 +536,8 @@ class Life:
         self.check_cheaply()
         self.check()
         self.publish(0)
+        assert not self.unanswered, "a prefetch was never answered"
+        assert not self.tiers._pin_when_saved and not self.tiers.fetches._prefetches
         assert self.pool.counts().free == BLOCKS, "a block was never given back"
         assert self.index.counts().free == SLOTS, "a slot was never given back"
         assert not any(store.is_open for store in self.stores)
