@@ -28,13 +28,25 @@ lint: $(STAMP) links
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy -p kvrelay
 
 check: lint
-	@$(VENV)/bin/pytest -q tests/spec
+	@$(VENV)/bin/pytest -q -n 2 -m "not slow" tests/spec
 
+# what shares no port, process or clock with another test goes on two cores; the rest one by one
+APART := tests/spec tests/kernels tests/kvcache tests/engine tests/serve
+REST = $(filter-out $(APART) tests/fakes.py tests/conftest.py tests/__init__.py tests/__pycache__,$(wildcard tests/*))
+
+ifneq ($(strip $(ARGS)),)
 test: $(STAMP) links
 	@$(VENV)/bin/pytest $(ARGS)
+else
+test: $(STAMP) links
+	@status=0; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal $(APART) || status=1; \
+	$(VENV)/bin/pytest $(REST) || status=1; \
+	exit $$status
+endif
 
 test-fast: $(STAMP)
-	@$(VENV)/bin/pytest -q tests/spec
+	@$(VENV)/bin/pytest -q -n 2 -m "not slow" tests/spec
 
 test-gpu: $(STAMP)
 	@$(VENV)/bin/pytest -m gpu $(ARGS)

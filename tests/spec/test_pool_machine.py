@@ -4,6 +4,7 @@ from array import array
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.hashing import HashChain, pack_tokens
@@ -237,5 +238,6 @@ class Life(RuleBasedStateMachine):
         assert self.pool.counts().free == BLOCKS and not self.pool.cached_hashes()
 
 
+@pytest.mark.slow
 def test_any_life_of_the_pool():
     machine_steps.live("pool", Life, examples=40, rules_each=50)

@@ -322,6 +322,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert walk.tier.counts().free == SLOTS
 
 
+@pytest.mark.slow
 def test_any_order_of_operations_keeps_the_ledger_and_the_order():
     machine_steps.live("index", IndexMachine, examples=40, rules_each=4)
 

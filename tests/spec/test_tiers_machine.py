@@ -39,6 +39,7 @@ class TiersMachine(RuleBasedStateMachine):
         self.life = Life(life.rules.write, life.rules.prefetch, None, is_checked=self.is_checked)
 
 
+@pytest.mark.slow
 def test_any_order_of_events():
     machine_steps.live("tiers", TiersMachine, examples=60, rules_each=8)
 
