@@ -3,7 +3,6 @@
 from collections import OrderedDict
 
 from kvrelay.kvcache.usage import Usage
-from kvrelay.types import BlockHash
 
 
 class Lru:
@@ -74,7 +73,7 @@ class Slru(Lru):
     def __init__(self, capacity_blocks: int) -> None:
         self._most = max(1.0, self.protected_share * capacity_blocks)
         self._scale = float(max(capacity_blocks, 64))
-        self._protected: OrderedDict[BlockHash, Usage] = OrderedDict()
+        self._protected: OrderedDict[Usage, None] = OrderedDict()
         self._num_protected = 0  # blocks, each entry's counted as it was when it came in (`segment`)
         self._last_number = 0.0
         self._fallen = 0.0
@@ -86,25 +85,25 @@ class Slru(Lru):
         usage.rank = self._fallen + self._since_fall / (self._since_fall + self._scale)
 
     def used(self, usage: Usage, now_s: float) -> None:
-        self._leave(usage.digest)
+        self._leave(usage)
         self._last_number += 1
         usage.rank = max(self._last_number, self._fallen + 1)
         usage.segment = usage.num_blocks
-        self._protected[usage.digest] = usage
+        self._protected[usage] = None
         self._num_protected += usage.num_blocks
         while self._num_protected > self._most and len(self._protected) > 1:
             oldest = next(iter(self._protected))
-            self._fallen, self._since_fall = max(self._fallen, self._protected[oldest].rank), 0
+            self._fallen, self._since_fall = max(self._fallen, oldest.rank), 0
             self._leave(oldest)
 
     def evicted(self, usage: Usage, now_s: float) -> None:
-        self._leave(usage.digest)
+        self._leave(usage)
 
     def score(self, usage: Usage, now_s: float) -> float:
         return usage.rank
 
-    def _leave(self, digest: BlockHash) -> None:
-        usage = self._protected.pop(digest, None)
-        if usage is not None:
+    def _leave(self, usage: Usage) -> None:
+        if usage in self._protected:
+            del self._protected[usage]
             self._num_protected -= usage.segment
             usage.segment = 0

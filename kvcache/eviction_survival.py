@@ -77,7 +77,7 @@ class Survival:
             self._rates.reused(before.kind, now_s - before.now_s)
         request = self._request_of_new(usage, now_s)
         if before is not None:
-            request.turn = max(request.turn, before.turn + 1)
+            request.turn, request.matched_tokens = before.turn + 1, usage.end_tokens  # as if it had been matched
         usage.note = _Note(request)
         self._watch(request, usage)
 

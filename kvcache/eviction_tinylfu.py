@@ -6,10 +6,11 @@ from kvrelay.kvcache.usage import Usage
 
 
 class TinyLfu(Lru):
-    """A newcomer seen no more often than what it would displace stays for a short window only; the rest is LRU.
+    """A newcomer seen no more often than what it would displace is not admitted: it goes before nearly all that was.
 
-    The window: it scores as if it had been used earlier by most of the time for which entries stay. How often the
-    displaced was seen is taken from the last evicted ones. Frequencies outlive their entries, in a sketch that ages.
+    The admitted are in LRU order, on a clock that only admissions drive, so that a flood of strangers ages nobody. A
+    stranger ranks among the oldest twentieth of them. How often the displaced was seen is taken from the last evicted
+    ones. Frequencies outlive their entries, in a sketch that ages.
 
     Source: W-TinyLFU (Einziger, Eytan, Friedman, Manes, 2022).
     """
@@ -19,12 +20,12 @@ class TinyLfu(Lru):
 
     def __init__(self, capacity_blocks: int) -> None:
         self._sketch = FrequencySketch(capacity_blocks)
-        self._turnover = 0  # blocks inserted: a clock that runs as fast as the cache fills
+        self._admitted_blocks = 0  # in all: the clock
         self._head_start = (1 - self.window_share) * capacity_blocks
         self._displaced = 0.0  # how often the lately evicted had been seen, on average
 
     def inserted(self, usage: Usage, now_s: float) -> None:
-        self._turnover += usage.num_blocks
+        usage.segment = 0
         self._touch(usage)
 
     def used(self, usage: Usage, now_s: float) -> None:
@@ -34,9 +35,11 @@ class TinyLfu(Lru):
         self._displaced += 0.05 * (self._sketch.estimate(usage.digest) - self._displaced)
 
     def score(self, usage: Usage, now_s: float) -> float:
-        is_admitted = self._sketch.estimate(usage.digest) > self._displaced
-        return usage.rank if is_admitted else usage.rank - self._head_start
+        return usage.rank if usage.segment else usage.rank - self._head_start
 
     def _touch(self, usage: Usage) -> None:
-        self._sketch.touch(usage.digest)
-        usage.rank = self._turnover
+        """`segment` is 1 once it is admitted."""
+        if self._sketch.touch(usage.digest) > max(self._displaced, 1.0) and not usage.segment:
+            usage.segment = 1
+            self._admitted_blocks += usage.num_blocks
+        usage.rank = self._admitted_blocks

@@ -13,6 +13,7 @@ _PRIOR_SHARE, _PRIOR_DELAY_S = 0.3, 30.0  # before anything is learned rates fal
 _PRIOR_WEIGHT = 4.0  # requests' worth of that belief
 _KIND_WEIGHT = 8.0  # reuses' worth of the belief that kinds do not differ
 
+_LEAST_FALL = 0.95  # of the value from one age to the next, once past its peak
 _BAND = 4  # ages that share a kind's factor
 _NUM_BANDS = _NUM_AGES // _BAND
 
@@ -134,6 +135,8 @@ def _values(rates: list[float]) -> list[float]:
             alive -= ending
             best = max(best, reused / spent)
         values.append(best)
-    for age in range(values.index(max(values)) + 1, _NUM_AGES):  # a rise after the peak is noise of few reuses
-        values[age] = min(values[age], values[age - 1])
+    for age in range(
+        values.index(max(values)) + 1, _NUM_AGES
+    ):  # a rise after the peak is noise of few reuses: LRU then
+        values[age] = min(values[age], values[age - 1] * _LEAST_FALL)
     return values
