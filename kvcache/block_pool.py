@@ -29,7 +29,7 @@ from kvrelay.types import BlockHash, BlockId
 PIN_SHARE = 0.25  # of the pool, for each tenant's pins
 MIN_TAIL_TOKENS = 4  # fewer tokens are not worth copying a block for
 
-_FEW = 24  # up to here a loop is faster than array operations
+_FEW = 64  # up to here a loop is faster than array operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +115,23 @@ class BlockPool:
         """One more holder for each of these used or cached blocks."""
         table = _table(blocks)
         if len(table) <= _FEW:
-            fresh = [block for block in table if not self._refs[block]]
+            refs = self._refs
+            fresh = [block for block in table if not refs[block]]
+            nodes = {self._index_of(block) for block in fresh}
             for block in table:
-                self._refs[block] += 1
-            num_fresh, nodes = len(fresh), {self._index_of(block) for block in fresh}
+                refs[block] += 1
+            num_fresh = len(fresh)
         else:
             ids = np.frombuffer(table, np.int32)
-            refs = self._ref_array.take(ids)
-            self._ref_array[ids] = refs + 1
-            if refs.all():
+            known = self._ref_array.take(ids)
+            if known.all():
+                self._ref_array[ids] = known + 1
                 return
-            idle = ids[refs == 0] if refs.any() else ids
-            num_fresh, nodes = len(idle), _distinct(self._tree.node_of.take(idle))
+            idle = ids[known == 0] if known.any() else ids
+            owners = self._tree.node_of.take(idle)
+            assert (owners >= 0).all(), "a free block: nobody can acquire it"
+            self._ref_array[ids] = known + 1
+            num_fresh, nodes = len(idle), _distinct(owners)
         self._num_idle -= num_fresh
         for index in nodes:
             self._relock(index)
@@ -155,18 +160,19 @@ class BlockPool:
 
     def _release_few(self, table: BlockTable) -> set[int]:
         nodes: set[int] = set()
+        refs, index_of = self._refs, self._tree.index_of
         for block in table:
-            left = self._refs[block] - 1
+            left = refs[block] - 1
             assert left >= 0, f"block {block} released more often than held"
-            self._refs[block] = left
+            refs[block] = left
             if left:
                 continue
-            node = self._tree.node(block)
-            if node is None:
+            index = index_of[block]
+            if index < 0:
                 self._free.append(block)
             else:
                 self._num_idle += 1
-                nodes.add(node.index)
+                nodes.add(index)
         return nodes
 
     def _relock(self, index: int) -> None:
@@ -183,9 +189,9 @@ class BlockPool:
                 self._queue.offer(node, self.now_s)
 
     def _index_of(self, block: int) -> int:
-        node = self._tree.node(block)
-        assert node is not None, f"block {block} is free: nobody can acquire it"
-        return node.index
+        index = self._tree.index_of[block]
+        assert index >= 0, f"block {block} is free: nobody can acquire it"
+        return index
 
     def _held(self, node: Node) -> int:
         """Blocks of the node up to its last one with a reference."""

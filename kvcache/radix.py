@@ -22,6 +22,7 @@ from kvrelay.types import BlockHash
 BlockTable: TypeAlias = "array[int]"  # "i": block ids in order; as quick to cut and join as bytes
 Ints = NDArray[np.int32]
 
+_FEW = 16  # up to here a loop is faster than an array operation
 _NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: no prompt has it
 
 
@@ -84,14 +85,14 @@ class RadixTree:
         self.num_nodes = 0
         self.num_evictable = 0  # blocks that could go, one after another, before a held one is in the way
         self._unused: list[int] = []
-        self._node_of = array("i", [-1]) * num_blocks
-        self.node_of: Ints = np.frombuffer(self._node_of, dtype=np.int32)
+        self.index_of = array("i", [-1]) * num_blocks  # of each block's node
+        self.node_of: Ints = np.frombuffer(self.index_of, dtype=np.int32)  # the same memory
 
     # ---- finding
 
     def node(self, block: int) -> Node | None:
         """The node in which this block is named."""
-        index = self._node_of[block]
+        index = self.index_of[block]
         return None if index < 0 else self.nodes[index]
 
     def root_of(self, node: Node) -> Node:
@@ -218,8 +219,9 @@ class RadixTree:
         self.num_evictable += len(blocks)
 
     def _set_node(self, blocks: BlockTable, index: int) -> None:
-        if len(blocks) == 1:
-            self._node_of[blocks[0]] = index
+        if len(blocks) <= _FEW:
+            for block in blocks:
+                self.index_of[block] = index
         else:
             self.node_of[np.frombuffer(blocks, np.int32)] = index
 
@@ -274,9 +276,9 @@ class RadixTree:
     def hold(self, node: Node, held: int) -> None:
         """The first `held` blocks of `node` must stay from now on, and no more than these."""
         was_locked = node.is_locked
-        self.num_evictable -= node.num_evictable
+        if not node.num_locked:
+            self.num_evictable += node.held - held
         node.held = held
-        self.num_evictable += node.num_evictable
         parent = node.parent
         while parent is not None and node.is_locked != was_locked:
             was_locked, change = parent.is_locked, 1 if node.is_locked else -1

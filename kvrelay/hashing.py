@@ -5,6 +5,7 @@ its tokens stand for beside text (`extras`); two processes agree because nothing
 The work is done in C where a compiler is (hashing_native.py), else by hashlib: the digests are the same.
 """
 
+import functools
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
@@ -21,6 +22,7 @@ _EXTRAS = b"extras"
 _TENANT = b"tenant"
 
 
+@functools.lru_cache(1024)
 def root_hash(salt: str = "", adapter: str = "") -> BlockHash:
     """The parent of a sequence's first block; differs for each tenant's salt and each adapter."""
     root = hashlib.blake2b(f"{HASH_SEED}\0{salt}".encode(), digest_size=HASH_BYTES).digest()

@@ -39,7 +39,8 @@ class _Native:
     def chain(self, parent: bytes, packed: bytes, width: int, count: int) -> bytearray:
         out = bytearray(_DIGEST_BYTES * count)
         call = self.chain_held if len(packed) < _RELEASE_BYTES else self.chain_free
-        call(parent, packed, width, count, (ctypes.c_char * len(out)).from_buffer(out))
+        if count:
+            call(parent, packed, width, count, ctypes.addressof(ctypes.c_char.from_buffer(out)))
         return out
 
     def pack(self, tokens: list[int], start: int, count: int) -> bytes:

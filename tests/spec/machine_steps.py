@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 LEAST = 200_000  # in all
-STEPS = {"pool": 4_000, "index": 56_000, "tiers": 140_000}
+STEPS = {"pool": 24_000, "index": 56_000, "tiers": 140_000}
 SCALE = float(os.environ.get("KVRELAY_MACHINE_STEPS", "1"))
 SEED = int(os.environ.get("KVRELAY_MACHINE_SEED", "0"))
 

@@ -307,6 +307,46 @@ def test_the_coldest_blocks_are_those_that_are_evicted_next():
     assert {each.block for each in cold[:4]} == set(allocate(pool, 4))
 
 
+# ---- news
+
+
+def hashes_of(tokens: list[int]) -> set[bytes]:
+    return set(chain_of(tokens).hashes())
+
+
+def test_news_is_what_differs_from_the_last_time():
+    pool = pool_of(2)
+    assert pool.drain_changes() is None
+    cached_chain(pool, prompt(1, 2))
+    change = pool.drain_changes()
+    assert change is not None and (set(change.stored), change.removed) == (hashes_of(prompt(1, 2)), ())
+    pool.release(allocate(pool, 1))
+    change = pool.drain_changes()
+    assert change is not None and (change.stored, set(change.removed)) == ((), {chain_of(prompt(1, 2))[1]})
+
+
+def test_what_comes_and_goes_between_two_times_is_no_news():
+    pool = pool_of(2)
+    cached_chain(pool, prompt(1, 2))
+    pool.reset_cache()
+    assert pool.drain_changes() is None
+    cached_chain(pool, prompt(1, 2))
+    pool.drain_changes()
+    pool.reset_cache()
+    cached_chain(pool, prompt(1, 2))
+    assert pool.drain_changes() is None
+
+
+def test_news_that_nobody_reads_does_not_pile_up():
+    pool = pool_of(8)
+    for first in range(200):
+        cached_chain(pool, prompt(first, 4))
+    changes = pool._changes
+    assert changes._size + len(changes._stored) + len(changes._removed) <= 3 * 8
+    change = pool.drain_changes()
+    assert change is not None and set(change.stored) == set(pool.cached_hashes()) and not change.removed
+
+
 # ---- pins
 
 

@@ -134,6 +134,22 @@ def test_long_runs_that_part_late_are_told_apart():
         assert pool.match(chain_of(other)).blocks == blocks[:at]
 
 
+def test_a_beginning_that_stays_for_what_follows_alone_goes_with_it_after_a_split():
+    pool, tokens = BlockPool(16, block_size=SIZE), prompt(1, 3)
+    store(pool, tokens[: 2 * SIZE])
+    branches = [tokens, [*tokens[: 2 * SIZE], *prompt(2, 1)]]
+    copies = [pool.allocate(3) for _ in branches]  # computed at the same time: of each only the third block gets a name
+    for copy, branch in zip(copies, branches, strict=True):
+        assert copy is not None
+        pool.name(chain_of(branch), copy, 0, 3, pack_tokens(branch))
+        pool.check()
+    assert runs(pool) == [1, 1, 2]
+    for copy in copies:
+        pool.release(copy)
+        pool.check()
+    assert pool.num_available == 16
+
+
 # ---- tails
 
 
