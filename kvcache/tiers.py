@@ -40,6 +40,8 @@ class Slab(SinkSlab, Protocol):
 
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]: ...
 
+    def checksums(self, slots: Sequence[int]) -> list[int]: ...
+
     def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None: ...
 
 
@@ -281,7 +283,8 @@ class Tiers:
         def work() -> float:
             began = clock()
             try:
-                good = [not is_checked or slab.checksum(slot) == known for slot, known in zip(slots, sums, strict=True)]
+                found = slab.checksums(slots) if is_checked else sums
+                good = [now == then for now, then in zip(found, sums, strict=True)]
                 load.verified([digest for digest, is_good in zip(hashes, good, strict=True) if not is_good])
                 for layer in range(slab.num_layers if all(good) else 0):
                     slab.load(slots, blocks, range(layer, layer + 1))

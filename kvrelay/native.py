@@ -24,10 +24,15 @@ logger = logging.getLogger(__name__)
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w")
 _TARGETS = (("-march=native",), ("-mcpu=native",), ())
 _TIMEOUT_S = 180.0
+_XXH3 = Path(__file__).parent / "native_xxh3"
+XXH3_SOURCES, XXH3_HEADERS = (
+    (_XXH3 / "xxh3.c",),
+    (_XXH3 / "xxh3.h", _XXH3 / "lanes.h"),
+)  # for those who hash what they move
 
 
 def load_native(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ctypes.CDLL:
-    """The shared library made of C `sources`, compiled now unless the cache has it.
+    """The shared library made of C `sources`, compiled now unless the cache has it. Folders of `headers` are searched.
 
     Raises:
         BackendUnavailable: KVRELAY_NATIVE=0, no C compiler, or it failed; the text says which.
@@ -71,16 +76,27 @@ def _built(name: str, compiler: str, sources: Sequence[Path], headers: Sequence[
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             logger.info("compiling %s with %s (once)", name, compiler)
-            _compile(compiler, sources, target)
+            _compile(compiler, sources, headers, target)
     return target
 
 
-def _compile(compiler: str, sources: Sequence[Path], target: Path) -> None:
+def _compile(compiler: str, sources: Sequence[Path], headers: Sequence[Path], target: Path) -> None:
     """All sources to `target` for this very processor; falls back to the compiler's default target."""
+    folders = [f"-I{folder}" for folder in dict.fromkeys(header.parent for header in headers)]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         product = Path(scratch) / target.name
         for architecture in _TARGETS:
-            command = [compiler, *_FLAGS, *architecture, "-shared", *map(str, sources), "-o", str(product), "-lm"]
+            command = [
+                compiler,
+                *_FLAGS,
+                *folders,
+                *architecture,
+                "-shared",
+                *map(str, sources),
+                "-o",
+                str(product),
+                "-lm",
+            ]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
             if done.returncode == 0:
                 os.replace(product, target)

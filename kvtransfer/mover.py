@@ -21,7 +21,7 @@ from kvrelay.errors import BackendUnavailable
 from kvrelay.kvtransfer.plans import CopyList, Offsets
 from kvrelay.kvtransfer.process_memory import NONCE_BYTES, NotTheSource, Place, bytes_at, copy_from_process
 from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
-from kvrelay.native import load_native
+from kvrelay.native import XXH3_HEADERS, XXH3_SOURCES, load_native
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,8 @@ class _Job(ctypes.Structure):
 def library() -> Any:
     """The compiled mover, or None where there can be none. Compiles at its first call: make that off the loop."""
     try:
-        lib: Any = load_native("mover", sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h")))
+        sources, headers = sorted(_FOLDER.glob("*.c")), sorted(_FOLDER.glob("*.h"))
+        lib: Any = load_native("mover", [*sources, *XXH3_SOURCES], [*headers, *XXH3_HEADERS])
     except BackendUnavailable as error:
         logger.info("KV is moved and hashed in Python: %s", error)
         return None

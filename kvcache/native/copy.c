@@ -1,11 +1,41 @@
-/* Copies equally long runs of bytes between two buffers. Called without the interpreter's lock. */
+/* Blocks between a pool and a slab, hashed on their way or where they lie. Called without the interpreter's lock. */
 
-#include <stdint.h>
+#include "xxh3.h"
 #include <string.h>
+
+#define FAR (4 << 20) /* more than this at once goes past the caches */
 
 void copy_runs(char *target, const char *source, const int64_t *target_offsets, const int64_t *source_offsets,
                int64_t num_runs, int64_t run_bytes)
 {
+    if (num_runs * run_bytes >= FAR && run_bytes >= XXH3_BLOCK) {
+        kt_copy_pieces((uint8_t *)target, (const uint8_t *)source, target_offsets, source_offsets, num_runs, run_bytes);
+        return;
+    }
     for (int64_t i = 0; i < num_runs; i++)
         memcpy(target + target_offsets[i], source + source_offsets[i], (size_t)run_bytes);
+}
+
+/* XXH3-64 of each of these stretches of more than 240 bytes. */
+void hash_runs(const char *base, const int64_t *offsets, int64_t num_runs, int64_t run_bytes, uint64_t *hashes)
+{
+    for (int64_t i = 0; i < num_runs; i++) {
+        const uint8_t *after = (const uint8_t *)base + offsets[i + 1 < num_runs ? i + 1 : i];
+        hashes[i] = kt_xxh3_long((const uint8_t *)base + offsets[i], run_bytes, after);
+    }
+}
+
+/* copy_runs, and the hash of every `each` runs, which lie one behind the other in the target. */
+void copy_hashed(char *target, const char *source, const int64_t *target_offsets, const int64_t *source_offsets,
+                 int64_t num_runs, int64_t run_bytes, int64_t each, uint64_t *hashes)
+{
+    for (int64_t i = 0; i < num_runs / each; i++, target_offsets += each, source_offsets += each) {
+        if (run_bytes % XXH3_BLOCK == 0) {
+            hashes[i] = kt_xxh3_copy((uint8_t *)target, (const uint8_t *)source, target_offsets, source_offsets, each, run_bytes);
+            continue;
+        }
+        for (int64_t k = 0; k < each; k++)
+            memcpy(target + target_offsets[k], source + source_offsets[k], (size_t)run_bytes);
+        hash_runs(target, target_offsets, 1, each * run_bytes, hashes + i);
+    }
 }

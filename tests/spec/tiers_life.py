@@ -88,6 +88,9 @@ class FakeSlab:
             raise Trouble("checksum")
         return zlib.crc32(self.bytes_of(slot))
 
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        return [self.checksum(slot) for slot in slots]
+
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
         for block, slot in zip(blocks, slots, strict=True):
             assert self.pool.num_holders(block), "a block that nobody holds is saved"

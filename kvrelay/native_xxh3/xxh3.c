@@ -97,20 +97,13 @@ INLINE void look_ahead(const uint8_t *block, const uint8_t *end, const uint8_t *
     for (int line = 0; line < AHEAD; line++) __builtin_prefetch(next + line * 64, 0, 3);
 }
 
-uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after)
-{
-    const uint64_t start[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
-    lanes acc[PARTS];
-    memcpy(acc, start, 64);
-    int64_t num_blocks = (size - 1) / BLOCK;
-    for (int64_t b = 0; b < num_blocks; b++) {
-        look_ahead(data + b * BLOCK, data + size, after);
-        accumulate(acc, data + b * BLOCK, STRIPES);
-        scramble(acc);
-    }
-    accumulate(acc, data + num_blocks * BLOCK, (size - num_blocks * BLOCK - 1) / 64);
-    last_stripe(acc, data + size - 64);
+static const uint64_t START[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
 
+/* The last block, of which `left` bytes lie at `data`, and what all `size` bytes come to. */
+INLINE uint64_t finished(lanes *acc, const uint8_t *data, int64_t left, int64_t size)
+{
+    accumulate(acc, data, (left - 1) / 64);
+    last_stripe(acc, data + left - 64);
     uint64_t a[8], hash = (uint64_t)size * P64_1;
     memcpy(a, acc, 64);
     for (int i = 0; i < 4; i++)
@@ -118,6 +111,82 @@ uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after)
     hash ^= hash >> 37;
     hash *= MIX;
     return hash ^ (hash >> 32);
+}
+
+uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after)
+{
+    lanes acc[PARTS];
+    memcpy(acc, START, 64);
+    int64_t num_blocks = (size - 1) / BLOCK;
+    for (int64_t b = 0; b < num_blocks; b++) {
+        look_ahead(data + b * BLOCK, data + size, after);
+        accumulate(acc, data + b * BLOCK, STRIPES);
+        scramble(acc);
+    }
+    return finished(acc, data + num_blocks * BLOCK, size - num_blocks * BLOCK, size);
+}
+
+/* One block past the caches: what is moved to another tier is not read again soon. */
+INLINE void place_block(uint8_t *to, const uint8_t *from)
+{
+#if HAS_STREAM
+    if (!((uintptr_t)to & (WIDTH - 1))) {
+        for (int i = 0; i < BLOCK; i += 4 * WIDTH) {
+            lanes a = load(from + i), b = load(from + i + WIDTH);
+            lanes c = load(from + i + 2 * WIDTH), d = load(from + i + 3 * WIDTH);
+            stream(to + i, a);
+            stream(to + i + WIDTH, b);
+            stream(to + i + 2 * WIDTH, c);
+            stream(to + i + 3 * WIDTH, d);
+        }
+        return;
+    }
+#endif
+    memcpy(to, from, BLOCK);
+}
+
+void kt_copy_pieces(uint8_t *target, const uint8_t *source, const int64_t *target_pieces, const int64_t *source_pieces,
+                    int64_t num_pieces, int64_t piece_bytes)
+{
+    for (int64_t i = 0; i < num_pieces; i++) {
+        const uint8_t *from = source + source_pieces[i], *after = source + source_pieces[i + 1 < num_pieces ? i + 1 : i];
+        uint8_t *to = target + target_pieces[i];
+        int64_t at = 0;
+        for (; at + BLOCK <= piece_bytes; at += BLOCK) {
+            look_ahead(from + at, from + piece_bytes, after);
+            place_block(to + at, from + at);
+        }
+        memcpy(to + at, from + at, piece_bytes - at);
+    }
+#if HAS_STREAM
+    stream_fence();
+#endif
+}
+
+uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, const int64_t *target_pieces, const int64_t *source_pieces,
+                      int64_t num_pieces, int64_t piece_bytes)
+{
+    lanes acc[PARTS];
+    memcpy(acc, START, 64);
+    uint64_t hash = 0;
+    for (int64_t i = 0; i < num_pieces; i++) {
+        const uint8_t *from = source + source_pieces[i], *after = source + source_pieces[i + 1 < num_pieces ? i + 1 : i];
+        uint8_t *to = target + target_pieces[i];
+        for (int64_t at = 0; at < piece_bytes; at += BLOCK) {
+            if (i + 1 == num_pieces && at + BLOCK == piece_bytes) {
+                hash = finished(acc, from + at, BLOCK, num_pieces * piece_bytes);
+            } else {
+                look_ahead(from + at, from + piece_bytes, after);
+                accumulate(acc, from + at, STRIPES);
+                scramble(acc);
+            }
+            place_block(to + at, from + at);
+        }
+    }
+#if HAS_STREAM
+    stream_fence();
+#endif
+    return hash;
 }
 
 uint64_t kt_xxh3_atom(const uint8_t *base, const int64_t *pieces, int64_t each, int64_t piece_bytes,
