@@ -65,7 +65,7 @@ class Ours:
 
 
 class Vllm:
-    """vLLM's KVCacheManager, hashing with its quickest hash that two processes agree on and with its default one."""
+    """vLLM's KVCacheManager with its default hash (name it "vLLM cbor" for the one that is alike in every Python)."""
 
     def __init__(self, num_blocks: int, hash_name: str) -> None:
         import torch
