@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache import copies
@@ -119,7 +120,7 @@ def world(request):
 @pytest.mark.parametrize("native", [True, False])
 def test_blocks_come_back_as_they_went(world, monkeypatch, native):
     if not native:
-        monkeypatch.setattr(copies, "_native_copy", lambda: None)
+        monkeypatch.setattr(copies, "_native", lambda: None)
     it = world()
     entries, expected = it.named(5)
     it.tiers.named(entries)
@@ -130,6 +131,24 @@ def test_blocks_come_back_as_they_went(world, monkeypatch, native):
     assert load.wait_layer(LAYOUT.num_layers - 1)
     load.wait_over()
     assert torch.equal(it.storage.tensor[:, list(blocks)], expected)
+
+
+@pytest.mark.parametrize("head_dim", [1, 2, 10, 16, 64])  # layers of a block from 64 bytes to 4 KiB
+@pytest.mark.parametrize("blocks", [1, 3, 400])  # the last past the caches, where a layer has 1 KiB
+def test_blocks_are_hashed_on_their_way_as_where_they_lie(head_dim, blocks):
+    layout = KvLayout(num_layers=5, num_blocks=blocks, block_size=4, num_kv_heads=2, head_dim=head_dim, dtype="float32")
+    storage = KvStorage(layout, torch.device("cpu"))
+    storage.tensor.uniform_(-1, 1)
+    expected = storage.tensor.clone()
+    slab = HostSlab(storage.memory, layout.num_bytes)
+    order, slots = list(range(blocks)), list(reversed(range(blocks)))
+    found = slab.save(order, slots)
+    plain = [xxhash.xxh3_64_intdigest(expected[:, block].contiguous().numpy().tobytes()) for block in order]
+    assert found == plain == slab.checksums(slots) == [slab.checksum(slot) for slot in slots]
+    storage.tensor.zero_()
+    for layer in range(5):
+        slab.load(slots, order, range(layer, layer + 1))
+    assert torch.equal(storage.tensor, expected)
 
 
 def test_blocks_are_held_while_they_are_saved_and_given_back(world):
@@ -333,10 +352,10 @@ def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
     it.tiers.named(entries)
     it.settle()
 
-    def broken(slot):
+    def broken(slots):
         raise OSError("memory fault")
 
-    monkeypatch.setattr(it.slab, "checksum", broken)
+    monkeypatch.setattr(it.slab, "checksums", broken)
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
     it.tiers.give_up(load)

@@ -22,7 +22,7 @@ from kvrelay.kvtransfer.plans import CopyList
 from kvrelay.kvtransfer.process_memory import NONCE_BYTES, NotTheSource, Place
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.kvtransfer.transports.copying import place_of
-from kvrelay.native import load_native
+from kvrelay.native import XXH3_HEADERS, XXH3_SOURCES, load_native
 
 WAYS = ["native", "python"]
 NONCE = ctypes.create_string_buffer(b"a nonce of 16 by", NONCE_BYTES)
@@ -347,7 +347,8 @@ def short_calls(name, monkeypatch, folder):
     if name == "native":
         source = folder / "short.c"
         source.write_text(_SHORT.replace("MOVE", str(mover._FOLDER / "move.c")))
-        lib = load_native("short", [source, mover._FOLDER / "xxh3.c"], [*mover._FOLDER.glob("*.[ch]")])
+        headers = [*mover._FOLDER.glob("*.[ch]"), *XXH3_HEADERS]
+        lib = load_native("short", [source, *XXH3_SOURCES], headers)
         lib.kt_move.argtypes, lib.kt_move.restype = [ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
         monkeypatch.setattr(mover, "library", lambda: lib)
         return
