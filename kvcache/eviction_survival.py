@@ -18,6 +18,7 @@ class _Request:
     tail: Usage
     turn: int  # requests that this one continues, one continuing the other
     matched_tokens: int = 0
+    watched_as: BlockHash | None = None  # its tail's hash when it was last looked at: a run of blocks can grow
 
     @property
     def kind(self) -> tuple[int, int]:
@@ -110,8 +111,7 @@ class Survival:
         note.request = request
         if before is request:
             return
-        if before.tail is usage:
-            self._watched.pop(usage.digest, None)
+        if before.tail is usage and self._unwatch(before):
             self._rates.reused(before.kind, now_s - before.now_s)
         if usage.end_tokens >= request.tail.end_tokens:
             request.turn = before.turn + 1 if before.tail is usage else 0
@@ -120,13 +120,19 @@ class Survival:
 
     def _watch(self, request: _Request, usage: Usage) -> None:
         """The request reaches this far: its last block tells whether it is continued."""
-        if request.tail is not usage and self._watched.get(request.tail.digest) is request:
-            del self._watched[request.tail.digest]
-        request.tail = usage
+        self._unwatch(request)
+        request.tail, request.watched_as = usage, usage.digest
         self._watched[usage.digest] = request
         if len(self._watched) > _MOST_WATCHED:
             _, oldest = self._watched.popitem(last=False)
             self._rates.lost(oldest.kind, request.now_s - oldest.now_s)
+
+    def _unwatch(self, request: _Request) -> bool:
+        """Whether it was watched."""
+        if request.watched_as is None or self._watched.get(request.watched_as) is not request:
+            return False
+        del self._watched[request.watched_as]
+        return True
 
     def evicted(self, usage: Usage, now_s: float) -> None:
         above = usage.above.note if usage.above is not None else None

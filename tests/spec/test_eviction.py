@@ -1,6 +1,7 @@
 """Each eviction policy's defining behaviour, through the cache that asks it; the sketch, and traces of our own."""
 
 import json
+import random
 
 import pytest
 
@@ -10,6 +11,8 @@ from kvrelay.cluster.loadgen_sessions import SessionSpec, as_mooncake, generate
 from kvrelay.cluster.loadgen_traces import parse_mooncake
 from kvrelay.config import CacheSettings, settings_from
 from kvrelay.errors import ConfigError
+from kvrelay.hashing import HashChain
+from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.eviction import Lru, Usage, make_policy, policy_names, register
 from kvrelay.kvcache.reuse_rates import ReuseRates
 from kvrelay.kvcache.sketch import FrequencySketch
@@ -262,3 +265,26 @@ def test_every_further_tier_finds_more_and_the_admission_filter_writes_less():
     filtered = run(prompts, (0.1, 0.3, 0.8, 2.0), "lru", 2)
     assert filtered["written_tokens"][2] < 0.8 * rows[3]["written_tokens"][2]
     assert sum(filtered["found_tokens"]) == filtered["saved_tokens"]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_policy_serves_the_devices_index_too(policy):
+    """Runs of blocks that grow, split and merge, where entries come and go whole or in part."""
+    pool = BlockPool(24, block_size=16, policy=make_policy(policy, 24))
+    draw = random.Random(4)
+    for number in range(400):
+        pool.tick(3.0 * number)
+        tokens = (
+            [draw.randrange(3)] * 32 + [draw.randrange(2)] * 32 + [draw.randrange(1000)] * 16 * draw.randrange(1, 5)
+        )
+        chain = HashChain.of(tokens, 16)
+        match = pool.match(chain)
+        pool.use(match)
+        pool.acquire(match.blocks)
+        fresh = pool.allocate(len(chain) - len(match))
+        assert fresh is not None
+        table = match.blocks + fresh
+        pool.name(chain, table, len(match), len(chain))
+        pool.release(table)
+        pool.check()
+    assert pool.counts().used == 0
