@@ -152,8 +152,12 @@ class StreamReader:
     async def aclose(self) -> None:
         for read in list(self._reads):
             self.abandon(read)
+        closing = asyncio.get_running_loop().run_in_executor(None, self._stop_all)
+        await asyncio.shield(closing)  # whoever waits may be cancelled: every connection is closed all the same
+
+    def _stop_all(self) -> None:
         for stream in self._streams:
-            await asyncio.to_thread(stream.stop)
+            stream.stop()
 
 
 def _ended(error: TransportError | None) -> "asyncio.Future[None]":

@@ -18,6 +18,7 @@ from kvrelay.kvtransfer.transports import stream_reader
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
 from kvrelay.kvtransfer.transports.channels import shut
 from kvrelay.kvtransfer.transports.splice import SplicePipe
+from kvrelay.kvtransfer.transports.stream import Stream
 from kvrelay.kvtransfer.transports.streams import PIECE_BYTES
 from kvrelay.kvtransfer.transports.tcp import tcp
 from kvrelay.kvtransfer.transports.unix import UNIX
@@ -381,6 +382,29 @@ async def test_nothing_is_left_behind(kv, kind):
         await use()
     assert descriptors() <= before
     assert kv_threads() <= earlier
+
+
+async def test_a_close_that_is_cancelled_closes_every_stream_all_the_same(kv, monkeypatch):
+    pair = Pair(kv, "tcp x3", (kv.lib.allocate(LAYOUT, fill=5), kv.lib.allocate(LAYOUT)))
+    await pair.start(None)
+    stopped, may_stop, stop = [], threading.Event(), Stream.stop
+
+    def slow(stream):
+        may_stop.wait(5)
+        stop(stream)
+        stopped.append(stream)
+
+    monkeypatch.setattr(Stream, "stop", slow)
+    closing = asyncio.create_task(pair.reader.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    may_stop.set()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    async with asyncio.timeout(5):
+        while len(stopped) < 3:
+            await asyncio.sleep(0.01)
+    await pair.aclose()
 
 
 def kv_threads():
