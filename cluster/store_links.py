@@ -9,18 +9,18 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrelay.errors import PeerLost
 from kvrelay.kvcache.placement import StoreAddress, ranked
+from kvrelay.kvcache.rests import Rests
 from kvrelay.kvtransfer.slab_client import SlabPeer
 
 logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
-_FIRST_REST_S, _LAST_REST_S = 1.0, 30.0
 _MAX_WORKERS = 64  # that this one reads from at once
 
 
@@ -31,8 +31,7 @@ class Node:
     address: StoreAddress
     peer: SlabPeer | None = None
     connecting: "asyncio.Task[SlabPeer] | None" = None
-    failures: int = 0
-    rests_until_s: float = 0.0
+    rests: Rests = field(default_factory=Rests)
 
 
 class StoreLinks:
@@ -126,7 +125,7 @@ class StoreLinks:
             return node.peer
         if node.peer is not None:
             self.failed(node, "the connection ended")
-        if node.rests_until_s > time.monotonic():
+        if node.rests.is_resting(time.monotonic()):
             return None
         if node.connecting is None:
             node.connecting = asyncio.create_task(self._connect(node), name=f"connect {node.address.node_id}")
@@ -144,7 +143,8 @@ class StoreLinks:
             raise
         finally:
             node.connecting = None
-        node.peer, node.failures = peer, 0
+        node.peer = peer
+        node.rests.worked()
         self._in_background(self._on_connected(node))
         return peer
 
@@ -156,9 +156,7 @@ class StoreLinks:
 
     @staticmethod
     def _rest(node: Node, why: str) -> None:
-        rest_s = min(_FIRST_REST_S * 2**node.failures, _LAST_REST_S)
-        node.failures = min(node.failures + 1, 16)
-        node.rests_until_s = time.monotonic() + rest_s
+        rest_s = node.rests.failed(time.monotonic())
         logger.warning("store node %s rests for %.0f s: %s", node.address.node_id, rest_s, why)
 
     def _drop(self, node: Node) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.types import KvLayout, KvMemory
@@ -27,13 +28,6 @@ if TYPE_CHECKING:
 TOLERANCE = 0.4  # standard deviations of the logits; seen: at most 0.25 on tiny families, 0.01 on SmolLM2
 CONTROL = "one block"  # the case that the controls spoil: no window hides its first token
 Damage = Callable[["torch.Tensor"], None]  # to a region's scales' bytes, [vectors, 4], in place
-
-
-class Row(Protocol):
-    """One line of the report."""
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None: ...
-    def claim(self, *, holds: bool, note: str) -> None: ...
 
 
 class Verifier(Protocol):

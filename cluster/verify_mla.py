@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.spec import ModelSpec
@@ -27,13 +28,6 @@ FAMILY = "deepseek_v3"
 BLOCK_SIZE, CHUNK, NUM_OUTPUT = 16, 64, 8
 _LENGTHS = {"1 token": 1, "one block": BLOCK_SIZE, "block + 1": BLOCK_SIZE + 1, "several chunks": 2 * CHUNK + 5}
 Change = Callable[[Any], None]  # of entries [tokens, width] float32, in place
-
-
-class Row(Protocol):
-    """One line of the report."""
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None: ...
-    def claim(self, *, holds: bool, note: str) -> None: ...
 
 
 class Rows(Protocol):

@@ -6,11 +6,12 @@ checks off the answer changes.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.config import CacheSettings, Settings
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.service import WorkerService
@@ -21,13 +22,6 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 30.0
 _OFFERS = 2  # the disk wants to see a block twice
-
-
-class Row(Protocol):
-    """One line of the report."""
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None: ...
-    def claim(self, *, holds: bool, note: str) -> None: ...
 
 
 class Verifier(Protocol):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvrelay.engine.sequence import Sequence as Seq
-from kvrelay.hashing import tenant_name
+from kvrelay.hashing import HashChain, tenant_name
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.store import BlockMeta
@@ -46,7 +46,7 @@ class LowerTiers:
         """Hashes of what a store could spare it; none where every prompt token's logits are asked for."""
         return [] if seq.request.sampling.prompt_logprobs is not None else seq.full_hashes()
 
-    def _meta(self, seq: Seq, hashes: Sequence[BlockHash], index: int) -> BlockMeta:
+    def _meta(self, seq: Seq, hashes: Sequence[BlockHash] | HashChain, index: int) -> BlockMeta:
         parent = hashes[index - 1] if index else None
         end = (index + 1) * self._block_size
         return BlockMeta(parent, end, seq.request.hints.priority, tenant_name(seq.chain.root))
@@ -55,14 +55,12 @@ class LowerTiers:
 
     def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""
-        return self.tiers.match(self._wanted(seq)[:most], num_in_pool)
+        return self.tiers.match(seq.block_chain().hashes(num_in_pool, most), 0)
 
     def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[int]) -> None:
         """It holds these fresh blocks for what comes from the host tier."""
-        hashes = self._wanted(seq)
-        seq.load = self.tiers.load(
-            hashes[num_in_pool : num_in_pool + len(blocks)], [BlockId(block) for block in blocks]
-        )
+        hashes = seq.block_chain().hashes(num_in_pool, num_in_pool + len(blocks))
+        seq.load = self.tiers.load(hashes, [BlockId(block) for block in blocks])
         seq.num_loaded_blocks = len(blocks)
         self.hit_tokens += len(blocks) * self._block_size
 
@@ -79,13 +77,12 @@ class LowerTiers:
 
     def filled(self, seq: Seq, first: int, end: int) -> None:
         """Its blocks first .. end - 1 are full and named in the pool."""
-        if not seq.request.hints.keep:
-            return
-        self.tiers.named(self._named(seq, first, end))
+        if seq.request.hints.keep and self.tiers.rules.write == "write-through":
+            self.tiers.named(self._named(seq, first, end))
 
     def _named(self, seq: Seq, first: int, end: int) -> list[Named]:
-        hashes = seq.full_hashes()
-        return [Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in range(first, end)]
+        chain = seq.block_chain()
+        return [Named(chain[i], BlockId(seq.blocks[i]), self._meta(seq, chain, i)) for i in range(first, end)]
 
     def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
         """Its first blocks, which it holds, stay in the host tier for so long; what is not there is saved."""

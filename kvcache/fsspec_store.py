@@ -18,13 +18,13 @@ from urllib.parse import parse_qsl, urlsplit
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.codecs import Codec, CodecError, NoCodec
 from kvrelay.kvcache.envelope import BadEnvelope, seal, unseal
+from kvrelay.kvcache.rests import Rests
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvcache.sums import StoreSums
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
 
-_FIRST_REST_S, _LAST_REST_S = 1.0, 30.0
 _EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _OURS = {"s3": "s3", "s3a": "s3"}  # packages that an extra of kvrelay's brings
 
@@ -61,8 +61,7 @@ class FsspecStore:
         self._root = ""
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._failures = 0
-        self._rests_until_s = 0.0
+        self._rests = Rests()  # under the lock
         self._sums = StoreSums()
 
     # ---- life
@@ -177,7 +176,7 @@ class FsspecStore:
     def _each(self, call: Callable[..., bool], *arguments: Sequence[Any]) -> list[bool]:
         """`call` for each, side by side; False where it fails. All of them are over when this returns."""
         threads, count = self._threads, len(arguments[0])
-        if threads is None or self._clock() < self._rests_until_s:
+        if threads is None or self._rests.is_resting(self._clock()):
             return [False] * count
         is_failing = threading.Event()
 
@@ -195,14 +194,12 @@ class FsspecStore:
         done = list(threads.map(one, *arguments))
         if not is_failing.is_set():
             with self._lock:
-                self._failures = 0
+                self._rests.worked()
         return done
 
     def _rest(self, error: Exception) -> None:
         with self._lock:
-            rest_s = min(_FIRST_REST_S * 2**self._failures, _LAST_REST_S)
-            self._failures = min(self._failures + 1, 16)
-            self._rests_until_s = self._clock() + rest_s
+            rest_s = self._rests.failed(self._clock())
         self._sums.add(failures=1)
         logger.warning("%s rests for %.0f s: %s", self._url, rest_s, error)
 

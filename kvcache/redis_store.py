@@ -15,6 +15,7 @@ from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 from kvrelay.errors import ConfigError, StoreError
 from kvrelay.kvcache.codecs import Codec, CodecError, NoCodec
 from kvrelay.kvcache.envelope import BadEnvelope, seal, unseal
+from kvrelay.kvcache.rests import Rests
 from kvrelay.kvcache.store import BlockMeta, StoreStats
 from kvrelay.kvcache.sums import StoreSums
 from kvrelay.types import BlockHash
@@ -22,7 +23,6 @@ from kvrelay.types import BlockHash
 logger = logging.getLogger(__name__)
 
 _BATCH_BYTES = 16 << 20  # of one pipeline: the server answers nobody else meanwhile
-_FIRST_REST_S, _LAST_REST_S = 1.0, 30.0
 _PREFIX = b"kvrelay/1/"
 
 
@@ -50,8 +50,7 @@ class RedisStore:
         self._client: Any = None
         self._errors: tuple[type[Exception], ...] = ()
         self._lock = threading.Lock()
-        self._failures = 0
-        self._rests_until_s = 0.0
+        self._rests = Rests()  # under the lock
         self._sums = StoreSums()
         self.name = "redis"
 
@@ -174,7 +173,7 @@ class RedisStore:
         if not commands:
             return []
         client = self._client
-        if client is None or self._clock() < self._rests_until_s:
+        if client is None or self._rests.is_resting(self._clock()):
             return None
         try:
             with client.pipeline(transaction=False) as pipeline:
@@ -188,14 +187,12 @@ class RedisStore:
         if refused:
             logger.warning("%s refused %d of %d commands: %s", self.name, len(refused), len(answers), refused[0])
         with self._lock:
-            self._failures = 0
+            self._rests.worked()
         return None if len(refused) == len(answers) else answers
 
     def _rest(self, error: Exception) -> None:
         with self._lock:
-            rest_s = min(_FIRST_REST_S * 2**self._failures, _LAST_REST_S)
-            self._failures = min(self._failures + 1, 16)
-            self._rests_until_s = self._clock() + rest_s
+            rest_s = self._rests.failed(self._clock())
         self._sums.add(failures=1)
         logger.warning("%s rests for %.0f s: %s", self.name, rest_s, error)
 

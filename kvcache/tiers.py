@@ -207,12 +207,7 @@ class Tiers:
             self._pin_when_saved.pop(digest, None)
 
     def _save_batch(self, batch: Sequence[Named]) -> None:
-        now_s, slots = self._clock(), []
-        for entry in batch:
-            got = self.index.reserve(1, now_s, tenant=entry.meta.tenant)
-            if got is None:
-                break
-            slots += got
+        slots = self.slots_for([entry.meta for entry in batch])
         self.sums.unsaved += len(batch) - len(slots)
         batch = batch[: len(slots)]
         if not batch:

@@ -74,8 +74,9 @@ class HashChain:
         """The hash that the next block is chained to."""
         return BlockHash(bytes(self.data[-HASH_BYTES:])) if self.data else self.root
 
-    def hashes(self) -> list[BlockHash]:
-        data = bytes(self.data)
+    def hashes(self, first: int = 0, last: int | None = None) -> list[BlockHash]:
+        """Those from `first` up to `last`, or to the end, which is not included."""
+        data = bytes(self.data[first * HASH_BYTES : None if last is None else last * HASH_BYTES])
         return [BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES)]
 
     def extend(self, packed: bytes, block_size: int, extras: Mapping[int, bytes] | None = None) -> None:

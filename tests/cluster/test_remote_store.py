@@ -418,7 +418,7 @@ def test_a_node_that_is_not_there_costs_one_attempt_and_rests(make_nodes):
     assert get(store, hashes) == [True] * 10
     assert get(store, hashes) == [True] * 10
     (down,) = [node for node in store._links.nodes if node.address.node_id == "b"]
-    assert down.failures == 1
+    assert down.rests.num_failures == 1
     del nodes.services["b"]
 
 
