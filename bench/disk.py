@@ -4,7 +4,7 @@
 
 The device's own rate is taken in the same round, on a file of its own in the same folder: requests of the same size as
 the store's, as many under way, from aligned memory, at scattered places (`same`), and the best over more and larger ones
-(`best`). A store's time includes checksums, headers, index and copies. Rounds alternate; the best of each counts, and the
+(`best`). A store's time includes headers, index and copies, and a load's its checksums. Rounds alternate; the best of each counts, and the
 median of the rounds' ratios. Codecs run on the KV that the model computed for a text of ours, on one thread.
 """
 
@@ -25,14 +25,15 @@ from disk_codecs import codec_rows
 from figures import show
 
 from kvrelay.kvcache.disk import DiskOptions, DiskStore
-from kvrelay.kvcache.disk_format import PAGE_BYTES, pages
+from kvrelay.kvcache.disk_format import PAGE_BYTES, pages, payload_checksum
 from kvrelay.kvcache.disk_slots import RUN_BYTES
 from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.store import BlockMeta
 from kvrelay.types import BlockHash
 
-DEPTH = 4
-BEST_DEPTHS = ((1, 1), (4, 1), (8, 1), (4, 2))  # requests under way, size over the store's
+DEPTH = 8
+SEGMENT_BYTES = 128 << 20  # as a cache of a GiB and more has them
+BEST_DEPTHS = ((1, 1), (4, 1), (8, 1), (16, 1), (8, 2))  # requests under way, size over the store's
 
 
 def aligned(num_bytes: int) -> memoryview:
@@ -78,7 +79,9 @@ class Device:
 def open_store(folder: Path, num_blocks: int, block_bytes: int, *, is_direct: bool | None) -> DiskStore:
     store = DiskStore(
         folder / f"store-{is_direct}", (num_blocks + num_blocks // 4 + 1) * (pages(block_bytes) + PAGE_BYTES), block_bytes,
-        Namespace.of({"bench": "disk"}), options=DiskOptions(is_admission_on=False, is_direct=is_direct, io_depth=DEPTH),
+        Namespace.of({"bench": "disk"}), options=DiskOptions(
+            is_admission_on=False, is_direct=is_direct, io_depth=DEPTH, segment_bytes=SEGMENT_BYTES
+        ),
     )  # fmt: skip
     store.start()
     return store
@@ -114,12 +117,15 @@ def _measure_batch(
     blocks = blocks[:count]
     block_bytes = blocks[0].nbytes
     total = count * block_bytes
+    sums = [payload_checksum(block) for block in blocks]
     slot_bytes = pages(block_bytes) + PAGE_BYTES
     size = min(max(1, RUN_BYTES // slot_bytes), -(-count // DEPTH)) * slot_bytes  # as disk_slots.py cuts them
     times: dict[tuple[str, str], list[float]] = {}
     for number in range(rounds):
         hashes = [random.Random(f"{count} {number} {index}").randbytes(16) for index in range(count)]  # evicts old ones
-        metas = [BlockMeta(BlockHash(hashes[i - 1]) if i else None, 16 * (i + 1)) for i in range(count)]
+        metas = [  # as they come from the host tier: with the checksums of when they were saved
+            BlockMeta(BlockHash(hashes[i - 1]) if i else None, 16 * (i + 1), checksum=sums[i]) for i in range(count)
+        ]
         for direction, call in (("store", os.pwritev), ("load", os.preadv)):
             for name, store in stores.items():
                 if direction == "load" and name == "buffered":

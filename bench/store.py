@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -52,7 +53,9 @@ def run(block_bytes: int, num_blocks: int, rounds: int, transport: str) -> dict[
     )  # fmt: skip
     store.start()
     seconds: dict[str, list[float]] = {"memcpy": [], "put": [], "get": [], "exists": [], "get_one": []}
-    metas = [BlockMeta(None, 16)] * num_blocks
+    metas = [
+        BlockMeta(None, 16, checksum=xxhash.xxh3_64_intdigest(block)) for block in source
+    ]  # as the host tier has them
     try:
         for _ in range(rounds):
             hashes = [secrets.token_bytes(16) for _ in range(num_blocks)]

@@ -59,13 +59,14 @@ class Desk:
     def __init__(self, staging: KvMemory, memory: KvMemory | None, codec: Codec) -> None:
         assert staging.view is not None
         self._staging, self._memory, self._codec = staging.view, memory, codec
+        self._keeps_checksums = codec.name == "none"
 
     def offers(self, spots: Sequence[Spot], places: Mapping[int, int]) -> list[Offered | None]:
-        """Staged ones are encoded into their places (by index); all are hashed. None: the codec cannot encode it."""
+        """Staged ones are encoded into their places (by index); hashed are those without a checksum. None: cannot be encoded."""
         bare = [self._offer(spot, places.get(i, 0)) for i, spot in enumerate(spots)]
         groups: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         for i, offer in enumerate(bare):
-            if offer is not None:
+            if offer is not None and not offer.checksum:
                 groups[spots[i].offset is None, offer.num_bytes].append(i)
         for (is_staged, num_bytes), chosen in groups.items():
             view = self._staging if is_staged or self._memory is None else self._memory.view
@@ -78,6 +79,7 @@ class Desk:
 
     def _offer(self, spot: Spot, place: int) -> Offered | None:
         offset, num_bytes, meta = place, spot.view.nbytes, spot.meta or BlockMeta(None, 0)
+        checksum = meta.checksum if self._keeps_checksums else None
         if spot.offset is not None:
             offset = spot.offset
         else:
@@ -89,7 +91,7 @@ class Desk:
             num_bytes = data.nbytes
             self._staging[place : place + num_bytes] = data
         return Offered(
-            key=spot.key, offset=offset, num_bytes=num_bytes, checksum=0, parent=spot.parent,
+            key=spot.key, offset=offset, num_bytes=num_bytes, checksum=checksum or 0, parent=spot.parent,
             end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
         )  # fmt: skip
 

@@ -71,6 +71,7 @@ class RemoteStore:
         """`memory`: the slab in which the caller's blocks usually lie (the host tier): read and written without a copy."""
         self._block_bytes, self._namespace, self._secret = block_bytes, namespace, secret
         self._codec = codec or NoCodec()
+        self.keeps_checksums = self._codec.name == "none"
         self._travel_bytes = self._codec.encoded_bytes(block_bytes) or self._codec.most_bytes(block_bytes)
         self._worker_id, self._host, self._memory = worker_id, host, memory
         self._num_replicas, self._answer_s, self._stall_s = num_replicas, answer_s, stall_s

@@ -52,7 +52,7 @@ class DiskOptions:
     is_admission_on: bool = True  # a block is written when it is offered for the second time, or has a priority
     quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: as much as there is
     foreign: Foreign = "keep"  # what to do about unused subfolders of other namespaces: see disk_folder.claim
-    io_depth: int = 4  # requests under way at once
+    io_depth: int = 8  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
     segment_bytes: int | None = None  # of one file; None: an eighth of the limit, 128 MiB at most
 
@@ -76,6 +76,7 @@ class DiskStore:
         """`limit_bytes`: of everything in this worker's subfolder of `path`. `namespace`: whose blocks these are."""
         self.path, self.limit_bytes, self.block_bytes = Path(path), limit_bytes, block_bytes
         self._codec: Codec = codec or NoCodec()
+        self.keeps_checksums = self._codec.name == "none"
         self._options = options or DiskOptions()
         self._namespace = namespace.with_fields(block_bytes=block_bytes, codec=self._codec.name, format=FORMAT_VERSION)
         self._clock = clock

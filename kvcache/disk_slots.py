@@ -206,9 +206,10 @@ class SlotIo:
             payload, parts = room[: encoded.nbytes], [frame]
             payload[:] = encoded
             room[encoded.nbytes :] = bytes(room.nbytes - encoded.nbytes)
-        header = SlotHeader(
-            self._namespace, item.slot, item.sequence, item.digest, item.meta, payload.nbytes, payload_checksum(payload)
-        )
+        checksum = item.meta.checksum if self._codec.name == "none" else None
+        if checksum is None:
+            checksum = payload_checksum(payload)
+        header = SlotHeader(self._namespace, item.slot, item.sequence, item.digest, item.meta, payload.nbytes, checksum)
         page[:HEADER_BYTES] = header.pack()  # what is left of the page means nothing
         vectors += parts
         return header

@@ -51,7 +51,7 @@ class FsspecStore:
         self._scheme = parts.scheme
         if not parts.scheme or not (parts.netloc or parts.path.strip("/")):
             raise ConfigError(f"cache.remote: {url!r} names no place; write for example s3://bucket/kv")
-        self.name = parts.scheme
+        self.name, self.keeps_checksums = parts.scheme, False  # its envelopes have checksums of their own
         self._url = url.partition("?")[0].rstrip("/")
         self._options = dict(parse_qsl(parts.query)) | options
         self._block_bytes, self._namespace = block_bytes, namespace

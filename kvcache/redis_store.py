@@ -52,7 +52,7 @@ class RedisStore:
         self._lock = threading.Lock()
         self._rests = Rests()  # under the lock
         self._sums = StoreSums()
-        self.name = "redis"
+        self.name, self.keeps_checksums = "redis", False  # its envelopes have checksums of their own
 
     # ---- life
 

@@ -1,11 +1,11 @@
 """Blocks on their way from the host tier down to the stores: disk, the cluster's store, Redis, object stores.
 
-Slots are held while a store reads them. What is no longer what was put there goes nowhere: a fresh checksum over wrong
-bytes would make them right for ever.
+Slots are held while a store reads them. A fresh checksum over bytes that have changed would make them right for ever: a
+store either keeps the checksum that the block had when it was saved, or is given only what still has it.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from kvrelay.kvcache.jobs import Job, Threads, Urgency
@@ -34,8 +34,7 @@ class _Batch:
     store: BlockStore
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
-    metas: tuple[BlockMeta, ...]
-    checksums: tuple[int, ...]
+    metas: tuple[BlockMeta, ...]  # with their checksums
 
 
 class Sinks:
@@ -93,8 +92,8 @@ class Sinks:
     def _batch(self, store: BlockStore, hashes: Sequence[BlockHash]) -> _Batch:
         slots = self._index.hold(hashes)
         entries = [self._entry_of(slot) for slot in slots]
-        metas, checksums = tuple(meta for meta, _ in entries), tuple(checksum for _, checksum in entries)
-        return _Batch(store, tuple(hashes), tuple(slots), metas, checksums)
+        metas = tuple(replace(meta, checksum=checksum) for meta, checksum in entries)
+        return _Batch(store, tuple(hashes), tuple(slots), metas)
 
     def _submit(self, batch: _Batch) -> None:
         num_bytes = len(batch.slots) * self._slab.block_bytes
@@ -108,11 +107,11 @@ class Sinks:
 
     def _write(self, batch: _Batch) -> list[BlockHash]:
         """On an I/O thread; what the store kept."""
-        slab = self._slab
+        slab, is_trusted = self._slab, batch.store.keeps_checksums or not self._is_checked
         good = [
             index
-            for index, (slot, checksum) in enumerate(zip(batch.slots, batch.checksums, strict=True))
-            if not self._is_checked or slab.checksum(slot) == checksum
+            for index, (slot, meta) in enumerate(zip(batch.slots, batch.metas, strict=True))
+            if is_trusted or slab.checksum(slot) == meta.checksum
         ]
         views = [slab.slot(batch.slots[index]) for index in good]
         offered = [batch.hashes[i] for i in good]

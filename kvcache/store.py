@@ -19,6 +19,7 @@ class BlockMeta:
     end_tokens: int  # tokens from the prompt's beginning to its end
     priority: int = 0  # higher stays longer
     tenant: str = ""  # whose quota it counts against: a digest of the tenant's salt, never the salt
+    checksum: int | None = None  # xxh3-64 of its bytes when they were first copied; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class BlockStore(Protocol):
     """A place for blocks by hash. Raises StoreError only from start(); afterwards trouble is a miss, logged and counted."""
 
     name: str
+    keeps_checksums: bool  # what it stores is verified by `BlockMeta.checksum` at every load, where one is given
 
     def start(self) -> None:
         """Open it. Raises StoreError: it cannot be used, or holds another model's blocks; the text says what to do."""

@@ -10,8 +10,11 @@ Opening again, after close(), must find what was kept where `outlives_close` is 
 """
 
 import threading
+from dataclasses import replace
 
 import numpy as np
+import pytest
+import xxhash
 
 from kvrelay.hashing import next_hash, root_hash
 from kvrelay.kvcache.store import BlockMeta
@@ -141,6 +144,14 @@ class StoreContract:
         other = open_store(16, namespace="model-b")
         assert other.contains(hashes) == [False] * 3
         assert fetch(other, hashes) == [None] * 3
+
+    @pytest.mark.parametrize("is_wrong", [False, True])
+    def test_a_block_is_verified_by_the_checksum_that_came_with_it(self, open_store, is_wrong):
+        store, (hashes, metas) = open_store(8), chain(3)
+        sums = [xxhash.xxh3_64_intdigest(content(digest)) ^ is_wrong for digest in hashes]
+        keep(store, hashes, [replace(meta, checksum=each) for meta, each in zip(metas, sums, strict=True)])
+        is_refused = is_wrong and store.keeps_checksums
+        assert assert_right(hashes, fetch(store, hashes)) == (0 if is_refused else 3)
 
     def test_many_threads_never_see_a_wrong_block(self, open_store):
         store, problems = open_store(12), []

@@ -116,7 +116,7 @@ class FakeStore:
 
     def __init__(self, name: str, capacity: int) -> None:
         self.name, self.capacity, self.blocks = name, capacity, {}
-        self.is_open, self.mode, self.wishes = False, "well", 0
+        self.is_open, self.mode, self.wishes, self.keeps_checksums = False, "well", 0, False
 
     def start(self) -> None:
         self.is_open = True
