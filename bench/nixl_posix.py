@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +96,12 @@ def measure(folder: Path, num_blocks: int, block_bytes: int, rounds: int) -> lis
         for number in range(rounds + 1):
             hashes = [BlockHash(random.Random(f"{number} {i}").randbytes(16)) for i in range(num_blocks)]
             metas = [BlockMeta(None, 16, checksum=each) for each in sums]
-            for operation in ("WRITE", "READ"):
-                ours = (lambda: store.store(hashes, blocks, metas)) if operation == "WRITE" else (lambda: store.load(hashes, blocks))  # fmt: skip
-                actions = {"ours": ours} | {
-                    f"NIXL {queue}": (lambda file=file: file.move(operation)) for queue, file in files.items()
-                }
+            for operation, ours in (
+                ("WRITE", partial(store.store, hashes, blocks, metas)),
+                ("READ", partial(store.load, hashes, blocks)),
+            ):
+                actions: dict[str, Callable[[], object]] = {"ours": ours}
+                actions |= {f"NIXL {queue}": partial(file.move, operation) for queue, file in files.items()}
                 for name, action in actions.items():
                     took = timed(action)
                     if number:  # the first round is for slots that were never written
