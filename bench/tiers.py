@@ -6,7 +6,8 @@
 copies: blocks of the model's shape between a pool and a slab, in batches as the cache controller moves them, with and
 without their checksums; memcpy moves the same bytes in pieces of one block. Both memories have been touched before.
 ttft: one engine with a host tier, then with a disk below it, then with a node of the cluster's store (a process of its
-own). Before each measurement the nearer tiers forget the prompt. Sides alternate; medians count.
+own); and a worker process that lends the other what it computed, told to by nodes of the store that hold nothing themselves.
+Before each measurement the nearer tiers forget the prompt. Sides alternate; medians count.
 """
 
 import argparse
@@ -28,15 +29,18 @@ import torch
 from figures import available_cores, show
 
 import inprocess  # isort: skip
+from kvrelay.cluster.local import HOST, LocalCluster, local_cluster
 from kvrelay.cluster.store_factory import ClusterStores
 from kvrelay.cluster.store_process import spawn_store
 from kvrelay.config import DEFAULT_MODEL, settings_from
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.tier_setup import make_lower_tiers
+from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.host import HostSlab
 from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.storage import KvStorage
+from kvrelay.serve.dispatcher import Member
 from kvrelay.types import BlockId, KvLayout
 
 BATCH_BYTES = 8 << 20  # of the cache controller's jobs
@@ -212,6 +216,8 @@ async def measure_ttft(folder: Path, options: argparse.Namespace) -> list[dict[s
         with driven(folder, options, cache, stores) as it:
             return measure_tier(it, tier, options.lengths, options.repeats)
 
+    if options.only_peer:
+        return await measure_peer(folder, options)
     rows = await asyncio.to_thread(measure, "host", {})
     scratch = Path(tempfile.mkdtemp(dir=options.disk, prefix="kvrelay-bench-"))
     try:
@@ -226,7 +232,68 @@ async def measure_ttft(folder: Path, options: argparse.Namespace) -> list[dict[s
         rows += await asyncio.to_thread(measure, "cluster", {"remote": "cluster"}, stores)
     finally:
         await node.aclose()
-    return rows
+    return rows + await measure_peer(folder, options)
+
+
+async def measure_peer(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Computed by a worker process, then found there by a worker of this process; both through the request plane."""
+    count = inprocess.count_weights(folder)
+    memory = 2 * (max(options.lengths) + 64) * count.kv_values_per_token * (2 if options.dtype == "bfloat16" else 4)
+    settings = settings_from(
+        {
+            "model": {"dtype": options.dtype},
+            "engine": {
+                "kv_memory": str(memory), "token_budget": options.token_budget, "num_threads": options.threads,
+                "backend": options.backend,
+            },
+            "cache": {"host_memory": str(3 * memory), "remote": "cluster", "prefetch": "wait"},  # it lends a quarter
+            "store": {"memory": options.store_memory},
+            "cluster": {"prefill": 0},
+        }
+    )  # fmt: skip
+    rows = []
+    async with local_cluster(settings, folder, num_prefill=0, num_decode=1, num_inside=1) as cluster:
+        (lender,), (inside,) = cluster.decode, cluster.inside
+        assert inside.info is not None and isinstance(inside.cluster_store, ClusterStores)
+        here = Member(inside.worker_id, str(inside.role), HOST, inside.info.port)
+        (store,) = inside.cluster_store._made
+        for length in [min(options.lengths), *options.lengths]:  # the first one warms up
+            computed, found = [], []
+            for repeat in range(options.repeats):
+                prompt = inprocess.random_prompt(300 * length + repeat + len(rows), length, count.vocab_size)
+                computed.append((await first_from(cluster, lender.member, prompt))[0])
+                hashes = block_hashes(prompt, settings.engine.block_size)
+                while not all(await asyncio.to_thread(store.contains, hashes)):
+                    await asyncio.sleep(0.05)
+                await asyncio.to_thread(store.delete, hashes)  # of the nodes: from now on only the lender has them
+                seconds, cached = await first_from(cluster, here, prompt)
+                if cached < (length - 1) // settings.engine.block_size * settings.engine.block_size:
+                    raise SystemExit(f"only {cached} of {length} tokens were found at the other worker")
+                found.append(seconds)
+            again, there = 1000 * statistics.median(computed), 1000 * statistics.median(found)
+            rows.append(
+                {
+                    "found in": "another worker",
+                    "prompt tokens": length,
+                    "TTFT ms": there,
+                    "computed ms": again,
+                    "ratio": there / again,
+                }
+            )
+    return rows[1:]
+
+
+async def first_from(cluster: LocalCluster, member: Member, prompt: list[int]) -> tuple[float, int]:
+    """(seconds to this worker's first token, tokens that it found)."""
+    cluster.dispatcher.set_members([member])
+    await cluster.dispatcher.wait_for(lambda d: [i.worker_id for i, _ in d.live_workers()] == [member.worker_id])
+    wanted = inprocess.request(secrets.randbits(31), prompt, 1, 16)
+    began_s, seconds, cached = time.perf_counter(), 0.0, 0
+    async for output in cluster.dispatcher.generate(wanted):
+        if output.token_ids and not seconds:
+            seconds = time.perf_counter() - began_s
+        cached = output.cached_tokens if output.cached_tokens is not None else cached
+    return seconds, cached
 
 
 def main() -> None:
@@ -242,6 +309,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=512, help="of the pool whose blocks are copied")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--disk", type=Path, help="folder on the disk to measure; default: the system's temporary one")
+    parser.add_argument("--only-peer", action="store_true", help="ttft at another worker alone")
     parser.add_argument("--store-memory", default="4GiB", help="of the cluster store's node")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
