@@ -46,10 +46,11 @@ class Pinning:
             del self._ended[next(iter(self._ended))]
         now_s, tiers = self._pool.now_s, self._tiers()
         ended, others = self._records.end(session, now_s)
+        shared = {digest for record in others for digest in record.hashes()}
         for record in ended:
             self._pool.unpin(_chain(record), len(record))
             if tiers is not None:
-                tiers.tiers.unpin(record.hashes())
+                tiers.tiers.unpin(record.hashes(), shared)
         for record in others:
             self._pool.pin(_chain(record), len(record), record.until_s - now_s)
             if tiers is not None:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +49,9 @@ class DiskOptions:
     """What may be chosen of a disk store."""
 
     policy: Callable[[int], Policy] = lambda num_slots: Lru()  # called with how many slots there are
-    is_admission_on: bool = True  # a block is written when it is offered for the second time, or has a priority
+    is_admission_on: bool = (
+        True  # a block is written when it is offered for the second time, is pinned or has a priority
+    )
     quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: as much as there is
     foreign: Foreign = "keep"  # what to do about unused subfolders of other namespaces: see disk_folder.claim
     io_depth: int = 8  # requests under way at once
@@ -214,8 +216,8 @@ class DiskStore:
             if volume is not None:
                 self._count(volume.delete(hashes))
 
-    def pin(self, hashes: Iterable[BlockHash], ttl_s: float) -> int:
-        """Keep those that are here for so long, half the store at most; how many are pinned. Ends with the process."""
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
+        """Keep those that are here for so long, half the store at most; how many are pinned. Ends with the process, or with 0."""
         with self._visit() as volume:
             return 0 if volume is None else volume.pin(hashes, ttl_s)
 

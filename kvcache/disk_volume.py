@@ -93,9 +93,12 @@ class Volume:
         with self._lock:
             return len(self._index), self._index.num_evicted, len(self._index) * self.geometry.slot_bytes
 
-    def pin(self, hashes: Iterable[BlockHash], ttl_s: float) -> int:
-        """Keep those that are here for so long; how many are pinned."""
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
+        """Keep those that are here for so long, 0 ends it; how many are pinned."""
         with self._lock:
+            if ttl_s <= 0:
+                self._index.unpin(hashes)
+                return 0
             return self._index.pin(hashes, self._clock() + ttl_s)
 
     def check(self) -> None:
@@ -203,7 +206,7 @@ class Volume:
         for index, (digest, meta) in enumerate(zip(hashes, metas, strict=True)):
             if digest in self._index or digest in self._writing or digest in wanted:
                 continue
-            if self._index.wants(digest) or meta.priority > 0:
+            if self._index.wants(digest) or meta.priority > 0 or meta.pin_s > 0:
                 wanted[digest] = index
             else:
                 outcome.num_rejected += 1

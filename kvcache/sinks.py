@@ -6,10 +6,11 @@ store either keeps the checksum that the block had when it was saved, or is give
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from kvrelay.kvcache.jobs import Job, Threads, Urgency
-from kvrelay.kvcache.store import BlockMeta, BlockStore
+from kvrelay.kvcache.store import BlockMeta, BlockStore, PinningStore
 from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
@@ -35,6 +36,7 @@ class _Batch:
     hashes: tuple[BlockHash, ...]
     slots: tuple[int, ...]
     metas: tuple[BlockMeta, ...]  # with their checksums
+    pin_s: float
 
 
 class Sinks:
@@ -74,6 +76,21 @@ class Sinks:
             for begin in range(0, min(room, len(fresh)), step):
                 self._submit(self._batch(store, fresh[begin : min(begin + step, room)]))
 
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        """Have the stores keep these, all of which are in the host tier, for so many seconds, where that can be asked of them."""
+        step = max(1, _BATCH_BYTES // self._slab.block_bytes)
+        for store in self._stores:
+            if isinstance(store, PinningStore):
+                some = hashes[: self._most_held]
+                for begin in range(0, len(some), step):
+                    self._submit(self._batch(store, some[begin : begin + step], ttl_s))
+
+    def unpin(self, hashes: Sequence[BlockHash]) -> None:
+        """End their pins in the stores."""
+        for store in self._stores:
+            if hashes and isinstance(store, PinningStore):
+                self._threads.put(Job(Urgency.SINK, 0, partial(store.pin, tuple(hashes), 0.0), lambda result: None))
+
     def knows(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
         """The store has these. A hint, which may be out of date: what is sent twice does no harm, nor what is not sent."""
         known = self._known[store.name]
@@ -89,11 +106,11 @@ class Sinks:
             return
         self.put(self._index.next_victims(wanted, now_s))
 
-    def _batch(self, store: BlockStore, hashes: Sequence[BlockHash]) -> _Batch:
+    def _batch(self, store: BlockStore, hashes: Sequence[BlockHash], pin_s: float = 0.0) -> _Batch:
         slots = self._index.hold(hashes)
         entries = [self._entry_of(slot) for slot in slots]
-        metas = tuple(replace(meta, checksum=checksum) for meta, checksum in entries)
-        return _Batch(store, tuple(hashes), tuple(slots), metas)
+        metas = tuple(replace(meta, checksum=checksum, pin_s=pin_s) for meta, checksum in entries)
+        return _Batch(store, tuple(hashes), tuple(slots), metas, pin_s)
 
     def _submit(self, batch: _Batch) -> None:
         num_bytes = len(batch.slots) * self._slab.block_bytes
@@ -116,7 +133,10 @@ class Sinks:
         views = [slab.slot(batch.slots[index]) for index in good]
         offered = [batch.hashes[i] for i in good]
         kept = batch.store.store(offered, views, [batch.metas[i] for i in good])
-        return [digest for digest, is_kept in zip(offered, kept, strict=True) if is_kept]
+        there = [digest for digest, is_kept in zip(offered, kept, strict=True) if is_kept]
+        if batch.pin_s and isinstance(batch.store, PinningStore):
+            batch.store.pin(there, batch.pin_s)
+        return there
 
     def _written(self, batch: _Batch, result: object) -> None:
         self._index.unhold(batch.slots)

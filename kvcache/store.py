@@ -6,7 +6,7 @@ block and may be called from several threads at once; only the cache controller'
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvrelay.types import BlockHash
 
@@ -19,6 +19,7 @@ class BlockMeta:
     end_tokens: int  # tokens from the prompt's beginning to its end
     priority: int = 0  # higher stays longer
     tenant: str = ""  # whose quota it counts against: a digest of the tenant's salt, never the salt
+    pin_s: float = 0.0  # a client wants it kept for so long: worth storing at its first offer
     checksum: int | None = None  # xxh3-64 of its bytes when they were first copied; None: not known
 
 
@@ -72,3 +73,11 @@ class BlockStore(Protocol):
 
     def close(self) -> None:
         """Finish what is being written and let go. Blocks stay where the store outlives the process."""
+
+
+@runtime_checkable
+class PinningStore(BlockStore, Protocol):
+    """A store that evicts by itself, and can be asked not to."""
+
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> object:
+        """Keep those that are there for so many seconds, within the store's limit for pins; 0 ends their pins."""

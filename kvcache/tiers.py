@@ -6,7 +6,7 @@ slow disk never keeps a step waiting for a copy within memory. Imports no torch.
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -193,16 +193,24 @@ class Tiers:
             self._save_batch(fresh[begin : begin + step])
 
     def pin(self, entries: Sequence[Named], until_s: float) -> None:
-        """Keep these in the host tier until then, as far as its limit for pins goes; saved now, whatever the write policy."""
-        self.index.pin([entry.digest for entry in entries], until_s)
+        """Keep these in the host tier and in the stores until then, as far as the limit of each for pins goes.
+
+        They are saved now, whatever the write policy.
+        """
+        self._pin([entry.digest for entry in entries if entry.digest in self.index], until_s)
         self.save(entries)
         for entry in entries:
             if entry.digest in self._saving:
                 self._pin_when_saved[entry.digest] = max(until_s, self._pin_when_saved.get(entry.digest, until_s))
 
-    def unpin(self, hashes: Sequence[BlockHash]) -> None:
-        """They may be evicted again."""
+    def _pin(self, hashes: Sequence[BlockHash], until_s: float) -> None:
+        self.index.pin(hashes, until_s)
+        self.sinks.pin(hashes, until_s - self._clock())
+
+    def unpin(self, hashes: Sequence[BlockHash], shared: Container[BlockHash] = ()) -> None:
+        """They may be evicted again. `shared`: others want these, and pin them again: the stores' pins stay."""
         self.index.unpin(hashes)
+        self.sinks.unpin([digest for digest in hashes if digest not in shared])
         for digest in hashes:
             self._pin_when_saved.pop(digest, None)
 
@@ -239,9 +247,8 @@ class Tiers:
         checksums, seconds = result
         for entry, slot, checksum in zip(batch, slots, checksums, strict=True):
             self._put(entry.digest, slot, checksum, entry.meta)
-        for digest, until_s in pins:
-            if until_s is not None:
-                self.index.pin((digest,), until_s)
+        for until_s in {until_s for _, until_s in pins if until_s is not None}:
+            self._pin([digest for digest, end_s in pins if end_s == until_s and digest in self.index], until_s)
         self.sums.saved += len(batch)
         self.sums.save_s += seconds
         if self.rules.write != "write-back":

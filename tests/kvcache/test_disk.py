@@ -142,6 +142,19 @@ def test_pinned_blocks_stay_until_their_time(open_disk):
     assert store.contains(hashes) == [False] * 4
 
 
+def test_a_pin_ends_before_its_time_when_told_and_what_is_to_be_pinned_is_admitted_at_once(open_disk):
+    store, (hashes, metas) = open_disk(8, is_admission_on=True), chain(4)
+    assert keep(store, hashes[:2], metas[:2]) == [False, False]
+    wanted = [BlockMeta(meta.parent, meta.end_tokens, pin_s=10.0) for meta in metas]
+    assert keep(store, hashes, wanted) == [True] * 4
+    store.pin(hashes, 10.0)
+    store.pin(hashes, 0.0)
+    for number in range(4):
+        keep(store, *chain(4, salt=str(number)))
+        keep(store, *chain(4, salt=str(number)))
+    assert store.contains(hashes) == [False] * 4
+
+
 def test_tenant_priority_and_parents_come_back_after_a_restart(open_disk):
     store, (hashes, _) = open_disk(4), chain(2)
     metas = [BlockMeta(None, 16, 0, "mine"), BlockMeta(hashes[0], 32, 7, "mine")]

@@ -193,6 +193,38 @@ def test_with_checks_off_the_same_rot_is_served(world):
     assert not torch.equal(it.storage.tensor[:, list(blocks)], expected)
 
 
+class KeepingStore(MemoryStore):
+    """One that can be asked to keep blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.pins = []
+
+    def pin(self, hashes, ttl_s):
+        assert all(digest in self.blocks for digest in hashes), "a pin came before its block"
+        self.pins.append((set(hashes), ttl_s))
+
+
+@pytest.mark.parametrize("write", ["write-through", "write-back"])
+def test_a_pin_reaches_the_stores_that_can_keep_blocks_and_ends_there_too(world, write):
+    keeping, plain = KeepingStore(), MemoryStore()
+    plain.name = "plain"
+    it = world(slots=16, stores=[keeping, plain], write=write)
+    entries, _ = it.named(3)
+    hashes = {entry.digest for entry in entries}
+    it.tiers.pin(entries, it.tiers.now_s() + 60.0)
+    it.settle()
+    assert set(keeping.blocks) == hashes
+    (kept, ttl_s) = keeping.pins[0]
+    assert (kept, len(keeping.pins)) == (hashes, 1)
+    assert 0.0 < ttl_s <= 60.0
+    assert set(plain.blocks) == (hashes if write == "write-through" else set())
+    shared = entries[0].digest
+    it.tiers.unpin([entry.digest for entry in entries], {shared})
+    it.settle()
+    assert keeping.pins[1:] == [(hashes - {shared}, 0.0)]
+
+
 def test_a_rotten_block_does_not_go_further_down(world):
     store = MemoryStore()
     it = world(stores=[store], write="write-back")
