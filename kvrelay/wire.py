@@ -163,7 +163,7 @@ class LoadReport(_Message, frozen=True, tag="load"):
     waiting: int = 0
     receiving: int = 0
     queued_tokens: int = 0  # prompt tokens not yet computed
-    free_blocks: int = 0  # free or cached and evictable
+    free_blocks: int = 0  # free or cached and evictable: what pins or continuations keep is cached, too, but not here
     cached_blocks: int = 0
     used_blocks: int = 0
     total_blocks: int = 0

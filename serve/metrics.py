@@ -65,7 +65,7 @@ def _counted(stats: ServeStats, table: _Table) -> None:
 def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     who = {"worker": info.worker_id, "role": info.role}
     blocks = {
-        "free": load.free_blocks - load.cached_blocks,
+        "free": load.total_blocks - load.used_blocks - load.cached_blocks,
         "cached": load.cached_blocks,
         "used": load.used_blocks,
         "leased": load.leased_blocks,

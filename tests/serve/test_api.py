@@ -430,6 +430,18 @@ async def test_health_and_metrics(make_cluster):
     assert blocks["d0", "free"] == 1024
 
 
+async def test_blocks_by_state_add_up_where_cached_ones_are_pinned(make_cluster):
+    cluster = await make_cluster()
+    cluster.decode[0].say_raw(wire.LoadReport(seq=9, free_blocks=10, cached_blocks=30, used_blocks=20, total_blocks=60))
+    async with asyncio.timeout(30):
+        while all(load.seq != 9 for _, load in cluster.dispatcher.live_workers()):
+            await asyncio.sleep(0)
+    families = {f.name: f for f in text_string_to_metric_families((await cluster.client.get("/metrics")).text)}
+    samples = families["kvrelay_kv_blocks"].samples
+    states = {s.labels["state"]: s.value for s in samples if s.labels["worker"] == "d0"}
+    assert (states["free"], states["cached"]) == (10, 30)
+
+
 async def test_health_is_503_without_workers(make_cluster):
     cluster = await make_cluster(prefill=1, decode=0)
     assert (await cluster.client.get("/health")).status_code == 503
