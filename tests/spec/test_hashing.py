@@ -86,7 +86,6 @@ def library(request, monkeypatch):
         monkeypatch.setattr(hashing_native, "native", lambda: None)
     elif hashing_native.native() is None:
         pytest.skip("no C compiler")
-    monkeypatch.setattr(hashing_native, "_FEW_BYTES", 0)
     return request.param
 
 
