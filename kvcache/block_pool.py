@@ -106,8 +106,7 @@ class BlockPool:
         """One more holder for each of these used or cached blocks."""
         num_fresh, nodes = self._ledger.acquire(blocks if type(blocks) is array else array("i", blocks))
         self._num_idle -= num_fresh
-        for index in nodes:
-            self._relock(index)
+        self._relock(nodes)
 
     fork = acquire  # another sequence goes on from the same blocks; whoever writes into one asks `writable` first
 
@@ -117,20 +116,21 @@ class BlockPool:
         self._num_idle += num_idle
         if freed:
             self._free.frombytes(freed)
-        for index in nodes:
-            self._relock(index)
+        self._relock(nodes)
 
-    def _relock(self, index: int) -> None:
-        """References of some of this node's blocks came or went."""
-        node = self._tree.nodes[index]
-        assert node is not None
-        held, was_held = self._ledger.held(node.blocks), node.held
-        if held != was_held:
-            self._tree.hold(node, held)
-        if held < was_held:
-            node.usage.used_s = self.now_s  # whoever held it has used it until now
-            if not node.children:
-                self._queue.offer(node, self.now_s)
+    def _relock(self, nodes: list[int]) -> None:
+        """References of some of these nodes' blocks came or went."""
+        tree, held_of = self._tree, self._ledger.held
+        for index in nodes:
+            node = tree.nodes[index]
+            assert node is not None
+            held, was_held = held_of(node.blocks), node.held
+            if held != was_held:
+                tree.hold(node, held)
+            if held < was_held:
+                node.usage.used_s = self.now_s  # whoever held it has used it until now
+                if not node.children:
+                    self._queue.offer(node, self.now_s)
 
     def is_own(self, block: int) -> bool:
         """Whether its one holder may write into it: nobody shares it, nobody can match it."""
@@ -154,7 +154,8 @@ class BlockPool:
 
     def match(self, chain: HashChain, limit: int | None = None) -> Match:
         """The longest cached prefix of this chain's first `limit` blocks; not acquired yet."""
-        return self._tree.find(chain, len(chain) if limit is None else min(limit, len(chain)))
+        count = len(chain.data) // HASH_BYTES
+        return self._tree.find(chain, count if limit is None or limit > count else limit)
 
     def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
         """(block, count): a cached block after `match` whose first `count` tokens are the next of the prompt, to copy from.
@@ -177,9 +178,10 @@ class BlockPool:
             usage = here.usage
             usage.hits += 1
             usage.used_s = self.now_s
-            here.priority = max(here.priority, priority)
+            if priority > here.priority:
+                here.priority = priority
             self.policy.used(usage, self.now_s)
-            if here.is_open:
+            if not here.children and here.is_open:
                 self._queue.offer(here, self.now_s)
             here = here.parent
 
@@ -214,10 +216,9 @@ class BlockPool:
             self._tree.extend(node, run, fresh, known)
         else:
             above = node.usage if node.blocks else None
-            usage = Usage(BlockHash(run[-HASH_BYTES:]), 0, 0, self.now_s, self.now_s, above=above)
-            node = self._tree.add_child(node, run, fresh, known, usage)
+            node = self._tree.add_child(node, run, fresh, known, self.now_s, above)
             node.priority = priority
-            self.policy.inserted(usage, self.now_s)
+            self.policy.inserted(node.usage, self.now_s)
         self._tree.hold(node, len(node.blocks))
         self._changes.stored(run)
 
@@ -292,8 +293,8 @@ class BlockPool:
             count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
 
     def _give_up(self, leaf: Node, count: int) -> int:
-        parent, usage = leaf.parent, leaf.usage
-        if count < len(leaf.blocks):
+        parent, usage, is_all = leaf.parent, leaf.usage, count == len(leaf.blocks)
+        if not is_all:
             usage = usage.copy()
             usage.num_blocks = count
         blocks, run = self._tree.cut(leaf, count)
@@ -301,7 +302,7 @@ class BlockPool:
         self._num_idle -= count
         self._changes.removed(run)
         self.policy.evicted(usage, self.now_s)
-        if not leaf.blocks and parent is not None:
+        if is_all and parent is not None:
             self._child_gone(parent)
         return count
 
@@ -350,5 +351,7 @@ class BlockPool:
         self._tree.check()
         valid = self._queue.members()
         for node in self._tree.live():
-            assert node.parent is None or node.held == self._ledger.held(node.blocks), f"node {node.index}: wrongly locked"
+            assert node.parent is None or node.held == self._ledger.held(node.blocks), (
+                f"node {node.index}: wrongly locked"
+            )
             assert not node.is_open or node.index in valid, f"node {node.index} may go, but is not in line"

@@ -192,14 +192,19 @@ class RadixTree:
         self.num_nodes += 1
         return node
 
-    def add_child(self, parent: Node, digests: bytes, blocks: BlockTable, tokens: bytes, usage: Usage) -> Node:
-        """A new leaf under the end of `parent`; the tree keeps `blocks`."""
-        known = self._filled(tokens, len(blocks))
-        node = self._new(parent, parent.start + len(parent.blocks), usage, digests, blocks, known)
-        self._describe(node, digests)
+    def add_child(
+        self, parent: Node, digests: bytes, blocks: BlockTable, tokens: bytes, now_s: float, above: Usage | None
+    ) -> Node:
+        """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
+        start, size = parent.start + len(parent.blocks), len(blocks)
+        end_tokens = (start + size) * self.width // TOKEN_BYTES
+        usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, 0, 0.0, 0, above)
+        node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
         self._ledger.assign(blocks, node.index)
-        self.num_evictable += len(blocks)
-        self._link(parent, node)
+        self.num_evictable += size
+        parent.children[digests[:HASH_BYTES]] = node
+        if parent.heads is not None:
+            insort(parent.heads, self._head(node))
         return node
 
     def extend(self, leaf: Node, digests: bytes, blocks: BlockTable, tokens: bytes) -> None:
@@ -207,16 +212,14 @@ class RadixTree:
         assert not leaf.children and leaf.parent is not None
         leaf.digests += digests
         leaf.blocks += blocks
-        leaf.tokens += self._filled(tokens, len(blocks))
+        leaf.tokens += tokens or self._no_tokens(len(blocks))
         self._describe(leaf, digests)
         self._ledger.assign(blocks, leaf.index)
         self.num_evictable += len(blocks)
 
-    def _filled(self, tokens: bytes, num_blocks: int) -> bytes:
-        """These tokens, or as many that no prompt has."""
-        size = self.width * num_blocks
-        assert not tokens or len(tokens) == size, "tokens do not fill the blocks"
-        return tokens or _NO_TOKEN * (size // TOKEN_BYTES)
+    def _no_tokens(self, num_blocks: int) -> bytes:
+        """For blocks that were named without them."""
+        return _NO_TOKEN * (num_blocks * self.width // TOKEN_BYTES)
 
     def _describe(self, node: Node, digests: bytes | bytearray) -> None:
         """Bring its usage in line with its blocks. digests: a run that ends as the node's does."""
@@ -224,11 +227,6 @@ class RadixTree:
         usage.num_blocks = size
         usage.digest = BlockHash(bytes(digests[-HASH_BYTES:]))
         usage.end_tokens = (node.start + size) * self.width // TOKEN_BYTES
-
-    def _link(self, parent: Node, child: Node) -> None:
-        parent.children[child.first] = child
-        if parent.heads is not None:
-            insort(parent.heads, self._head(child))
 
     def _unlink(self, parent: Node, child: Node) -> None:
         del parent.children[child.first]
@@ -307,7 +305,6 @@ class RadixTree:
             self._unlink(leaf.parent, leaf)
             self._drop(leaf)
             blocks, digests = leaf.blocks, bytes(leaf.digests)
-            leaf.blocks, leaf.digests, leaf.tokens = array("i"), bytearray(), bytearray()
         self._ledger.assign(blocks, -1)
         return blocks, digests
 

@@ -8,9 +8,9 @@ import hashlib
 import logging
 import sys
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.native import load_builtins
@@ -21,40 +21,37 @@ _FOLDER = Path(__file__).parent / "native_hash"
 _DIGEST_BYTES = 16
 
 
-class _Native:
-    """The compiled functions."""
+class Native(NamedTuple):
+    """The compiled functions: what `pack` and `chain` below do."""
 
-    def __init__(self) -> None:
-        self._pack, self.chain = load_builtins("hashing", sorted(_FOLDER.glob("*.c")))
-        self._layout = _layout_of_ints()
-
-    def pack(self, tokens: list[int], start: int, end: int) -> bytes:
-        packed: bytes = self._pack(tokens, start, end, self._layout)
-        return packed
+    pack: Callable[[list[int], int, int], bytes]
+    chain: Callable[[bytes, bytes, int], bytes]
+    use_layout: Callable[[int], None]
 
 
-def _layout_of_ints() -> int:
-    """Which layout of lists and ints the C may read directly; 0: only through the interpreter's functions, 4 times slower."""
+def layout_of_ints() -> int:
+    """Which layout of lists and ints the C may read directly: the minor version of CPython 3, or 0 for none."""
     is_known = sys.implementation.name == "cpython" and sys.version_info[:2] in ((3, 11), (3, 12))
     is_usual = sys.maxsize > 1 << 32 and sys.int_info.bits_per_digit == 30 and not hasattr(sys, "gettotalrefcount")
     return sys.version_info.minor if is_known and is_usual else 0
 
 
 @functools.cache
-def native() -> _Native | None:
+def native() -> Native | None:
     """The compiled library, or None where it cannot be had."""
     try:
-        return _Native()
+        library = Native(*load_builtins("hashing", sorted(_FOLDER.glob("*.c"))))
     except BackendUnavailable as error:
         logger.info("hashing in Python: %s", error)
         return None
+    library.use_layout(layout_of_ints())
+    return library
 
 
 def chain(parent: bytes, packed: bytes, width: int) -> bytes:
     """16 bytes for every `width` bytes of tokens, each the hash of the one before it (first: `parent`) and its own."""
-    library: Any = native()
-    digests: bytes = (chain_in_python if library is None else library.chain)(parent, packed, width)
-    return digests
+    library = native()
+    return chain_in_python(parent, packed, width) if library is None else library.chain(parent, packed, width)
 
 
 def chain_in_python(parent: bytes, packed: bytes, width: int) -> bytes:
@@ -68,9 +65,10 @@ def chain_in_python(parent: bytes, packed: bytes, width: int) -> bytes:
 
 def pack(tokens: Sequence[int], start: int, end: int) -> bytes:
     """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token is no int32."""
-    library: Any = native() if type(tokens) is list else None
-    packed: bytes = (pack_in_python if library is None else library.pack)(tokens, start, end)
-    return packed
+    library = native()
+    if library is None or type(tokens) is not list:
+        return pack_in_python(tokens, start, end)
+    return library.pack(tokens, start, end)
 
 
 def pack_in_python(tokens: Sequence[int], start: int, end: int) -> bytes:

@@ -25,10 +25,10 @@ struct integer {
     uint32_t digits[]; /* of 30 bits */
 };
 
-enum layout { UNKNOWN = 0, PYTHON_3_11 = 11, PYTHON_3_12 = 12 };
+static enum layout { UNKNOWN = 0, PYTHON_3_11 = 11, PYTHON_3_12 = 12 } layout; /* of this interpreter; see `use_layout` */
 
 /* Whether this is an int of one digit; its value. */
-static inline int is_short(const struct integer *number, enum layout layout, int32_t *value)
+static inline int is_short(const struct integer *number, int32_t *value)
 {
     if (number->type != (void *)&PyLong_Type) return 0;
     if (layout == PYTHON_3_11) {
@@ -55,23 +55,23 @@ static int pack_one(PyObject *list, ptrdiff_t index, int32_t *out)
     return 0;
 }
 
-static int pack_known(PyObject *object, ptrdiff_t start, ptrdiff_t count, enum layout layout, int32_t *out)
+static int pack_known(PyObject *object, ptrdiff_t start, ptrdiff_t count, int32_t *out)
 {
     const volatile struct list *list = (const struct list *)object;
     for (ptrdiff_t i = 0; i < count; i++) {
         ptrdiff_t at = start + i;
         if (at + AHEAD < list->size) __builtin_prefetch(list->items[at + AHEAD]);
-        if (at < list->size && is_short((const struct integer *)list->items[at], layout, out + i)) continue;
+        if (at < list->size && is_short((const struct integer *)list->items[at], out + i)) continue;
         if (pack_one(object, at, out + i) != 0) return -1; /* a number's own code may have changed the list */
     }
     return 0;
 }
 
-/* pack(list, start, end, layout): ints as int32 in bytes. Raises OverflowError, TypeError, IndexError. */
+/* pack(list, start, end): ints as int32 in bytes. Raises OverflowError, TypeError, IndexError. */
 static PyObject *pack(PyObject *self, PyObject *const *args, ptrdiff_t num_args)
 {
-    if (!has_args(num_args, 4)) return NULL;
-    ptrdiff_t start = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]), layout = PyLong_AsSsize_t(args[3]);
+    if (!has_args(num_args, 3)) return NULL;
+    ptrdiff_t start = PyLong_AsSsize_t(args[1]), end = PyLong_AsSsize_t(args[2]);
     if (PyErr_Occurred() != NULL || PyList_Size(args[0]) < 0) return NULL;
     if (start < 0) return PyErr_Format(PyExc_ValueError, "a list has no item %zd", start);
     ptrdiff_t count = end > start ? end - start : 0;
@@ -80,7 +80,7 @@ static PyObject *pack(PyObject *self, PyObject *const *args, ptrdiff_t num_args)
     int32_t *out = (int32_t *)PyBytes_AsString(bytes);
     int failed = 0;
     if (layout != UNKNOWN)
-        failed = pack_known(args[0], start, count, layout, out);
+        failed = pack_known(args[0], start, count, out);
     else
         for (ptrdiff_t i = 0; i < count && !failed; i++) failed = pack_one(args[0], start + i, out + i);
     if (!failed) return bytes;
@@ -120,9 +120,19 @@ static PyObject *chain(PyObject *self, PyObject *const *args, ptrdiff_t num_args
     return bytes;
 }
 
+/* use_layout(minor): that of this minor version of CPython 3; 0: of none that is known. */
+static PyObject *use_layout(PyObject *self, PyObject *const *args, ptrdiff_t num_args)
+{
+    if (!has_args(num_args, 1)) return NULL;
+    long minor = PyLong_AsLong(args[0]);
+    layout = minor == PYTHON_3_11 || minor == PYTHON_3_12 ? (enum layout)minor : UNKNOWN;
+    return PyErr_Occurred() == NULL ? none() : NULL;
+}
+
 static PyMethodDef FUNCTIONS[] = {
     {"pack", pack, METH_FASTCALL, NULL},
     {"chain", chain, METH_FASTCALL, NULL},
+    {"use_layout", use_layout, METH_FASTCALL, NULL},
 };
 
-PyObject *kr_builtins(void) { return builtins(FUNCTIONS, 2, NULL); }
+PyObject *kr_builtins(void) { return builtins(FUNCTIONS, 3, NULL); }
