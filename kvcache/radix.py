@@ -18,6 +18,8 @@ from kvrelay.kvcache.eviction import Usage
 from kvrelay.kvcache.ledger import BlockTable, Ledger
 from kvrelay.types import BlockHash
 
+__all__ = ["BlockTable", "Match", "Node", "RadixTree"]
+
 _NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: no prompt has it
 
 
