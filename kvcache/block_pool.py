@@ -8,12 +8,12 @@ A block is in exactly one state:
   cached  nobody holds it, but it can still be matched; leaves of the index go first, from their end, by priority and policy
 
 A block may be used and named at once. Named blocks that lie before a used or pinned one in a chain stay until that goes.
-State is kept in flat arrays; a few blocks are worked on one by one, many at once.
+What is kept for each block is in the ledger, which works on many at once.
 """
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
 import numpy as np
@@ -22,14 +22,13 @@ from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
 from kvrelay.kvcache.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.eviction import Lru, Policy, Usage
 from kvrelay.kvcache.leaf_queue import Cold, LeafQueue
+from kvrelay.kvcache.ledger import BlockTable, Ledger
 from kvrelay.kvcache.pins import PinLedger
-from kvrelay.kvcache.radix import BlockTable, Ints, Match, Node, RadixTree
+from kvrelay.kvcache.radix import Match, Node, RadixTree
 from kvrelay.types import BlockHash, BlockId
 
 PIN_SHARE = 0.25  # of the pool, for each tenant's pins
 MIN_TAIL_TOKENS = 4  # fewer tokens are not worth copying a block for
-
-_FEW = 64  # up to here a loop is faster than array operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +62,9 @@ class BlockPool:
         self.policy: Policy = policy or Lru()
         self.now_s = 0.0
         self._prefix_caching = prefix_caching
-        self._tree = RadixTree(num_blocks, block_size)
+        self._ledger = Ledger(num_blocks)
+        self._tree = RadixTree(self._ledger, block_size)
         self._free = array("i", range(num_blocks - 1, -1, -1))  # the last is handed out next
-        self._refs, self._generations = array("i", [0]) * num_blocks, array("I", [0]) * num_blocks
-        self._ref_array: Ints = np.frombuffer(self._refs, dtype=np.int32)
-        self._generation_array = np.frombuffer(self._generations, dtype=np.uint32)
         self._num_idle = 0  # named blocks without a reference
         self._pins = PinLedger(int(num_blocks * pin_share))
         self._changes = ChangeLog(num_blocks)
@@ -88,124 +85,56 @@ class BlockPool:
 
     def allocate(self, count: int) -> "BlockTable | None":
         """`count` fresh blocks with one reference each, or None (and no change) when there are not enough."""
-        if count > self.num_available:
-            return None
-        if count > len(self._free):
-            self._evict(count - len(self._free))
-        start = len(self._free) - count
-        blocks = self._free[start:]
-        del self._free[start:]
-        if count <= _FEW:
-            for block in blocks:
-                self._refs[block] = 1
-                self._generations[block] += 1
-        else:
-            ids = np.frombuffer(blocks, np.int32)
-            self._ref_array[ids] = 1
-            self._generation_array[ids] += 1
+        free, missing = self._free, count - len(self._free)
+        if missing > 0:
+            if missing > self._tree.num_evictable:
+                return None
+            self._evict(missing)
+        start = len(free) - count
+        blocks = free[start:]
+        del free[start:]
+        self._ledger.take(blocks)
         return blocks
 
     def generation(self, block: int) -> int:
         """How often this block has been handed out: a reference with an older number is stale."""
-        return self._generations[block]
+        return self._ledger.generations[block]
 
     # ---- sharing
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """One more holder for each of these used or cached blocks."""
-        table = _table(blocks)
-        if len(table) <= _FEW:
-            refs = self._refs
-            fresh = [block for block in table if not refs[block]]
-            nodes = {self._index_of(block) for block in fresh}
-            for block in table:
-                refs[block] += 1
-            num_fresh = len(fresh)
-        else:
-            ids = np.frombuffer(table, np.int32)
-            known = self._ref_array.take(ids)
-            if known.all():
-                self._ref_array[ids] = known + 1
-                return
-            idle = ids[known == 0] if known.any() else ids
-            owners = self._tree.node_of.take(idle)
-            assert (owners >= 0).all(), "a free block: nobody can acquire it"
-            self._ref_array[ids] = known + 1
-            num_fresh, nodes = len(idle), _distinct(owners)
+        num_fresh, nodes = self._ledger.acquire(blocks if type(blocks) is array else array("i", blocks))
         self._num_idle -= num_fresh
-        for index in nodes:
-            self._relock(index)
+        self._relock(nodes)
 
     fork = acquire  # another sequence goes on from the same blocks; whoever writes into one asks `writable` first
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less for each. What can still be matched becomes evictable, a chain's last blocks before its first."""
-        table = _table(blocks)
-        if len(table) <= _FEW:
-            nodes = self._release_few(table)
-        else:
-            ids = np.frombuffer(table, np.int32)
-            refs = self._ref_array.take(ids) - 1
-            assert not (refs < 0).any(), "a block is released more often than held"
-            self._ref_array[ids] = refs
-            idle = ids if not refs.any() else ids[refs == 0]
-            owners = self._tree.node_of.take(idle)
-            named = owners >= 0
-            if not named.all():
-                self._free.frombytes(idle[~named].tobytes())
-            self._num_idle += int(named.sum())
-            nodes = _distinct(owners)
+        num_idle, nodes, freed = self._ledger.release(blocks if type(blocks) is array else array("i", blocks))
+        self._num_idle += num_idle
+        if freed:
+            self._free.frombytes(freed)
+        self._relock(nodes)
+
+    def _relock(self, nodes: list[int]) -> None:
+        """References of some of these nodes' blocks came or went."""
+        tree, held_of = self._tree, self._ledger.held
         for index in nodes:
-            self._relock(index)
-
-    def _release_few(self, table: BlockTable) -> set[int]:
-        nodes: set[int] = set()
-        refs, index_of = self._refs, self._tree.index_of
-        for block in table:
-            left = refs[block] - 1
-            assert left >= 0, f"block {block} released more often than held"
-            refs[block] = left
-            if left:
-                continue
-            index = index_of[block]
-            if index < 0:
-                self._free.append(block)
-            else:
-                self._num_idle += 1
-                nodes.add(index)
-        return nodes
-
-    def _relock(self, index: int) -> None:
-        """References of some of this node's blocks came or went."""
-        node = self._tree.nodes[index]
-        assert node is not None
-        held = self._held(node)
-        was_held = node.held
-        if held != was_held:
-            self._tree.hold(node, held)
-        if held < was_held:
-            node.usage.used_s = self.now_s  # whoever held it has used it until now
-            if node.is_open:
-                self._queue.offer(node, self.now_s)
-
-    def _index_of(self, block: int) -> int:
-        index = self._tree.index_of[block]
-        assert index >= 0, f"block {block} is free: nobody can acquire it"
-        return index
-
-    def _held(self, node: Node) -> int:
-        """Blocks of the node up to its last one with a reference."""
-        blocks, refs = node.blocks, self._refs
-        if refs[blocks[-1]]:
-            return len(blocks)
-        if len(blocks) <= _FEW:
-            return next((at for at in range(len(blocks) - 1, 0, -1) if refs[blocks[at - 1]]), 0)
-        taken = self._ref_array.take(np.frombuffer(blocks, np.int32))
-        return int(np.flatnonzero(taken)[-1]) + 1 if taken.any() else 0
+            node = tree.nodes[index]
+            assert node is not None
+            held, was_held = held_of(node.blocks), node.held
+            if held != was_held:
+                tree.hold(node, held)
+            if held < was_held:
+                node.usage.used_s = self.now_s  # whoever held it has used it until now
+                if not node.children:
+                    self._queue.offer(node, self.now_s)
 
     def is_own(self, block: int) -> bool:
         """Whether its one holder may write into it: nobody shares it, nobody can match it."""
-        return self._refs[block] == 1 and self._tree.node(block) is None
+        return self._ledger.refs[block] == 1 and self._tree.node(block) is None
 
     def writable(self, block: int) -> BlockId | None:
         """A block that its holder may write instead of `block`: itself, or a fresh one, whose holder the caller is from now on.
@@ -225,7 +154,8 @@ class BlockPool:
 
     def match(self, chain: HashChain, limit: int | None = None) -> Match:
         """The longest cached prefix of this chain's first `limit` blocks; not acquired yet."""
-        return self._tree.find(chain, len(chain) if limit is None else min(limit, len(chain)))
+        count = len(chain.data) // HASH_BYTES
+        return self._tree.find(chain, count if limit is None or limit > count else limit)
 
     def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
         """(block, count): a cached block after `match` whose first `count` tokens are the next of the prompt, to copy from.
@@ -248,9 +178,10 @@ class BlockPool:
             usage = here.usage
             usage.hits += 1
             usage.used_s = self.now_s
-            here.priority = max(here.priority, priority)
+            if priority > here.priority:
+                here.priority = priority
             self.policy.used(usage, self.now_s)
-            if here.is_open:
+            if not here.children and here.is_open:
                 self._queue.offer(here, self.now_s)
             here = here.parent
 
@@ -285,10 +216,9 @@ class BlockPool:
             self._tree.extend(node, run, fresh, known)
         else:
             above = node.usage if node.blocks else None
-            usage = Usage(BlockHash(run[-HASH_BYTES:]), 0, 0, self.now_s, self.now_s, above=above)
-            node = self._tree.add_child(node, run, fresh, known, usage)
+            node = self._tree.add_child(node, run, fresh, known, self.now_s, above)
             node.priority = priority
-            self.policy.inserted(usage, self.now_s)
+            self.policy.inserted(node.usage, self.now_s)
         self._tree.hold(node, len(node.blocks))
         self._changes.stored(run)
 
@@ -296,16 +226,16 @@ class BlockPool:
         """Where the chain is after `first` blocks, or as far as the index has it."""
         node = self._tree.node(blocks[first - 1]) if first else None
         if node is not None:
-            offset, at = first - node.start, first * HASH_BYTES
-            named = node.digests[(offset - 1) * HASH_BYTES : offset * HASH_BYTES]
-            assert named == chain.data[at - HASH_BYTES : at], f"block {blocks[first - 1]} has another name"
+            offset = first - node.start
+            is_named_so = self._ledger.common(node.digests, offset - 1, chain.data, first - 1, 1)
+            assert is_named_so, f"block {blocks[first - 1]} has another name"
             return node, offset
         root = self._tree.root(chain.root, Usage(chain.root, 0, 0, self.now_s, self.now_s))
         return self._tree.descend(root, 0, chain, first)
 
     def _split(self, node: Node, offset: int) -> None:
         rest = self._tree.split(node, offset)
-        held = self._held(node)
+        held = self._ledger.held(node.blocks)
         if held != node.held:  # whoever holds a block of the rest need not hold those before it: a tier that copies one
             self._tree.hold(node, held)
         if rest.is_open:
@@ -363,15 +293,16 @@ class BlockPool:
             count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
 
     def _give_up(self, leaf: Node, count: int) -> int:
-        parent, usage = leaf.parent, leaf.usage
-        if count < len(leaf.blocks):
-            usage = replace(usage, num_blocks=count)
+        parent, usage, is_all = leaf.parent, leaf.usage, count == len(leaf.blocks)
+        if not is_all:
+            usage = usage.copy()
+            usage.num_blocks = count
         blocks, run = self._tree.cut(leaf, count)
         self._free.extend(blocks)
         self._num_idle -= count
         self._changes.removed(run)
         self.policy.evicted(usage, self.now_s)
-        if not leaf.blocks and parent is not None:
+        if is_all and parent is not None:
             self._child_gone(parent)
         return count
 
@@ -397,17 +328,17 @@ class BlockPool:
 
     def num_holders(self, block: int) -> int:
         """References to this block, a pin's included."""
-        return self._refs[block]
+        return self._ledger.refs[block]
 
     def counts(self) -> BlockCounts:
         free, cached = len(self._free), self._num_idle
         if self._pins:
-            cached += sum(self._refs[block] == 1 for block in self._pins)
+            cached += sum(self._ledger.refs[block] == 1 for block in self._pins)
         return BlockCounts(free, self.num_blocks - free - cached, cached, len(self._pins))
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state, and index, queue and pins agree."""
-        refs, named = self._ref_array, self._tree.node_of >= 0
+        refs, named = self._ledger.ref_array, self._ledger.owner_array >= 0
         is_free = np.zeros(self.num_blocks, bool)
         is_free[np.array(self._free, np.int32)] = True
         assert int(is_free.sum()) == len(self._free), "a block is free twice"
@@ -420,19 +351,7 @@ class BlockPool:
         self._tree.check()
         valid = self._queue.members()
         for node in self._tree.live():
-            assert node.parent is None or node.held == self._held(node), f"node {node.index}: wrongly locked"
+            assert node.parent is None or node.held == self._ledger.held(node.blocks), (
+                f"node {node.index}: wrongly locked"
+            )
             assert not node.is_open or node.index in valid, f"node {node.index} may go, but is not in line"
-
-
-def _table(blocks: Iterable[int]) -> BlockTable:
-    return blocks if isinstance(blocks, array) else array("i", blocks)
-
-
-def _distinct(owners: Ints) -> set[int]:
-    """Nodes in this list, in which equal ones mostly stand together; without -1."""
-    if not len(owners):
-        return set()
-    if not (owners != owners[0]).any():
-        return {int(owners[0])} - {-1}
-    edges = np.flatnonzero(owners[1:] != owners[:-1])
-    return {int(owners[0]), *owners[edges + 1].tolist()} - {-1}

@@ -4,10 +4,13 @@ Kept as runs of hashes in the order of events, so that noting a prompt's blocks 
 when the runs have grown past what netting could leave.
 """
 
+import struct
 from dataclasses import dataclass
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.types import BlockHash
+
+_HASH = struct.Struct(f"{HASH_BYTES}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +33,14 @@ class ChangeLog:
 
     def stored(self, run: bytes) -> None:
         """The hashes in this run of bytes can be matched from now on."""
-        self._note(True, run)
+        self._runs.append((True, run))
+        self._size += len(run) // HASH_BYTES
+        if self._size > self._limit:
+            self._net()
 
     def removed(self, run: bytes) -> None:
         """They no longer can."""
-        self._note(False, run)
-
-    def _note(self, is_stored: bool, run: bytes) -> None:
-        self._runs.append((is_stored, run))
+        self._runs.append((False, run))
         self._size += len(run) // HASH_BYTES
         if self._size > self._limit:
             self._net()
@@ -45,9 +48,10 @@ class ChangeLog:
     def _net(self) -> None:
         for is_stored, run in self._runs:
             gained, lost = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
-            for at in range(0, len(run), HASH_BYTES):
-                digest = BlockHash(run[at : at + HASH_BYTES])
-                if lost.pop(digest, 0) == 0:  # it was as it is now when last told
+            for (digest,) in _HASH.iter_unpack(run):
+                if digest in lost:  # it is again as it was when last told
+                    del lost[digest]
+                else:
                     gained[digest] = None
         self._runs.clear()
         self._size = 0

@@ -9,40 +9,50 @@ as `held` (leading blocks of a node that must stay); the tree adds up what follo
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
 from kvrelay.kvcache.eviction import Usage
+from kvrelay.kvcache.ledger import BlockTable, Ledger
 from kvrelay.types import BlockHash
 
-BlockTable: TypeAlias = "array[int]"  # "i": block ids in order; as quick to cut and join as bytes
-Ints = NDArray[np.int32]
+__all__ = ["BlockTable", "Match", "Node", "RadixTree"]
 
-_FEW = 16  # up to here a loop is faster than an array operation
 _NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: no prompt has it
 
 
-@dataclass(slots=True, eq=False)
 class Node:
     """A run of blocks. The root of a tree has none. Owned by the RadixTree."""
 
-    index: int  # in the tree's list of nodes
-    parent: "Node | None"
-    start: int  # blocks of the chain before its first
-    usage: Usage
-    digests: bytearray = field(default_factory=bytearray)
-    blocks: BlockTable = field(default_factory=lambda: array("i"))
-    tokens: bytearray = field(default_factory=bytearray)
-    children: dict[bytes, "Node"] = field(default_factory=dict)  # by the first hash
-    heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not asked for yet
-    held: int = 0  # its first so many blocks must stay
-    num_locked: int = 0  # children under which something must stay
-    priority: int = 0
-    stamp: int = 0  # of its valid entry in the queue for eviction
+    __slots__ = (
+        "blocks", "children", "digests", "heads", "held", "index", "num_locked", "parent", "priority", "stamp", "start",
+        "tokens", "usage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        parent: "Node | None",
+        start: int,
+        usage: Usage,
+        digests: bytes | bytearray = b"",
+        blocks: "BlockTable | None" = None,
+        tokens: bytes | bytearray = b"",
+    ) -> None:
+        self.index = index  # in the tree's list of nodes
+        self.parent = parent
+        self.start = start  # blocks of the chain before its first
+        self.usage = usage
+        self.digests, self.tokens = bytearray(digests), bytearray(tokens)
+        self.blocks: BlockTable = array("i") if blocks is None else blocks
+        self.children: dict[bytes, Node] = {}  # by the first hash
+        self.heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not asked for yet
+        self.held = 0  # its first so many blocks must stay
+        self.num_locked = 0  # children under which something must stay
+        self.priority = 0
+        self.stamp = 0  # of its valid entry in the queue for eviction
 
     @property
     def is_locked(self) -> bool:
@@ -63,9 +73,9 @@ class Node:
         return not self.children and len(self.blocks) > self.held
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Match:
-    """The longest cached prefix of a chain: its blocks, and the place in the tree where it ends."""
+    """The longest cached prefix of a chain: its blocks, and the place in the tree where it ends. Not to be changed."""
 
     blocks: BlockTable
     node: Node | None  # None: not even a root
@@ -78,21 +88,20 @@ class Match:
 class RadixTree:
     """Nodes by hash, and each block's node. Not thread-safe."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, ledger: Ledger, block_size: int) -> None:
+        self._ledger = ledger
         self.width = TOKEN_BYTES * block_size
         self.roots: dict[bytes, Node] = {}
         self.nodes: list[Node | None] = []
         self.num_nodes = 0
         self.num_evictable = 0  # blocks that could go, one after another, before a held one is in the way
         self._unused: list[int] = []
-        self.index_of = array("i", [-1]) * num_blocks  # of each block's node
-        self.node_of: Ints = np.frombuffer(self.index_of, dtype=np.int32)  # the same memory
 
     # ---- finding
 
     def node(self, block: int) -> Node | None:
         """The node in which this block is named."""
-        index = self.index_of[block]
+        index = self._ledger.owners[block]
         return None if index < 0 else self.nodes[index]
 
     def root_of(self, node: Node) -> Node:
@@ -116,35 +125,23 @@ class RadixTree:
 
         Compares whole runs at once; only where they part is the first difference looked for.
         """
-        data, position = chain.data, node.start + offset
+        data, position, common = chain.data, node.start + offset, self._ledger.common
         while position < limit:
-            if offset == len(node.blocks):
+            size = len(node.blocks)
+            if offset == size:
                 child = node.children.get(bytes(data[position * HASH_BYTES : (position + 1) * HASH_BYTES]))
                 if child is None:
                     break
-                node, offset = child, 0
-            count = self._common(node, offset, data, position, limit)
+                node, offset, size = child, 0, len(child.blocks)
+            count = common(node.digests, offset, data, position, limit - position)
+            end = offset + count
             if blocks is not None:
-                blocks.extend(
-                    node.blocks[offset : offset + count] if offset or count < len(node.blocks) else node.blocks
-                )
-            offset += count
+                blocks += node.blocks if count == size else node.blocks[offset:end]
+            offset = end
             position += count
-            if offset < len(node.blocks):
+            if end < size:
                 break
         return node, offset
-
-    @staticmethod
-    def _common(node: Node, offset: int, data: bytearray, position: int, limit: int) -> int:
-        """How many hashes the run from `offset` and the chain from `position` have in common, up to `limit`."""
-        most = min(len(node.blocks) - offset, limit - position)  # never 0
-        if not offset and most == len(node.blocks) and data.startswith(node.digests, position * HASH_BYTES):
-            return most
-        mine = np.frombuffer(node.digests, np.uint64, 2 * most, offset * HASH_BYTES)
-        other = np.frombuffer(data, np.uint64, 2 * most, position * HASH_BYTES)
-        unlike = mine != other
-        at = int(unlike.argmax())
-        return at // 2 if unlike[at] else most
 
     def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
         """(block, tokens) of the block after `match` that has the most leading tokens in common with these; (-1, 0): none."""
@@ -179,9 +176,17 @@ class RadixTree:
             node = self.roots[digest] = self._new(None, 0, usage)
         return node
 
-    def _new(self, parent: Node | None, start: int, usage: Usage) -> Node:
+    def _new(
+        self,
+        parent: Node | None,
+        start: int,
+        usage: Usage,
+        digests: bytes | bytearray = b"",
+        blocks: "BlockTable | None" = None,
+        tokens: bytes | bytearray = b"",
+    ) -> Node:
         index = self._unused.pop() if self._unused else len(self.nodes)
-        node = Node(index, parent, start, usage)
+        node = Node(index, parent, start, usage, digests, blocks, tokens)
         if index == len(self.nodes):
             self.nodes.append(node)
         else:
@@ -189,46 +194,41 @@ class RadixTree:
         self.num_nodes += 1
         return node
 
-    def add_child(self, parent: Node, digests: bytes, blocks: BlockTable, tokens: bytes, usage: Usage) -> Node:
-        """A new leaf under the end of `parent`."""
-        node = self._new(parent, parent.start + len(parent.blocks), usage)
-        self._append(node, digests, blocks, tokens)
-        self._describe(node)
-        self._link(parent, node)
+    def add_child(
+        self, parent: Node, digests: bytes, blocks: BlockTable, tokens: bytes, now_s: float, above: Usage | None
+    ) -> Node:
+        """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
+        start, size = parent.start + len(parent.blocks), len(blocks)
+        end_tokens = (start + size) * self.width // TOKEN_BYTES
+        usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, 0, 0.0, 0, above)
+        node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
+        self._ledger.assign(blocks, node.index)
+        self.num_evictable += size
+        parent.children[digests[:HASH_BYTES]] = node
+        if parent.heads is not None:
+            insort(parent.heads, self._head(node))
         return node
 
     def extend(self, leaf: Node, digests: bytes, blocks: BlockTable, tokens: bytes) -> None:
         """More blocks at the end of a leaf."""
         assert not leaf.children and leaf.parent is not None
-        self._append(leaf, digests, blocks, tokens)
-        self._describe(leaf)
-
-    def _describe(self, node: Node) -> None:
-        """Bring its usage in line with its blocks."""
-        usage = node.usage
-        usage.num_blocks = len(node.blocks)
-        usage.digest = BlockHash(bytes(node.digests[-HASH_BYTES:]))
-        usage.end_tokens = (node.start + len(node.blocks)) * self.width // TOKEN_BYTES
-
-    def _append(self, node: Node, digests: bytes, blocks: BlockTable, tokens: bytes) -> None:
-        node.digests += digests
-        node.blocks.extend(blocks)
-        node.tokens += tokens or _NO_TOKEN * (len(blocks) * self.width // TOKEN_BYTES)
-        assert len(node.tokens) == self.width * len(node.blocks), "tokens do not fill the blocks"
-        self._set_node(blocks, node.index)
+        leaf.digests += digests
+        leaf.blocks += blocks
+        leaf.tokens += tokens or self._no_tokens(len(blocks))
+        self._describe(leaf, digests)
+        self._ledger.assign(blocks, leaf.index)
         self.num_evictable += len(blocks)
 
-    def _set_node(self, blocks: BlockTable, index: int) -> None:
-        if len(blocks) <= _FEW:
-            for block in blocks:
-                self.index_of[block] = index
-        else:
-            self.node_of[np.frombuffer(blocks, np.int32)] = index
+    def _no_tokens(self, num_blocks: int) -> bytes:
+        """For blocks that were named without them."""
+        return _NO_TOKEN * (num_blocks * self.width // TOKEN_BYTES)
 
-    def _link(self, parent: Node, child: Node) -> None:
-        parent.children[child.first] = child
-        if parent.heads is not None:
-            insort(parent.heads, self._head(child))
+    def _describe(self, node: Node, digests: bytes | bytearray) -> None:
+        """Bring its usage in line with its blocks. digests: a run that ends as the node's does."""
+        usage, size = node.usage, len(node.blocks)
+        usage.num_blocks = size
+        usage.digest = BlockHash(bytes(digests[-HASH_BYTES:]))
+        usage.end_tokens = (node.start + size) * self.width // TOKEN_BYTES
 
     def _unlink(self, parent: Node, child: Node) -> None:
         del parent.children[child.first]
@@ -240,19 +240,18 @@ class RadixTree:
 
     def split(self, node: Node, offset: int) -> Node:
         """Cut `node` after `offset` blocks: it keeps the first ones; the rest is returned as its child."""
-        rest = self._new(node, node.start + offset, node.usage)
-        rest.digests, rest.blocks = node.digests[offset * HASH_BYTES :], node.blocks[offset:]
-        rest.tokens = node.tokens[offset * self.width :]
+        digests, tokens = node.digests[offset * HASH_BYTES :], node.tokens[offset * self.width :]
+        rest = self._new(node, node.start + offset, node.usage, digests, node.blocks[offset:], tokens)
         rest.children, rest.heads, rest.priority = node.children, node.heads, node.priority
         rest.held, rest.num_locked = max(0, node.held - offset), node.num_locked
         for child in rest.children.values():
             child.parent = rest
         del node.digests[offset * HASH_BYTES :], node.blocks[offset:], node.tokens[offset * self.width :]
         node.held, node.num_locked = min(node.held, offset), int(rest.is_locked)
-        node.children, node.heads, node.usage = {rest.first: rest}, None, replace(node.usage)
-        self._describe(node)
-        self._describe(rest)
-        self._set_node(rest.blocks, rest.index)
+        node.children, node.heads, node.usage = {rest.first: rest}, None, node.usage.copy()
+        self._describe(node, node.digests)
+        self._describe(rest, digests)
+        self._ledger.assign(rest.blocks, rest.index)
         return rest
 
     def merge(self, node: Node) -> None:
@@ -262,47 +261,53 @@ class RadixTree:
             node.held = len(node.blocks) + child.held
         node.digests += child.digests
         node.tokens += child.tokens
-        node.blocks.extend(child.blocks)
+        node.blocks += child.blocks
         node.children, node.heads, node.num_locked = child.children, child.heads, child.num_locked
         for grandchild in node.children.values():
             grandchild.parent = node
         node.usage = child.usage
-        self._describe(node)
-        self._set_node(child.blocks, node.index)
+        self._describe(node, child.digests)
+        self._ledger.assign(child.blocks, node.index)
         self._drop(child)
 
     # ---- what must stay
 
     def hold(self, node: Node, held: int) -> None:
         """The first `held` blocks of `node` must stay from now on, and no more than these."""
-        was_locked = node.is_locked
-        if not node.num_locked:
-            self.num_evictable += node.held - held
-        node.held = held
-        parent = node.parent
-        while parent is not None and node.is_locked != was_locked:
-            was_locked, change = parent.is_locked, 1 if node.is_locked else -1
-            self.num_evictable -= parent.num_evictable
-            parent.num_locked += change
-            self.num_evictable += parent.num_evictable
-            node, parent = parent, parent.parent
+        was_held, node.held = node.held, held
+        if node.num_locked:
+            return
+        self.num_evictable += was_held - held
+        if bool(held) == bool(was_held):
+            return
+        change, parent = 1 if held else -1, node.parent
+        while parent is not None:  # it has one locked child more, or less
+            num_locked = parent.num_locked
+            parent.num_locked = num_locked + change
+            if num_locked and parent.num_locked:
+                break
+            self.num_evictable -= change * (len(parent.blocks) - parent.held)
+            if parent.held:
+                break
+            parent = parent.parent
 
     # ---- shrinking
 
     def cut(self, leaf: Node, count: int) -> tuple[BlockTable, bytes]:
         """Forget the last `count` blocks of a leaf, none of them held; returns (blocks, their hashes)."""
         assert not leaf.children and count <= len(leaf.blocks) - leaf.held
+        self.num_evictable -= count
         keep = len(leaf.blocks) - count
-        blocks, digests = leaf.blocks[keep:], bytes(leaf.digests[keep * HASH_BYTES :])
-        if not keep:
+        if keep:
+            blocks, digests = leaf.blocks[keep:], bytes(leaf.digests[keep * HASH_BYTES :])
+            del leaf.blocks[keep:], leaf.digests[keep * HASH_BYTES :], leaf.tokens[keep * self.width :]
+            self._describe(leaf, leaf.digests)
+        else:
             assert leaf.parent is not None
             self._unlink(leaf.parent, leaf)
             self._drop(leaf)
-        del leaf.blocks[keep:], leaf.digests[keep * HASH_BYTES :], leaf.tokens[keep * self.width :]
-        if keep:
-            self._describe(leaf)
-        self._set_node(blocks, -1)
-        self.num_evictable -= count
+            blocks, digests = leaf.blocks, bytes(leaf.digests)
+        self._ledger.assign(blocks, -1)
         return blocks, digests
 
     def drop_root(self, digest: BlockHash) -> None:
@@ -331,7 +336,7 @@ class RadixTree:
                 assert node.parent.children.get(node.first) is node and self.nodes[node.parent.index] is node.parent
                 assert node.start == node.parent.start + len(node.parent.blocks)
                 assert node.usage.num_blocks == size and node.usage.digest == bytes(node.digests[-HASH_BYTES:])
-                assert (self.node_of[np.frombuffer(node.blocks, np.int32)] == node.index).all(), (
+                assert (self._ledger.owner_array[np.frombuffer(node.blocks, np.int32)] == node.index).all(), (
                     "a block has another node"
                 )
             else:
@@ -340,7 +345,7 @@ class RadixTree:
             assert node.heads is None or node.heads == sorted(map(self._head, node.children.values()))
             num_named += size
             num_evictable += node.num_evictable
-        assert num_named == int((self.node_of >= 0).sum()), "a named block is in no node, or in two"
+        assert num_named == int((self._ledger.owner_array >= 0).sum()), "a named block is in no node, or in two"
         assert num_evictable == self.num_evictable, "evictable blocks are miscounted"
 
     def hashes(self) -> Iterator[BlockHash]:

@@ -27,6 +27,13 @@ class Usage:
     above: "Usage | None" = None  # the entry that it continues, if that was here too when it came
     note: object = None  # a policy's own note
 
+    def copy(self) -> "Usage":
+        """The same for another entry. Written out: dataclasses.replace takes five times as long."""
+        return Usage(
+            self.digest, self.num_blocks, self.end_tokens, self.inserted_s, self.used_s, self.hits, self.rank, self.segment,
+            self.above, self.note,
+        )  # fmt: skip
+
 
 class Policy(Protocol):
     """One policy's state for one cache."""

@@ -53,7 +53,7 @@ class HashChain:
 
     def __init__(self, root: BlockHash, hashes: Iterable[bytes] = ()) -> None:
         self.root = root
-        self.data = bytearray(b"".join(hashes))
+        self.data = bytearray(b"".join(hashes)) if hashes else bytearray()
 
     @classmethod
     def of(cls, tokens: Sequence[int], block_size: int, salt: str = "", adapter: str = "") -> Self:
@@ -85,14 +85,20 @@ class HashChain:
         extras: for blocks, counted from the first of `packed`, whose tokens stand for something beside text (an image):
         a digest of that. Blocks with unlike extras have unlike hashes.
         """
-        width, begin = TOKEN_BYTES * block_size, 0
-        count = len(packed) // width
-        for index in sorted(i for i in extras or () if i < count):
+        width = TOKEN_BYTES * block_size
+        if extras:
+            packed = self._extend_to_last_extras(packed, width, extras)
+        self.data += hashing_native.chain(self.last, packed, width)
+
+    def _extend_to_last_extras(self, packed: bytes, width: int, extras: Mapping[int, bytes]) -> bytes:
+        """Append hashes up to the last full block with extras; the packed tokens that are left."""
+        begin, count = 0, len(packed) // width
+        for index in sorted(i for i in extras if i < count):
             self.data += hashing_native.chain(self.last, packed[begin * width : index * width], width)
             block = packed[index * width : (index + 1) * width]
-            self.data += _hash_with_extras(self.last, block, (extras or {})[index])
+            self.data += _hash_with_extras(self.last, block, extras[index])
             begin = index + 1
-        self.data += hashing_native.chain(self.last, packed[begin * width :] if begin else packed, width)
+        return packed[begin * width :]
 
 
 def _hash_with_extras(parent: bytes, block: bytes, extras: bytes) -> bytes:

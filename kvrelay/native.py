@@ -13,8 +13,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from kvrelay.config import cache_dir, native_disabled
 from kvrelay.errors import BackendUnavailable
@@ -29,6 +30,24 @@ XXH3_SOURCES, XXH3_HEADERS = (
     (_XXH3 / "xxh3.c",),
     (_XXH3 / "xxh3.h", _XXH3 / "lanes.h"),
 )  # for those who hash what they move
+
+_PYTHON = Path(__file__).parent / "native_python" / "python.h"
+
+
+def load_builtins(name: str, sources: Sequence[Path]) -> tuple[Callable[..., Any], ...]:
+    """The functions that the C `sources` make with native_python/python.h: their `kr_builtins()`. Called like Python's own.
+
+    Raises:
+        BackendUnavailable: as load_native does, or an interpreter without CPython's symbols.
+    """
+    path = load_native(name, sources, [_PYTHON])._name
+    try:
+        make = ctypes.PyDLL(path).kr_builtins
+    except (OSError, AttributeError) as error:
+        raise BackendUnavailable(name, str(error)) from error
+    make.restype = ctypes.py_object
+    functions: tuple[Callable[..., Any], ...] = make()
+    return functions
 
 
 def load_native(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ctypes.CDLL:

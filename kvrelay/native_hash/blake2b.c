@@ -1,8 +1,7 @@
 /* BLAKE2b with 16-byte digests (RFC 7693), unkeyed, chained over the blocks of a prompt.
  *
  * A block's digest = blake2b-128(parent digest + the block's tokens, little-endian int32). With blocks of up to 28 tokens
- * that is a single compression. Also turns Python lists of ints into int32: the two prototypes below belong to
- * CPython's stable ABI, so no header is needed; kr_pack_ints is called with the interpreter's lock held.
+ * that is a single compression.
  */
 
 #include <stddef.h>
@@ -118,21 +117,4 @@ void kr_chain(const uint8_t *parent, const uint8_t *tokens, size_t width, size_t
         digest_long(last, tokens + i * width, width, out + i * DIGEST);
         memcpy(last, out + i * DIGEST, DIGEST);
     }
-}
-
-extern long PyLong_AsLong(void *number);
-extern void *PyList_GetItem(void *list, ptrdiff_t index);
-extern void *PyErr_Occurred(void);
-
-/* ints[start : start + count] of a Python list as int32; 0, or -1 with an exception set or a number outside int32. */
-int kr_pack_ints(void *list, ptrdiff_t start, ptrdiff_t count, int32_t *out)
-{
-    for (ptrdiff_t i = 0; i < count; i++) {
-        void *item = PyList_GetItem(list, start + i); /* borrowed */
-        long value = item == NULL ? -1 : PyLong_AsLong(item);
-        if (value == -1 && PyErr_Occurred() != NULL) return -1;
-        if (value != (int32_t)value) return -1;
-        out[i] = (int32_t)value;
-    }
-    return 0;
 }

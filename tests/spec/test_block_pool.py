@@ -430,11 +430,11 @@ def break_lost(pool: BlockPool) -> None:
 
 
 def break_refs(pool: BlockPool) -> None:
-    pool._refs[pool.match(chain_of(prompt(1, 2))).blocks[0]] += 1
+    pool._ledger.refs[pool.match(chain_of(prompt(1, 2))).blocks[0]] += 1
 
 
 def break_name(pool: BlockPool) -> None:
-    pool._tree.node_of[pool.match(chain_of(prompt(1, 2))).blocks[0]] = -1
+    pool._ledger.owners[pool.match(chain_of(prompt(1, 2))).blocks[0]] = -1
 
 
 def break_queue(pool: BlockPool) -> None:

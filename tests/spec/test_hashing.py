@@ -6,6 +6,7 @@ import subprocess
 import sys
 from array import array
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,15 +80,20 @@ def test_another_process_agrees():
 # ---- in C and in Python
 
 
-@pytest.fixture(params=["native", "python"])
+@pytest.fixture(params=["native", "native through the interpreter's functions", "python"])
 def library(request, monkeypatch):
-    """Both ways of hashing, however short the prompts."""
+    """The ways of hashing and packing."""
     if request.param == "python":
         monkeypatch.setattr(hashing_native, "native", lambda: None)
-    elif hashing_native.native() is None:
+        yield request.param
+        return
+    native = hashing_native.native()
+    if native is None:
         pytest.skip("no C compiler")
-    monkeypatch.setattr(hashing_native, "_FEW_BYTES", 0)
-    return request.param
+    layout = hashing_native.layout_of_ints() if request.param == "native" else 0
+    native.use_layout(layout)
+    yield request.param
+    native.use_layout(hashing_native.layout_of_ints())
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 28, 29, 32, 60, 61, 64, 256])
@@ -106,6 +112,38 @@ def test_either_way_packs_tokens_alike(library):
     assert pack_tokens(tokens, 5, 9) == array("i", tokens[5:9]).tobytes()
     assert pack_tokens(tokens, 300, 999) == array("i", tokens[300:]).tobytes()
     assert pack_tokens(tokens, 9, 5) == b""
+
+
+def test_either_way_takes_whatever_is_an_integer(library):
+    tokens = [True, np.int64(-3), 2**30 - 1, 2**30, 1 - 2**30, -(2**30), *range(200)]
+    assert pack_tokens(tokens) == array("i", map(int, tokens)).tobytes()
+
+
+def test_a_list_that_changes_while_it_is_packed_does_no_harm(library):
+    class Emptying:
+        def __index__(self) -> int:
+            tokens.clear()
+            return 7
+
+    tokens = [1, 2, Emptying(), *range(300)]
+    if library == "python":  # array() takes what it was given
+        assert len(pack_tokens(tokens)) == 4 * 303
+    else:
+        with pytest.raises(IndexError):
+            pack_tokens(tokens)
+
+
+def test_a_chain_begins_with_sixteen_bytes_and_blocks_are_not_empty():
+    native = hashing_native.native()
+    if native is None:
+        pytest.skip("no C compiler")
+    for parent, width in ((b"short", 64), (bytes(16), 0), (bytes(16), -4)):
+        with pytest.raises(ValueError):
+            native.chain(parent, bytes(128), width)
+    with pytest.raises(ValueError):
+        native.pack([1, 2, 3], -1, 2)
+    with pytest.raises(IndexError):
+        native.pack([1, 2, 3], 0, 4)
 
 
 @pytest.mark.parametrize("bad", [2**31, -(2**31) - 1, 2**70])

@@ -41,6 +41,7 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/disk_volume.py"),
     Path("kvcache/fsspec_store.py"),
     Path("kvcache/jobs.py"),
+    Path("kvcache/ledger_native.py"),
     Path("kvcache/loads.py"),
     Path("kvcache/redis_store.py"),
     Path("kvcache/sums.py"),

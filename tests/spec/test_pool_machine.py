@@ -13,6 +13,7 @@ import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvrelay.hashing import HashChain, pack_tokens
+from kvrelay.kvcache import ledger_native
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
 from tests.spec import machine_steps
@@ -281,3 +282,10 @@ class Life(RuleBasedStateMachine):
 @pytest.mark.slow
 def test_any_life_of_the_pool():
     machine_steps.live("pool", Life, examples=40, rules_each=50)
+
+
+def test_a_life_of_the_pool_without_a_compiler(monkeypatch):
+    monkeypatch.setattr(ledger_native, "binder", lambda: None)
+    assert "_held" in repr(BlockPool(1)._ledger.held)
+    before = machine_steps.taken["pool"]
+    machine_steps.run_until(lambda: machine_steps.taken["pool"] > before + 500, Life, examples=10, rules_each=50)
