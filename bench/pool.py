@@ -11,9 +11,6 @@ length and round by round, and each keeps its best round's medians. What is time
 
 import argparse
 import gc
-import json
-import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,6 +20,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout works uninstalled
 
+from contenders import Contender
 from figures import show
 
 from kvrelay.hashing import HashChain, root_hash
@@ -32,35 +30,6 @@ SIDE = Path(__file__).with_name("pool_side.py")
 STEPS = ("hash", "match", "allocate", "append", "free")
 BLOCK = 16
 PROMPT_BLOCKS = 512  # of the prompts that fill a pool
-
-
-class Contender:
-    """One process that answers jobs."""
-
-    def __init__(self, name: str, command: str) -> None:
-        self.name = name
-        self._process = subprocess.Popen(
-            [*shlex.split(command), str(SIDE), name],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def ask(self, length: int, count: int) -> dict[str, float] | None:
-        """Median seconds of each step; None when the process has gone (its last words are printed)."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            print(json.dumps([length, count]), file=self._process.stdin, flush=True)
-        except BrokenPipeError:
-            return None
-        line = self._process.stdout.readline()
-        if line:
-            answer: dict[str, float] = json.loads(line)
-            return answer
-        assert self._process.stderr is not None
-        print(f"{self.name} is left out: {self._process.stderr.read().strip().splitlines()[-1:]}")
-        return None
-
-    def close(self) -> None:
-        self._process.communicate()
 
 
 def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -75,7 +44,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
             commands[name] = command
         else:
             print(f"{name}: no interpreter given, left out")
-    contenders = [Contender(name, command) for name, command in commands.items()]
+    contenders = [Contender(name, command, SIDE) for name, command in commands.items()]
     best: dict[tuple[int, str], dict[str, float]] = {}
     for _ in range(arguments.rounds):
         for length in arguments.lengths:

@@ -295,9 +295,10 @@ class Engine:
             result.is_stuck = not (plan.preempted or result.reservations)
             return result
         for item in plan.work:
-            item.seq.num_chunks += 1
-            if item.seq.scheduled_s is None:
-                item.seq.scheduled_s = now_s
+            seq = item.seq
+            seq.num_chunks += 1
+            if seq.scheduled_s is None:
+                seq.scheduled_s = now_s
                 self._announce_cached(item)
         self._copy_blocks(plan)
         hidden = self._runner.run(plan, self._on_layer(plan), self._before_layer(plan))
@@ -314,6 +315,8 @@ class Engine:
 
     def _verified(self, plan: StepPlan) -> StepPlan:
         """Without the sequences whose blocks below the pool turned out to be corrupt: those begin anew."""
+        if self.tiers is None:
+            return plan
         bad = {id(item.seq) for item in plan.work if item.seq.load is not None and not item.seq.load.wait_verified()}
         if not bad:
             return plan
@@ -335,7 +338,7 @@ class Engine:
 
     def _before_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Waits until a layer's KV from below the pool is in place; None when none is on its way."""
-        loads = [item.seq.load for item in plan.work if item.seq.load is not None]
+        loads = [item.seq.load for item in plan.work if item.seq.load is not None] if self.tiers is not None else ()
         if not loads:
             return None
 
@@ -347,9 +350,10 @@ class Engine:
         return before_layer
 
     def _settle_loads(self, plan: StepPlan) -> None:
-        for item in plan.work:
-            if item.seq.load is not None:
-                self._require_tiers().settle(item.seq)
+        if self.tiers is not None:
+            for item in plan.work:
+                if item.seq.load is not None:
+                    self.tiers.settle(item.seq)
 
     def _require_tiers(self) -> LowerTiers:
         assert self.tiers is not None
@@ -387,22 +391,26 @@ class Engine:
             return
         tokens, logprobs = self._sampler.sample(self._runner.logits(hidden, rows), seqs)
         now_s = self._clock()
-        for seq, token, logprob in zip(seqs, tokens, logprobs, strict=True):
-            result.outputs.append(self._append(seq, token, logprob, now_s))
+        result.outputs += [
+            self._append(seq, token, logprob, now_s) for seq, token, logprob in zip(seqs, tokens, logprobs, strict=True)
+        ]
 
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput:
-        position = seq.num_output
-        is_first = position == seq.request.num_output_tokens
-        seq.token_ids.append(token)
+        request, token_ids = seq.request, seq.token_ids
+        position = len(token_ids) - request.num_prompt_tokens
+        is_first = len(token_ids) == len(request.token_ids)
+        token_ids.append(token)
         reason = self._finish_reason(seq)
         if reason is not None:
             seq.hold = False  # nothing is left to decode elsewhere
             self._end(seq, reason)
-        elif seq.num_output >= seq.max_output:  # a prefill worker's one token: the stream goes on elsewhere
-            self._end(seq, FinishReason.LENGTH)
-        wanted = seq.request.sampling.max_tokens > 0
+        elif seq.output_limit is not None and seq.num_output >= seq.max_output:
+            self._end(seq, FinishReason.LENGTH)  # a prefill worker's one token: the stream goes on elsewhere
+        elif logprob is None and not is_first:  # as nearly always
+            return TokenOutput(request_id=request.request_id, position=position, token_ids=[token])
+        wanted = request.sampling.max_tokens > 0
         output = TokenOutput(
-            request_id=seq.request_id,
+            request_id=request.request_id,
             position=position,
             token_ids=[token] if wanted else [],
             logprobs=[logprob] if logprob is not None and wanted else [],
@@ -421,11 +429,12 @@ class Engine:
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why the stream ends with its last token, or None. A prefill worker's own limit is no reason."""
-        params, token = seq.request.sampling, seq.token_ids[-1]
-        may_stop = params.max_tokens > 0 and seq.num_output > params.min_tokens
-        if may_stop and (token in params.stop_token_ids or (not params.ignore_eos and token in self._eos_ids)):
+        params, token, num_tokens = seq.request.sampling, seq.token_ids[-1], len(seq.token_ids)
+        num_output = num_tokens - seq.request.num_prompt_tokens
+        ends = token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos)
+        if ends and params.max_tokens > 0 and num_output > params.min_tokens:
             return FinishReason.STOP
-        if seq.num_output >= params.max_tokens or seq.num_tokens >= self.max_model_len:
+        if num_output >= params.max_tokens or num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         return None
 
@@ -433,9 +442,12 @@ class Engine:
         begin = 0
         for item in plan.work:
             count = item.seq.request.sampling.prompt_logprobs
+            if count is None:
+                begin += item.num_tokens
+                continue
             last = min(item.start + item.num_tokens, item.seq.request.num_prompt_tokens - 1)
             is_done = item.seq.num_output > item.seq.request.num_output_tokens  # sent, before a pre-emption
-            if count is not None and item.start < last and not is_done:
+            if item.start < last and not is_done:
                 targets = item.seq.token_ids[item.start + 1 : last + 1]
                 for offset in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
                     part = targets[offset : offset + _PROMPT_LOGPROB_ROWS]

@@ -46,7 +46,7 @@ class Sequence:
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache
     num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
-    is_pinned: bool = False  # its prompt's blocks have been, as the request asked
+    is_pinned: bool = field(init=False)  # its prompt's blocks have been, or the request does not ask for it
     num_held_blocks: int = 0  # decode: prompt blocks that were here before the transfer
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
@@ -62,6 +62,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
+        self.is_pinned = self.request.hints.pin_s <= 0 or not self.request.hints.keep
         self.chain = HashChain(root_hash(self.request.salt), self.request.block_hashes)
         self._block_chain = self.chain if self.hash_step == self.block_size else HashChain(self.chain.root)
 

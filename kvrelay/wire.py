@@ -313,7 +313,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_chunks: int = 0
 
 
-class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """New tokens of one sequence. `position` is the output index of the first of them."""
 
     request_id: str
