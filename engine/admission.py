@@ -6,9 +6,11 @@ costs a refusal and never the engine.
 
 import math
 
+from kvrelay.engine.sequence import Sequence
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.wire import MAX_PRIORITY, Sampling, SequenceRequest
 
+MAX_TENANT_CHARS = 64
 _MAX_INT = 2**63 - 1
 
 
@@ -28,7 +30,21 @@ def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) ->
         return f"a block hash is not {HASH_BYTES} bytes long"
     if not 0 <= request.hints.pin_s < math.inf:
         return "pin_s must be finite and not negative"
+    if not -MAX_PRIORITY <= request.priority <= MAX_PRIORITY:
+        return f"priority must be between -{MAX_PRIORITY} and {MAX_PRIORITY}"
+    if request.deadline_s is not None and not 0 < request.deadline_s < math.inf:
+        return "deadline_s must be finite and positive"
+    if len(request.tenant) > MAX_TENANT_CHARS:
+        return f"tenant: more than {MAX_TENANT_CHARS} characters"
     return sampling_fault(request.sampling, vocab_size)
+
+
+def why_turned_away(seq: Sequence, reason: str, now_s: float) -> str:
+    """What is told of a sequence that left the line before it was begun, by `Scheduler.turned_away`'s reason."""
+    waited_s = now_s - seq.arrived_s
+    if reason == "deadline":
+        return f"no first token within {seq.request.deadline_s:g} s: still in line after {waited_s:.3g} s"
+    return f"its place in line went to a tenant with fewer, after {waited_s:.3g} s"
 
 
 def sampling_fault(params: Sampling, vocab_size: int) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvrelay import __version__
-from kvrelay.engine.admission import request_fault
+from kvrelay.engine.admission import request_fault, why_turned_away
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
 from kvrelay.engine.lower_tiers import LowerTiers
@@ -26,6 +26,7 @@ from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.shares import LineRules
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kvcache.block_pool import BlockPool
@@ -65,6 +66,7 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     policy: str = "lru"  # of eviction: see kvcache/eviction.py
+    rules: LineRules = field(default_factory=LineRules)  # who is next in line
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class StepResult:
 
     outputs: list[TokenOutput] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
+    refused: list[tuple[str, str, str]] = field(default_factory=list)  # out of the line: (request, reason, message)
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
@@ -168,7 +171,7 @@ class Engine:
         )  # fmt: skip
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
         limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting)
-        self.scheduler = Scheduler(self.pool, config.block_size, limits)
+        self.scheduler = Scheduler(self.pool, config.block_size, limits, config.rules)
         self._runner = Runner(
             model, backend, self.storage.layers,
             block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
@@ -200,8 +203,9 @@ class Engine:
 
     def patience_s(self) -> float | None:
         """How long nothing need be done unless somebody acts on the engine; None: for ever."""
-        until_s = self.tiers.tiers.fetches.next_deadline_s() if self.tiers is not None else None
-        return None if until_s is None or until_s == math.inf else max(0.0, until_s - self._clock())
+        fetched_s = self.tiers.tiers.fetches.next_deadline_s() if self.tiers is not None else None
+        until_s = min(self.scheduler.next_deadline_s(), math.inf if fetched_s is None else fetched_s)
+        return None if until_s == math.inf else max(0.0, until_s - self._clock())
 
     # ---- requests
 
@@ -285,6 +289,8 @@ class Engine:
         self.pool.tick(now_s)
         if self.tiers is not None:
             self.tiers.tiers.poll()
+        self.scheduler.turn_late_away(now_s)
+        result.refused = self._turned_away(now_s)
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
         plan = self._verified(self.scheduler.schedule())
@@ -292,7 +298,7 @@ class Engine:
             self._runner.forget(seq)
         if not plan.work:
             self.scheduler.copied()
-            result.is_stuck = not (plan.preempted or result.reservations)
+            result.is_stuck = not (plan.preempted or result.reservations or result.refused)
             return result
         for item in plan.work:
             seq = item.seq
@@ -312,6 +318,10 @@ class Engine:
             self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
             self.tiers.end_step(self.pool)
         return result
+
+    def _turned_away(self, now_s: float) -> list[tuple[str, str, str]]:
+        told, self.scheduler.turned_away = self.scheduler.turned_away, []
+        return [(seq.request_id, reason, why_turned_away(seq, reason, now_s)) for seq, reason in told]
 
     def _verified(self, plan: StepPlan) -> StepPlan:
         """Without the sequences whose blocks below the pool turned out to be corrupt: those begin anew."""
@@ -491,6 +501,12 @@ class Engine:
             prefix_query_tokens=scheduler.query_tokens,
             tier_hit_tokens=self.tiers.hit_tokens if self.tiers is not None else 0,
             fetching=len(self.tiers.tiers.fetches) if self.tiers is not None else 0,
+            waiting_by_priority=dict(scheduler.waiting.num_by_priority + scheduler.reserving.num_by_priority),
+            waiting_tenants=len(scheduler.shares.num_waiting),
+            deadline_refusals=scheduler.num_late,
+            displaced=scheduler.num_displaced,
+            tenant_tokens=dict(scheduler.shares.computed_tokens),
+            other_tenant_tokens=scheduler.shares.other_tokens,
             tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
         )
 

@@ -1,19 +1,21 @@
 """Which tokens of which sequences are computed in the next step, and who holds which blocks.
 
 Pure: no torch, no clock. Owns the queues and, through the BlockPool, every block of the worker.
-First come, first served; a step is filled up to the token budget, running sequences first.
+Who is next in line says line.py; a step is filled up to the token budget, running sequences first.
 """
 
 from array import array
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
 
+from kvrelay.engine.line import Line, goes_first, last_of, victim
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.pinning import Pinning
 from kvrelay.engine.sequence import Sequence, State
+from kvrelay.engine.shares import LineRules, Shares
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.radix import BlockTable, Match
@@ -71,17 +73,21 @@ class SchedulerLimits:
 class Scheduler:
     """Queues and transitions of all sequences of one engine."""
 
-    def __init__(self, pool: BlockPool, block_size: int, limits: SchedulerLimits) -> None:
+    def __init__(
+        self, pool: BlockPool, block_size: int, limits: SchedulerLimits, rules: LineRules | None = None
+    ) -> None:
         self.pool, self.block_size, self.limits = pool, block_size, limits
-        self.waiting: deque[Sequence] = deque()
-        self.reserving: deque[Sequence] = deque()  # in line for a reservation
+        self.shares = Shares(rules or LineRules())
+        self.waiting = Line(self.shares)
+        self.reserving = Line(self.shares)  # in line for a reservation
+        self.turned_away: list[tuple[Sequence, str]] = []  # for (reason); the engine tells, and empties it
         self.running: list[Sequence] = []  # in order of arrival
         self.receiving: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self.sequences: dict[str, Sequence] = {}  # all of the above
         self.quarantined: dict[int, BlockTable] = {}  # by arrival: blocks that a transport may still write
         self.lent: set[BlockId] = set()  # to the KV plane's probes
-        self.num_preemptions = 0
+        self.num_preemptions = self.num_late = self.num_displaced = 0
         self.hit_tokens = 0
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
@@ -101,11 +107,40 @@ class Scheduler:
             return "invalid", "no prompt tokens, or more of them than tokens"
         if num_tokens + (request.sampling.max_tokens > 1) > self.pool.num_blocks * self.block_size:
             return "too_long", f"{num_tokens} tokens do not fit {self.pool.num_blocks} blocks of {self.block_size}"
-        if len(self.waiting) + len(self.reserving) >= self.limits.max_waiting:
+        if self._is_full and self._displaceable(request.tenant) is None:
             return "full", f"{self.limits.max_waiting} sequences are in line already"
         return None
 
+    @property
+    def _is_full(self) -> bool:
+        return len(self.waiting) + len(self.reserving) >= self.limits.max_waiting
+
+    def _displaceable(self, tenant: str) -> Sequence | None:
+        """Whom a newcomer of this tenant displaces from a full line: the last of whoever takes the most places, far more than it."""
+        largest = self.shares.most_waiting(tenant)
+        if largest is None:
+            return None
+        return last_of(largest, self.waiting, self.reserving)
+
+    def _turn_away(self, seq: Sequence, reason: str) -> None:
+        self.finish(seq, FinishReason.ABORT)
+        self.turned_away.append((seq, reason))
+
+    def turn_late_away(self, now_s: float) -> None:
+        """Who was to have its first token by now and was never begun leaves the line: no prefill is wasted on it."""
+        for line in (self.waiting, self.reserving):
+            for seq in line.late(now_s):
+                self._turn_away(seq, "deadline")
+                self.num_late += 1
+
+    def next_deadline_s(self) -> float:
+        """When `turn_late_away` is due, by the clock of `Sequence.arrived_s`; infinite: never."""
+        return min(self.waiting.next_deadline_s(), self.reserving.next_deadline_s())
+
     def _new(self, request: SequenceRequest, now_s: float, *, hold: bool, output_limit: int | None) -> Sequence:
+        if self._is_full and (displaced := self._displaceable(request.tenant)) is not None:
+            self._turn_away(displaced, "full")
+            self.num_displaced += 1
         self._arrivals += 1
         seq = Sequence(request, self.block_size, self._arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s)
         self.sequences[request.request_id] = seq
@@ -116,7 +151,7 @@ class Scheduler:
     ) -> Sequence:
         """Put a sequence in line to be computed here. The caller has checked `refusal`."""
         seq = self._new(request, now_s, hold=hold, output_limit=output_limit)
-        self.waiting.append(seq)
+        self.waiting.push(seq)
         self._ask_below(seq)
         return seq
 
@@ -125,7 +160,7 @@ class Scheduler:
     def add_reservation(self, request: SequenceRequest, now_s: float) -> Sequence:
         """Put a sequence in line for blocks that a prefill worker will fill."""
         seq = self._new(request, now_s, hold=False, output_limit=None)
-        self.reserving.append(seq)
+        self.reserving.push(seq)
         self._ask_below(seq)
         return seq
 
@@ -134,20 +169,31 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.arrived(seq, len(self.pool.match(seq.block_chain())))
 
-    def _first(self, line: deque[Sequence]) -> Sequence | None:
+    def _first(self, line: Line) -> Sequence | None:
         """Whose turn it is: who waits for blocks from a store stands back, for as long as the settings say."""
-        if self.tiers is None:
-            return line[0] if line else None
-        return next((seq for seq in line if not self.tiers.is_waiting(seq)), None)
+        return line.head(None if self.tiers is None else self.tiers.is_waiting)
+
+    def _look_again(self) -> None:
+        """Who waits for a store no longer has its turn."""
+        if self.tiers is not None:
+            for line in (self.waiting, self.reserving):
+                line.look_again(self.tiers.is_waiting)
+
+    def _admitted(self, seq: Sequence, line: Line, other_line: Line) -> None:
+        line.take(seq)
+        other_line.passed_by()
+        seq.has_begun = True
+        self.shares.admit(seq)
 
     def grant_reservations(self) -> list[Sequence]:
-        """Reserve blocks, first come first served, for as many in line as there is room; returns them."""
+        """Reserve blocks, in the line's order, for as many as there is room; returns them."""
         granted: list[Sequence] = []
+        self._look_again()
         while (seq := self._first(self.reserving)) is not None:
-            owed = self._owed(seq, self.waiting)
+            owed = self._owed(seq, self.reserving, self.waiting)
             if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
-            self.reserving.remove(seq)
+            self._admitted(seq, self.reserving, self.waiting)
             seq.num_held_blocks = seq.num_cached // self.block_size
             seq.move_to(State.RECEIVING)
             self.receiving[seq.request_id] = seq
@@ -180,11 +226,12 @@ class Scheduler:
         """Whether one more may join; the last seat is left to whom blocks are owed."""
         return len(self.running) + len(self.receiving) + bool(owed) < self.limits.max_running
 
-    def _owed(self, seq: Sequence, other_line: deque[Sequence]) -> int:
-        """Blocks to leave for the head of the other line if it came before `seq`: neither line starves the other."""
-        if not other_line or other_line[0].arrival > seq.arrival:
+    def _owed(self, seq: Sequence, line: Line, other_line: Line) -> int:
+        """Blocks to leave for the head of the other line if it goes before `seq`: neither line starves the other."""
+        other = self._first(other_line)
+        if other is None or not goes_first(other_line, other, line, seq):
             return 0
-        return self._blocks_at_most(other_line[0]) + 1  # `seq` itself raises what must stay spare
+        return self._blocks_at_most(other) + 1  # `seq` itself raises what must stay spare
 
     @staticmethod
     def _blocks_at_most(seq: Sequence) -> int:
@@ -268,7 +315,7 @@ class Scheduler:
         self._copies = []
         others = self._schedule_decodes(budget, singles, preempted)
         budget -= len(singles)
-        for seq in others:
+        for seq in sorted(others, key=self.waiting.rank):
             if budget <= 0:
                 break
             if seq.state is State.RUNNING and self._has_room(seq, preempted):
@@ -309,11 +356,12 @@ class Scheduler:
         return self._grow(seq, preempted) and self._own_next(seq, preempted)
 
     def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]) -> int:
+        self._look_again()
         while budget > 0 and (seq := self._first(self.waiting)) is not None:
-            owed = self._owed(seq, self.reserving)
+            owed = self._owed(seq, self.waiting, self.reserving)
             if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
-            self.waiting.remove(seq)
+            self._admitted(seq, self.waiting, self.reserving)
             seq.move_to(State.RUNNING)
             self._seat(seq)
             has_own = self._own_next(seq, preempted)
@@ -324,7 +372,7 @@ class Scheduler:
         return budget
 
     def _grow(self, seq: Sequence, preempted: list[Sequence]) -> bool:
-        """Make room for every token of `seq`; the latest arrivals give way. False if `seq` itself did."""
+        """Make room for every token of `seq`; others may give way. False if `seq` itself did."""
         while (need := seq.blocks_for(seq.num_tokens) - len(seq.blocks)) > 0:
             fresh = self.pool.allocate(need)
             if fresh is not None:
@@ -354,11 +402,11 @@ class Scheduler:
             self.pool.release((self._sources.pop(),))
 
     def _make_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
-        """The latest arrival gives way. False if that is `seq` itself."""
-        victim = self.running[-1]
-        self._preempt(victim)
-        preempted.append(victim)
-        return victim is not seq
+        """Somebody gives way. False if that is `seq` itself."""
+        loser = victim(self.running, seq)
+        self._preempt(loser)
+        preempted.append(loser)
+        return loser is not seq
 
     def _preempt(self, seq: Sequence) -> None:
         """All or nothing: drop the blocks, compute the tokens again later. Cached blocks shorten that."""
@@ -366,10 +414,11 @@ class Scheduler:
         self._leave_below(seq)
         self.pool.release(seq.blocks)
         seq.blocks = array("i")
+        self.shares.give_back(seq)
         seq.num_computed = seq.num_hashed_blocks = 0
         seq.prompt_logprobs.clear()  # they come again with the prompt
         seq.move_to(State.WAITING)
-        self.waiting.appendleft(seq)
+        self.waiting.push(seq)
         self.num_preemptions += 1
 
     def rewind(self, seq: Sequence) -> None:
@@ -385,6 +434,8 @@ class Scheduler:
         """The KV of this work is in its blocks now."""
         seq, count = item.seq, item.num_tokens
         computed = seq.num_computed = seq.num_computed + count
+        self.shares.advance(seq)
+        self.shares.computed(seq.request.tenant, count)
         if computed // self.block_size > seq.num_hashed_blocks:
             self._name_full_blocks(seq)
         if not seq.is_pinned:
@@ -422,6 +473,7 @@ class Scheduler:
                 return
         self._unqueue(seq)
         self._leave_below(seq)
+        self.shares.give_back(seq)
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
         self.pool.release(seq.blocks)

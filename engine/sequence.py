@@ -1,6 +1,7 @@
 """One sequence in one engine: its tokens, its blocks, and the states that it may be in. Pure."""
 
 import enum
+import math
 from array import array
 from dataclasses import dataclass, field
 
@@ -56,6 +57,9 @@ class Sequence:
     scheduled_s: float | None = None
     num_chunks: int = 0
     slot: int = -1  # row in the runner's block table
+    has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
+    num_paid: int = 0  # tokens that its tenant need not pay for any more: see shares.py
+    num_charged: int = 0  # tokens that its tenant has paid for, ahead too
     load: Load | None = None  # blocks that are being brought up from below the pool
     num_loaded_blocks: int = 0  # of its prompt, brought up so
     _block_chain: HashChain = field(init=False)
@@ -69,6 +73,12 @@ class Sequence:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def deadline_s(self) -> float:
+        """When its first token is to be there, by the clock of `arrived_s`; infinite: no matter when."""
+        limit_s = self.request.deadline_s
+        return math.inf if limit_s is None else self.arrived_s + limit_s
 
     @property
     def num_tokens(self) -> int:

@@ -18,14 +18,16 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from kvrelay.config import EngineSettings, Settings
+from kvrelay.config import EngineSettings, SchedulerSettings, Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout
 from kvrelay.engine.prefetch import prefetch
+from kvrelay.engine.shares import LineRules
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
 from kvrelay.engine.tier_setup import make_lower_tiers
 from kvrelay.errors import ConnectionLost, WorkerError
+from kvrelay.hashing import tenant_of
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.remote import ClusterStore
@@ -102,6 +104,12 @@ class Link:
 def _plain(pair: PairReport) -> dict[str, Any]:
     """As plain data, zeros and empty fields included."""
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
+
+
+def line_rules(settings: SchedulerSettings) -> LineRules:
+    """The engine's own form of the settings; weights are of the names' digests."""
+    weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
+    return LineRules(settings.oldest_every, settings.output_weight, settings.deadline_credit_tokens, weights)
 
 
 def _pool_size(engine: EngineSettings, num_workers: int) -> dict[str, Any]:
@@ -236,6 +244,7 @@ class WorkerService:
             max_model_len=self.settings.model.max_model_len,
             prefix_caching=settings.prefix_caching,
             policy=self.settings.cache.policy,
+            rules=line_rules(self.settings.scheduler),
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,
@@ -512,6 +521,8 @@ class WorkerService:
                     self._trace_output(output)
                 if output.finish_reason is not None:
                     self._forget(output.request_id)
+        for refusal in result.refused:
+            self._refused(*refusal)
         self._on_reservations(result)
         if result.load is not None:
             self._load = result.load

@@ -26,6 +26,7 @@ ChecksMode = Literal["full", "sampled", "off"]
 PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost", "survival"]
 WritePolicy = Literal["write-through", "selective", "write-back"]
 Compression = Literal["none", "lossless", "int8", "fp8"]
+TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -122,6 +123,34 @@ class RoleSettings(_Settings):
     max_running: int | None = Field(None, ge=1, description="as engine.max_running")
     num_threads: int | None = Field(None, ge=1, description="as engine.num_threads")
     prefix_caching: bool | None = Field(None, description="as engine.prefix_caching")
+
+
+class SchedulerSettings(_Settings):
+    """Who is next in line on every worker."""
+
+    tenant_by: TenantBy = Field(
+        "auto",
+        description="what tells tenants apart: cache_salt, user (fields of the body), api_key (the bearer token); "
+        "auto: the first of these that a request has",
+    )
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = Field(
+        {},
+        description="shares of the service, by salt, user or key as clients send it; a tenant that is not named has 1",
+    )
+    output_weight: float = Field(
+        2.0, gt=0, allow_inf_nan=False,
+        description="what an output token costs its tenant, against 1 for a prompt token; cached ones are free",
+    )  # fmt: skip
+    oldest_every: int = Field(
+        16, ge=1,
+        description="of so many admissions one is of whoever came first, whatever priorities, deadlines and tenants say: "
+        "nobody starves; 1: first come, first served",
+    )  # fmt: skip
+    deadline_credit_tokens: float = Field(
+        8192.0, ge=0, allow_inf_nan=False,
+        description="a tenant's deadlines are heeded while it has had at most so many tokens (weighted) more than the "
+        "tenant in line that has had least",
+    )  # fmt: skip
 
 
 class CacheSettings(_Settings):
@@ -339,6 +368,7 @@ class Settings(_Settings):
     engine: EngineSettings = EngineSettings()
     prefill: RoleSettings = Field(RoleSettings(), description="Prefill workers' own. None: as for all workers.")
     decode: RoleSettings = Field(RoleSettings(), description="Decode workers' own. None: as for all workers.")
+    scheduler: SchedulerSettings = SchedulerSettings()
     cache: CacheSettings = CacheSettings()
     store: StoreSettings = StoreSettings()
     transfer: TransferSettings = TransferSettings()

@@ -8,7 +8,8 @@ KvrelayError
 │   └── UnsupportedModel
 ├── RequestError           the client's fault; carries an HTTP status and the field
 │   ├── InvalidRequest     400 / 404 / 413 / 422
-│   └── Overloaded         429, with Retry-After
+│   ├── Overloaded         429, with Retry-After
+│   └── DeadlinePassed     429, with Retry-After: it was still in line
 ├── WorkerError            a worker's fault
 │   ├── WorkerLost
 │   └── EngineFailed
@@ -114,6 +115,15 @@ class Overloaded(RequestError):
     def __init__(self, message: str, retry_after_s: float) -> None:
         super(RequestError, self).__init__(message, retry_after_s)
         self.message, self.param, self.status, self.code = message, None, 429, "overloaded"
+        self.retry_after_s = retry_after_s
+
+
+class DeadlinePassed(RequestError):
+    """The request's own deadline for its first token passed before any of it was computed."""
+
+    def __init__(self, message: str, retry_after_s: float) -> None:
+        super(RequestError, self).__init__(message, retry_after_s)
+        self.message, self.param, self.status, self.code = message, "deadline_s", 429, "deadline_passed"
         self.retry_after_s = retry_after_s
 
 

@@ -41,6 +41,11 @@ def tenant_name(root: BlockHash) -> str:
     return hashlib.blake2b(root, digest_size=8, person=_TENANT).hexdigest()
 
 
+def tenant_of(name: str) -> str:
+    """A tenant's digest by the name (a `cache_salt`, a user, an API key) that its requests come with; "" for ""."""
+    return tenant_name(root_hash.__wrapped__(name))  # not remembered: names come from clients, in any length
+
+
 def pack_tokens(tokens: Sequence[int], start: int = 0, end: int | None = None) -> bytes:
     """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token is no int32."""
     return hashing_native.pack(tokens, start, len(tokens) if end is None else min(end, len(tokens)))

@@ -11,6 +11,7 @@ import msgspec
 from kvrelay.types import Fingerprint
 
 PROTOCOL_VERSION = 2
+MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -68,6 +69,11 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tokens_per_hash: int = 0
     traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
     hints: KvHints = KvHints()
+    priority: int = 0  # its class in line, as vLLM has it: a lower number is served earlier; not that of `hints`
+    deadline_s: float | None = (
+        None  # the first token is wanted so long after the request came here; None: no matter when
+    )
+    tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
 
     @property
     def num_output_tokens(self) -> int:
@@ -187,6 +193,12 @@ class LoadReport(_Message, frozen=True, tag="load"):
     prefix_query_tokens: int = 0
     tier_hit_tokens: int = 0  # of the hits, brought up from below the pool
     fetching: int = 0  # sequences in line that wait for blocks from a store
+    waiting_by_priority: dict[int, int] = {}
+    waiting_tenants: int = 0  # that have something in line
+    deadline_refusals: int = 0
+    displaced: int = 0  # sequences that left a full line for another tenant's
+    tenant_tokens: dict[str, int] = {}  # computed so far, by tenant; of those without an entry: `other_tenant_tokens`
+    other_tenant_tokens: int = 0
     tiers: list[TierLoad] = []
 
 
@@ -289,7 +301,7 @@ class Refused(_Message, frozen=True, tag="refused"):
     """Not taken; nothing is held here for this request."""
 
     request_id: str
-    reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid"
+    reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid" | "deadline"
     message: str = ""
     retry_after_s: float = 1.0
 

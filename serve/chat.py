@@ -38,6 +38,7 @@ from kvrelay.serve.replies import (
 )
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, template_messages
 from kvrelay.serve.schemas import ChatBody
+from kvrelay.serve.standing import standing_of
 from kvrelay.serve.tokenizer import encode_text
 from kvrelay.serve.traced import traceparent_of
 from kvrelay.wire import TokenLogprob
@@ -56,6 +57,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         options=text_options(body),
         salt=body.cache_salt or "",
         hints=await hints_of(front, body),
+        standing=standing_of(request, body, front.settings.scheduler.tenant_by),
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),

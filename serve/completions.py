@@ -28,6 +28,7 @@ from kvrelay.serve.http import EventStream, unless_client_leaves
 from kvrelay.serve.replies import DONE_EVENT, Completion, CompletionChoice, CompletionLogprobs, encode_event
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, prompts_of
 from kvrelay.serve.schemas import CompletionBody
+from kvrelay.serve.standing import standing_of
 from kvrelay.serve.tokenizer import encode_text
 from kvrelay.serve.traced import traceparent_of
 
@@ -51,6 +52,7 @@ async def completions(front: Front, request: Request) -> Response:
         echo=bool(body.echo),
         salt=body.cache_salt or "",
         hints=await hints_of(front, body),
+        standing=standing_of(request, body, front.settings.scheduler.tenant_by),
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),

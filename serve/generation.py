@@ -19,6 +19,7 @@ from kvrelay.serve.explain import Explain
 from kvrelay.serve.replies import PromptDetails, Usage
 from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
+from kvrelay.serve.standing import Standing
 from kvrelay.serve.tokenizer import TextCodec
 from kvrelay.wire import KvHints, Sampling, SequenceRequest
 
@@ -47,6 +48,7 @@ class Job:
     echo: bool = False
     salt: str = ""
     hints: KvHints = field(default_factory=KvHints)
+    standing: Standing = field(default_factory=Standing)
     force: Literal["local", "remote"] | None = None
     explain: Explain | None = None
     traceparent: str = ""
@@ -105,6 +107,9 @@ class _Choice:
             traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
             hints=job.hints,
+            priority=job.standing.priority,
+            deadline_s=job.standing.deadline_s,
+            tenant=job.standing.tenant,
         )
         explain = job.explain if self._index == 0 else None
         if explain is not None:

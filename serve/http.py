@@ -31,9 +31,14 @@ def check_api_key(request: Request, api_key: str | None) -> None:
     """Raises InvalidRequest (401) unless the key is right or none is set."""
     if api_key is None:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), api_key.encode()):
+    if not hmac.compare_digest(bearer_token(request).encode(), api_key.encode()):
         raise InvalidRequest("missing or wrong API key", None, 401, "invalid_api_key")
+
+
+def bearer_token(request: Request) -> str:
+    """The API key that came with a request; "" when there is none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
 
 
 async def read_json_body(request: Request, limit_bytes: int) -> bytes:

@@ -87,8 +87,22 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Of those, brought up from below the pool.", who, load.tier_hit_tokens
     )
     table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
+    _line(who, load, table)
     _tiers(who, load, table)
     _transfers(who, load, table)
+
+
+def _line(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+    for priority, count in load.waiting_by_priority.items():
+        labels = {**who, "priority": str(priority)}
+        table.add(metrics.WORKER_WAITING, "Sequences in line, by priority.", labels, count)
+    table.add(metrics.WORKER_WAITING_TENANTS, "Tenants with something in line.", who, load.waiting_tenants)
+    table.add(metrics.WORKER_DEADLINE_REFUSALS_TOTAL, "Refused: too late.", who, load.deadline_refusals)
+    table.add(metrics.WORKER_DISPLACED_TOTAL, "Left a full line for another tenant's.", who, load.displaced)
+    computed = {**load.tenant_tokens, "other": load.other_tenant_tokens}
+    for tenant, count in computed.items():
+        labels = {**who, "tenant": tenant or "none"}
+        table.add(metrics.WORKER_TENANT_TOKENS_TOTAL, "Tokens computed, by tenant.", labels, count)
 
 
 def _tiers(who: dict[str, str], load: LoadReport, table: _Table) -> None:

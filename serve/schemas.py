@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import InvalidRequest
+from kvrelay.wire import MAX_PRIORITY
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class StreamOptions(_Body):
 SESSION_NAME = r"^[A-Za-z0-9._:-]{1,128}$"
 MAX_PIN_S = 86400.0
 MAX_PREFETCH_HOLD_S = 600.0
+MAX_DEADLINE_S = 86400.0
 
 
 def is_session_name(name: str) -> bool:
@@ -116,6 +118,8 @@ class Common(_Body):
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     kv: KvFields | None = None
     user: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # in line: lower is earlier
+    deadline_s: Annotated[Real, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # for the first token
     # known, and refused unless they say "nothing special":
     best_of: int | None = None
     use_beam_search: bool | None = None
@@ -135,7 +139,6 @@ class Common(_Body):
     metadata: Any = None
     store: Any = None
     service_tier: Any = None
-    priority: Any = None
     request_id: Any = None
     spaces_between_special_tokens: Any = None
 

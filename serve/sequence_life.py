@@ -15,6 +15,7 @@ from kvrelay import wire
 from kvrelay.config import Settings
 from kvrelay.errors import (
     ConnectionLost,
+    DeadlinePassed,
     EngineFailed,
     InvalidRequest,
     KvrelayError,
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
 MAX_REFUSALS = 4
+RETRY_AFTER_LATE_S = 1.0
 
 
 class Unavailable(RequestError):
@@ -105,7 +107,7 @@ class SequenceLife:
                     return None
                 await self._advance()
         except KvrelayError as error:
-            self.close("overloaded" if isinstance(error, Overloaded) else "error")
+            self.close(_outcome_of(error))
             raise
 
     def close(self, outcome: str) -> None:
@@ -144,13 +146,13 @@ class SequenceLife:
         if decision.path == "disaggregated":
             assert decision.prefill is not None and decision.decode is not None
             ticket = await self._reserve(attempt, decision.decode)
-            self._submit(attempt, decision.prefill, wire.Prefill(request=request, ticket=ticket))
+            self._submit(attempt, decision.prefill, wire.Prefill(request=self._in_time(request), ticket=ticket))
         elif decision.path == "local":
             assert decision.decode is not None
-            self._submit(attempt, decision.decode, wire.Generate(request=request))
+            self._submit(attempt, decision.decode, wire.Generate(request=self._in_time(request)))
         else:
             assert decision.prefill is not None
-            self._submit(attempt, decision.prefill, wire.Prefill(request=request))
+            self._submit(attempt, decision.prefill, wire.Prefill(request=self._in_time(request)))
 
     def _route(self) -> Attempt:
         """Choose workers and count the sequence as theirs. Raises the error that ends it when none is left."""
@@ -209,6 +211,9 @@ class SequenceLife:
             traceparent=original.traceparent,
             tokens_per_hash=tokens_per_hash,
             hints=original.hints,
+            priority=original.priority,
+            deadline_s=None if emitted else original.deadline_s,
+            tenant=original.tenant,
         )
 
     async def _reserve(self, attempt: Attempt, worker_id: str) -> bytes:
@@ -217,7 +222,7 @@ class SequenceLife:
         began_s = self._carrier.clock()
         if self._spans is not None:
             self._spans.begin("reserve", worker=worker_id)
-        self._submit(attempt, worker_id, wire.Reserve(request=attempt.request, timeout_s=wait_s))
+        self._submit(attempt, worker_id, wire.Reserve(request=self._in_time(attempt.request), timeout_s=wait_s))
         too_late = (worker_id, TimeIsUp("reservation"))
         timer = asyncio.get_running_loop().call_later(wait_s + RESERVE_GRACE_S, attempt.inbox.put, too_late)
         try:
@@ -230,6 +235,19 @@ class SequenceLife:
         if self._explain is not None:
             self._explain.reserve_s += self._carrier.clock() - began_s
         return attempt.ticket
+
+    def _in_time(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
+        """With what is left of its deadline. Raises DeadlinePassed: nothing is."""
+        if request.deadline_s is None:
+            return request
+        left_s = request.deadline_s - (self._carrier.clock() - self._started_s)
+        if left_s <= 0:
+            raise self._too_late(RETRY_AFTER_LATE_S)
+        return msgspec.structs.replace(request, deadline_s=left_s)
+
+    def _too_late(self, retry_after_s: float) -> DeadlinePassed:
+        limit_s = self._request.deadline_s or 0.0
+        return DeadlinePassed(f"deadline_s: not begun within {limit_s:g} s, every worker was busy", retry_after_s)
 
     def _submit(self, attempt: Attempt, worker_id: str, message: wire.ToWorker) -> None:
         if self._explain is not None and self._explain.first_token_s is None:
@@ -346,6 +364,8 @@ class SequenceLife:
         self._excluded |= {failure.worker_id}
         if failure.code in ("too_long",):
             raise InvalidRequest(failure.why or "too long for the cluster", None, 400, "context_length_exceeded")
+        if failure.code == "deadline":
+            raise self._too_late(failure.retry_after_s)
         if failure.code in ("full", "draining", "duplicate"):
             self._refusals += 1
             limit = 1 if failure.code == "full" else MAX_REFUSALS
@@ -365,6 +385,13 @@ class SequenceLife:
             if self._last_failure is not None:
                 return _error_of(self._last_failure)
         return error_of_refusal(refusal)
+
+
+def _outcome_of(error: KvrelayError) -> str:
+    """How the sequence ended, for the metrics."""
+    if isinstance(error, DeadlinePassed):
+        return "deadline"
+    return "overloaded" if isinstance(error, Overloaded) else "error"
 
 
 def error_of_refusal(refusal: Refusal) -> KvrelayError:

@@ -92,10 +92,10 @@ def test_a_long_prompt_that_came_earlier_does_not_stop_the_ones_that_are_decodin
     early = sched.add(request("early", 60), 0.0)
     late = sched.add_reservation(request("late", 6, first=1000), 0.0)
     sched.limits = SchedulerLimits(8, 8, 64)
-    early_line = sched.waiting.popleft()  # it waits for room while the later one is served
+    sched.waiting.remove(early)  # it waits for room while the later one is served
     assert [seq.request_id for seq in sched.grant_reservations()] == ["late"]
     sched.activate("late", [99])
-    sched.waiting.append(early_line)
+    sched.waiting.push(early)
     for _ in range(5):
         before = late.num_output
         plan = run(sched)
