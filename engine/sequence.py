@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.radix import BlockTable
+from kvrelay.kvcache.swap import Swapped
 from kvrelay.types import BlockHash, FinishReason
 from kvrelay.wire import SequenceRequest, TokenLogprob
 
@@ -15,6 +16,7 @@ class State(enum.StrEnum):
     WAITING = "waiting"  # in line; holds no blocks
     RECEIVING = "receiving"  # decode: blocks reserved, KV on its way
     RUNNING = "running"  # in the batch
+    SWAPPED = "swapped"  # pre-empted; its KV is in host memory, holds no blocks
     HELD = "held"  # prefill: done; blocks lent to a transfer
     FINISHED = "finished"  # holds nothing
 
@@ -22,7 +24,8 @@ class State(enum.StrEnum):
 _LEGAL = {
     State.WAITING: {State.RUNNING, State.RECEIVING, State.FINISHED},
     State.RECEIVING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.WAITING, State.HELD, State.FINISHED},
+    State.RUNNING: {State.WAITING, State.SWAPPED, State.HELD, State.FINISHED},
+    State.SWAPPED: {State.RUNNING, State.WAITING, State.FINISHED},
     State.HELD: {State.FINISHED},
     State.FINISHED: set(),
 }
@@ -56,8 +59,10 @@ class Sequence:
     scheduled_s: float | None = None
     num_chunks: int = 0
     slot: int = -1  # row in the runner's block table
-    load: Load | None = None  # blocks that are being brought up from below the pool
+    load: Load | None = None  # blocks that are being brought up from below the pool, or back
     num_loaded_blocks: int = 0  # of its prompt, brought up so
+    swapped: Swapped | None = None  # its KV while it is SWAPPED
+    prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
     _block_chain: HashChain = field(init=False)
 
     def __post_init__(self) -> None:

@@ -24,7 +24,7 @@ from kvrelay.engine.fit import check_fit, check_kv_layout
 from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
-from kvrelay.engine.tier_setup import make_lower_tiers
+from kvrelay.engine.tier_setup import make_lower_tiers, make_swap_area
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.namespace import namespace_of
@@ -35,6 +35,7 @@ from kvrelay.tls import cluster_tls
 from kvrelay.tracing import Spans, spans_of
 from kvrelay.types import Role
 from kvrelay.wire import (
+    PREEMPTED,
     PROTOCOL_VERSION,
     Abort,
     CacheReset,
@@ -236,6 +237,8 @@ class WorkerService:
             max_model_len=self.settings.model.max_model_len,
             prefix_caching=settings.prefix_caching,
             policy=self.settings.cache.policy,
+            preemption=settings.preemption,
+            headroom=settings.headroom,
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,
@@ -248,6 +251,10 @@ class WorkerService:
                 self.cluster_store,
             )  # fmt: skip
             engine.attach(tiers)
+        if (
+            area := make_swap_area(engine.memory, settings.swap_bytes, self.settings.transfer.checks, self._wake)
+        ) is not None:
+            engine.attach_swap(area)
         return engine
 
     def _wake(self) -> None:
@@ -512,6 +519,8 @@ class WorkerService:
                     self._trace_output(output)
                 if output.finish_reason is not None:
                     self._forget(output.request_id)
+        for request_id in result.handed_back:
+            self._fail(request_id, PREEMPTED, "handed back to a prefill worker", retryable=True)
         self._on_reservations(result)
         if result.load is not None:
             self._load = result.load

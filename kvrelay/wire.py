@@ -11,6 +11,7 @@ import msgspec
 from kvrelay.types import Fingerprint
 
 PROTOCOL_VERSION = 2
+PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -68,6 +69,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tokens_per_hash: int = 0
     traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
     hints: KvHints = KvHints()
+    num_hand_backs: int = 0  # times that a decode worker has given it back to be prefilled again
 
     @property
     def num_output_tokens(self) -> int:
@@ -174,6 +176,14 @@ class LoadReport(_Message, frozen=True, tag="load"):
     prefill_tokens_per_s: float = 0.0  # measured
     decode_step_s: float = 0.0
     preemptions: int = 0
+    preempted: dict[str, int] = {}  # of those, by what became of them: swap, recompute, hand-back
+    swapped: int = 0  # sequences whose KV is in host memory now
+    swapped_blocks: int = 0  # of theirs
+    swapped_bytes: int = 0
+    swap_out_s: float = 0.0  # copying out, since the start
+    swap_in_s: float = 0.0
+    swap_corrupt_blocks: int = 0  # found wrong when they were to come back
+    recomputed_tokens: int = 0  # dropped with pre-empted sequences
     transport: str = ""
     kv_bytes: int = 0  # moved so far
     kv_seconds: float = 0.0
@@ -198,6 +208,7 @@ class Reserve(_Message, frozen=True, tag="reserve"):
 
     request: SequenceRequest
     timeout_s: float  # how long it may wait in line for room
+    prefill_tokens_per_s: float = 0.0  # of the worker that will compute it; it may be handed back there; 0: it may not
 
 
 class Prefill(_Message, frozen=True, tag="prefill"):
