@@ -59,7 +59,7 @@ class Cost:
     stall_s: float
 
     def total_s(self, num_others: int) -> float:
-        return self.delay_s + num_others * self.stall_s
+        return self.delay_s + (num_others * self.stall_s if num_others else 0.0)  # infinity times none is none
 
 
 def _over(amount: float, speed: float) -> float:
