@@ -279,6 +279,12 @@ class Engine:
         self._end(seq, FinishReason.ABORT)
         return True
 
+    def preempt(self, group: tuple[Sequence, ...]) -> Way:
+        """Take these running sequences off the batch, between two steps."""
+        for seq in group:
+            self._runner.forget(seq)
+        return self.scheduler.preempt_group(group)
+
     def quarantine(self, request_id: str) -> int | None:
         """Like abort for a receiving sequence, but its blocks stay taken until `unquarantine` of the key."""
         seq = self.scheduler.receiving.get(request_id)

@@ -35,6 +35,8 @@ class Slab(Protocol):
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None: ...
 
+    def slot(self, slot: int) -> memoryview: ...
+
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
