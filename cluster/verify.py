@@ -23,6 +23,7 @@ from rich.table import Table
 
 from kvrelay.cluster.verify_kv import Fp8Rows
 from kvrelay.cluster.verify_mla import add_latent_rows
+from kvrelay.cluster.verify_preemption import PreemptionRows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
     CacheSettings,
@@ -250,6 +251,10 @@ class Verifier:
         with tempfile.TemporaryDirectory() as scratch:
             await TierRows(self, self._model_dir, Path(scratch), self._kv_memory()).run()
 
+    async def run_preemption(self, transport: str) -> None:
+        """The rows about pre-empted sequences, after `run`."""
+        await PreemptionRows(self, self._model_dir, transport).run()
+
     async def run_fp8(self, transport: str) -> None:
         """The rows about fp8 KV, after `run`."""
         await Fp8Rows(self, self._model_dir, transport).run()
@@ -268,6 +273,10 @@ class Verifier:
 
     def settings_with(self, cache: CacheSettings, checks: str) -> Settings:
         return self._settings("auto", checks).model_copy(update={"cache": cache})
+
+    def settings_preempting(self, transport: str, checks: str, way: str) -> Settings:
+        plain = self._settings(transport, checks)
+        return plain.model_copy(update={"engine": plain.engine.model_copy(update={"preemption": way})})
 
     def settings_of_fp8(self, transport: str, checks: str) -> Settings:
         return self._settings(transport, checks, kv_dtype="fp8_e4m3")
@@ -463,6 +472,7 @@ def command(
                 verifier.report.device, verifier.report.left_out = memory.device, left_out
                 reports.append(asyncio.run(verifier.run(chosen)))
                 asyncio.run(verifier.run_tiers())
+                asyncio.run(verifier.run_preemption(chosen[0]))
                 asyncio.run(verifier.run_fp8(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip

@@ -75,7 +75,15 @@ class DecodeWorker(WorkerService):
         if pairs == self._told:
             return None
         self._told = pairs
+        self._tell_hop(pairs)
         return PairsSeen(reports=pairs)
+
+    def _tell_hop(self, pairs: list[PairReport]) -> None:
+        """The engine is to know what it costs to hand a sequence back: over the slowest of the paths that are chosen."""
+        paths = [path for pair in pairs if pair.ok for path in pair.paths if path.is_chosen and path.bytes_per_s > 0]
+        if paths:
+            speed, latency_s = min(path.bytes_per_s for path in paths), max(path.latency_s for path in paths)
+            self.thread.post(lambda engine: engine.hop_measured(speed, latency_s))
 
     def _subscribe(self, link: Link) -> None:
         self._told = []  # the newcomer has heard nothing
@@ -95,7 +103,12 @@ class DecodeWorker(WorkerService):
     def _on_reserve(self, link: Link, message: Reserve) -> None:
         request = message.request
         request_id = request.request_id
-        if self._admit(link, request, lambda engine: engine.reserve(request)) and self._loop is not None:
+        speed = message.prefill_tokens_per_s
+
+        def reserve(engine: Engine) -> None:
+            engine.reserve(request, prefill_tokens_per_s=speed)
+
+        if self._admit(link, request, reserve) and self._loop is not None:
             self._expected[request_id] = request
             wait_s = max(0.0, min(message.timeout_s, _LONGEST_WAIT_S))  # not a number: 0
             self._timers[request_id] = self._loop.call_later(wait_s, self._on_wait_over, request_id)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -22,6 +22,7 @@ from kvrelay.engine.fit import num_blocks_for
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.memory import pool_bytes
 from kvrelay.engine.model import DecoderModel, load_model
+from kvrelay.engine.preemption import Way
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
@@ -33,6 +34,7 @@ from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
 from kvrelay.kvcache.eviction import make_policy
 from kvrelay.kvcache.storage import DTYPES, KV_DTYPES, KvStorage
+from kvrelay.kvcache.swap import SwapArea, SwapLoad
 from kvrelay.types import BlockId, Fingerprint, FinishReason, KvLayout, KvMemory
 from kvrelay.wire import (
     PROTOCOL_VERSION,
@@ -67,6 +69,8 @@ class EngineConfig:
     prefix_caching: bool = True
     policy: str = "lru"  # of eviction: see kvcache/eviction.py
     rules: LineRules = field(default_factory=LineRules)  # who is next in line
+    preemption: str = "auto"  # the cheapest way, or always that Way where it can be gone
+    headroom: float = 0.0  # see SchedulerLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,7 @@ class StepResult:
     outputs: list[TokenOutput] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
     refused: list[tuple[str, str, str]] = field(default_factory=list)  # out of the line: (request, reason, message)
+    handed_back: list[str] = field(default_factory=list)  # requests that end here, to go on from a prefill worker
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
@@ -103,11 +108,19 @@ class Speed:
     step_s: float = 0.0
     decode_step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+
+    @property
+    def compute_tokens_per_s(self) -> float:
+        """Of a prompt: as measured, or, on a worker that has computed none, at least what its decode steps reach."""
+        return self.prefill_tokens_per_s or self.decode_tokens_per_s
 
     def observe(self, num_tokens: int, num_decode: int, seconds: float) -> None:
         self.step_s = _blend(self.step_s, seconds)
         if num_tokens == num_decode:
             self.decode_step_s = _blend(self.decode_step_s, seconds)
+            if seconds > 0:
+                self.decode_tokens_per_s = max(0.95 * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
 
@@ -170,8 +183,10 @@ class Engine:
             policy=make_policy(config.policy, num_blocks),
         )  # fmt: skip
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
-        limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting)
+        limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting, config.headroom)
         self.scheduler = Scheduler(self.pool, config.block_size, limits, config.rules)
+        self.scheduler.preemptor.token_bytes = layout.block_bytes / config.block_size
+        self.scheduler.preemptor.only = None if config.preemption == "auto" else Way(config.preemption)
         self._runner = Runner(
             model, backend, self.storage.layers,
             block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
@@ -196,8 +211,15 @@ class Engine:
         """Keep KV below the pool, too. Before the first request."""
         self.scheduler.tiers = tiers
 
+    def attach_swap(self, area: SwapArea) -> None:
+        """Where pre-empted sequences' KV may go: started, and closed by `close`. Before the first request."""
+        area.probe(range(self.pool.num_blocks))
+        self.scheduler.preemptor.area = area
+
     def close(self) -> None:
-        """Let go of the tiers below the pool. Blocking."""
+        """Let go of the tiers below the pool and of the swap area. Blocking."""
+        if (area := self.scheduler.preemptor.area) is not None:
+            area.close()
         if self.tiers is not None:
             self.tiers.tiers.close()
 
@@ -220,9 +242,17 @@ class Engine:
         """Compute this sequence here. The caller has checked `refusal`."""
         self.scheduler.add(request, self._clock(), hold=hold, output_limit=output_limit)
 
-    def reserve(self, request: SequenceRequest) -> None:
-        """Put in line for blocks; a StepResult brings the Reservation. The caller has checked `refusal`."""
-        self.scheduler.add_reservation(request, self._clock())
+    def reserve(self, request: SequenceRequest, *, prefill_tokens_per_s: float = 0.0) -> None:
+        """Put in line for blocks; a StepResult brings the Reservation. The caller has checked `refusal`.
+
+        prefill_tokens_per_s: of the worker that will compute it, to which it may be handed back; 0: it may not.
+        """
+        self.scheduler.add_reservation(request, self._clock()).prefill_tokens_per_s = prefill_tokens_per_s
+
+    def hop_measured(self, bytes_per_s: float, latency_s: float) -> None:
+        """How fast KV comes from prefill workers: for the choice of what becomes of a pre-empted sequence."""
+        measured = self.scheduler.preemptor.measured
+        measured.hop_bytes_per_s, measured.hop_latency_s = bytes_per_s, latency_s
 
     def activate(self, request_id: str, token_ids: list[int]) -> bool:
         """The reservation's blocks hold the prompt's KV. False when the sequence is no longer here."""
@@ -252,6 +282,12 @@ class Engine:
             return False
         self._end(seq, FinishReason.ABORT)
         return True
+
+    def preempt(self, group: tuple[Sequence, ...]) -> Way:
+        """Take these running sequences off the batch, between two steps."""
+        for seq in group:
+            self._runner.forget(seq)
+        return self.scheduler.preempt_group(group)
 
     def quarantine(self, request_id: str) -> int | None:
         """Like abort for a receiving sequence, but its blocks stay taken until `unquarantine` of the key."""
@@ -291,11 +327,15 @@ class Engine:
             self.tiers.tiers.poll()
         self.scheduler.turn_late_away(now_s)
         result.refused = self._turned_away(now_s)
+        if (area := self.scheduler.preemptor.area) is not None:
+            area.poll()
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
         plan = self._verified(self.scheduler.schedule())
         for seq in plan.preempted:
             self._runner.forget(seq)
+        result.handed_back = [seq.request_id for seq in self.scheduler.handed_back]
+        self.scheduler.handed_back.clear()
         if not plan.work:
             self.scheduler.copied()
             result.is_stuck = not (plan.preempted or result.reservations or result.refused)
@@ -314,6 +354,7 @@ class Engine:
         result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
         result.seconds = self._clock() - now_s
         self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
+        self.scheduler.preemptor.measured.compute_tokens_per_s = self._speed.compute_tokens_per_s
         if self.tiers is not None:
             self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
             self.tiers.end_step(self.pool)
@@ -325,19 +366,17 @@ class Engine:
 
     def _verified(self, plan: StepPlan) -> StepPlan:
         """Without the sequences whose blocks below the pool turned out to be corrupt: those begin anew."""
-        if self.tiers is None:
+        if not self._may_load:
             return plan
         bad = {id(item.seq) for item in plan.work if item.seq.load is not None and not item.seq.load.wait_verified()}
         if not bad:
             return plan
         rewound = tuple(item.seq for item in plan.work if id(item.seq) in bad)
         for seq in rewound:
-            logger.warning(
-                "request %s: its blocks below the pool are of no use; they are computed anew", seq.request_id
-            )
+            logger.warning("request %s: its saved blocks are of no use; they are computed anew", seq.request_id)
             load = seq.load
             self.scheduler.rewind(seq)
-            if load is not None:
+            if load is not None and not isinstance(load, SwapLoad):
                 self._require_tiers().tiers.give_up(load)
         return StepPlan(
             tuple(item for item in plan.work if id(item.seq) not in bad),
@@ -348,22 +387,27 @@ class Engine:
 
     def _before_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Waits until a layer's KV from below the pool is in place; None when none is on its way."""
-        loads = [item.seq.load for item in plan.work if item.seq.load is not None] if self.tiers is not None else ()
+        loads = [item.seq.load for item in plan.work if item.seq.load is not None] if self._may_load else ()
         if not loads:
             return None
 
         def before_layer(layer: int) -> None:
             for load in loads:
                 if not load.wait_layer(layer):
-                    raise RuntimeError("KV from the host tier stopped half-way")
+                    raise RuntimeError("KV from host memory stopped half-way")
 
         return before_layer
 
     def _settle_loads(self, plan: StepPlan) -> None:
-        if self.tiers is not None:
+        if self._may_load:
             for item in plan.work:
                 if item.seq.load is not None:
-                    self.tiers.settle(item.seq)
+                    LowerTiers.settle(item.seq)
+
+    @property
+    def _may_load(self) -> bool:
+        """Whether a sequence's blocks may be on their way, from below the pool or from where they were swapped to."""
+        return self.tiers is not None or self.scheduler.preemptor.area is not None
 
     def _require_tiers(self) -> LowerTiers:
         assert self.tiers is not None
@@ -497,6 +541,8 @@ class Engine:
             prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
             decode_step_s=self._speed.decode_step_s,
             preemptions=scheduler.num_preemptions,
+            preempted={str(way): count for way, count in scheduler.preemptor.num_by_way.items()},
+            **self._swap_load(),
             prefix_hit_tokens=scheduler.hit_tokens,
             prefix_query_tokens=scheduler.query_tokens,
             tier_hit_tokens=self.tiers.hit_tokens if self.tiers is not None else 0,
@@ -509,6 +555,23 @@ class Engine:
             other_tenant_tokens=scheduler.shares.other_tokens,
             tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
         )
+
+    def _swap_load(self) -> dict[str, Any]:
+        """LoadReport's fields about pre-empted sequences."""
+        preemptor = self.scheduler.preemptor
+        found: dict[str, Any] = {
+            "swapped": len(self.scheduler.swapped),
+            "recomputed_tokens": preemptor.recomputed_tokens,
+        }
+        if (area := preemptor.area) is not None:
+            found |= {
+                "swapped_blocks": area.num_held,
+                "swapped_bytes": area.num_held * area.slab.block_bytes,
+                "swap_out_s": area.sums.save_s,
+                "swap_in_s": area.sums.load_s,
+                "swap_corrupt_blocks": area.sums.corrupt,
+            }
+        return found
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""

@@ -4,16 +4,21 @@ Pure: no torch, no clock. Owns the queues and, through the BlockPool, every bloc
 Who is next in line says line.py; a step is filled up to the token budget, running sequences first.
 """
 
+import math
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 
+from kvrelay.engine.headroom import OutputLengths, growth_blocks
 from kvrelay.engine.line import Line, goes_first, last_of, victim
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.pinning import Pinning
+from kvrelay.engine.preemption import Way
+from kvrelay.engine.preemptor import Preemptor
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import LineRules, Shares
 from kvrelay.hashing import pack_tokens
@@ -63,11 +68,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Counts are tokens, sequences and sequences."""
+    """Counts are tokens, sequences and sequences.
+
+    headroom: how much of the blocks that running sequences are expected to need is left free when one more is admitted.
+    """
 
     token_budget: int
     max_running: int
     max_waiting: int
+    headroom: float = 0.0
 
 
 class Scheduler:
@@ -84,6 +93,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.receiving: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
+        self.swapped: deque[Sequence] = deque()  # in order of arrival
+        self.handed_back: list[Sequence] = []  # ended here, to go on elsewhere; the engine takes them
         self.sequences: dict[str, Sequence] = {}  # all of the above
         self.quarantined: dict[int, BlockTable] = {}  # by arrival: blocks that a transport may still write
         self.lent: set[BlockId] = set()  # to the KV plane's probes
@@ -92,6 +103,8 @@ class Scheduler:
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
         self.pinning = Pinning(pool, lambda: self.tiers)
+        self.preemptor = Preemptor(pool, block_size)
+        self.lengths = OutputLengths()
         self._arrivals = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
         self._sources: list[BlockId] = []  # of copies that are not made yet: held
@@ -189,7 +202,7 @@ class Scheduler:
         """Reserve blocks, in the line's order, for as many as there is room; returns them."""
         granted: list[Sequence] = []
         self._look_again()
-        while (seq := self._first(self.reserving)) is not None:
+        while not self.swapped and (seq := self._first(self.reserving)) is not None:
             owed = self._owed(seq, self.reserving, self.waiting)
             if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
@@ -279,7 +292,7 @@ class Scheduler:
         """These cached blocks and fresh ones for the rest of `seq`, all with a reference; None: no room."""
         self.pool.acquire(hit)
         need = self._blocks_at_most(seq) - len(hit)
-        spare = len(self.running) + len(self.receiving) + num_to_copy + owed
+        spare = self._headroom(seq, need) + num_to_copy + owed
         is_short = need + spare > self.pool.num_available
         if is_short and not owed and not self._holds_blocks:  # pins alone are in the way: they end before their time
             is_short = not self.pool.unpin_for(need + spare)
@@ -288,6 +301,20 @@ class Scheduler:
             self.pool.release(hit)
             return None
         return hit + fresh
+
+    def _headroom(self, seq: Sequence, num_own: int) -> int:
+        """Blocks to leave free when `seq` joins with so many of its own: one for each that runs, or what they are expected to need."""
+        others = [*self.running, *self.receiving.values()]
+        if not others or not self.limits.headroom:
+            return len(others)
+        everyone = [seq, *others]
+        count = len(everyone)
+        so_far = np.fromiter((one.num_output for one in everyone), np.float64, count)
+        most = np.fromiter((one.max_output for one in everyone), np.float64, count)
+        own = np.fromiter((len(one.blocks) - one.num_cached // self.block_size for one in everyone), np.float64, count)
+        own[0] = num_own
+        need = growth_blocks(self.lengths.remaining(so_far, most), np.maximum(own, 0.0), self.block_size)
+        return max(len(others), math.ceil(self.limits.headroom * need))
 
     def _tail(self, seq: Sequence, match: Match) -> tuple[BlockTable, int]:
         """(a block that begins with the next tokens of `seq`, how many of them), never up to its last token; or (none, 0)."""
@@ -323,7 +350,10 @@ class Scheduler:
                 (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
                 budget -= take
         if not preempted:
+            budget = self._bring_back(budget, singles, chunks, preempted)
+        if not preempted and not self.swapped:
             self._admit(budget, singles, chunks, preempted)
+        if not preempted:
             return StepPlan((*singles, *chunks), len(singles), (), tuple(self._copies))
         gone = set(map(id, preempted))
         singles = [item for item in singles if id(item.seq) not in gone]
@@ -371,6 +401,32 @@ class Scheduler:
             budget -= take
         return budget
 
+    def _bring_back(
+        self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]
+    ) -> int:
+        """Swapped sequences go on, those that came first before the others, and all of them before new ones."""
+        while budget > 0 and self.swapped and self._has_seat(0):
+            seq = self.swapped[0]
+            hit = self.preemptor.hit(seq)
+            if hit is None:
+                self.swapped.popleft()
+                self._compute_anew(seq)
+                continue
+            blocks = self._take(seq, hit, 0, num_to_copy=0)
+            if blocks is None:
+                break
+            self.swapped.popleft()
+            seq.blocks = blocks
+            self.preemptor.bring_back(seq, len(hit))
+            seq.move_to(State.RUNNING)
+            self._seat(seq)
+            has_own = self._own_next(seq, preempted)
+            assert has_own, "it goes on in a block of its own"
+            take = min(seq.num_uncomputed, budget)
+            (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
+            budget -= take
+        return budget
+
     def _grow(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """Make room for every token of `seq`; others may give way. False if `seq` itself did."""
         while (need := seq.blocks_for(seq.num_tokens) - len(seq.blocks)) > 0:
@@ -409,24 +465,56 @@ class Scheduler:
         return loser is not seq
 
     def _preempt(self, seq: Sequence) -> None:
-        """All or nothing: drop the blocks, compute the tokens again later. Cached blocks shorten that."""
+        self.preempt_group((seq,))
+
+    def preempt_group(self, group: "tuple[Sequence, ...]") -> Way:
+        """All or nothing: these running sequences give every block back, all of them in the way that costs the least."""
+        way = self.preemptor.way_for(group, num_others=len(self.running) - len(group), tiers=self.tiers)
+        sources: dict[int, int] = {copy.target: copy.source for copy in self._copies}
+        if way is Way.SWAP and not self.preemptor.swap_out(group, sources):
+            way = Way.RECOMPUTE
+        for seq in sorted(group, key=lambda seq: -seq.arrival):  # the first arrival comes to the front of its line
+            if way is Way.HAND_BACK:
+                self.finish(seq, FinishReason.ABORT)
+                self.handed_back.append(seq)
+            else:
+                self._take_out(seq, State.SWAPPED if way is Way.SWAP else State.WAITING)
+        self.preemptor.num_by_way[way] += len(group)
+        self.num_preemptions += len(group)
+        return way
+
+    def _take_out(self, seq: Sequence, state: State) -> None:
+        """Off the batch: its blocks go back; WAITING: what they held is lost."""
         self.running.remove(seq)
         self._leave_below(seq)
         self.pool.release(seq.blocks)
         seq.blocks = array("i")
         self.shares.give_back(seq)
+        if state is State.WAITING:
+            self._compute_anew(seq)
+            return
+        seq.num_hashed_blocks = 0
+        seq.move_to(State.SWAPPED)
+        place = next((at for at, other in enumerate(self.swapped) if other.arrival > seq.arrival), len(self.swapped))
+        self.swapped.insert(place, seq)
+
+    def _compute_anew(self, seq: Sequence) -> None:
+        """In line again, at the front. Cached blocks shorten what is to be computed."""
+        self.preemptor.recomputed_tokens += seq.num_computed
+        self.preemptor.drop(seq)
         seq.num_computed = seq.num_hashed_blocks = 0
         seq.prompt_logprobs.clear()  # they come again with the prompt
         seq.move_to(State.WAITING)
         self.waiting.push(seq)
-        self.num_preemptions += 1
 
     def rewind(self, seq: Sequence) -> None:
-        """What was to be brought up for it is not what was saved: begin anew, without that."""
-        self._preempt(seq)
+        """What was to be brought up for it, or back, is not what was saved: begin anew, without that."""
+        self._take_out(seq, State.WAITING)
+        self.num_preemptions += 1
 
     def _leave_below(self, seq: Sequence) -> None:
         """Nothing is written into its blocks any more, and nothing is fetched for it."""
+        LowerTiers.settle(seq)
         if self.tiers is not None:
             self.tiers.gone(seq)
 
@@ -474,6 +562,9 @@ class Scheduler:
         self._unqueue(seq)
         self._leave_below(seq)
         self.shares.give_back(seq)
+        self.preemptor.drop(seq)
+        if reason in (FinishReason.LENGTH, FinishReason.STOP):
+            self.lengths.observe(seq.num_output)
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
         self.pool.release(seq.blocks)
@@ -515,7 +606,7 @@ class Scheduler:
     def _unqueue(self, seq: Sequence) -> None:
         self.receiving.pop(seq.request_id, None)
         self.held.pop(seq.request_id, None)
-        for queue in (self.waiting, self.reserving):
+        for queue in (self.waiting, self.reserving, self.swapped):
             if seq in queue:
                 queue.remove(seq)
 
@@ -524,7 +615,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a step may bring something about; a step that did not (StepResult.is_stuck) need not be tried again."""
-        return bool(self.running or self.waiting or self.reserving)
+        return bool(self.running or self.waiting or self.reserving or self.swapped)
 
     @property
     def queued_tokens(self) -> int:
@@ -558,6 +649,11 @@ class Scheduler:
         assert used == sum(count > (block in self.pool.pinned) for block, count in holders.items()), (
             "a used block has no sequence"
         )
-        queued = [*self.waiting, *self.reserving, *self.running, *self.receiving.values(), *self.held.values()]
+        queued = [
+            *self.waiting, *self.reserving, *self.swapped, *self.running, *self.receiving.values(), *self.held.values(),
+        ]  # fmt: skip
         assert sorted(map(id, queued)) == sorted(map(id, self.sequences.values())), "a sequence is in no queue or two"
-        assert all(not seq.blocks for seq in [*self.waiting, *self.reserving]), "a waiting sequence holds blocks"
+        waiting = [*self.waiting, *self.reserving, *self.swapped]
+        assert all(not seq.blocks for seq in waiting), "a waiting sequence holds blocks"
+        if self.preemptor.area is not None:
+            self.preemptor.area.check([seq.swapped for seq in self.sequences.values() if seq.swapped is not None])

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.radix import BlockTable
+from kvrelay.kvcache.swap import Swapped
 from kvrelay.types import BlockHash, FinishReason
 from kvrelay.wire import SequenceRequest, TokenLogprob
 
@@ -16,6 +17,7 @@ class State(enum.StrEnum):
     WAITING = "waiting"  # in line; holds no blocks
     RECEIVING = "receiving"  # decode: blocks reserved, KV on its way
     RUNNING = "running"  # in the batch
+    SWAPPED = "swapped"  # pre-empted; its KV is in host memory, holds no blocks
     HELD = "held"  # prefill: done; blocks lent to a transfer
     FINISHED = "finished"  # holds nothing
 
@@ -23,7 +25,8 @@ class State(enum.StrEnum):
 _LEGAL = {
     State.WAITING: {State.RUNNING, State.RECEIVING, State.FINISHED},
     State.RECEIVING: {State.RUNNING, State.FINISHED},
-    State.RUNNING: {State.WAITING, State.HELD, State.FINISHED},
+    State.RUNNING: {State.WAITING, State.SWAPPED, State.HELD, State.FINISHED},
+    State.SWAPPED: {State.RUNNING, State.WAITING, State.FINISHED},
     State.HELD: {State.FINISHED},
     State.FINISHED: set(),
 }
@@ -60,8 +63,10 @@ class Sequence:
     has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
     num_paid: int = 0  # tokens that its tenant need not pay for any more: see shares.py
     num_charged: int = 0  # tokens that its tenant has paid for, ahead too
-    load: Load | None = None  # blocks that are being brought up from below the pool
+    load: Load | None = None  # blocks that are being brought up from below the pool, or back
     num_loaded_blocks: int = 0  # of its prompt, brought up so
+    swapped: Swapped | None = None  # its KV while it is SWAPPED
+    prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
     _block_chain: HashChain = field(init=False)
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.shares import LineRules
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
-from kvrelay.engine.tier_setup import make_lower_tiers
+from kvrelay.engine.tier_setup import make_lower_tiers, make_swap_area
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.hashing import tenant_of
 from kvrelay.kernels.select import select_backend
@@ -37,6 +37,7 @@ from kvrelay.tls import cluster_tls
 from kvrelay.tracing import Spans, spans_of
 from kvrelay.types import Role
 from kvrelay.wire import (
+    PREEMPTED,
     PROTOCOL_VERSION,
     Abort,
     CacheReset,
@@ -245,6 +246,8 @@ class WorkerService:
             prefix_caching=settings.prefix_caching,
             policy=self.settings.cache.policy,
             rules=line_rules(self.settings.scheduler),
+            preemption=settings.preemption,
+            headroom=settings.headroom,
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,
@@ -257,6 +260,10 @@ class WorkerService:
                 self.cluster_store,
             )  # fmt: skip
             engine.attach(tiers)
+        if (
+            area := make_swap_area(engine.memory, settings.swap_bytes, self.settings.transfer.checks, self._wake)
+        ) is not None:
+            engine.attach_swap(area)
         return engine
 
     def _wake(self) -> None:
@@ -523,6 +530,8 @@ class WorkerService:
                     self._forget(output.request_id)
         for refusal in result.refused:
             self._refused(*refusal)
+        for request_id in result.handed_back:
+            self._fail(request_id, PREEMPTED, "handed back to a prefill worker", retryable=True)
         self._on_reservations(result)
         if result.load is not None:
             self._load = result.load

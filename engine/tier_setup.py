@@ -14,9 +14,12 @@ from kvrelay.kvcache.namespace import Namespace
 from kvrelay.kvcache.remote import ClusterStore, make_store
 from kvrelay.kvcache.sketch import FrequencySketch
 from kvrelay.kvcache.store import BlockStore
+from kvrelay.kvcache.swap import SwapArea
 from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.kvcache.tiers import TierRules, Tiers
 from kvrelay.types import KvMemory
+
+_MOST_POOLS = 8  # more of what is swapped out than so many pools waits for longer than anybody does
 
 
 def make_lower_tiers(
@@ -52,6 +55,16 @@ def make_lower_tiers(
     )  # fmt: skip
     tiers.start()
     return LowerTiers(tiers, memory.layout.block_size, FrequencySketch(4 * pool.num_blocks))
+
+
+def make_swap_area(memory: KvMemory, num_bytes: int, checks: ChecksMode, wake: Callable[[], None]) -> SwapArea | None:
+    """Started; None where so few bytes hold no block."""
+    if num_bytes < memory.layout.block_bytes:
+        return None
+    slab = HostSlab(memory, min(num_bytes, memory.layout.num_blocks * memory.layout.block_bytes * _MOST_POOLS))
+    area = SwapArea(slab, is_checked=checks != "off", wake=wake, clock=time.monotonic)
+    area.start()
+    return area
 
 
 def make_stores(

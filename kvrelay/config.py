@@ -27,6 +27,7 @@ PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost", "survival"
 WritePolicy = Literal["write-through", "selective", "write-back"]
 Compression = Literal["none", "lossless", "int8", "fp8"]
 TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
+PreemptionMode = Literal["auto", "swap", "recompute", "hand-back"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -96,6 +97,23 @@ class EngineSettings(_Settings):
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's cores")
     prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")
+    preemption: PreemptionMode = Field(
+        "auto",
+        description="what becomes of a sequence that must give its blocks back: swap (to host memory), recompute, hand-back (a "
+        "decode worker's, to a prefill worker); auto: what measured speeds say is cheapest. One that cannot be done: recompute",
+    )
+    swap_memory: Size = Field(
+        "256MiB", description="bytes of host memory for pre-empted sequences' KV, taken as they are needed; 0: none"
+    )
+    headroom: float = Field(
+        1.0, ge=0, le=4,
+        description="share of the blocks that running sequences are expected to need, by the lengths of late outputs, which "
+        "admission leaves free; 0: one block for each",
+    )  # fmt: skip
+
+    @property
+    def swap_bytes(self) -> int:
+        return parse_bytes(self.swap_memory)
 
     @property
     def kv_memory_share(self) -> float | None:

@@ -12,6 +12,7 @@ from kvrelay.types import Fingerprint
 
 PROTOCOL_VERSION = 2
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
+PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -74,6 +75,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         None  # the first token is wanted so long after the request came here; None: no matter when
     )
     tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
+    num_hand_backs: int = 0  # times that a decode worker has given it back to be prefilled again
 
     @property
     def num_output_tokens(self) -> int:
@@ -180,6 +182,14 @@ class LoadReport(_Message, frozen=True, tag="load"):
     prefill_tokens_per_s: float = 0.0  # measured
     decode_step_s: float = 0.0
     preemptions: int = 0
+    preempted: dict[str, int] = {}  # of those, by what became of them: swap, recompute, hand-back
+    swapped: int = 0  # sequences whose KV is in host memory now
+    swapped_blocks: int = 0  # of theirs
+    swapped_bytes: int = 0
+    swap_out_s: float = 0.0  # copying out, since the start
+    swap_in_s: float = 0.0
+    swap_corrupt_blocks: int = 0  # found wrong when they were to come back
+    recomputed_tokens: int = 0  # dropped with pre-empted sequences
     transport: str = ""
     kv_bytes: int = 0  # moved so far
     kv_seconds: float = 0.0
@@ -210,6 +220,7 @@ class Reserve(_Message, frozen=True, tag="reserve"):
 
     request: SequenceRequest
     timeout_s: float  # how long it may wait in line for room
+    prefill_tokens_per_s: float = 0.0  # of the worker that will compute it; it may be handed back there; 0: it may not
 
 
 class Prefill(_Message, frozen=True, tag="prefill"):

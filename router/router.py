@@ -131,6 +131,11 @@ class Router:
         """The request ended, however it did: nothing is counted for it any more. Idempotent."""
         self._ledger.end(request_id)
 
+    def prefill_tokens_per_s(self, worker_id: str | None) -> float:
+        """How fast a worker computes prompts, as it measured; the others' average until it has; 0: it is not here."""
+        account = self._accounts.get(worker_id) if worker_id is not None else None
+        return 0.0 if account is None else account.load().prefill_tokens_per_s or self._prefill_rate
+
     def workers(self) -> list[WorkerView]:
         """Every live worker, by id."""
         return [self._view(worker_id) for worker_id in sorted(self._accounts)]

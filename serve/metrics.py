@@ -88,6 +88,7 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     )
     table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
     _line(who, load, table)
+    _preempted(who, load, table)
     _tiers(who, load, table)
     _transfers(who, load, table)
 
@@ -103,6 +104,26 @@ def _line(who: dict[str, str], load: LoadReport, table: _Table) -> None:
     for tenant, count in computed.items():
         labels = {**who, "tenant": tenant or "none"}
         table.add(metrics.WORKER_TENANT_TOKENS_TOTAL, "Tokens computed, by tenant.", labels, count)
+
+
+def _preempted(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+    for way, count in load.preempted.items():
+        labels = {**who, "way": way}
+        table.add(metrics.WORKER_PREEMPTED_TOTAL, "Sequences pre-empted, by what became of them.", labels, count)
+    table.add(
+        metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens dropped with them, to be computed again.", who,
+        load.recomputed_tokens,
+    )  # fmt: skip
+    table.add(metrics.WORKER_SWAPPED, "Sequences whose KV is in host memory.", who, load.swapped)
+    table.add(metrics.WORKER_SWAPPED_BLOCKS, "Their blocks there.", who, load.swapped_blocks)
+    table.add(metrics.WORKER_SWAPPED_BYTES, "Their bytes there.", who, load.swapped_bytes)
+    for direction, seconds in (("out", load.swap_out_s), ("in", load.swap_in_s)):
+        labels = {**who, "direction": direction}
+        table.add(metrics.WORKER_SWAP_SECONDS_TOTAL, "Time spent on copies between pool and swap.", labels, seconds)
+    table.add(
+        metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL, "Swapped blocks found wrong and computed anew.", who,
+        load.swap_corrupt_blocks,
+    )  # fmt: skip
 
 
 def _tiers(who: dict[str, str], load: LoadReport, table: _Table) -> None:

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
 MAX_REFUSALS = 4
 RETRY_AFTER_LATE_S = 1.0
+LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
 
 
 class Unavailable(RequestError):
@@ -78,7 +79,8 @@ class SequenceLife:
         self._carrier, self._request, self._force, self._explain = carrier, request, force, explain
         self._order = TokenOrder(request.request_id, request.sampling.max_tokens)
         self._attempt: Attempt | None = None
-        self._attempts_made = self._faults = self._refusals = self._transfer_faults = 0
+        self._attempts_made = self._faults = self._refusals = self._transfer_faults = self._hand_backs = 0
+        self._pause_s = 0.0  # before the next attempt
         self._excluded: frozenset[str] = frozenset()
         self._last_failure: AttemptFailed | None = None
         self._outcome: str | None = None
@@ -141,6 +143,11 @@ class SequenceLife:
             self._consider_retry(failure)
 
     async def _begin(self) -> None:
+        if self._pause_s:
+            await asyncio.sleep(self._pause_s)
+            self._pause_s = 0.0
+            if self._time_is_up:
+                self._raise_deadline()
         attempt = self._attempt = self._route()
         decision, request = attempt.decision, attempt.request
         if decision.path == "disaggregated":
@@ -164,6 +171,8 @@ class SequenceLife:
         if self._spans is not None:
             self._spans.end("route", **_routed(decision, self._last_failure))
         if isinstance(decision, Refusal):
+            if decision.reason == "full" and self._hand_backs:
+                raise AttemptFailed("", "full", decision.message, retry_after_s=decision.retry_after_s)
             raise self._refused_by_router(decision)
         attempt = Attempt(request, decision)
         self._carrier.attach(attempt)
@@ -184,6 +193,10 @@ class SequenceLife:
             excluded=self._excluded,
             force=self._force or ("local" if self._transfer_faults > 1 else None),
         )
+        if self._last_failure is not None and self._last_failure.code == wire.PREEMPTED and query.force is None:
+            choice = self._carrier.route(replace(query, force="remote"))
+            if not isinstance(choice, Refusal):
+                return choice
         choice = self._carrier.route(query)
         may_try_again = isinstance(choice, Refusal) and self._excluded and not self._refusals
         if may_try_again:  # better a worker that failed once than none
@@ -214,6 +227,7 @@ class SequenceLife:
             priority=original.priority,
             deadline_s=None if emitted else original.deadline_s,
             tenant=original.tenant,
+            num_hand_backs=self._hand_backs,
         )
 
     async def _reserve(self, attempt: Attempt, worker_id: str) -> bytes:
@@ -222,7 +236,9 @@ class SequenceLife:
         began_s = self._carrier.clock()
         if self._spans is not None:
             self._spans.begin("reserve", worker=worker_id)
-        self._submit(attempt, worker_id, wire.Reserve(request=self._in_time(attempt.request), timeout_s=wait_s))
+        speed = self._carrier.router.prefill_tokens_per_s(attempt.decision.prefill)
+        message = wire.Reserve(request=self._in_time(attempt.request), timeout_s=wait_s, prefill_tokens_per_s=speed)
+        self._submit(attempt, worker_id, message)
         too_late = (worker_id, TimeIsUp("reservation"))
         timer = asyncio.get_running_loop().call_later(wait_s + RESERVE_GRACE_S, attempt.inbox.put, too_late)
         try:
@@ -361,6 +377,12 @@ class SequenceLife:
             "request %s: worker %s: %s: %s", self._request.request_id, failure.worker_id, failure.code, failure.why
         )
         self._last_failure = failure
+        if failure.code == wire.PREEMPTED:  # no fault: that worker may well be the next one, too
+            self._hand_backs += 1
+            return
+        if failure.code == "full" and self._hand_backs:  # the stream has begun: its turn comes again
+            self._pause_s = min(failure.retry_after_s, LONGEST_PAUSE_S)
+            return
         self._excluded |= {failure.worker_id}
         if failure.code in ("too_long",):
             raise InvalidRequest(failure.why or "too long for the cluster", None, 400, "context_length_exceeded")
