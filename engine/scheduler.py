@@ -9,9 +9,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kvrelay.engine.groups import Groups, fault_of
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.pinning import Pinning
-from kvrelay.engine.sequence import Sequence, State
+from kvrelay.engine.sequence import Group, Sequence, State
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.radix import BlockTable, Match
@@ -82,6 +83,7 @@ class Scheduler:
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
         self.pinning = Pinning(pool, lambda: self.tiers)
+        self.groups = Groups(self)
         self._arrivals = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
         self._sources: list[BlockId] = []  # of copies that are not made yet: held
@@ -91,7 +93,7 @@ class Scheduler:
     def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
         """Why this request cannot be taken, as (reason, message), or None."""
         num_tokens = len(request.token_ids)
-        if request.request_id in self.sequences:
+        if request.request_id in self.sequences or request.request_id in self.groups.by_id:
             return "duplicate", f"{request.request_id} is already here"
         if not request.token_ids or not 0 < request.num_prompt_tokens <= num_tokens:
             return "invalid", "no prompt tokens, or more of them than tokens"
@@ -99,12 +101,18 @@ class Scheduler:
             return "too_long", f"{num_tokens} tokens do not fit {self.pool.num_blocks} blocks of {self.block_size}"
         if len(self.waiting) + len(self.reserving) >= self.limits.max_waiting:
             return "full", f"{self.limits.max_waiting} sequences are in line already"
-        return None
+        return fault_of(
+            request,
+            block_size=self.block_size,
+            num_blocks=self.pool.num_blocks,
+            max_running=self.limits.max_running,
+        )
 
     def _new(self, request: SequenceRequest, now_s: float, *, hold: bool, output_limit: int | None) -> Sequence:
         self._arrivals += 1
         seq = Sequence(request, self.block_size, self._arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s)
         self.sequences[request.request_id] = seq
+        self.groups.begin(seq)
         return seq
 
     def add(
@@ -141,7 +149,7 @@ class Scheduler:
         granted: list[Sequence] = []
         while (seq := self._first(self.reserving)) is not None:
             owed = self._owed(seq, self.waiting)
-            if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=False):
+            if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
             self.reserving.remove(seq)
             seq.num_held_blocks = seq.num_cached // self.block_size
@@ -162,19 +170,26 @@ class Scheduler:
         seq.num_computed = seq.num_tokens
         seq.move_to(State.RUNNING)
         if seq.load is None:
-            self._name_full_blocks(seq)
-            self._pin(seq)
+            self.name_arrived(seq)
         seq.token_ids.extend(token_ids)
-        self._seat(seq)
+        self.seat(seq)
         return seq
 
-    def _seat(self, seq: Sequence) -> None:
+    def name_arrived(self, seq: Sequence) -> None:
+        """The prompt's blocks can be found by others from now on."""
+        self._name_full_blocks(seq)
+        self._pin(seq)
+
+    def seat(self, seq: Sequence) -> None:
+        """It is in the batch from now on."""
         self.running.append(seq)
         self.running.sort(key=lambda other: other.arrival)
 
-    def _has_seat(self, owed: int) -> bool:
-        """Whether one more may join; the last seat is left to whom blocks are owed."""
-        return len(self.running) + len(self.receiving) + bool(owed) < self.limits.max_running
+    def _has_seat(self, owed: int, seq: Sequence) -> bool:
+        """Whether `seq`, with its group, may join; the last seat is left to whom blocks are owed."""
+        taken = len(self.running) + len(self.receiving) + self.groups.owed_seats
+        wanted = seq.group.num_seats if seq.group is not None and seq is seq.group.leader else 1
+        return taken + wanted + bool(owed) <= self.limits.max_running
 
     def _owed(self, seq: Sequence, other_line: deque[Sequence]) -> int:
         """Blocks to leave for the head of the other line if it came before `seq`: neither line starves the other."""
@@ -229,6 +244,8 @@ class Scheduler:
         self.pool.acquire(hit)
         need = self._blocks_at_most(seq) - len(hit)
         spare = len(self.running) + len(self.receiving) + num_to_copy + owed
+        if seq.group is not None and seq is seq.group.leader and seq.output_limit is None:
+            spare = max(spare, min(spare + seq.group.blocks_to_part(), self.pool.num_blocks - need - len(hit)))
         is_short = need + spare > self.pool.num_available
         if is_short and not owed and not self._holds_blocks:  # pins alone are in the way: they end before their time
             is_short = not self.pool.unpin_for(need + spare)
@@ -263,7 +280,7 @@ class Scheduler:
         self.copied()
         self._copies = []
         for seq in sorted(self.running, key=lambda seq: seq.num_uncomputed > 1):  # single tokens, then chunks
-            if seq.state is not State.RUNNING or budget <= 0:
+            if seq.state is not State.RUNNING or budget <= 0 or not seq.num_uncomputed:  # a beam waits for the others
                 continue
             if not self._grow(seq, preempted) or not self._own_next(seq, preempted):
                 continue
@@ -281,11 +298,11 @@ class Scheduler:
     def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]) -> int:
         while budget > 0 and (seq := self._first(self.waiting)) is not None:
             owed = self._owed(seq, self.reserving)
-            if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=True):
+            if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self.waiting.remove(seq)
             seq.move_to(State.RUNNING)
-            self._seat(seq)
+            self.seat(seq)
             has_own = self._own_next(seq, preempted)
             assert has_own, "a block for the copy was left over"
             take = min(seq.num_uncomputed, budget)
@@ -324,11 +341,25 @@ class Scheduler:
             self.pool.release((self._sources.pop(),))
 
     def _make_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
-        """The latest arrival gives way. False if that is `seq` itself."""
-        victim = self.running[-1]
-        self._preempt(victim)
-        preempted.append(victim)
-        return victim is not seq
+        """The latest arrival gives way, with its group. False if that is `seq` itself."""
+        gone = self._give_way(self.running[-1])
+        preempted += gone
+        return all(one is not seq for one in gone)
+
+    def _give_way(self, victim: Sequence) -> list[Sequence]:
+        """All members of a group give way at once, unless it runs alone: then one, which goes on when the others have ended."""
+        group = victim.group
+        if group is None or victim is group.leader or self._runs_alone(group):
+            self._preempt(victim)
+            return [victim]
+        leader, gone = self.groups.gather(group)
+        self.waiting.appendleft(leader)
+        self.num_preemptions += 1
+        return gone
+
+    def _runs_alone(self, group: Group) -> bool:
+        """Whether no others' end will make room for it. Beams were admitted because they can all be held at once."""
+        return group.search is None and not self.receiving and all(seq.group is group for seq in self.running)
 
     def _preempt(self, seq: Sequence) -> None:
         """All or nothing: drop the blocks, compute the tokens again later. Cached blocks shorten that."""
@@ -390,6 +421,7 @@ class Scheduler:
                 return
         self._unqueue(seq)
         self._leave_below(seq)
+        self.groups.ended(seq)
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
         self.pool.release(seq.blocks)
