@@ -132,7 +132,7 @@ class SequenceLife:
         if self._spans is not None:
             self._spans.close(outcome)
         stats.running -= self._num_sequences
-        stats.outcomes[outcome] += 1
+        stats.outcomes[outcome] += self._num_sequences
         stats.total_s.observe(now_s - self._started_s)
         if num_tokens > 1 and outcome in ("stop", "length"):
             stats.tpot_s.observe((self._last_s - self._first_s) / (num_tokens - 1))
