@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.verify_groups import GroupRows
 from kvrelay.cluster.verify_kv import Fp8Rows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_preemption import PreemptionRows
@@ -259,7 +260,20 @@ class Verifier:
         """The rows about fp8 KV, after `run`."""
         await Fp8Rows(self, self._model_dir, transport).run()
 
+    async def run_groups(self, transport: str) -> None:
+        """The rows about n, best_of and beam search, after `run`."""
+        await GroupRows(self, self._model_dir, transport, self._num_output).run()
+
     # ---- for rows in files of their own
+
+    def settings_over(self, transport: str, checks: str) -> Settings:
+        return self._settings(transport, checks)
+
+    def request_of(self, case: Case) -> SequenceRequest:
+        return self._request(case)
+
+    def flipped(self, cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]:
+        return flipped_bit(_target(cluster))
 
     def add_row(self, name: str) -> Row:
         return self.report.row(name)
@@ -474,6 +488,7 @@ def command(
                 asyncio.run(verifier.run_tiers())
                 asyncio.run(verifier.run_preemption(chosen[0]))
                 asyncio.run(verifier.run_fp8(chosen[0]))
+                asyncio.run(verifier.run_groups(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)

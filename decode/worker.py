@@ -6,6 +6,7 @@ reserved, and decodes from them only after the whole transfer was verified.
 
 import asyncio
 import logging
+import math
 from typing import Any
 
 import msgspec
@@ -178,8 +179,9 @@ class DecodeWorker(WorkerService):
             manifest is None
             or manifest.num_tokens != len(request.token_ids)
             or manifest.position != request.num_output_tokens
-            or len(manifest.token_ids) != 1
-            or not 0 <= manifest.token_ids[0] < self._vocab_size
+            or len(manifest.token_ids) != _num_first_tokens(request)
+            or not all(0 <= token < self._vocab_size for token in manifest.token_ids)
+            or not _are_candidates(manifest.candidates, request, self._vocab_size)
         ):
             self._fail(request_id, "transfer", "the manifest does not fit the reservation", retryable=True)
             self.thread.post(lambda engine: engine.abort(request_id))
@@ -192,8 +194,8 @@ class DecodeWorker(WorkerService):
         )  # fmt: skip
         self._end_span(request_id, "kv transfer", **span_attributes(result))
         self._begin_span(request_id, "decode")
-        token_ids = manifest.token_ids
-        self.thread.post(lambda engine: engine.activate(request_id, token_ids))
+        token_ids, candidates = manifest.token_ids, manifest.candidates
+        self.thread.post(lambda engine: engine.activate(request_id, token_ids, candidates))
 
     def _on_transfer_failed(self, request_id: str, error: TransferError) -> None:
         logger.warning("request %s: %s", request_id, error)
@@ -231,3 +233,19 @@ class DecodeWorker(WorkerService):
         else:
             self._unexpect(request_id)
             super()._release(request_id, reason)
+
+
+def _num_first_tokens(request: SequenceRequest) -> int:
+    """Tokens that a prefill worker draws for this request."""
+    if (group := request.group) is None:
+        return 1
+    return group.num_seats if group.beams is None else 0
+
+
+def _are_candidates(candidates: list[tuple[int, float]], request: SequenceRequest, vocab_size: int) -> bool:
+    """Whether a beam search can begin with these; nothing else comes with any."""
+    if request.group is None or request.group.beams is None:
+        return not candidates
+    tokens = {token for token, _ in candidates}
+    is_finite = all(-math.inf <= logprob <= 0.0 for _, logprob in candidates)
+    return len(tokens) == len(candidates) > 0 and is_finite and 0 <= min(tokens) <= max(tokens) < vocab_size

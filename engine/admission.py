@@ -12,6 +12,7 @@ from kvrelay.wire import MAX_PRIORITY, Sampling, SequenceRequest
 
 MAX_TENANT_CHARS = 64
 _MAX_INT = 2**63 - 1
+MAX_BEAMS = 16
 
 
 def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) -> str | None:
@@ -36,7 +37,32 @@ def request_fault(request: SequenceRequest, block_size: int, vocab_size: int) ->
         return "deadline_s must be finite and positive"
     if len(request.tenant) > MAX_TENANT_CHARS:
         return f"tenant: more than {MAX_TENANT_CHARS} characters"
+    if (fault := group_fault(request, vocab_size)) is not None:
+        return fault
     return sampling_fault(request.sampling, vocab_size)
+
+
+def group_fault(request: SequenceRequest, vocab_size: int) -> str | None:
+    """Why the group of `request` makes no sense, or None."""
+    if (group := request.group) is None:
+        return None
+    if len(request.token_ids) != request.num_prompt_tokens or request.sampling.max_tokens < 1:
+        return "a group begins with its prompt alone and asks for tokens"
+    if (beams := group.beams) is not None:
+        if group.seeds or group.emitted or group.ended:
+            return "a beam search has no seeds and is not continued"
+        if not 1 <= beams.num_returned <= beams.width <= MAX_BEAMS:
+            return f"a beam search returns 1 to its width, and that is at most {MAX_BEAMS}"
+        if max(2, 2 + len(request.sampling.stop_token_ids)) * beams.width > vocab_size:
+            return "more candidates of a beam search than tokens in the vocabulary"
+        return None if math.isfinite(beams.length_penalty) else "length_penalty is not a finite number"
+    if not group.num_choices or group.num_seats < 1 or (group.emitted and len(group.emitted) != group.num_choices):
+        return "a group without choices, or output of others than those"
+    if any(not 0 <= choice < group.num_choices for choice in group.ended):
+        return "a choice that is not in the group has ended"
+    if any(not 0 <= token < vocab_size for tokens in group.emitted for token in tokens):
+        return "a token id is outside the vocabulary"
+    return None
 
 
 def why_turned_away(seq: Sequence, reason: str, now_s: float) -> str:

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from kvrelay import __version__
 from kvrelay.engine.admission import request_fault, why_turned_away
+from kvrelay.engine.beam import Candidates
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
+from kvrelay.engine.group_steps import GroupSteps
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.memory import pool_bytes
 from kvrelay.engine.model import DecoderModel, load_model
@@ -193,6 +196,8 @@ class Engine:
         )  # fmt: skip
         self._eos_ids = tuple(spec.eos_ids)
         self._sampler = Sampler(backend, self._eos_ids)
+        self.scheduler.groups.eos_ids = self._eos_ids
+        self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
         self._events = EventLog()
         self._speed = Speed()
         self._load_seq = 0
@@ -235,6 +240,10 @@ class Engine:
         """(reason, message) when this request cannot be taken, else None."""
         if len(request.token_ids) >= self.max_model_len + (request.sampling.max_tokens <= 1):
             return "too_long", f"{len(request.token_ids)} tokens, but the longest sequence is {self.max_model_len}"
+        if request.group is not None and request.group.beams is not None:
+            longest = len(request.token_ids) + request.sampling.max_tokens
+            if longest > self.max_model_len:
+                return "too_long", f"up to {longest} tokens, but the longest sequence is {self.max_model_len}"
         fault = request_fault(request, self.config.block_size, self.model.spec.vocab_size)
         return ("invalid", fault) if fault is not None else self.scheduler.refusal(request)
 
@@ -254,16 +263,52 @@ class Engine:
         measured = self.scheduler.preemptor.measured
         measured.hop_bytes_per_s, measured.hop_latency_s = bytes_per_s, latency_s
 
-    def activate(self, request_id: str, token_ids: list[int]) -> bool:
-        """The reservation's blocks hold the prompt's KV. False when the sequence is no longer here."""
-        seq = self.scheduler.activate(request_id, token_ids)
+    def activate(self, request_id: str, token_ids: list[int], candidates: Rows[tuple[int, float]] = ()) -> bool:
+        """The reservation's blocks hold the prompt's KV. False when the sequence is no longer here.
+
+        token_ids: the first token; of a group, each live choice's. candidates: of a beam search, what may follow the prompt.
+        """
+        is_group = request_id in self.scheduler.groups.by_id
+        seq = self.scheduler.activate(request_id, [] if is_group else token_ids)
         if seq is None:
             return False
+        if is_group:
+            self._take_over(seq, token_ids, list(candidates))
+            return True
+        self._end_if_too_long(seq)
+        return True
+
+    def _take_over(self, leader: Sequence, token_ids: list[int], candidates: Candidates) -> None:
+        """A group's prompt has arrived. Its members begin at once, so what comes from below the pool is waited for here."""
+        group, load = leader.group, leader.load
+        assert group is not None
+        if load is not None:
+            is_good = load.wait_verified() and load.wait_layer(self.model.spec.num_layers - 1)
+            if not is_good:
+                self.scheduler.rewind(leader)
+                self._require_tiers().tiers.give_up(load)
+                return
+            self._require_tiers().settle(leader)
+            self.scheduler.name_arrived(leader)
+        if group.search is None:
+            for member in self._groups.take_over(leader, token_ids):
+                self._end_if_too_long(member)
+        else:
+            outputs = self._groups.begin_search(group, leader, candidates)
+            self._unsent += [output for output in outputs if output.finish_reason is not None]
+
+    def _end_if_too_long(self, seq: Sequence) -> None:
         if (reason := self._finish_reason(seq)) is not None:  # this engine's context is shorter than the source's
             self._end(seq, reason)
-            end = TokenOutput(request_id=request_id, position=seq.num_output, token_ids=[], finish_reason=reason)
+            end = TokenOutput(
+                request_id=seq.stream_id, position=seq.num_output, token_ids=[], finish_reason=reason,
+                choice=seq.choice, num_left=self._num_left(seq),
+            )  # fmt: skip
             self._unsent.append(end)
-        return True
+
+    @staticmethod
+    def _num_left(seq: Sequence) -> int:
+        return len(seq.group.members) if seq.group is not None else 0
 
     def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
         """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
@@ -277,11 +322,26 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Free everything that the sequence holds. False when it is not here."""
+        seqs = self._sequences_of(request_id)
+        for seq in seqs:
+            self._end(seq, FinishReason.ABORT)
+        return bool(seqs)
+
+    def _sequences_of(self, request_id: str) -> list[Sequence]:
+        if (group := self.scheduler.groups.by_id.get(request_id)) is not None and group.leader is None:
+            return list(group.members)
         seq = self.scheduler.sequences.get(request_id)
-        if seq is None:
-            return False
-        self._end(seq, FinishReason.ABORT)
-        return True
+        return [] if seq is None else [seq]
+
+    def abort_choice(self, request_id: str, choice: int) -> None:
+        """Nobody waits for this choice of a group any more."""
+        group = self.scheduler.groups.by_id.get(request_id)
+        if group is None or group.search is not None:
+            return
+        if group.leader is not None:
+            group.unwanted.add(choice)
+        for member in [member for member in group.members if member.choice == choice]:
+            self._end(member, FinishReason.ABORT)
 
     def preempt(self, group: tuple[Sequence, ...]) -> Way:
         """Take these running sequences off the batch, between two steps."""
@@ -443,11 +503,25 @@ class Engine:
             self.scheduler.advance(item)
         if not rows:
             return
-        tokens, logprobs = self._sampler.sample(self._runner.logits(hidden, rows), seqs)
+        logits = self._runner.logits(hidden, rows)
+        draws = self._groups.rows_of(seqs)
+        if len(draws) != len(seqs) or any(seq.group is not None for seq in seqs):
+            drawn = logits[torch.tensor([row for row, _ in draws], dtype=torch.int64, device=logits.device)]
+        else:
+            drawn = logits
         now_s = self._clock()
-        result.outputs += [
-            self._append(seq, token, logprob, now_s) for seq, token, logprob in zip(seqs, tokens, logprobs, strict=True)
-        ]
+        if draws:
+            tokens, logprobs = self._sampler.sample(drawn, [seq for _, seq in draws])
+            now_s = self._clock()
+            result.outputs += [
+                self._append(seq, token, logprob, now_s)
+                for (_, seq), token, logprob in zip(draws, tokens, logprobs, strict=True)
+            ]
+        leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
+        for output in self._groups.advance_beams(seqs, logits):
+            leader = next((seq for seq in leaders if seq.request_id == output.request_id), None)
+            result.outputs.append(output if leader is None else self._with_first_token_facts(output, leader, now_s))
+        self._groups.settle(leaders)
 
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput:
         request, token_ids = seq.request, seq.token_ids
@@ -460,11 +534,13 @@ class Engine:
             self._end(seq, reason)
         elif seq.output_limit is not None and seq.num_output >= seq.max_output:
             self._end(seq, FinishReason.LENGTH)  # a prefill worker's one token: the stream goes on elsewhere
-        elif logprob is None and not is_first:  # as nearly always
+        elif logprob is None and not is_first and seq.group is None:  # as nearly always
             return TokenOutput(request_id=request.request_id, position=position, token_ids=[token])
         wanted = request.sampling.max_tokens > 0
         output = TokenOutput(
-            request_id=request.request_id,
+            request_id=seq.stream_id,
+            choice=seq.choice,
+            num_left=self._num_left(seq),
             position=position,
             token_ids=[token] if wanted else [],
             logprobs=[logprob] if logprob is not None and wanted else [],

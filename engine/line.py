@@ -114,7 +114,7 @@ class Line:
 
     def __init__(self, shares: Shares) -> None:
         self._shares = shares
-        self._members: dict[int, Sequence] = {}  # by arrival
+        self._members: dict[int, Sequence] = {}  # by id(): members of a group came at once
         self._places: dict[int, _Place] = {}  # of those who do not stand back
         self._due: dict[int, _Place] = {}  # of those with a deadline, while they are in line
         self._standing_back: dict[int, Sequence] = {}
@@ -128,7 +128,7 @@ class Line:
         return len(self._members)
 
     def __contains__(self, seq: Sequence) -> bool:
-        return self._members.get(seq.arrival) is seq
+        return self._members.get(id(seq)) is seq
 
     def __iter__(self) -> Iterator[Sequence]:
         """In no order that means anything."""
@@ -138,19 +138,19 @@ class Line:
 
     def push(self, seq: Sequence) -> None:
         """Get in line. Who was begun before (`has_begun`) goes to the front of its class."""
-        assert seq.arrival not in self._members
+        assert id(seq) not in self._members
         if not self._members:
             self._since_oldest = 0
-        self._members[seq.arrival] = seq
+        self._members[id(seq)] = seq
         self._shares.joined(seq.request.tenant)
         self.num_by_priority[seq.request.priority] += 1
         self._stand(seq)
         if not seq.has_begun and seq.deadline_s < math.inf:
-            due = self._due[seq.arrival] = _Place(seq, next(self._tickets))
+            due = self._due[id(seq)] = _Place(seq, next(self._tickets))
             self._deadlines.push(seq.deadline_s, due, len(self))
 
     def _stand(self, seq: Sequence) -> None:
-        place = self._places[seq.arrival] = _Place(seq, next(self._tickets))
+        place = self._places[id(seq)] = _Place(seq, next(self._tickets))
         priority = seq.request.priority
         if (one := self._classes.get(priority)) is None:
             one = self._classes[priority] = _Class(self._shares)
@@ -159,10 +159,10 @@ class Line:
 
     def remove(self, seq: Sequence) -> None:
         """Leave the line, not admitted."""
-        del self._members[seq.arrival]
-        self._standing_back.pop(seq.arrival, None)
+        del self._members[id(seq)]
+        self._standing_back.pop(id(seq), None)
         for places in (self._places, self._due):
-            if (place := places.pop(seq.arrival, None)) is not None:
+            if (place := places.pop(id(seq), None)) is not None:
                 place.is_live = False
         priority = seq.request.priority
         self.num_by_priority[priority] -= 1
@@ -194,14 +194,14 @@ class Line:
             if stands_back is None or not stands_back(place.seq):
                 return place.seq
             place.is_live = False
-            del self._places[place.seq.arrival]
-            self._standing_back[place.seq.arrival] = place.seq
+            del self._places[id(place.seq)]
+            self._standing_back[id(place.seq)] = place.seq
         return None
 
     def look_again(self, stands_back: StandsBack) -> None:
         """Who stands back no longer is in its place again."""
         for seq in [seq for seq in self._standing_back.values() if not stands_back(seq)]:
-            del self._standing_back[seq.arrival]
+            del self._standing_back[id(seq)]
             self._stand(seq)
 
     def _first(self) -> _Place | None:

@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from kvrelay.engine.groups import Groups, fault_of
 from kvrelay.engine.headroom import OutputLengths, growth_blocks
 from kvrelay.engine.line import Line, goes_first, last_of, victim
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.pinning import Pinning
 from kvrelay.engine.preemption import Way
 from kvrelay.engine.preemptor import Preemptor
-from kvrelay.engine.sequence import Sequence, State
+from kvrelay.engine.sequence import Group, Sequence, State
 from kvrelay.engine.shares import LineRules, Shares
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
@@ -105,6 +106,7 @@ class Scheduler:
         self.pinning = Pinning(pool, lambda: self.tiers)
         self.preemptor = Preemptor(pool, block_size)
         self.lengths = OutputLengths()
+        self.groups = Groups(self)
         self._arrivals = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
         self._sources: list[BlockId] = []  # of copies that are not made yet: held
@@ -114,7 +116,7 @@ class Scheduler:
     def refusal(self, request: SequenceRequest) -> tuple[str, str] | None:
         """Why this request cannot be taken, as (reason, message), or None."""
         num_tokens = len(request.token_ids)
-        if request.request_id in self.sequences:
+        if request.request_id in self.sequences or request.request_id in self.groups.by_id:
             return "duplicate", f"{request.request_id} is already here"
         if not request.token_ids or not 0 < request.num_prompt_tokens <= num_tokens:
             return "invalid", "no prompt tokens, or more of them than tokens"
@@ -122,7 +124,12 @@ class Scheduler:
             return "too_long", f"{num_tokens} tokens do not fit {self.pool.num_blocks} blocks of {self.block_size}"
         if self._is_full and self._displaceable(request.tenant) is None:
             return "full", f"{self.limits.max_waiting} sequences are in line already"
-        return None
+        return fault_of(
+            request,
+            block_size=self.block_size,
+            num_blocks=self.pool.num_blocks,
+            max_running=self.limits.max_running,
+        )
 
     @property
     def _is_full(self) -> bool:
@@ -157,6 +164,7 @@ class Scheduler:
         self._arrivals += 1
         seq = Sequence(request, self.block_size, self._arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s)
         self.sequences[request.request_id] = seq
+        self.groups.begin(seq)
         return seq
 
     def add(
@@ -204,7 +212,7 @@ class Scheduler:
         self._look_again()
         while not self.swapped and (seq := self._first(self.reserving)) is not None:
             owed = self._owed(seq, self.reserving, self.waiting)
-            if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=False):
+            if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
             self._admitted(seq, self.reserving, self.waiting)
             seq.num_held_blocks = seq.num_cached // self.block_size
@@ -225,19 +233,26 @@ class Scheduler:
         seq.num_computed = seq.num_tokens
         seq.move_to(State.RUNNING)
         if seq.load is None:
-            self._name_full_blocks(seq)
-            self._pin(seq)
+            self.name_arrived(seq)
         seq.token_ids.extend(token_ids)
-        self._seat(seq)
+        self.seat(seq)
         return seq
 
-    def _seat(self, seq: Sequence) -> None:
+    def name_arrived(self, seq: Sequence) -> None:
+        """The prompt's blocks can be found by others from now on."""
+        self._name_full_blocks(seq)
+        self._pin(seq)
+
+    def seat(self, seq: Sequence) -> None:
+        """It is in the batch from now on."""
         self.running.append(seq)
         self.running.sort(key=lambda other: other.arrival)
 
-    def _has_seat(self, owed: int) -> bool:
-        """Whether one more may join; the last seat is left to whom blocks are owed."""
-        return len(self.running) + len(self.receiving) + bool(owed) < self.limits.max_running
+    def _has_seat(self, owed: int, seq: Sequence) -> bool:
+        """Whether `seq`, with its group, may join; the last seat is left to whom blocks are owed."""
+        taken = len(self.running) + len(self.receiving) + self.groups.owed_seats
+        wanted = seq.group.num_seats if seq.group is not None and seq is seq.group.leader else 1
+        return taken + wanted + bool(owed) <= self.limits.max_running
 
     def _owed(self, seq: Sequence, line: Line, other_line: Line) -> int:
         """Blocks to leave for the head of the other line if it goes before `seq`: neither line starves the other."""
@@ -293,6 +308,8 @@ class Scheduler:
         self.pool.acquire(hit)
         need = self._blocks_at_most(seq) - len(hit)
         spare = self._headroom(seq, need) + num_to_copy + owed
+        if seq.group is not None and seq is seq.group.leader and seq.output_limit is None:
+            spare = max(spare, min(spare + seq.group.blocks_to_part(), self.pool.num_blocks - need - len(hit)))
         is_short = need + spare > self.pool.num_available
         if is_short and not owed and not self._holds_blocks:  # pins alone are in the way: they end before their time
             is_short = not self.pool.unpin_for(need + spare)
@@ -345,7 +362,7 @@ class Scheduler:
         for seq in sorted(others, key=self.waiting.rank):
             if budget <= 0:
                 break
-            if seq.state is State.RUNNING and self._has_room(seq, preempted):
+            if seq.state is State.RUNNING and seq.num_uncomputed and self._has_room(seq, preempted):
                 take = min(seq.num_uncomputed, budget)
                 (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
                 budget -= take
@@ -389,11 +406,11 @@ class Scheduler:
         self._look_again()
         while budget > 0 and (seq := self._first(self.waiting)) is not None:
             owed = self._owed(seq, self.waiting, self.reserving)
-            if not self._has_seat(owed) or not self._take_prompt_blocks(seq, owed, leave_one=True):
+            if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self._admitted(seq, self.waiting, self.reserving)
             seq.move_to(State.RUNNING)
-            self._seat(seq)
+            self.seat(seq)
             has_own = self._own_next(seq, preempted)
             assert has_own, "a block for the copy was left over"
             take = min(seq.num_uncomputed, budget)
@@ -405,7 +422,7 @@ class Scheduler:
         self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]
     ) -> int:
         """Swapped sequences go on, those that came first before the others, and all of them before new ones."""
-        while budget > 0 and self.swapped and self._has_seat(0):
+        while budget > 0 and self.swapped and self._has_seat(0, self.swapped[0]):
             seq = self.swapped[0]
             hit = self.preemptor.hit(seq)
             if hit is None:
@@ -419,7 +436,7 @@ class Scheduler:
             seq.blocks = blocks
             self.preemptor.bring_back(seq, len(hit))
             seq.move_to(State.RUNNING)
-            self._seat(seq)
+            self.seat(seq)
             has_own = self._own_next(seq, preempted)
             assert has_own, "it goes on in a block of its own"
             take = min(seq.num_uncomputed, budget)
@@ -458,14 +475,35 @@ class Scheduler:
             self.pool.release((self._sources.pop(),))
 
     def _make_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
-        """Somebody gives way. False if that is `seq` itself."""
-        loser = victim(self.running, seq)
-        self._preempt(loser)
-        preempted.append(loser)
-        return loser is not seq
+        """Somebody gives way, with its group. False if `seq` itself did."""
+        gone = self._give_way(victim(self.running, seq))
+        preempted += gone
+        return all(one is not seq for one in gone)
 
-    def _preempt(self, seq: Sequence) -> None:
-        self.preempt_group((seq,))
+    def _give_way(self, loser: Sequence) -> list[Sequence]:
+        """All members of a group give way at once, unless it runs alone: then one, which goes on when the others have ended.
+
+        Beams are not swapped but gathered: they move in step, and some of them might not come back while others hold blocks.
+        """
+        group = loser.group
+        if group is None or loser is group.leader or self._runs_alone(group):
+            self.preempt_group((loser,))
+            return [loser]
+        members = tuple(group.members)
+        if group.search is None and all(one.state is State.RUNNING for one in members):
+            sources: dict[int, int] = {copy.target: copy.source for copy in self._copies}
+            way = self.preemptor.way_for(members, num_others=len(self.running) - len(members), tiers=self.tiers)
+            if way is Way.SWAP and self.preemptor.swap_out(members, sources):
+                return self._swapped_out(members)
+        leader, gone = self.groups.gather(group)
+        self.waiting.push(leader)
+        self.preemptor.num_by_way[Way.RECOMPUTE] += len(gone)
+        self.num_preemptions += len(gone)
+        return gone
+
+    def _runs_alone(self, group: Group) -> bool:
+        """Whether no others' end will make room for it. Beams were admitted because they can all be held at once."""
+        return group.search is None and not self.receiving and all(seq.group is group for seq in self.running)
 
     def preempt_group(self, group: "tuple[Sequence, ...]") -> Way:
         """All or nothing: these running sequences give every block back, all of them in the way that costs the least."""
@@ -473,15 +511,26 @@ class Scheduler:
         sources: dict[int, int] = {copy.target: copy.source for copy in self._copies}
         if way is Way.SWAP and not self.preemptor.swap_out(group, sources):
             way = Way.RECOMPUTE
-        for seq in sorted(group, key=lambda seq: -seq.arrival):  # the first arrival comes to the front of its line
+        if way is Way.SWAP:
+            self._swapped_out(group)
+            return way
+        for seq in group:
             if way is Way.HAND_BACK:
                 self.finish(seq, FinishReason.ABORT)
                 self.handed_back.append(seq)
             else:
-                self._take_out(seq, State.SWAPPED if way is Way.SWAP else State.WAITING)
+                self._take_out(seq, State.WAITING)
         self.preemptor.num_by_way[way] += len(group)
         self.num_preemptions += len(group)
         return way
+
+    def _swapped_out(self, group: "tuple[Sequence, ...]") -> list[Sequence]:
+        """Their KV is on its way to host memory: off the batch with them."""
+        for seq in group:
+            self._take_out(seq, State.SWAPPED)
+        self.preemptor.num_by_way[Way.SWAP] += len(group)
+        self.num_preemptions += len(group)
+        return list(group)
 
     def _take_out(self, seq: Sequence, state: State) -> None:
         """Off the batch: its blocks go back; WAITING: what they held is lost."""
@@ -563,8 +612,9 @@ class Scheduler:
         self._leave_below(seq)
         self.shares.give_back(seq)
         self.preemptor.drop(seq)
-        if reason in (FinishReason.LENGTH, FinishReason.STOP):
+        if seq.num_output and reason in (FinishReason.LENGTH, FinishReason.STOP):
             self.lengths.observe(seq.num_output)
+        self.groups.ended(seq)
         seq.finish_reason = seq.finish_reason or reason
         seq.move_to(State.FINISHED)
         self.pool.release(seq.blocks)

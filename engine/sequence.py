@@ -5,6 +5,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
+from kvrelay.engine.beam import BeamSearch, Candidates
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.loads import Load
 from kvrelay.kvcache.radix import BlockTable
@@ -67,6 +68,8 @@ class Sequence:
     num_loaded_blocks: int = 0  # of its prompt, brought up so
     swapped: Swapped | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
+    group: "Group | None" = None  # whose leader or member it is
+    choice: int = 0  # a member's; of a beam search, its rank
     _block_chain: HashChain = field(init=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +87,11 @@ class Sequence:
         """When its first token is to be there, by the clock of `arrived_s`; infinite: no matter when."""
         limit_s = self.request.deadline_s
         return math.inf if limit_s is None else self.arrived_s + limit_s
+
+    @property
+    def stream_id(self) -> str:
+        """The request that its tokens are for."""
+        return self.request.request_id if self.group is None else self.group.request.request_id
 
     @property
     def num_tokens(self) -> int:
@@ -132,3 +140,33 @@ class Sequence:
         """Change state; an illegal change is our own bug."""
         assert state in _LEGAL[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sequences that go on from one prompt. The leader computes it; then the members share its blocks and the leader is gone.
+
+    A group that is pre-empted becomes a leader again; `outputs` is then what its members had said.
+    """
+
+    request: SequenceRequest
+    leader: Sequence | None
+    search: BeamSearch | None = None
+    members: list[Sequence] = field(default_factory=list)  # those that have not ended
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # while there is a leader: of each live choice
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # of beams that wait for the others, by rank
+    unwanted: set[int] = field(default_factory=set)  # choices that nobody waits for any more
+    num_forks: int = 0
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that will run when the leader has parted; on a prefill worker it never does."""
+        return len(self.outputs) if self.leader is not None and self.leader.output_limit is None else 1
+
+    def blocks_to_part(self) -> int:
+        """Blocks that the members will need at once, beside the leader's."""
+        assert self.leader is not None
+        blocks_for, prompt = self.leader.blocks_for, self.request.num_prompt_tokens
+        return sum(blocks_for(prompt + len(tokens) + 1) for tokens in self.outputs.values()) - self.num_seats * (
+            prompt // self.leader.block_size
+        )

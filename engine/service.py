@@ -381,6 +381,9 @@ class WorkerService:
                 request_id = request.request_id
                 if self._admit(link, request, lambda engine: engine.add(request)):
                     self._begin_span(request_id, "prefill")
+            case Abort(request_id=request_id, choice=int(choice)):
+                if request_id in link.requests:
+                    self.thread.post(lambda engine: engine.abort_choice(request_id, choice))
             case Abort(request_id=request_id, reason=reason):
                 if request_id in link.requests:
                     self._forget(request_id)
@@ -499,7 +502,7 @@ class WorkerService:
             )  # fmt: skip
             if self.role is Role.DECODE and output.finish_reason is None:
                 spans.begin("decode")
-        if output.finish_reason is not None:
+        if output.finish_reason is not None and output.ends_request:
             num_tokens = output.position + len(output.token_ids)
             spans.end("decode", output_tokens=num_tokens, finish_reason=output.finish_reason)
 
@@ -526,7 +529,7 @@ class WorkerService:
                 self._on_output(output)
                 if self._spans:
                     self._trace_output(output)
-                if output.finish_reason is not None:
+                if output.ends_request:
                     self._forget(output.request_id)
         for refusal in result.refused:
             self._refused(*refusal)

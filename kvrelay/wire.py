@@ -4,13 +4,13 @@ Every message is a frozen msgspec Struct with a short tag. Durations cross proce
 timestamps never do. Unknown fields of a newer minor version are ignored by msgspec.
 """
 
-from typing import Union
+from typing import Literal, Union
 
 import msgspec
 
 from kvrelay.types import Fingerprint
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
 
@@ -52,8 +52,39 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     session: str = ""  # whose pins these are, tenant included: `EndPins` names it; empty: nobody's
 
 
+class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A beam search; see engine/beam.py. The other sampling parameters but max_tokens, min_tokens and stops have no effect."""
+
+    width: int
+    num_returned: int  # of its results, best first
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Several choices that go on from one prompt: computed once, held once, sent once.
+
+    Choice k is what a request of its own with `seeds[k]` would give. When a group is continued on another worker,
+    `emitted` has each choice's output so far; `ended` are choices that nobody waits for any more.
+    """
+
+    seeds: tuple[int, ...] = ()
+    emitted: list[list[int]] = []
+    ended: tuple[int, ...] = ()
+    beams: Beams | None = None  # then there are no seeds, and results come when all is done
+
+    @property
+    def num_choices(self) -> int:
+        return self.beams.num_returned if self.beams is not None else len(self.seeds)
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that run at once."""
+        return self.beams.width if self.beams is not None else len(self.seeds) - len(self.ended)
+
+
 class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One sequence to compute. Token ids and hashes travel; text does not.
+    """One sequence to compute, or a group of them. Token ids and hashes travel; text does not.
 
     `token_ids` is the prompt, followed, when a stream is continued on another worker, by the
     output so far; `num_prompt_tokens` tells them apart. `block_hashes` is the chain over `token_ids`,
@@ -76,6 +107,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     )
     tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
     num_hand_backs: int = 0  # times that a decode worker has given it back to be prefilled again
+    group: Group | None = None  # then `token_ids` is the prompt alone
 
     @property
     def num_output_tokens(self) -> int:
@@ -240,10 +272,11 @@ class Generate(_Message, frozen=True, tag="generate"):
 
 
 class Abort(_Message, frozen=True, tag="abort"):
-    """Free everything that this request holds. Idempotent; never answered."""
+    """Free everything that this request holds, or one choice of a group. Idempotent; never answered."""
 
     request_id: str
     reason: str = "client"
+    choice: int | None = None
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
@@ -337,7 +370,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
-    """New tokens of one sequence. `position` is the output index of the first of them."""
+    """New tokens of one sequence, or of one choice. `position` is the output index of the first of them."""
 
     request_id: str
     position: int
@@ -348,6 +381,13 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     cached_tokens: int | None = None  # with a first token: prompt tokens not computed
     prompt_logprobs: list[TokenLogprob] = []  # with a first token: of prompt tokens 1..n-1
     timings: Timings | None = None  # with a first token
+    choice: int = 0  # of a group
+    num_left: int = 0  # choices that go on; a request is over with a finish reason and none left
+    candidates: list[tuple[int, float]] = []  # of a beam search's first step, on their way to the decode worker
+
+    @property
+    def ends_request(self) -> bool:
+        return self.finish_reason is not None and not self.num_left
 
 
 class Tokens(_Message, frozen=True, tag="tokens"):
@@ -422,7 +462,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str
     num_tokens: int  # tokens whose KV was transferred
     position: int  # output index of the first of token_ids
-    token_ids: list[int]
+    token_ids: list[int]  # of a group: each live choice's first token, in order
+    candidates: list[tuple[int, float]] = []  # instead of tokens, for a beam search
 
 
 ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins]

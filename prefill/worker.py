@@ -21,7 +21,7 @@ from kvrelay.kvtransfer.source_link import TargetAddress
 from kvrelay.kvtransfer.tickets import reason_word
 from kvrelay.kvtransfer.types import TransferStats, span_attributes
 from kvrelay.types import BlockId, Role
-from kvrelay.wire import Manifest, Pair, Paired, PairReport, Prefill, TokenOutput, encode
+from kvrelay.wire import Manifest, Pair, Paired, PairReport, Prefill, SequenceRequest, TokenOutput, encode
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ class PrefillWorker(WorkerService):
         self._source: KvSource | None = None
         self._transfers: dict[str, SourceTransfer] = {}
         self._prompts: dict[str, int] = {}  # tokens whose KV will have been sent
+        self._drawn: dict[str, list[TokenOutput]] = {}  # first tokens: one, or one for each choice of a group
+        self._num_to_draw: dict[str, int] = {}
         self._commits: set[asyncio.Task[None]] = set()
         self._device_gate: _DeviceGate | None = None
         self._pairings: set[asyncio.Task[None]] = set()
@@ -131,6 +133,8 @@ class PrefillWorker(WorkerService):
             return
         self._transfers[request_id] = transfer
         self._prompts[request_id] = len(request.token_ids)
+        self._drawn[request_id] = []
+        self._num_to_draw[request_id] = num_to_draw(request)
         if self._admit(link, request, lambda engine: engine.add(request, hold=True, output_limit=1)):
             self._begin_span(request_id, "prefill", decode_worker=transfer.ticket.target_worker)
         else:
@@ -146,23 +150,30 @@ class PrefillWorker(WorkerService):
 
     def _drop_transfer(self, request_id: str, reason: str) -> None:
         self._prompts.pop(request_id, None)
+        self._drawn.pop(request_id, None)
+        self._num_to_draw.pop(request_id, None)
         transfer = self._transfers.pop(request_id, None)
         if transfer is not None:
             transfer.cancel(reason)
 
     def _on_output(self, output: TokenOutput) -> None:
         request_id = output.request_id
-        if output.finish_reason is not None:
+        if output.ends_request:
             self._drop_transfer(request_id, "finished with its first token")
             return
         transfer = self._transfers.get(request_id)
         if transfer is None:
             return
+        drawn = self._drawn[request_id]
+        drawn.append(output)
+        if len(drawn) < self._num_to_draw[request_id]:
+            return
         manifest = Manifest(
             request_id=request_id,
             num_tokens=self._prompts[request_id],
             position=output.position,
-            token_ids=output.token_ids,
+            token_ids=[token for one in drawn for token in one.token_ids],
+            candidates=output.candidates,
         )
         loop, gate = self._loop, self._device_gate
         assert loop is not None
@@ -199,6 +210,11 @@ class PrefillWorker(WorkerService):
         for request_id in list(self._transfers):
             self._drop_transfer(request_id, "the engine failed")
         super()._on_failure(error)
+
+
+def num_to_draw(request: SequenceRequest) -> int:
+    """Outputs of a prefill worker for this request: one for each live choice, one with what a beam search begins with."""
+    return 1 if request.group is None or request.group.beams is not None else request.group.num_seats
 
 
 class _DeviceGate:

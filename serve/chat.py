@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, chat_logprobs
+from kvrelay.serve.choices import beams_of, num_sampled
 from kvrelay.serve.errors_http import json_response
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.front import (
@@ -53,7 +54,8 @@ async def chat_completions(front: Front, request: Request) -> Response:
     job = Job(
         request_id=new_id("chatcmpl-"),
         prompts=[prompt],
-        num_samples=body.n or 1,
+        num_samples=num_sampled(body),
+        beams=beams_of(body),
         options=text_options(body),
         salt=body.cache_salt or "",
         hints=await hints_of(front, body),

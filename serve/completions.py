@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 
 from msgspec import UNSET
 from starlette.requests import Request
@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, completion_logprobs, echo_logprobs, joined
+from kvrelay.serve.choices import beams_of, num_sampled, ranked
 from kvrelay.serve.errors_http import json_response
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.front import (
@@ -42,7 +43,8 @@ async def completions(front: Front, request: Request) -> Response:
     job = Job(
         request_id=new_id("cmpl-"),
         prompts=[await completion_prompt(front, body, item) for item in given],
-        num_samples=body.n or 1,
+        num_samples=num_sampled(body),
+        beams=beams_of(body),
         options=TextOptions(
             stops=tuple(body.stop or ()),
             include_stop=bool(body.include_stop_str_in_output),
@@ -84,6 +86,7 @@ class _CompletionReply:
         self._codec, self._generation = front.codec, generation
         self._model, self._id, self._created = front.model.name, generation.job.request_id, now_unix()
         self._num_top = body.logprobs
+        self._num_kept = body.n or 1
         self._stream_usage = StreamUsage(body)
 
     @property
@@ -117,23 +120,28 @@ class _CompletionReply:
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[CompletionLogprobs]] = [[] for _ in range(count)]
         reasons = ["stop"] * count
+        scores = [0.0] * count
 
         def take(index: int, piece: Piece) -> None:
             texts[index].append(self._with_echo(index, piece))
             part = self._logprobs(index, piece)
             logprobs[index] += [] if part is None else [part]
             reasons[index] = piece.finish_reason or reasons[index]
+            scores[index] += sum(entry.logprob for entry in piece.logprobs)
 
         await collect(self._generation, take)
+        kept: Sequence[int] = range(count)
+        if (samples := self._generation.job.num_samples) > self._num_kept:
+            kept = ranked(scores, samples, self._num_kept)
         reply = self._reply(
             [
                 CompletionChoice(
-                    index=index,
+                    index=place,
                     text="".join(texts[index]),
                     logprobs=None if self._num_top is None else joined(logprobs[index]),
                     finish_reason=reasons[index],
                 )
-                for index in range(count)
+                for place, index in enumerate(kept)
             ]
         )
         reply.usage = self._generation.usage()

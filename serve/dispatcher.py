@@ -21,7 +21,7 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
-from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal
+from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal, num_sequences
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
 from kvrelay.tls import cluster_tls
@@ -274,9 +274,9 @@ class Dispatcher:
     # ---- sequences
 
     def open(self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None) -> SequenceLife:
-        """Admit one sequence; `close` it in a `finally`. Raises Overloaded when too many run."""
+        """Admit one sequence, or a group; `close` it in a `finally`. Raises Overloaded when too many run."""
         limit = self.settings.router.max_inflight
-        if self.stats.running >= limit:
+        if self.stats.running + num_sequences(request) > limit:
             self.stats.outcomes["overloaded"] += 1
             raise Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
         return SequenceLife(self, request, force=force, explain=explain)
@@ -315,6 +315,16 @@ class Dispatcher:
                 link.send(wire.Abort(request_id=attempt.id, reason=reason))
             except ConnectionLost:
                 logger.debug("request %s: worker %s is gone, nothing to abort", attempt.id, link.worker_id)
+
+    def abort_choice(self, attempt: Attempt, choice: int) -> None:
+        """Whoever computes this choice may stop."""
+        for link in attempt.holders.values():
+            with contextlib.suppress(ConnectionLost):  # then there is nobody who computes it
+                link.send(wire.Abort(request_id=attempt.id, choice=choice))
+
+    def max_group(self) -> int:
+        """Sequences that every worker can run at once."""
+        return min((info.max_running for info, _ in self.live_workers()), default=1 << 16)
 
     def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink:
         """Returns the link it went over. Raises ConnectionLost when the worker is not connected."""

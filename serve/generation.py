@@ -11,6 +11,7 @@ from typing import Literal
 
 import msgspec
 
+from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import block_hashes
 from kvrelay.serve.attempt import Inbox
 from kvrelay.serve.choice_text import ChoiceText, Piece, TextOptions
@@ -21,9 +22,11 @@ from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.standing import Standing
 from kvrelay.serve.tokenizer import TextCodec
-from kvrelay.wire import KvHints, Sampling, SequenceRequest
+from kvrelay.wire import Beams, Group, KvHints, Sampling, SequenceRequest, TokenOutput
 
-GATED_BLOCKS = 4  # samples of a prompt this long wait for the first one's prefill, then find it cached
+GATED_BLOCKS = (
+    4  # where a prompt this long has more samples than one group may, the other groups wait for the first's prefill
+)
 LONG_PROMPT_TOKENS = 8192  # hashed on a thread
 
 
@@ -39,7 +42,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One HTTP request, checked and tokenised. Choices are numbered prompt by prompt."""
+    """One HTTP request, checked and tokenised. Choices are numbered prompt by prompt.
+
+    `num_samples` are computed for each prompt, `best_of` of OpenAI's; the caller keeps those that it wants.
+    """
 
     request_id: str
     prompts: list[Prompt]
@@ -52,57 +58,64 @@ class Job:
     force: Literal["local", "remote"] | None = None
     explain: Explain | None = None
     traceparent: str = ""
+    beams: Beams | None = None  # then the samples are the results of one beam search
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.num_samples
 
 
-class _Choice:
-    """One sequence and its text. Opened when first asked, so that siblings can wait for the first."""
+class _Stream:
+    """One request to the workers: a sequence, or a group of choices of one prompt. Opened when first asked."""
 
-    def __init__(self, owner: "Generation", index: int, hashes: list[bytes], gate: asyncio.Event) -> None:
-        self._owner, self._index, self._hashes, self._gate = owner, index, hashes, gate
+    def __init__(self, owner: "Generation", first: int, count: int, hashes: list[bytes], gate: asyncio.Event) -> None:
+        self._owner, self._first, self._count, self._hashes, self._gate = owner, first, count, hashes, gate
         job = owner.job
-        self._prompt = job.prompts[index // job.num_samples]
-        self._sample = index % job.num_samples
+        self._prompt = job.prompts[first // job.num_samples]
+        self._sample = first % job.num_samples
         start = len(self._prompt.text) if job.echo else 0
-        self._text = ChoiceText(owner.codec, job.options, start=start)
+        self._texts = [ChoiceText(owner.codec, job.options, start=start) for _ in range(count)]
+        self._running = set(range(count))
         self._life: SequenceLife | None = None
-        self._is_done = False
 
-    async def next(self) -> Piece | None:
-        """The next piece, None after the last."""
-        if self._is_done:
-            return None
+    async def next(self) -> tuple[int, Piece] | None:
+        """The next piece with its choice's index; None after the last."""
         if self._life is None:
             await self._open()
         assert self._life is not None
-        output = await self._life.next()
-        self._gate.set()
-        if output is None:
-            self._is_done = True
-            return None
-        piece = self._text.add(output)
+        while self._running:
+            output = await self._life.next()
+            self._gate.set()
+            if output is None:
+                break
+            if output.choice in self._running:
+                return self._first + output.choice, self._piece(self._life, output)
+        return None
+
+    def _piece(self, life: SequenceLife, output: TokenOutput) -> Piece:
+        piece = self._texts[output.choice].add(output)
         if self._prompt.discards_output:
             piece = Piece("", 0, "length", first=output)
-        self._owner.note(self._index, piece)
+        self._owner.note(self._first + output.choice, piece)
         if piece.finish_reason is not None:
-            self._is_done = True
-            self._life.close(piece.finish_reason)
+            self._running.discard(output.choice)
+            if not self._running:
+                life.close(piece.finish_reason)
+            else:
+                life.end_choice(output.choice)
         return piece
 
     async def _open(self) -> None:
-        job, prompt, sampling = self._owner.job, self._prompt, self._prompt.sampling
+        job, prompt = self._owner.job, self._prompt
         if self._sample:
             await self._gate.wait()
-            sampling = msgspec.structs.replace(sampling, seed=seed_of_sample(sampling.seed, self._sample))
+        seeds = [seed_of_sample(prompt.sampling.seed, self._sample + index) for index in range(self._count)]
         request = SequenceRequest(
-            request_id=f"{job.request_id}-{self._index}",
+            request_id=f"{job.request_id}-{self._first}",
             token_ids=prompt.token_ids,
             num_prompt_tokens=len(prompt.token_ids),
             block_hashes=self._hashes,
-            sampling=sampling,
+            sampling=msgspec.structs.replace(prompt.sampling, seed=seeds[0]),
             salt=job.salt,
             traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
@@ -110,11 +123,17 @@ class _Choice:
             priority=job.standing.priority,
             deadline_s=job.standing.deadline_s,
             tenant=job.standing.tenant,
+            group=self._group(seeds),
         )
-        explain = job.explain if self._index == 0 else None
+        explain = job.explain if self._first == 0 else None
         if explain is not None:
             explain.submitted_s = self._owner.dispatcher.clock()
         self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain)
+
+    def _group(self, seeds: list[int]) -> Group | None:
+        if self._owner.job.beams is not None:
+            return Group(beams=self._owner.job.beams)
+        return Group(seeds=tuple(seeds)) if self._count > 1 else None
 
     def close(self) -> None:
         self._gate.set()
@@ -148,30 +167,37 @@ class Generation:
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
         """Until every choice has ended. Raises what the first failing sequence raises."""
-        choices = await self._choices()
+        streams = await self._streams()
         try:
-            if len(choices) == 1:
-                while (piece := await choices[0].next()) is not None:
-                    yield [(0, piece)]
+            if len(streams) == 1:
+                while (piece := await streams[0].next()) is not None:
+                    yield [piece]
                 return
-            async with contextlib.aclosing(_merge(choices)) as merged:
+            async with contextlib.aclosing(_merge(streams)) as merged:
                 async for pieces in merged:
                     yield pieces
         finally:
-            for choice in choices:
-                choice.close()
+            for stream in streams:
+                stream.close()
 
-    async def _choices(self) -> list[_Choice]:
-        tokens_per_hash = self.dispatcher.settings.tokens_per_hash
-        choices: list[_Choice] = []
+    async def _streams(self) -> list[_Stream]:
+        tokens_per_hash, count = self.dispatcher.settings.tokens_per_hash, self.job.num_samples
+        most = count if self.job.beams is not None else max(1, self.dispatcher.max_group())
+        if self.job.beams is not None and self.job.beams.width > (limit := self.dispatcher.max_group()):
+            raise InvalidRequest(
+                f"best_of: {self.job.beams.width} beams, but a worker runs {limit} sequences", "best_of"
+            )
+        streams: list[_Stream] = []
         for number, prompt in enumerate(self.job.prompts):
             hashes = await hashes_of(prompt.token_ids, tokens_per_hash, self.job.salt)
             gate = asyncio.Event()
             if len(hashes) < GATED_BLOCKS:
                 gate.set()
-            first = number * self.job.num_samples
-            choices += [_Choice(self, first + sample, hashes, gate) for sample in range(self.job.num_samples)]
-        return choices
+            streams += [
+                _Stream(self, number * count + sample, min(most, count - sample), hashes, gate)
+                for sample in range(0, count, most)
+            ]
+        return streams
 
 
 async def hashes_of(token_ids: list[int], tokens_per_hash: int, salt: str) -> list[bytes]:
@@ -184,19 +210,19 @@ async def hashes_of(token_ids: list[int], tokens_per_hash: int, salt: str) -> li
 _Item = tuple[int, Piece] | BaseException | None
 
 
-async def _feed(index: int, choice: _Choice, inbox: Inbox[_Item]) -> None:
+async def _feed(stream: _Stream, inbox: Inbox[_Item]) -> None:
     try:
-        while (piece := await choice.next()) is not None:
-            inbox.put((index, piece))
+        while (piece := await stream.next()) is not None:
+            inbox.put(piece)
         inbox.put(None)
     except Exception as error:
         inbox.put(error)
 
 
-async def _merge(choices: list[_Choice]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-    """Pieces of all choices, whichever comes first; a failure ends it."""
+async def _merge(streams: list[_Stream]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
+    """Pieces of all streams, whichever comes first; a failure ends it."""
     inbox: Inbox[_Item] = Inbox()
-    tasks = [asyncio.create_task(_feed(index, choice, inbox)) for index, choice in enumerate(choices)]
+    tasks = [asyncio.create_task(_feed(stream, inbox)) for stream in streams]
     running = len(tasks)
     try:
         while running:

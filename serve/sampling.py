@@ -7,6 +7,7 @@ from typing import Any
 
 from kvrelay.config import ServeSettings
 from kvrelay.errors import InvalidRequest
+from kvrelay.serve.choices import check_choices, is_ranked, num_computed
 from kvrelay.serve.schemas import ChatBody, Common, CompletionBody, Message
 from kvrelay.wire import Sampling
 
@@ -18,8 +19,6 @@ _MIN_TOP_P = 1e-6
 def refuse_unsupported(body: Common) -> None:
     """Raise InvalidRequest for what this server cannot honour, rather than ignore it."""
     checks: list[tuple[str, Any]] = [
-        ("best_of", body.best_of not in (None, 1, body.n or 1)),
-        ("use_beam_search", body.use_beam_search),
         ("response_format", (body.response_format or {}).get("type", "text") != "text"),
         ("prompt_logprobs", body.prompt_logprobs),
         *((name, getattr(body, name)) for name in _UNSUPPORTED),
@@ -40,6 +39,7 @@ def refuse_unsupported(body: Common) -> None:
     for name, is_used in checks:
         if is_used:
             raise InvalidRequest(f"{name}: not supported by this server", name, 400, "unsupported_parameter")
+    check_choices(body)
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options: only allowed when stream is true", "stream_options")
 
@@ -74,10 +74,11 @@ def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None
 
 def check_count(num_prompts: int, body: Common, max_inflight: int) -> None:
     """Raise InvalidRequest when the server could never run all of the request's sequences at once."""
-    samples = body.n or 1
+    samples = num_computed(body)
     if num_prompts * samples > max_inflight:
-        field = "prompt" if num_prompts > 1 else "n"
-        told = f"{num_prompts} prompts times n = {samples}" if num_prompts > 1 else str(samples)
+        own = "n" if samples == (body.n or 1) else "best_of"
+        field = "prompt" if num_prompts > 1 else own
+        told = f"{num_prompts} prompts times {own} = {samples}" if num_prompts > 1 else str(samples)
         raise InvalidRequest(f"{field}: {told} are more sequences than the {max_inflight} that run at once", field)
 
 
@@ -140,6 +141,7 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
     if (body.min_tokens or 0) > max_tokens:
         raise InvalidRequest(f"min_tokens: more than the {max_tokens} tokens allowed", "min_tokens")
     logprobs = _logprobs(body)
+    counted = 0 if logprobs is None and is_ranked(body) else logprobs  # the ranking needs each token's
     return Sampling(
         max_tokens=max(max_tokens, 1),
         min_tokens=body.min_tokens or 0,
@@ -153,7 +155,7 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
         frequency_penalty=_or(body.frequency_penalty, 0.0),
         stop_token_ids=tuple(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        logprobs=logprobs,
+        logprobs=counted,
         prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
     )

@@ -120,9 +120,11 @@ class Common(_Body):
     user: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # in line: lower is earlier
     deadline_s: Annotated[Real, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # for the first token
-    # known, and refused unless they say "nothing special":
-    best_of: int | None = None
+    best_of: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     use_beam_search: bool | None = None
+    length_penalty: Annotated[Real, Field(ge=-100, le=100)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    # known, and refused unless they say "nothing special":
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None

@@ -30,7 +30,7 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.stats import ServeStats
-from kvrelay.serve.token_order import TokenOrder
+from kvrelay.serve.token_order import GroupOrder, TokenOrder
 from kvrelay.serve.worker_link import WorkerLink
 from kvrelay.tracing import spans_of
 
@@ -62,6 +62,7 @@ class Carrier(Protocol):
     def route(self, request: RouteRequest) -> Decision | Refusal: ...
     def attach(self, attempt: Attempt) -> None: ...
     def detach(self, attempt: Attempt, reason: str) -> None: ...
+    def abort_choice(self, attempt: Attempt, choice: int) -> None: ...
     def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink: ...
 
 
@@ -77,7 +78,10 @@ class SequenceLife:
         explain: Explain | None,
     ) -> None:
         self._carrier, self._request, self._force, self._explain = carrier, request, force, explain
-        self._order = TokenOrder(request.request_id, request.sampling.max_tokens)
+        limit, group = request.sampling.max_tokens, request.group
+        self._group_order = None if group is None else GroupOrder(request.request_id, limit, group.num_choices)
+        self._order: TokenOrder | GroupOrder = self._group_order or TokenOrder(request.request_id, limit)
+        self._num_sequences = num_sequences(request)
         self._attempt: Attempt | None = None
         self._attempts_made = self._faults = self._refusals = self._transfer_faults = self._hand_backs = 0
         self._pause_s = 0.0  # before the next attempt
@@ -86,12 +90,13 @@ class SequenceLife:
         self._outcome: str | None = None
         self._started_s = carrier.clock()
         self._first_s = self._last_s = 0.0
+        self._last_of: dict[int, float] = {}  # when each choice's last tokens came
         self._time_is_up = False
         self._spans = spans_of(request.traceparent, request_id=request.request_id)
         self._deadline = asyncio.get_running_loop().call_later(
             carrier.settings.serve.request_timeout_s, self._on_deadline
         )
-        carrier.stats.running += 1
+        carrier.stats.running += self._num_sequences
         carrier.stats.prompt_tokens += request.num_prompt_tokens
 
     async def next(self) -> wire.TokenOutput | None:
@@ -112,6 +117,13 @@ class SequenceLife:
             self.close(_outcome_of(error))
             raise
 
+    def end_choice(self, choice: int) -> None:
+        """Nobody waits for this choice of a group any more; whoever computes it may stop."""
+        if self._group_order is not None and choice not in self._group_order.ended:
+            self._group_order.drop(choice)
+            if self._attempt is not None:
+                self._carrier.abort_choice(self._attempt, choice)
+
     def close(self, outcome: str) -> None:
         """Release everything on every worker. The first call's outcome counts. Never waits."""
         if self._outcome is not None:
@@ -119,11 +131,12 @@ class SequenceLife:
         self._outcome = outcome
         self._deadline.cancel()
         self._end_attempt("client" if outcome == "client" else outcome)
-        stats, now_s, num_tokens = self._carrier.stats, self._carrier.clock(), len(self._order.tokens)
+        stats, now_s = self._carrier.stats, self._carrier.clock()
+        num_tokens = len(self._order.tokens) if self._group_order is None else 0  # choices come side by side: no TPOT
         if self._spans is not None:
             self._spans.close(outcome)
-        stats.running -= 1
-        stats.outcomes[outcome] += 1
+        stats.running -= self._num_sequences
+        stats.outcomes[outcome] += self._num_sequences
         stats.total_s.observe(now_s - self._started_s)
         if num_tokens > 1 and outcome in ("stop", "length"):
             stats.tpot_s.observe((self._last_s - self._first_s) / (num_tokens - 1))
@@ -184,6 +197,8 @@ class SequenceLife:
 
     def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
         remaining = request.sampling.max_tokens - request.num_output_tokens
+        if request.group is not None and any(request.group.emitted):
+            remaining = max(remaining, 2)  # it goes on from more than a prompt: by a decode worker
         query = RouteRequest(
             request_id=request.request_id,
             block_hashes=tuple(request.block_hashes),
@@ -208,8 +223,10 @@ class SequenceLife:
         self._attempts_made += 1
         if self._attempts_made == 1:
             return self._request
-        original, emitted = self._request, self._order.tokens
         self._order.forget_early()
+        if self._group_order is not None:
+            return self._group_continuation(self._group_order)
+        original, emitted = self._request, self._order.tokens
         token_ids, tokens_per_hash = original.token_ids + emitted, self._carrier.settings.tokens_per_hash
         sampling = original.sampling
         if emitted and sampling.prompt_logprobs is not None:
@@ -229,6 +246,18 @@ class SequenceLife:
             tenant=original.tenant,
             num_hand_backs=self._hand_backs,
         )
+
+    def _group_continuation(self, order: GroupOrder) -> wire.SequenceRequest:
+        """The group from its prompt on, with what each choice has said; a beam search begins anew."""
+        original, group = self._request, self._request.group
+        assert group is not None
+        sampling = original.sampling
+        if group.beams is None:
+            group = msgspec.structs.replace(group, emitted=order.emitted, ended=order.ended)
+            if any(order.emitted):
+                sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        request_id = f"{original.request_id}~{self._attempts_made}"
+        return msgspec.structs.replace(original, request_id=request_id, group=group, sampling=sampling)
 
     async def _reserve(self, attempt: Attempt, worker_id: str) -> bytes:
         """Blocks on the decode worker, before any compute is spent."""
@@ -317,7 +346,7 @@ class SequenceLife:
         if worker_id == attempt.decision.decode:
             attempt.is_transferred = True  # decoding means that the blocks have arrived
         self._let_go_of_prefill(attempt)
-        if output.finish_reason is not None:
+        if output.ends_request:
             attempt.holders.pop(worker_id, None)
 
     def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
@@ -342,12 +371,13 @@ class SequenceLife:
     def _count(self, output: wire.TokenOutput) -> None:
         stats, now_s, count = self._carrier.stats, self._carrier.clock(), len(output.token_ids)
         stats.output_tokens += count
+        last_s = self._last_of.get(output.choice)
         if self._last_s == 0.0:
             self._first_s = now_s
             stats.ttft_s.observe(now_s - self._started_s)
-        elif count:
-            stats.itl_s.observe((now_s - self._last_s) / count, count)
-        self._last_s = now_s
+        elif count and last_s is not None:
+            stats.itl_s.observe((now_s - last_s) / count, count)
+        self._last_s = self._last_of[output.choice] = now_s
 
     # ---- time and faults
 
@@ -414,6 +444,11 @@ def _outcome_of(error: KvrelayError) -> str:
     if isinstance(error, DeadlinePassed):
         return "deadline"
     return "overloaded" if isinstance(error, Overloaded) else "error"
+
+
+def num_sequences(request: wire.SequenceRequest) -> int:
+    """How many sequences of a worker's batch it will be."""
+    return 1 if request.group is None else request.group.num_seats
 
 
 def error_of_refusal(refusal: Refusal) -> KvrelayError:

@@ -13,6 +13,7 @@ def _without_first(output: TokenOutput, count: int) -> TokenOutput:
         logprobs=output.logprobs[count:],
         finish_reason=output.finish_reason,
         stop_token=output.stop_token,
+        choice=output.choice,
     )
 
 
@@ -34,6 +35,7 @@ def _merged(outputs: list[TokenOutput], request_id: str) -> TokenOutput:
         cached_tokens=first.cached_tokens,
         prompt_logprobs=first.prompt_logprobs,
         timings=first.timings,
+        choice=first.choice,
     )
 
 
@@ -86,3 +88,57 @@ class TokenOrder:
     def forget_early(self) -> None:
         """A new attempt computes everything after `tokens` again."""
         self._early.clear()
+
+
+class GroupOrder:
+    """A TokenOrder for each choice of a group. The whole ends when every choice has ended, or nobody waits for it."""
+
+    def __init__(self, request_id: str, limit: int, num_choices: int) -> None:
+        self._orders = [TokenOrder(request_id, limit) for _ in range(num_choices)]
+        self._unwanted: set[int] = set()
+
+    @property
+    def tokens(self) -> list[int]:
+        """All choices' outputs so far, one after the other."""
+        return [token for order in self._orders for token in order.tokens]
+
+    @property
+    def finish_reason(self) -> str | None:
+        """The last choice's, once all have ended."""
+        if len(self.ended) < len(self._orders):
+            return None
+        return self._orders[-1].finish_reason or "stop"
+
+    @property
+    def ended(self) -> tuple[int, ...]:
+        """Choices of which nothing more is wanted."""
+        done = (index for index, order in enumerate(self._orders) if order.finish_reason is not None)
+        return tuple(sorted({*done, *self._unwanted}))
+
+    @property
+    def emitted(self) -> list[list[int]]:
+        """Each choice's output so far."""
+        return [list(order.tokens) for order in self._orders]
+
+    def add(self, output: TokenOutput) -> None:
+        """Take one output. Raises ProtocolError when it is no choice's, or lies past its end."""
+        if not 0 <= output.choice < len(self._orders):
+            raise ProtocolError(f"choice {output.choice} of {len(self._orders)}")
+        if output.choice not in self._unwanted:
+            self._orders[output.choice].add(output)
+
+    def take(self) -> TokenOutput | None:
+        """Everything that is ready of one choice, as one output, or None."""
+        for order in self._orders:
+            if (output := order.take()) is not None:
+                return output
+        return None
+
+    def drop(self, choice: int) -> None:
+        """Nobody waits for this choice any more."""
+        self._unwanted.add(choice)
+
+    def forget_early(self) -> None:
+        """A new attempt computes everything after each choice's tokens again."""
+        for order in self._orders:
+            order.forget_early()

@@ -90,6 +90,7 @@ class FakeWorker:
         self.worker_id, self.role, self.script = worker_id, role, script
         self.received: list[wire.ToWorker] = []
         self.holding: set[str] = set()
+        self.dropped: set[tuple[str, int]] = set()  # choices of groups that nobody waits for any more
         self.peers: dict[str, FakeWorker] = {}
         self.answers: list[Callable[[wire.ToWorker], wire.FromWorker | None]] = []  # consulted first, once each
         self.pause_at: int | None = None  # waits before it sends this position
@@ -162,7 +163,9 @@ class FakeWorker:
             self._all_connections.discard(connection)
 
     def _handle(self, connection: plane.Connection, message: wire.ToWorker) -> None:
-        if isinstance(message, wire.Abort):
+        if isinstance(message, wire.Abort) and message.choice is not None:
+            self.dropped.add((message.request_id, message.choice))
+        elif isinstance(message, wire.Abort):
             if self._connections.get(message.request_id) is connection:  # as a real worker: who asked may abort
                 self.end(message.request_id)
         elif isinstance(message, wire.Subscribe):
@@ -234,8 +237,34 @@ class FakeWorker:
         self._send(connection, transferred)
         self._spawn(request, self._say(request, request.num_output_tokens + 1, None))
 
+    async def _say_group(self, request: SequenceRequest, group: wire.Group, start: int, stop: int | None) -> bool:
+        """Send every choice's tokens, side by side. True when all have ended."""
+        live = [choice for choice in range(group.num_choices) if choice not in group.ended]
+        own = {k: _choice_of(request, group, k) for k in live}
+        tokens = {k: expected_tokens(self.script, own[k]) for k in live}
+        at = {k: max(start, len(group.emitted[k]) if group.emitted and stop is None else 0) for k in live}
+        live = [k for k in live if at[k] < len(tokens[k])]
+        while going := [k for k in live if stop is None or at[k] < stop]:
+            for k in going:
+                if (request.request_id, k) in self.dropped:
+                    live.remove(k)
+                    continue
+                position, at[k] = at[k], at[k] + 1
+                if at[k] == len(tokens[k]):
+                    live.remove(k)
+                if self.pause_at is not None and position >= self.pause_at:
+                    self.paused.set()
+                    await self.resume.wait()
+                self.send_output(own[k], tokens[k], position, 1, is_first=position == 0, choice=k, num_left=len(live))
+            await asyncio.sleep(0)
+        if not live:
+            self.end(request.request_id)
+        return not live
+
     async def _say(self, request: SequenceRequest, start: int, stop: int | None) -> bool:
         """Send tokens from position `start` on. True when the sequence has ended."""
+        if request.group is not None:
+            return await self._say_group(request, request.group, start, stop)
         tokens = expected_tokens(self.script, request)
         last = len(tokens) if stop is None else min(stop, len(tokens))
         position = start
@@ -253,13 +282,14 @@ class FakeWorker:
         return is_over
 
     def send_output(
-        self, request: SequenceRequest, tokens: list[int], position: int, count: int, *, is_first: bool
-    ) -> None:
+        self, request: SequenceRequest, tokens: list[int], position: int, count: int, *, is_first: bool,
+        choice: int = 0, num_left: int = 0,
+    ) -> None:  # fmt: skip
         said = tokens[position : position + count]
         is_last = position + count == len(tokens)
         top = request.sampling.logprobs
         output = TokenOutput(
-            request_id=request.request_id, position=position, token_ids=said,
+            request_id=request.request_id, position=position, token_ids=said, choice=choice, num_left=num_left,
             logprobs=[] if top is None else [_logprob(token, top) for token in said],
             finish_reason=("stop" if said[-1] == EOS and not request.sampling.ignore_eos else "length") if is_last else None,
             stop_token=EOS if is_last and said[-1] == EOS and not request.sampling.ignore_eos else None,
@@ -294,6 +324,12 @@ class FakeWorker:
     def _send(connection: plane.Connection, message: wire.FromWorker) -> None:
         with contextlib.suppress(ConnectionLost):
             connection.send_nowait(wire.encode(message))
+
+
+def _choice_of(request: SequenceRequest, group: wire.Group, choice: int) -> SequenceRequest:
+    """The request of its own that this choice of a group stands for."""
+    sampling = msgspec.structs.replace(request.sampling, seed=group.seeds[choice])
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def _logprob(token: int, top: int) -> TokenLogprob:

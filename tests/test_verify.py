@@ -58,6 +58,15 @@ async def test_kv_from_every_tier_is_the_same_and_what_changed_there_is_not_serv
 
 
 @pytest.mark.slow
+async def test_groups_over_the_hop_are_what_they_are_on_one_worker(tmp_path):
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    verifier = Verifier(folder, max_model_len=160, num_output=8, progress=lambda what: None)
+    await verifier.run_groups("shm")
+    assert failures(verifier.report) == []
+    assert len(verifier.report.rows) == 7
+
+
+@pytest.mark.slow
 async def test_every_transport_carries_the_same_blocks_of_the_real_model():
     try:
         folder = prepare_checkpoint(ModelSettings())

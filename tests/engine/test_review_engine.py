@@ -118,7 +118,7 @@ def test_a_prompt_preempted_halfway_reports_each_prompt_logprob_once(make):
     young = engine.scheduler.sequences["young"]
     assert 0 < young.num_computed < len(long)
     engine._runner.forget(young)
-    engine.scheduler._preempt(young)  # as when the older one needs its blocks
+    engine.scheduler.preempt_group((young,))  # as when the older one needs its blocks
     outputs = drain(engine)["young"]
     assert [entry.token_id for entry in outputs[0].prompt_logprobs] == long[1:]
     assert outputs[0].prompt_logprobs == expected

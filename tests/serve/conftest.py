@@ -26,9 +26,9 @@ MODEL = "fake-model"
 class Cluster:
     """Fake workers, a dispatcher connected to them, and the app in front."""
 
-    def __init__(self, prefill: int, decode: int, settings: Settings, script: Script) -> None:
-        self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script) for i in range(prefill)]
-        self.decode = [FakeWorker(f"d{i}", Role.DECODE, script) for i in range(decode)]
+    def __init__(self, prefill: int, decode: int, settings: Settings, script: Script, **info: object) -> None:
+        self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script, **info) for i in range(prefill)]
+        self.decode = [FakeWorker(f"d{i}", Role.DECODE, script, **info) for i in range(decode)]
         self.settings = settings
         router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash)
         self.dispatcher = Dispatcher(router, SECRET, settings)
@@ -72,7 +72,7 @@ ClusterFactory = Callable[..., Any]
 async def make_cluster() -> AsyncIterator[ClusterFactory]:
     """Make a running cluster: `await make_cluster(prefill=1, decode=1, script=..., serve={...}, router={...})`.
 
-    pairings: what each prefill worker answers to Pair, such as FakeWorker.misfits; they fit by default.
+    pairings: what each prefill worker answers to Pair, such as FakeWorker.misfits; they fit by default. info: of WorkerInfo.
     """
     async with contextlib.AsyncExitStack() as stack:
 
@@ -81,10 +81,11 @@ async def make_cluster() -> AsyncIterator[ClusterFactory]:
             decode: int = 1,
             script: Script = alphabet,
             pairings: Sequence[Callable[..., Any]] = (),
+            info: dict[str, object] | None = None,
             **sections: dict[str, Any],
         ) -> Cluster:
             sections["router"] = {"local_prefill_tokens": 0} | sections.get("router", {})
-            cluster = Cluster(prefill, decode, settings_from(sections), script)
+            cluster = Cluster(prefill, decode, settings_from(sections), script, **(info or {}))
             for worker, pairing in zip(cluster.prefill, pairings, strict=False):
                 worker.pairing = partial(pairing, worker)
             stack.push_async_callback(cluster.aclose)

@@ -125,10 +125,8 @@ async def test_samples_differ_are_numbered_and_can_be_repeated(make_cluster):
     answer = (await chat(cluster, {"n": 3, "seed": 5})).json()
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
     assert answer["usage"]["completion_tokens"] == 24
-    sent = [
-        message.request.sampling.seed for message in cluster.prefill[0].received if isinstance(message, wire.Prefill)
-    ]
-    assert sent[0] == 5 and len(set(sent)) == 3
+    [sent] = [message.request for message in cluster.prefill[0].received if isinstance(message, wire.Prefill)]
+    assert sent.group.seeds[0] == 5 and len(set(sent.group.seeds)) == 3
     texts = [choice["message"]["content"] for choice in answer["choices"]]
     assert len(set(texts)) == 3
     again = (await chat(cluster, {"n": 3, "seed": 5})).json()
@@ -156,8 +154,61 @@ async def test_streamed_samples_keep_their_indices(make_cluster):
     assert texts == [choice["text"] for choice in whole["choices"]]
 
 
-async def test_samples_of_a_long_prompt_wait_for_the_first_ones_prefill(make_cluster):
+async def test_one_group_goes_to_the_workers_and_stops_choice_by_choice(make_cluster):
     cluster = await make_cluster()
+    whole = (await complete(cluster, {"n": 3, "seed": 5})).json()
+    texts = [choice["text"] for choice in whole["choices"]]
+    stopped = (await complete(cluster, {"n": 3, "seed": 5, "stop": texts[1][2]})).json()
+    ends = [text.split(texts[1][2])[0] for text in texts]
+    assert [choice["text"] for choice in stopped["choices"]] == ends
+    assert stopped["choices"][1]["finish_reason"] == "stop"
+    assert cluster.prefill[0].count(wire.Prefill) + cluster.decode[0].count(wire.Generate) == 2
+    aborts = [m for w in cluster.decode for m in w.received if isinstance(m, wire.Abort) and m.choice is not None]
+    assert 1 in {abort.choice for abort in aborts} or all(text != end for text, end in zip(texts, ends, strict=True))
+    await cluster.all_released()
+
+
+async def test_a_group_is_continued_where_its_worker_dies(make_cluster):
+    cluster = await make_cluster(decode=2)
+    whole = (await complete(cluster, {"n": 3, "seed": 5})).json()
+    for worker in cluster.decode:
+        worker.pause_at = 4
+    asking = asyncio.create_task(complete(cluster, {"n": 3, "seed": 5}))
+    waits = {asyncio.create_task(worker.paused.wait()): worker for worker in cluster.decode}
+    [done, *_], rest = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for task in rest:
+        task.cancel()
+    for worker in cluster.decode:
+        worker.pause_at = None
+    await waits[done].kill()
+    answer = (await asking).json()
+    assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in whole["choices"]]
+    continued = [
+        m.request.group.emitted for w in cluster.workers for m in w.received
+        if isinstance(m, wire.Prefill | wire.Generate) and m.request.group.emitted
+    ]  # fmt: skip
+    assert len(continued) == 1 and {len(tokens) for tokens in continued[0]} <= {3, 4, 5}
+
+
+async def test_best_of_answers_those_with_the_largest_summed_log_probability(make_cluster, monkeypatch):
+    def likely(request: wire.SequenceRequest, position: int) -> int:
+        return ord("a") + request.sampling.seed % 26
+
+    monkeypatch.setattr("tests.fakes._logprob", lambda token, top: wire.TokenLogprob(token, -float(token)))
+    cluster = await make_cluster(script=likely)
+    asked = {"n": 2, "best_of": 5, "seed": 3, "max_tokens": 4}
+    answer = (await complete(cluster, asked)).json()
+    everyone = (await complete(cluster, asked | {"n": 5})).json()
+    texts = [choice["text"] for choice in everyone["choices"]]
+    order = sorted(range(5), key=lambda index: (ord(texts[index][0]), index))
+    assert [choice["text"] for choice in answer["choices"]] == [texts[index] for index in order[:2]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["completion_tokens"] == 20  # what was computed
+    assert "logprobs" not in answer["choices"][0]
+
+
+async def test_groups_of_a_long_prompt_wait_for_the_first_ones_prefill(make_cluster):
+    cluster = await make_cluster(info={"max_running": 1})
     prefill = cluster.prefill[0]
     prefill.hold_first_token.clear()
     asking = asyncio.create_task(complete(cluster, {"prompt": "x" * 64, "n": 3}))

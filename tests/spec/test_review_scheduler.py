@@ -110,5 +110,5 @@ def test_prompt_logprobs_of_a_preempted_prompt_start_again():
     seq = sched.add(request("a", 12), 0.0)
     run(sched)
     seq.prompt_logprobs.append(object())  # type: ignore[arg-type]
-    sched._preempt(seq)
+    sched.preempt_group((seq,))
     assert seq.prompt_logprobs == []

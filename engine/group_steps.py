@@ -1,0 +1,183 @@
+"""What a step's logits mean for groups: first tokens of every choice, and the moves of beam searches.
+
+Lives on the engine's thread, between the scheduler and the sampler. Single sequences are the engine's own.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvrelay.engine.beam import Candidates
+from kvrelay.engine.groups import member_of
+from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.sequence import Group, Sequence
+from kvrelay.types import FinishReason
+from kvrelay.wire import TokenOutput
+
+
+class Ending(Protocol):
+    """End a sequence, wherever it is."""
+
+    def __call__(self, seq: Sequence, reason: FinishReason) -> None: ...
+
+
+class GroupSteps:
+    """Moves groups on, one step at a time."""
+
+    def __init__(self, scheduler: Scheduler, end: Ending, forget: Callable[[Sequence], None]) -> None:
+        self._scheduler, self._end, self._forget = scheduler, end, forget
+
+    # ---- samples
+
+    def rows_of(self, seqs: list[Sequence]) -> list[tuple[int, Sequence]]:
+        """(row, sequence) of every token that is to be drawn: a leader's row serves each of its choices. Beams draw none."""
+        draws: list[tuple[int, Sequence]] = []
+        for row, seq in enumerate(seqs):
+            group = seq.group
+            if group is None or (seq is not group.leader and group.search is None):
+                draws.append((row, seq))
+            elif group.search is None:
+                draws += [(row, member) for member in self._first_tokens(group, seq)]
+        return draws
+
+    def _first_tokens(self, group: Group, leader: Sequence) -> list[Sequence]:
+        """The members that have yet to say their first word. A prefill worker's say it again when a group is continued."""
+        members = self._members(group, leader)
+        if leader.output_limit is None:
+            members = [member for member in members if not group.outputs[member.choice]]
+        return members
+
+    def _members(self, group: Group, leader: Sequence) -> list[Sequence]:
+        members = [member_of(group, leader, choice) for choice in sorted(group.outputs)]
+        for member in members:
+            member.num_chunks, member.prompt_logprobs = leader.num_chunks, leader.prompt_logprobs
+            if leader.output_limit is None:
+                member.token_ids += group.outputs[member.choice]
+            self._scheduler.sequences[member.request_id] = member
+        group.members = members
+        return list(members)
+
+    def settle(self, seqs: list[Sequence]) -> None:
+        """The tokens are drawn and appended: leaders part, or wait for their transfer."""
+        for seq in seqs:
+            if seq.group is not None and seq is seq.group.leader and seq.group.search is None:
+                self._settle(seq.group, seq)
+
+    def _settle(self, group: Group, leader: Sequence) -> None:
+        members, group.members = list(group.members), []
+        if leader.output_limit is None:
+            self._part(group, leader, members)
+            return
+        for member in members:
+            self._scheduler.finish(member, FinishReason.LENGTH)
+        leader.hold = leader.hold and bool(members)
+        self._end(leader, FinishReason.LENGTH)
+
+    def _part(self, group: Group, leader: Sequence, members: list[Sequence]) -> None:
+        self._forget(leader)
+        for member in [member for member in members if member.choice in group.unwanted]:
+            members.remove(member)
+            self._scheduler.finish(member, FinishReason.ABORT)
+        self._scheduler.groups.part(group, members)
+
+    def take_over(self, leader: Sequence, token_ids: list[int]) -> list[Sequence]:
+        """A prefill worker has computed the prompt and drawn each live choice's first token; the members, which have parted."""
+        group = leader.group
+        assert group is not None
+        members = self._members(group, leader)
+        for member, token in zip(members, token_ids, strict=True):
+            if member.num_output == 0:
+                member.token_ids.append(token)
+        group.members = []
+        self._part(group, leader, members)
+        return list(members)
+
+    # ---- beams
+
+    def advance_beams(self, seqs: list[Sequence], logits: Tensor) -> list[TokenOutput]:
+        """Each beam's candidates are in its row of logits [R, vocab]; searches whose beams have all come move on."""
+        rows = [row for row, seq in enumerate(seqs) if seq.group is not None and seq.group.search is not None]
+        if not rows:
+            return []
+        outputs: list[TokenOutput] = []
+        for row, candidates in zip(rows, self._candidates(logits[rows], [seqs[row] for row in rows]), strict=True):
+            seq = seqs[row]
+            group = seq.group
+            assert group is not None
+            if seq is group.leader and any(group.outputs.values()):  # it had parted before a pre-emption
+                self._part(group, seq, self._members(group, seq))
+                continue
+            if seq is group.leader:
+                outputs += self.begin_search(group, seq, candidates)
+                continue
+            group.candidates[seq.choice] = candidates
+            if len(group.candidates) == len(group.members):
+                outputs += self._advance(group)
+        return outputs
+
+    def _candidates(self, logits: Tensor, seqs: list[Sequence]) -> list[Candidates]:
+        logp = torch.log_softmax(logits.float(), dim=-1)
+        most = 1
+        for row, seq in enumerate(seqs):
+            search = seq.group.search if seq.group is not None else None
+            assert search is not None
+            most = max(most, search.rules.num_candidates)
+            if seq.num_output < seq.request.sampling.min_tokens and search.rules.end_ids:
+                logp[row, torch.tensor(sorted(search.rules.end_ids), device=logp.device)] = -math.inf
+        values, ids = logp.topk(min(most, logp.shape[-1]), dim=-1)
+        return [
+            list(zip(row_ids, row_values, strict=True))
+            for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
+        ]
+
+    def begin_search(self, group: Group, leader: Sequence, candidates: Candidates) -> list[TokenOutput]:
+        """The prompt is computed, and these may follow it."""
+        search = group.search
+        assert search is not None
+        search.step([candidates])
+        if search.is_done:
+            outputs = self._results(group)
+            leader.hold = False
+            self._end(leader, FinishReason.LENGTH)
+            return outputs
+        first = TokenOutput(request_id=leader.request_id, position=0, token_ids=[])
+        if leader.output_limit is not None:
+            self._end(leader, FinishReason.LENGTH)
+            return [TokenOutput(request_id=leader.request_id, position=0, token_ids=[], candidates=candidates)]
+        group.outputs = dict(enumerate(search.outputs))
+        self._part(group, leader, self._members(group, leader))
+        return [first]
+
+    def _advance(self, group: Group) -> list[TokenOutput]:
+        search = group.search
+        assert search is not None
+        step = search.step([group.candidates[rank] for rank in range(len(group.members))])
+        if step.is_done:
+            outputs = self._results(group)
+            for beam in list(group.members):
+                self._end(beam, FinishReason.LENGTH)
+            return outputs
+        for beam in self._scheduler.groups.go_on(group, step.parents, step.token_ids):
+            self._forget(beam)
+        return []
+
+    @staticmethod
+    def _results(group: Group) -> list[TokenOutput]:
+        request, search = group.request, group.search
+        assert request.group is not None and search is not None
+        best = search.best(request.group.num_choices)
+        return [
+            TokenOutput(
+                request_id=request.request_id,
+                position=0,
+                token_ids=list(one.token_ids),
+                finish_reason=FinishReason.STOP if one.is_ended else FinishReason.LENGTH,
+                stop_token=one.token_ids[-1] if one.is_ended else None,
+                choice=choice,
+                num_left=len(best) - choice - 1,
+            )
+            for choice, one in enumerate(best)
+        ]
