@@ -100,6 +100,9 @@ class Speed:
     step_s: float = 0.0
     decode_step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
+    num_steps: int = 0
+    batch_sequences: int = 0  # of the last step
+    batch_tokens: int = 0
 
     def observe(self, num_tokens: int, num_decode: int, seconds: float) -> None:
         self.step_s = _blend(self.step_s, seconds)
@@ -107,6 +110,10 @@ class Speed:
             self.decode_step_s = _blend(self.decode_step_s, seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def note_batch(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_steps += 1
+        self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
 
 
 def _blend(old: float, new: float) -> float:
@@ -305,6 +312,7 @@ class Engine:
         self._collect_prompt_logprobs(plan, hidden)
         self._sample(plan, hidden, result)
         result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
+        self._speed.note_batch(len(plan.work), result.num_tokens)
         result.seconds = self._clock() - now_s
         self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
         if self.tiers is not None:
@@ -480,6 +488,12 @@ class Engine:
             tier_hit_tokens=self.tiers.hit_tokens if self.tiers is not None else 0,
             fetching=len(self.tiers.tiers.fetches) if self.tiers is not None else 0,
             tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
+            reserving=len(scheduler.reserving),
+            held=len(scheduler.held),
+            pinned_blocks=counts.pinned,
+            steps=self._speed.num_steps,
+            batch_sequences=self._speed.batch_sequences,
+            batch_tokens=self._speed.batch_tokens,
         )
 
     def check(self) -> None:

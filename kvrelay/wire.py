@@ -188,6 +188,13 @@ class LoadReport(_Message, frozen=True, tag="load"):
     tier_hit_tokens: int = 0  # of the hits, brought up from below the pool
     fetching: int = 0  # sequences in line that wait for blocks from a store
     tiers: list[TierLoad] = []
+    reserving: int = 0  # of `waiting`, in line for a reservation
+    held: int = 0  # prefilled; their blocks stay until they have been read
+    pinned_blocks: int = 0  # of `cached` and `used`
+    steps: int = 0  # computed since the start
+    batch_sequences: int = 0  # of the last of them
+    batch_tokens: int = 0
+    is_draining: bool = False  # takes nothing new
 
 
 # ---- ingress -> worker

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
+from kvrelay.serve import ui
 from kvrelay.serve.chat import chat_completions
 from kvrelay.serve.completions import completions
 from kvrelay.serve.dispatcher import Dispatcher
@@ -58,6 +59,11 @@ def create_app(
             Route("/v1/kv/sessions/{name}", _endpoint(front, delete_session), methods=["DELETE"]),
             Route("/health", _endpoint(front, _health), methods=["GET"]),
             Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
+            Route("/ui", _endpoint(front, ui.page), methods=["GET"]),
+            Route("/kvrelay/live", _endpoint(front, ui.live), methods=["GET"]),
+            Route("/kvrelay/live/events", _endpoint(front, ui.Events(front)), methods=["GET"]),
+            Route("/kvrelay/requests", _endpoint(front, ui.requests), methods=["GET"]),
+            Route("/kvrelay/requests/{request_id}", _endpoint(front, ui.one_request), methods=["GET"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},

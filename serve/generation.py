@@ -17,6 +17,7 @@ from kvrelay.serve.choice_text import ChoiceText, Piece, TextOptions
 from kvrelay.serve.dispatcher import Dispatcher
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.replies import PromptDetails, Usage
+from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.tokenizer import TextCodec
@@ -50,6 +51,7 @@ class Job:
     force: Literal["local", "remote"] | None = None
     explain: Explain | None = None
     traceparent: str = ""
+    arrival: Arrival | None = None
 
     @property
     def num_choices(self) -> int:
@@ -109,7 +111,7 @@ class _Choice:
         explain = job.explain if self._index == 0 else None
         if explain is not None:
             explain.submitted_s = self._owner.dispatcher.clock()
-        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain)
+        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain, arrival=job.arrival)
 
     def close(self) -> None:
         self._gate.set()
