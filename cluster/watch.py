@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -99,7 +98,7 @@ def render(view: View, previous: View | None = None) -> RenderableType:
     parts += [Text(line, "red") for line in view["turned_away"]]
     if problem := view.get("problem"):
         parts.append(Text(f"no answer since the above: {problem}", "red"))
-    return Group(*parts)
+    return Group(*(line for part in parts for line in (part, "")))
 
 
 def _head(view: View, before: View, seconds: float) -> Text:
@@ -108,23 +107,21 @@ def _head(view: View, before: View, seconds: float) -> Text:
         f"{_rate(front[name], old[name], seconds):.0f} {what}/s"
         for name, what in (("prompt_tokens", "prompt tokens"), ("output_tokens", "output tokens"))
     )
-    text = Text.assemble((view["model"], "bold"), f"  ingress {view['ingress']}: {front['running']} running, {pace}")
+    text = Text.assemble((view["model"], "bold"), f"  ingress {view['ingress']}: {front['running']} running\n{pace}")
     return text if view["is_ready"] else text.append("  not ready", "red")
 
 
 def _table(*columns: str, left: int) -> Table:
     """The first `left` columns are text, the others numbers."""
-    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
     for index, title in enumerate(columns):
         table.add_column(title, no_wrap=True, justify="left" if index < left else "right")
     return table
 
 
 def _load_table(workers: list[View]) -> Table:
-    """Queues are sequences; batch is the last step's sequences/tokens."""
-    table = _table(
-        "worker", "health", "wait", "recv", "run", "held", "swap", "batch/tokens", "step ms", "to compute", left=2
-    )
+    """Queues, in sequences; the last step's sequences and tokens; a step's time; prompt tokens not computed yet."""
+    table = _table("worker", "health", "wait", "recv", "run", "held", "swap", "batch", "tokens", "step", "todo", left=2)
     for worker in workers:
         load = worker.get("load")
         health = Text(worker["health"], _HEALTH.get(worker["health"], ""))
@@ -132,16 +129,14 @@ def _load_table(workers: list[View]) -> Table:
             table.add_row(worker["worker_id"], health)
             continue
         queues = [str(load[name]) if name in load else "–" for name in QUEUES]
-        batch = f"{load['batch_sequences']}/{load['batch_tokens']}"
-        table.add_row(
-            worker["worker_id"], health, *queues, batch, f"{load['step_s'] * 1e3:.1f}", str(load["queued_tokens"])
-        )
+        batch = (str(load["batch_sequences"]), str(load["batch_tokens"]), _time(load["step_s"]))
+        table.add_row(worker["worker_id"], health, *queues, *batch, str(load["queued_tokens"]))
     return table
 
 
 def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
-    """Blocks of the pools by state; pinned ones are cached or used. Hits: tokens of prompts found cached, of all looked up."""
-    table = _table("blocks of", "free", "used", "cached", "pinned", "all", "hits", "now", "from below", left=1)
+    """Blocks of the pools by state; pinned ones are cached or used. Hits: of all prompt tokens looked up, those cached."""
+    table = _table("blocks", "free", "used", "cached", "pinned", "all", "hits", "now", "from below", left=1)
     for worker in workers:
         if (load := worker.get("load")) is None:
             continue
@@ -159,7 +154,7 @@ def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
 
 
 def _tiers_table(workers: list[View]) -> Table:
-    table = _table("tiers of", "tier", "blocks", "MiB in use", "in", "out", "rejected", "evicted", left=2)
+    table = _table("tiers below", "tier", "blocks", "MiB", "in", "out", "rejected", "evicted", left=2)
     for worker in workers:
         for tier in worker.get("load", {}).get("tiers", []):
             room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
@@ -172,27 +167,21 @@ def _tiers_table(workers: list[View]) -> Table:
 
 
 def _transfers_table(view: View, workers: list[View]) -> Table:
-    """In flight: of this ingress's requests. Moved: all that the pair's decode worker has read, over every path."""
-    table = _table("KV from → to", "in flight", "path", "GB/s", "state", "read by the target", left=6)
+    """In flight: of this ingress's requests. Read: all that the decode worker has read, from anyone, by path."""
+    table = _table("KV from → to", "in flight", "over", "read there", left=4)
     loads = {worker["worker_id"]: worker.get("load", {}) for worker in workers}
     for pair in view["pairs"]:
         paths = loads.get(pair["target"], {}).get("kv_paths", [])
         moved = ", ".join(f"{path['path']} {path['num_bytes'] / 2**20:.1f} MiB" for path in paths if path["num_bytes"])
-        speed = f"{pair['bytes_per_s'] / 1e9:.2f}" if pair["bytes_per_s"] else "–"
-        table.add_row(
-            f"{pair['source']} → {pair['target']}",
-            str(pair["in_flight"]),
-            pair["path"] or "–",
-            speed,
-            pair["verdict"],
-            moved,
-        )
+        speed = f" {pair['bytes_per_s'] / 1e9:.2f} GB/s" if pair["bytes_per_s"] else ""
+        over = f"{pair['path']}{speed}" if pair["verdict"] == "ok" else Text(pair["verdict"], "red")
+        table.add_row(f"{pair['source']} → {pair['target']}", str(pair["in_flight"]), over, moved)
     return table
 
 
 def _events(workers: list[View], front: View) -> Table:
     """Counts since the start: what was pre-empted and what was refused, and why."""
-    grid = Table.grid(padding=(0, 2))
+    grid = Table.grid(padding=(0, 2, 0, 0))
     loads = {worker["worker_id"]: worker["load"] for worker in workers if "load" in worker}
     preempted = ", ".join(f"{name} {load['preemptions']}" for name, load in loads.items() if load["preemptions"])
     refused = [
@@ -204,26 +193,29 @@ def _events(workers: list[View], front: View) -> Table:
         ("refused", _counts(front["refusals"])),
         ("transfers refused", ", ".join(refused)),
     ):
-        grid.add_row(f" {title}", told or "none")
+        grid.add_row(Text(title, "dim"), told or "none")
     return grid
 
 
 def _requests_table(rows: list[View]) -> Table:
     live = [row for row in rows if row["is_live"]]
     shown = live[:LIVE_SHOWN] or rows[:LIVE_SHOWN]
-    table = _table("live request" if live else "last requests", "state", "way", "in", "out", "TTFT s", "s", left=3)
+    table = _table("live request" if live else "last requests", "state", "way", "in", "out", "first", "total", left=3)
     for row in shown:
-        way = " → ".join(filter(None, (row["prefill"], row["decode"])))
-        ttft = f"{row['ttft_s']:.2f}" if row["ttft_s"] is not None else "–"
-        told = (row["state"], way, str(row["prompt_tokens"]), str(row["tokens"]), ttft, f"{row['total_s']:.1f}")
-        table.add_row(_short(row["id"]), *told)
+        way = " → ".join(name.rpartition("-")[2] for name in (row["prefill"], row["decode"]) if name)
+        times = (_time(row["ttft_s"]) if row["ttft_s"] is not None else "–", _time(row["total_s"]))
+        table.add_row(_short(row["id"]), row["state"], way, str(row["prompt_tokens"]), str(row["tokens"]), *times)
     if len(live) > LIVE_SHOWN:
         table.add_row(f"and {len(live) - LIVE_SHOWN} more")
     return table
 
 
 def _short(request_id: str) -> str:
-    return request_id if len(request_id) <= 24 else f"{request_id[:14]}…{request_id[-6:]}"
+    return request_id if len(request_id) <= 16 else f"…{request_id[-9:]}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}ms" if seconds < 1 else f"{seconds:.1f}s"
 
 
 def _counts(counts: dict[str, int]) -> str:

@@ -47,6 +47,7 @@ def create_app(
     `sessions`: shared with other ingresses; default: this app's own.
     """
     front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock))
+    live = ui.LiveView(front)
     app = Starlette(
         routes=[
             Route("/v1/models", _endpoint(front, _models), methods=["GET"]),
@@ -60,8 +61,8 @@ def create_app(
             Route("/health", _endpoint(front, _health), methods=["GET"]),
             Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
             Route("/ui", _endpoint(front, ui.page), methods=["GET"]),
-            Route("/kvrelay/live", _endpoint(front, ui.live), methods=["GET"]),
-            Route("/kvrelay/live/events", _endpoint(front, ui.Events(front)), methods=["GET"]),
+            Route("/kvrelay/live", _endpoint(front, live.once), methods=["GET"]),
+            Route("/kvrelay/live/events", _endpoint(front, live.stream), methods=["GET"]),
             Route("/kvrelay/requests", _endpoint(front, ui.requests), methods=["GET"]),
             Route("/kvrelay/requests/{request_id}", _endpoint(front, ui.one_request), methods=["GET"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),

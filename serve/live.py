@@ -29,7 +29,7 @@ SILENT_S = 7.0  # a worker sends its load every 2 s
 _encoder = msgspec.json.Encoder()
 
 
-def snapshot(dispatcher: Dispatcher, model: str, *, num_viewers: int = 0) -> dict[str, Any]:
+def snapshot(dispatcher: Dispatcher, model: str, *, num_viewers: int) -> dict[str, Any]:
     """Everything at once, as plain data. Counters count from the start of the ingress, or of the worker."""
     now_s, stats, requests = dispatcher.clock(), dispatcher.stats, dispatcher.requests
     book, moving = dispatcher.pairs.book, requests.moving()

@@ -7,7 +7,7 @@ import asyncio
 import base64
 import hashlib
 import re
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from typing import Any
 
@@ -54,22 +54,25 @@ def _hash_of(kind: str, html: bytes) -> str:
     return f"'sha256-{base64.b64encode(hashlib.sha256(found[1]).digest()).decode()}'"
 
 
-async def live(front: Front, request: Request) -> Response:
-    """One snapshot. Raises InvalidRequest (401)."""
-    check_api_key(request, front.settings.serve.api_key)
-    return _json(snapshot(front.dispatcher, front.model.name))
-
-
-class Events:
-    """The stream of snapshots, for as many viewers as the feed takes."""
+class LiveView:
+    """The snapshot of now, and the stream of snapshots for as many viewers as the feed takes."""
 
     def __init__(self, front: Front) -> None:
-        self.feed = LiveFeed(lambda num_viewers: snapshot(front.dispatcher, front.model.name, num_viewers=num_viewers))
+        self.feed = LiveFeed(partial(_snapshot, front))
 
-    async def __call__(self, front: Front, request: Request) -> Response:
-        """Raises InvalidRequest (401); Overloaded as the first event's error."""
+    async def once(self, front: Front, request: Request) -> Response:
+        """Raises InvalidRequest (401)."""
+        check_api_key(request, front.settings.serve.api_key)
+        return _json(_snapshot(front, self.feed.num_viewers))
+
+    async def stream(self, front: Front, request: Request) -> Response:
+        """Raises InvalidRequest (401). One viewer too many gets 429."""
         check_api_key(request, front.settings.serve.api_key)
         return _PatientStream(self.feed.watch(), {})
+
+
+def _snapshot(front: Front, num_viewers: int) -> dict[str, Any]:
+    return snapshot(front.dispatcher, front.model.name, num_viewers=num_viewers)
 
 
 class _PatientStream(EventStream):

@@ -122,8 +122,8 @@ async def test_a_viewer_that_leaves_a_real_connection_ends_the_producer(make_clu
 def feed_of(cluster):
     """The app's own feed."""
     route = next(route for route in cluster.app.routes if route.path == "/kvrelay/live/events")
-    (events,) = [cell.cell_contents for cell in route.endpoint.__closure__ if hasattr(cell.cell_contents, "feed")]
-    return events.feed
+    (stream,) = [cell.cell_contents for cell in route.endpoint.__closure__ if hasattr(cell.cell_contents, "__self__")]
+    return stream.__self__.feed
 
 
 async def test_all_viewers_get_the_same_snapshot_from_one_producer():
