@@ -22,6 +22,38 @@ TIMEOUT_S = 10.0
 PERIOD_S = 1.0
 LIVE_SHOWN = 8  # requests
 QUEUES = ("waiting", "receiving", "running", "held", "swapped")
+_SHOWN = frozenset(
+    [
+        "seq",
+        "queued_tokens",
+        "free_blocks",
+        "cached_blocks",
+        "used_blocks",
+        "total_blocks",
+        "leased_blocks",
+        "pinned_blocks",
+        "step_s",
+        "decode_step_s",
+        "prefill_tokens_per_s",
+        "preemptions",
+        "kv_bytes",
+        "kv_seconds",
+        "kv_refusals",
+        "kv_refused",
+        "kv_check_s",
+        "kv_leases",
+        "prefix_hit_tokens",
+        "prefix_query_tokens",
+        "tier_hit_tokens",
+        "steps",
+        "batch_sequences",
+        "batch_tokens",
+        "reserving",
+        "fetching",
+        "is_draining",
+    ]
+) | frozenset(QUEUES)
+"""Of a load report, what has a place of its own, or none here; the rest is listed by name, whatever it is."""
 _HEALTH = {"up": "green", "leaving": "yellow", "silent": "yellow", "down": "red"}
 
 View = dict[str, Any]
@@ -192,9 +224,26 @@ def _events(workers: list[View], front: View) -> Table:
         ("pre-empted", preempted),
         ("refused", _counts(front["refusals"])),
         ("transfers refused", ", ".join(refused)),
+        ("also", ", ".join(f"{name} {told}" for name, load in loads.items() for told in _others(load))),
     ):
-        grid.add_row(Text(title, "dim"), told or "none")
+        if told or title != "also":
+            grid.add_row(Text(title, "dim"), told or "none")
     return grid
+
+
+def _others(load: View) -> list[str]:
+    """Counters that have no place here, those of newer workers included."""
+    told: list[str] = []
+    for name, value in load.items():
+        if name in _SHOWN:
+            continue
+        counts = {f"{name} {key}": count for key, count in value.items()} if isinstance(value, dict) else {name: value}
+        told += [
+            f"{key.replace('_', ' ')} {count:g}"
+            for key, count in counts.items()
+            if isinstance(count, int | float) and count
+        ]
+    return told
 
 
 def _requests_table(rows: list[View]) -> Table:
