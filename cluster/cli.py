@@ -82,7 +82,7 @@ def status(
     dashboard: Dashboard = None,
     api_key: ApiKey = None,
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="again and again")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="live, until Ctrl-C; with --json a line each second")] = False,
 ) -> None:
     """Show workers, their load, their KV pools, and how KV travels."""
     from kvrelay.cluster import status_command
@@ -90,8 +90,10 @@ def status(
 
     api_key = api_key or environment_api_key()
     api_url, dashboard_url = status_command.endpoints(url, dashboard)
-    if watch and not as_json:
-        status_command.watch_status(console, api_url, dashboard_url, api_key=api_key)
+    if watch:
+        from kvrelay.cluster import watch as watching
+
+        watching.watch(console, api_url, api_key, as_json=as_json)
     else:
         status_command.show_status(console, api_url, dashboard_url, api_key=api_key, as_json=as_json)
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
@@ -20,7 +19,6 @@ from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scale
 DEFAULT_API = "http://127.0.0.1:8000"
 DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 TIMEOUT_S = 10.0
-WATCH_S = 2.0
 POLL_S = 0.5
 SETTLE_S = 300.0
 UNHEALTHY_S = 60.0  # Serve notices a lost worker and replaces it well within this
@@ -76,14 +74,6 @@ def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: 
         console.print(render(status))
         if told := others(api_url):
             console.print(f"[dim]{told}[/dim]", highlight=False)
-
-
-def watch_status(console: Console, api_url: str, dashboard_url: str, *, api_key: str | None) -> None:
-    """Show it again and again until Ctrl-C."""
-    with Live(render(gather(api_url, dashboard_url, api_key)), console=console, refresh_per_second=1) as live:
-        while True:
-            time.sleep(WATCH_S)
-            live.update(render(gather(api_url, dashboard_url, api_key)))
 
 
 def render(status: dict[str, Any]) -> RenderableType:

@@ -112,6 +112,9 @@ class Speed:
     decode_step_s: float = 0.0
     prefill_tokens_per_s: float = 0.0
     decode_tokens_per_s: float = 0.0
+    num_steps: int = 0
+    batch_sequences: int = 0  # of the last step
+    batch_tokens: int = 0
 
     @property
     def compute_tokens_per_s(self) -> float:
@@ -126,6 +129,10 @@ class Speed:
                 self.decode_tokens_per_s = max(0.95 * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def note_batch(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_steps += 1
+        self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
 
 
 def _blend(old: float, new: float) -> float:
@@ -412,6 +419,7 @@ class Engine:
         self._collect_prompt_logprobs(plan, hidden)
         self._sample(plan, hidden, result)
         result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
+        self._speed.note_batch(len(plan.work), result.num_tokens)
         result.seconds = self._clock() - now_s
         self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self._speed.compute_tokens_per_s
@@ -630,6 +638,12 @@ class Engine:
             tenant_tokens=dict(scheduler.shares.computed_tokens),
             other_tenant_tokens=scheduler.shares.other_tokens,
             tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
+            reserving=len(scheduler.reserving),
+            held=len(scheduler.held),
+            pinned_blocks=counts.pinned,
+            steps=self._speed.num_steps,
+            batch_sequences=self._speed.batch_sequences,
+            batch_tokens=self._speed.batch_tokens,
         )
 
     def _swap_load(self) -> dict[str, Any]:

@@ -309,6 +309,8 @@ class WorkerService:
         """Stop the KV plane of this role."""
 
     def _with_transfer_figures(self, load: LoadReport) -> LoadReport:
+        if self.draining:
+            load = msgspec.structs.replace(load, is_draining=True)
         stats = self._transfer_stats()
         if stats is None:
             return load

@@ -242,6 +242,13 @@ class LoadReport(_Message, frozen=True, tag="load"):
     tenant_tokens: dict[str, int] = {}  # computed so far, by tenant; of those without an entry: `other_tenant_tokens`
     other_tenant_tokens: int = 0
     tiers: list[TierLoad] = []
+    reserving: int = 0  # of `waiting`, in line for a reservation
+    held: int = 0  # prefilled; their blocks stay until they have been read
+    pinned_blocks: int = 0  # of `cached` and `used`
+    steps: int = 0  # computed since the start
+    batch_sequences: int = 0  # of the last of them
+    batch_tokens: int = 0
+    is_draining: bool = False  # takes nothing new
 
 
 # ---- ingress -> worker

@@ -12,6 +12,7 @@ from starlette.routing import Route
 
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
+from kvrelay.serve import ui
 from kvrelay.serve.chat import chat_completions
 from kvrelay.serve.completions import completions
 from kvrelay.serve.dispatcher import Dispatcher
@@ -46,6 +47,7 @@ def create_app(
     `sessions`: shared with other ingresses; default: this app's own.
     """
     front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock))
+    live = ui.LiveView(front)
     app = Starlette(
         routes=[
             Route("/v1/models", _endpoint(front, _models), methods=["GET"]),
@@ -58,6 +60,11 @@ def create_app(
             Route("/v1/kv/sessions/{name}", _endpoint(front, delete_session), methods=["DELETE"]),
             Route("/health", _endpoint(front, _health), methods=["GET"]),
             Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
+            Route("/ui", _endpoint(front, ui.page), methods=["GET"]),
+            Route("/kvrelay/live", _endpoint(front, live.once), methods=["GET"]),
+            Route("/kvrelay/live/events", _endpoint(front, live.stream), methods=["GET"]),
+            Route("/kvrelay/requests", _endpoint(front, ui.requests), methods=["GET"]),
+            Route("/kvrelay/requests/{request_id}", _endpoint(front, ui.one_request), methods=["GET"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},

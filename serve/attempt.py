@@ -69,6 +69,9 @@ class AttemptFailed(Exception):
         self.worker_id, self.code, self.why = worker_id, code, why
         self.retryable, self.retry_after_s = retryable, retry_after_s
 
+    def __str__(self) -> str:
+        return f"{self.worker_id}: {self.code}"
+
 
 class Attempt:
     """`id` is unique per attempt, so that a message of an earlier one cannot be taken for this one's."""

@@ -37,6 +37,7 @@ from kvrelay.serve.replies import (
     Usage,
     encode_event,
 )
+from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, template_messages
 from kvrelay.serve.schemas import ChatBody
 from kvrelay.serve.standing import standing_of
@@ -47,6 +48,7 @@ from kvrelay.wire import TokenLogprob
 
 async def chat_completions(front: Front, request: Request) -> Response:
     """Raises RequestError, WorkerError, ClientLeft."""
+    arrived_s = front.dispatcher.clock()
     explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, ChatBody)
     check_count(1, body, front.settings.router.max_inflight)
@@ -63,6 +65,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
+        arrival=Arrival(arrived_s, front.dispatcher.clock()),
     )
     generation = Generation(front.dispatcher, front.codec, job)
     reply = _ChatReply(front, body, generation)

@@ -27,6 +27,7 @@ from kvrelay.serve.generation import Generation, Job, Prompt
 from kvrelay.serve.hints import hints_of
 from kvrelay.serve.http import EventStream, unless_client_leaves
 from kvrelay.serve.replies import DONE_EVENT, Completion, CompletionChoice, CompletionLogprobs, encode_event
+from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, prompts_of
 from kvrelay.serve.schemas import CompletionBody
 from kvrelay.serve.standing import standing_of
@@ -36,6 +37,7 @@ from kvrelay.serve.traced import traceparent_of
 
 async def completions(front: Front, request: Request) -> Response:
     """Raises RequestError, WorkerError, ClientLeft."""
+    arrived_s = front.dispatcher.clock()
     explain = wants_explain(request, front.dispatcher.clock)
     body = await front.read(request, CompletionBody)
     given = prompts_of(body, front.settings.serve, front.codec.vocab_size)
@@ -58,6 +60,7 @@ async def completions(front: Front, request: Request) -> Response:
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
+        arrival=Arrival(arrived_s, front.dispatcher.clock()),
     )
     reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
     headers = request_id_header(request, job.request_id)

@@ -21,6 +21,7 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
+from kvrelay.serve.request_log import Arrival, RequestLog
 from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal, num_sequences
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
@@ -52,7 +53,7 @@ class Dispatcher:
         self, router: Router, secret: bytes, settings: Settings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.router, self.settings, self.clock = router, settings, clock
-        self.stats = ServeStats()
+        self.stats, self.requests = ServeStats(), RequestLog()
         self._secret, self._tls = secret, cluster_tls(settings.cluster, secret)
         self._links: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
@@ -106,6 +107,10 @@ class Dispatcher:
         """Every connected member and its last load report."""
         empty = wire.LoadReport(seq=0)
         return [(link.info, link.load or empty) for link in self._links.values() if link.info is not None]
+
+    def links(self) -> list[tuple[WorkerLink, bool]]:
+        """Every member, connected or not, and who is no longer listed but still holds something: (link, is leaving)."""
+        return [(link, False) for link in self._links.values()] + [(link, True) for link in self._retired if link.is_up]
 
     def max_model_len(self) -> int | None:
         """The longest sequence that every connected worker can hold, tokens; None without workers."""
@@ -273,13 +278,22 @@ class Dispatcher:
 
     # ---- sequences
 
-    def open(self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None) -> SequenceLife:
+    def open(
+        self,
+        request: SequenceRequest,
+        *,
+        force: Force = None,
+        explain: Explain | None = None,
+        arrival: Arrival | None = None,
+    ) -> SequenceLife:
         """Admit one sequence, or a group; `close` it in a `finally`. Raises Overloaded when too many run."""
         limit = self.settings.router.max_inflight
         if self.stats.running + num_sequences(request) > limit:
             self.stats.outcomes["overloaded"] += 1
-            raise Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
-        return SequenceLife(self, request, force=force, explain=explain)
+            error = Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
+            self.requests.refuse(request, error, "overloaded", self.clock(), arrival)
+            raise error
+        return SequenceLife(self, request, force=force, explain=explain, arrival=arrival)
 
     async def generate(
         self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None

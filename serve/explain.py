@@ -7,7 +7,7 @@ is `ingress`, the remainder.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvrelay.router.types import CandidateScore, Decision
+from kvrelay.router.types import CandidateScore, Decision, Refusal
 from kvrelay.wire import TokenOutput, Transferred
 
 MAX_CANDIDATES = 16
@@ -94,3 +94,16 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
 def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
     fields: dict[str, Any] = {"path": candidate.path, "score": candidate.score, "terms": candidate.terms}
     return fields | {name: value for name in ("prefill", "decode") if (value := getattr(candidate, name)) is not None}
+
+
+def span_attributes(decision: Decision | Refusal, previous_failure: str) -> dict[str, Any]:
+    """A routing decision as a span's attributes, with the fault that made this attempt necessary, if one did."""
+    told = {"previous_failure": previous_failure} if previous_failure else {}
+    if isinstance(decision, Refusal):
+        return {**told, "error": f"{decision.reason}: {decision.message}"}
+    workers = {"prefill": decision.prefill, "decode": decision.decode}
+    return {
+        **told, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
+        "cached_tokens": decision.cached_tokens_prefill,
+        **{role: worker for role, worker in workers.items() if worker is not None},
+    }  # fmt: skip

@@ -23,6 +23,8 @@ from kvrelay.serve.tokenizer import TextCodec
 from kvrelay.sizes import parse_bytes
 
 B = TypeVar("B", bound=Common)
+INGRESS = secrets.token_hex(2)
+"""Names this ingress process. The ids of its requests begin with it, so that each tells who has its story."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def wants_explain(request: Request, clock: Callable[[], float]) -> Explain | Non
 
 
 def new_id(prefix: str) -> str:
-    return prefix + secrets.token_hex(12)
+    return prefix + INGRESS + secrets.token_hex(10)
 
 
 def request_id_header(request: Request, request_id: str) -> dict[str, str]:

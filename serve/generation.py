@@ -18,6 +18,7 @@ from kvrelay.serve.choice_text import ChoiceText, Piece, TextOptions
 from kvrelay.serve.dispatcher import Dispatcher
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.replies import PromptDetails, Usage
+from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.standing import Standing
@@ -59,6 +60,7 @@ class Job:
     explain: Explain | None = None
     traceparent: str = ""
     beams: Beams | None = None  # then the samples are the results of one beam search
+    arrival: Arrival | None = None
 
     @property
     def num_choices(self) -> int:
@@ -128,7 +130,7 @@ class _Stream:
         explain = job.explain if self._first == 0 else None
         if explain is not None:
             explain.submitted_s = self._owner.dispatcher.clock()
-        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain)
+        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain, arrival=job.arrival)
 
     def _group(self, seeds: list[int]) -> Group | None:
         if self._owner.job.beams is not None:

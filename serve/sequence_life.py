@@ -7,7 +7,7 @@ Imports no HTTP and no sockets.
 import asyncio
 import logging
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -28,7 +28,8 @@ from kvrelay.hashing import block_hashes
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
-from kvrelay.serve.explain import Explain
+from kvrelay.serve.explain import Explain, span_attributes
+from kvrelay.serve.request_log import Arrival, RequestLog
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import GroupOrder, TokenOrder
 from kvrelay.serve.worker_link import WorkerLink
@@ -56,6 +57,7 @@ class Carrier(Protocol):
 
     settings: Settings
     stats: ServeStats
+    requests: RequestLog
     router: Router
 
     def clock(self) -> float: ...
@@ -76,6 +78,7 @@ class SequenceLife:
         *,
         force: Literal["local", "remote"] | None,
         explain: Explain | None,
+        arrival: Arrival | None = None,
     ) -> None:
         self._carrier, self._request, self._force, self._explain = carrier, request, force, explain
         limit, group = request.sampling.max_tokens, request.group
@@ -89,6 +92,7 @@ class SequenceLife:
         self._last_failure: AttemptFailed | None = None
         self._outcome: str | None = None
         self._started_s = carrier.clock()
+        self._record = carrier.requests.begin(request, self._started_s, arrival)
         self._first_s = self._last_s = 0.0
         self._last_of: dict[int, float] = {}  # when each choice's last tokens came
         self._time_is_up = False
@@ -114,6 +118,7 @@ class SequenceLife:
                     return None
                 await self._advance()
         except KvrelayError as error:
+            self._carrier.requests.failed(self._record, error)
             self.close(_outcome_of(error))
             raise
 
@@ -135,6 +140,7 @@ class SequenceLife:
         num_tokens = len(self._order.tokens) if self._group_order is None else 0  # choices come side by side: no TPOT
         if self._spans is not None:
             self._spans.close(outcome)
+        self._carrier.requests.end(self._record, outcome, now_s)
         stats.running -= self._num_sequences
         stats.outcomes[outcome] += self._num_sequences
         stats.total_s.observe(now_s - self._started_s)
@@ -182,7 +188,7 @@ class SequenceLife:
             self._spans.begin("route", attempt=self._attempts_made)
         decision = self._select(request)
         if self._spans is not None:
-            self._spans.end("route", **_routed(decision, self._last_failure))
+            self._spans.end("route", **span_attributes(decision, str(self._last_failure or "")))
         if isinstance(decision, Refusal):
             if decision.reason == "full" and self._hand_backs:
                 raise AttemptFailed("", "full", decision.message, retry_after_s=decision.retry_after_s)
@@ -190,6 +196,7 @@ class SequenceLife:
         attempt = Attempt(request, decision)
         self._carrier.attach(attempt)
         self._carrier.stats.decisions[decision.path] += 1
+        self._record.routed(decision, self._carrier.clock())
         if self._explain is not None:
             self._explain.route_s += self._carrier.clock() - began_s
             self._explain.decisions.append(decision)
@@ -297,6 +304,7 @@ class SequenceLife:
     def _submit(self, attempt: Attempt, worker_id: str, message: wire.ToWorker) -> None:
         if self._explain is not None and self._explain.first_token_s is None:
             self._explain.dispatched_s = self._carrier.clock()
+        self._record.asked(worker_id, message, self._carrier.clock())
         try:
             attempt.holders[worker_id] = self._carrier.send(worker_id, message)
         except ConnectionLost as error:
@@ -318,6 +326,7 @@ class SequenceLife:
             self._on_tokens(attempt, worker_id, message)
         elif isinstance(message, wire.Reserved):
             attempt.ticket = message.ticket
+            self._record.reserved(message, self._carrier.clock())
             if self._explain is not None:
                 self._explain.held_tokens = message.held_tokens
         elif isinstance(message, wire.Transferred):
@@ -353,6 +362,7 @@ class SequenceLife:
         now_s = self._carrier.clock()
         self._carrier.router.on_first_token(attempt.id, now_s)
         self._carrier.stats.cached_prefix_tokens += output.cached_tokens or 0
+        self._record.first_token(output, now_s)
         if self._explain is not None:
             self._explain.on_first_token(output, now_s)
 
@@ -360,6 +370,7 @@ class SequenceLife:
         attempt.is_transferred = True
         self._let_go_of_prefill(attempt)
         self._carrier.stats.transfer_s.observe(message.seconds)
+        self._record.transferred(message, self._carrier.clock())
         if self._explain is not None:
             self._explain.transfer = message
 
@@ -371,6 +382,7 @@ class SequenceLife:
     def _count(self, output: wire.TokenOutput) -> None:
         stats, now_s, count = self._carrier.stats, self._carrier.clock(), len(output.token_ids)
         stats.output_tokens += count
+        self._record.tokens(count, now_s)
         last_s = self._last_of.get(output.choice)
         if self._last_s == 0.0:
             self._first_s = now_s
@@ -407,6 +419,7 @@ class SequenceLife:
             "request %s: worker %s: %s: %s", self._request.request_id, failure.worker_id, failure.code, failure.why
         )
         self._last_failure = failure
+        self._record.attempt_failed(failure.worker_id, failure.code, failure.why, self._carrier.clock())
         if failure.code == wire.PREEMPTED:  # no fault: that worker may well be the next one, too
             self._hand_backs += 1
             return
@@ -460,19 +473,6 @@ def error_of_refusal(refusal: Refusal) -> KvrelayError:
     if refusal.reason == "full":
         return Overloaded(refusal.message, refusal.retry_after_s)
     return Unavailable(refusal.message, refusal.retry_after_s)
-
-
-def _routed(decision: Decision | Refusal, failure: AttemptFailed | None) -> dict[str, Any]:
-    """A routing decision as a span's attributes, with the fault that made this attempt necessary."""
-    told = {} if failure is None else {"previous_failure": f"{failure.worker_id}: {failure.code}"}
-    if isinstance(decision, Refusal):
-        return {**told, "error": f"{decision.reason}: {decision.message}"}
-    workers = {"prefill": decision.prefill, "decode": decision.decode}
-    return {
-        **told, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
-        "cached_tokens": decision.cached_tokens_prefill,
-        **{role: worker for role, worker in workers.items() if worker is not None},
-    }  # fmt: skip
 
 
 def _error_of(failure: AttemptFailed) -> KvrelayError:

@@ -70,6 +70,11 @@ class WorkerLink:
     def is_up(self) -> bool:
         return self.info is not None
 
+    @property
+    def silent_s(self) -> float:
+        """Since its last frame; of no meaning while it is not up."""
+        return time.monotonic() - self._last_frame_s
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name=f"link-{self.worker_id}")
 
@@ -93,7 +98,7 @@ class WorkerLink:
         self._retiring = self._task = None
 
     async def _retire(self) -> None:
-        while self._owner.holds(self) and time.monotonic() - self._last_frame_s < SILENCE_LIMIT_S:
+        while self._owner.holds(self) and self.silent_s < SILENCE_LIMIT_S:
             await asyncio.sleep(_RETIRE_POLL_S)
         if self._task is not None:
             self._task.cancel()
@@ -142,6 +147,7 @@ class WorkerLink:
         if why := self._owner.link_up(self, message.info):
             raise ProtocolError(why)
         self.info = message.info
+        self._last_frame_s = time.monotonic()
         self.send(wire.Subscribe())
 
     async def _read(self, connection: plane.Connection) -> None:

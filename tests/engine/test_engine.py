@@ -313,3 +313,18 @@ def test_without_the_copy_the_tokens_are_others(make, oracle, monkeypatch):
     prompt = [*first[:22], *prompt_of(5, 7)]
     engine.add(request("b", prompt))
     assert [token for output in drain(engine)["b"] for token in output.token_ids] != oracle(prompt, 12)
+
+
+def test_the_load_tells_the_last_steps_batch_and_who_is_held(make):
+    engine = make()
+    assert (engine.load().steps, engine.load().batch_sequences, engine.load().batch_tokens) == (0, 0, 0)
+    engine.add(request("a", prompt_of(10), max_tokens=2), hold=True, output_limit=1)
+    engine.add(request("b", prompt_of(7), max_tokens=4))
+    engine.reserve(request("c", prompt_of(9)))
+    assert (engine.load().waiting, engine.load().reserving) == (3, 1)
+    engine.step()
+    load = engine.load()
+    assert (load.steps, load.batch_sequences, load.batch_tokens, load.held, load.reserving) == (1, 2, 17, 1, 0)
+    engine.step()
+    load = engine.load()
+    assert (load.steps, load.batch_sequences, load.batch_tokens) == (2, 1, 1)
