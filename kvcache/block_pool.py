@@ -203,7 +203,8 @@ class BlockPool:
         if not self._prefix_caching or last <= first:
             return
         node, offset = self._place(chain, blocks, first)
-        node, offset = self._tree.descend(node, offset, chain, last)
+        if node.children or offset < len(node.blocks):  # else it ends here, as while decoding
+            node, offset = self._tree.descend(node, offset, chain, last)
         start = node.start + offset
         if start >= last:
             return
@@ -212,6 +213,7 @@ class BlockPool:
         width = self._tree.width
         fresh, run = blocks[start:last], bytes(chain.data[start * HASH_BYTES : last * HASH_BYTES])
         known = tokens[(start - first) * width :] if tokens and start >= first else b""
+        assert not known or len(known) == width * len(fresh), "tokens do not fill the blocks"
         if not node.children and node.blocks and node.priority == priority:
             self._tree.extend(node, run, fresh, known)
         else:

@@ -57,9 +57,13 @@ class LeafQueue:
         """The leaf that goes first; it stays in line. The caller knows that there is one."""
         if self._policy.num_revisions != self._num_revisions:
             self._rescore(now_s)
-        while (leaf := self._leaf(self._heap[0])) is None:
-            heapq.heappop(self._heap)
-        return leaf
+        heap, nodes = self._heap, self._tree.nodes
+        while True:
+            _, _, stamp, index = heap[0]
+            node = nodes[index]
+            if node is not None and node.stamp == stamp and not node.children and len(node.blocks) > node.held:
+                return node
+            heapq.heappop(heap)
 
     def _rescore(self, now_s: float) -> None:
         """The policy has changed its mind: ask again for every leaf in line."""

@@ -93,7 +93,7 @@ class HashChain:
         width = TOKEN_BYTES * block_size
         if extras:
             packed = self._extend_to_last_extras(packed, width, extras)
-        self.data += hashing_native.chain(self.last, packed, width)
+        self.data += hashing_native.chain(self.last if self.data else self.root, packed, width)
 
     def _extend_to_last_extras(self, packed: bytes, width: int, extras: Mapping[int, bytes]) -> bytes:
         """Append hashes up to the last full block with extras; the packed tokens that are left."""
