@@ -43,7 +43,7 @@ def out_of_range(ticket, secret, cluster):
 def stale(ticket, secret, cluster):
     """Another sequence has been given one of the blocks since the grant."""
     block = open_ticket(ticket, secret).target_blocks[0]
-    cluster.inside[0].thread.engine.pool._generations[block] += 1
+    cluster.inside[0].thread.engine.pool._ledger.generations[block] += 1
     return ticket
 
 

@@ -65,7 +65,7 @@ def broken(monkeypatch, what):
         monkeypatch.setattr(tiers.Tiers, "_save_batch", save)
         monkeypatch.setattr(tiers.Tiers, "_saved", saved)
     elif what == "a generation is skipped":
-        monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._generations[block] // 2 * 2)
+        monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._ledger.generations[block] // 2 * 2)
     elif what == "holds are ignored in eviction":
         free = lambda self, digest, entry: digest not in self._children and digest not in self._pins  # noqa: E731
         monkeypatch.setattr(TierIndex, "_is_evictable", free)
