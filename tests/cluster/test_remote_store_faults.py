@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from kvrelay.kvcache.placement import places
+from kvrelay.kvcache.rests import Rests
 from kvrelay.kvtransfer.slabs import Fetcher, StuckRead
 from tests.cluster.store_nodes import BLOCK, META, Nodes, block, until
 
@@ -141,11 +142,11 @@ def test_a_frozen_node_costs_one_wait_and_its_copies_elsewhere_serve(make_nodes,
     more = hashes_of(10)
     assert get(store, hashes) == [True] * 20
     (frozen,) = [node for node in store._links.nodes if node.address.node_id == "a"]
-    assert (frozen.peer, frozen.failures) == (None, 1)
+    assert (frozen.peer, frozen.rests.num_failures) == (None, 1)
     assert get(store, hashes) == [True] * 20
     assert put(store, more) == [True] * 10
     assert get(store, more) == [True] * 10
-    frozen.rests_until_s = 0.0
+    frozen.rests = Rests()  # its rest is over
     nodes.kill("a", signal.SIGCONT)
     until(lambda: len(described(store)) == 2, "it is asked again")
     assert get(store, hashes) == [True] * 20
@@ -207,7 +208,7 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
     assert staging.num_free == staging.num_places - 3
     monkeypatch.setattr(Fetcher, "fetch", fetch)
     for node in store._links.nodes:
-        node.rests_until_s = 0.0
+        node.rests = Rests()  # its rest is over
     assert get(store, hashes) == [True] * 3
     assert staging.num_free == staging.num_places - 3
     store._loop.call_soon_threadsafe(reads[0].set_result, None)
