@@ -38,6 +38,8 @@ ifneq ($(strip $(ARGS)),)
 test: $(STAMP) links
 	@$(VENV)/bin/pytest $(ARGS)
 else
+# hundreds of processes import our modules: compiled once, not by each, whatever the environment says
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) links
 	@status=0; \
 	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal $(APART) || status=1; \
