@@ -31,8 +31,10 @@ check: lint
 	@$(VENV)/bin/pytest -q -n 2 -m "not slow" tests/spec
 
 # what shares no port, process or clock with another test goes on two cores; the rest one by one
-APART := tests/spec tests/kernels tests/kvcache tests/engine tests/serve
-REST = $(filter-out $(APART) tests/fakes.py tests/conftest.py tests/__init__.py tests/__pycache__,$(wildcard tests/*))
+ALONE := $(patsubst %,tests/kvtransfer/test_%.py,busy_time chaos faults nixl_reader nixl_reads nixl_traps quarantine transport_processes)
+FOLDERS := tests/spec tests/kernels tests/kvcache tests/engine tests/serve
+APART := $(FOLDERS) $(filter-out $(ALONE),$(wildcard tests/kvtransfer/test_*.py))
+REST = $(ALONE) $(filter-out $(FOLDERS) tests/kvtransfer tests/fakes.py tests/conftest.py tests/__init__.py tests/__pycache__,$(wildcard tests/*))
 
 ifneq ($(strip $(ARGS)),)
 test: $(STAMP) links
