@@ -1,4 +1,4 @@
-"""How many steps the random lives of the KV cache take, and the proof that they were taken.
+"""How many steps the random lives of the KV cache and of the scheduler take, and the proof that they were taken.
 
 KVRELAY_MACHINE_STEPS scales all of them (2.0: twice as many); KVRELAY_MACHINE_SEED is the first seed (default 0).
 """
@@ -10,8 +10,8 @@ from collections.abc import Callable
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-LEAST = 200_000  # in all
-STEPS = {"pool": 24_000, "index": 56_000, "tiers": 140_000}
+LEAST = 200_000  # of the KV cache in all, and of the scheduler
+STEPS = {"pool": 24_000, "index": 56_000, "tiers": 140_000, "scheduler": 200_000}
 SCALE = float(os.environ.get("KVRELAY_MACHINE_STEPS", "1"))
 SEED = int(os.environ.get("KVRELAY_MACHINE_SEED", "0"))
 

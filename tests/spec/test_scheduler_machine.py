@@ -1,0 +1,231 @@
+"""Scheduler and block pool in any order of events, on both roles: everything ends, in order, and nothing is lost.
+
+What is checked is told in scheduler_life.py; most of it is done in bursts from a drawn seed: Hypothesis itself takes longer
+than they do.
+"""
+
+import random
+from array import array
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.sequence import State
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.types import FinishReason
+from tests.spec import machine_steps
+from tests.spec.scheduler_life import Life
+from tests.spec.scheduler_model import KINDS, ROLES, Rules
+
+BURST = 40
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """One engine's life, rule by rule and in bursts."""
+
+    @initialize(role=st.sampled_from(ROLES), seed=st.integers(0, 2**32 - 1))
+    def begin(self, role, seed):
+        self.life, self.counted = Life(role, random.Random(seed)), 0
+
+    @rule(number=st.integers(0, 63))
+    def one(self, number):
+        kinds = KINDS[self.life.role][0]
+        getattr(self.life, kinds[number % len(kinds)])()
+        self.life.adds_up()
+        self.tally()
+
+    @rule(seed=st.integers(0, 2**32 - 1))
+    def burst(self, seed):
+        self.life.rng.seed(seed)
+        for _ in range(BURST):
+            self.life.step()
+        self.tally()
+
+    @rule(role=st.sampled_from(ROLES))
+    def another(self, role):
+        """This one ends and another begins."""
+        self.life.all_end()
+        self.tally()
+        self.life, self.counted = Life(role, self.life.rng), 0
+
+    def tally(self):
+        machine_steps.taken["scheduler"] += self.life.count - self.counted
+        self.counted = self.life.count
+
+    def teardown(self):
+        if hasattr(self, "life"):
+            self.life.all_end()
+            self.tally()
+
+
+@pytest.mark.slow
+def test_any_life_of_the_scheduler():
+    machine_steps.live("scheduler", SchedulerMachine, examples=40, rules_each=60)
+
+
+def test_the_lives_of_the_scheduler_take_enough_steps():
+    assert machine_steps.STEPS["scheduler"] >= machine_steps.LEAST
+
+
+def test_a_few_lives_of_the_scheduler():
+    assert lives(most_steps=6_000) >= 6_000
+
+
+def lives(*, most_steps: int, rules: Rules | None = None) -> int:
+    """One life after the other, of each role in turn, without Hypothesis; returns their steps."""
+    count = seed = 0
+    while count < most_steps:
+        life = Life(ROLES[seed % len(ROLES)], random.Random(seed), rules or Rules())
+        for _ in range(300):
+            life.step()
+        life.all_end()
+        count, seed = count + life.count, seed + 1
+    return count
+
+
+# ---- negative controls: each is a line of the scheduler gone wrong
+
+
+def finish_forgets_to_release(monkeypatch):
+    real = Scheduler.finish
+
+    def finish(self, seq, reason):
+        if seq.state is State.HELD:
+            seq.blocks = array("i")
+        real(self, seq, reason)
+
+    monkeypatch.setattr(Scheduler, "finish", finish)
+
+
+def an_aborted_sequence_stays_in_line(monkeypatch):
+    real = Scheduler._unqueue
+    monkeypatch.setattr(Scheduler, "_unqueue", lambda self, seq: seq.state is State.WAITING or real(self, seq))
+
+
+def who_gives_way_is_forgotten(monkeypatch):
+    real = Scheduler._preempt
+
+    def preempt(self, seq):
+        real(self, seq)
+        self.waiting.remove(seq)
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def who_gives_way_keeps_its_blocks(monkeypatch):
+    real = Scheduler._preempt
+
+    def preempt(self, seq):
+        self.pool.acquire(seq.blocks)
+        real(self, seq)
+
+    monkeypatch.setattr(Scheduler, "_preempt", preempt)
+
+
+def the_oldest_gives_way(monkeypatch):
+    def make_room(self, seq, preempted):
+        victim = self.running[0]
+        self._preempt(victim)
+        preempted.append(victim)
+        return victim is not seq
+
+    monkeypatch.setattr(Scheduler, "_make_room", make_room)
+
+
+def admission_ignores_the_budget(monkeypatch):
+    real = Scheduler._admit
+    monkeypatch.setattr(Scheduler, "_admit", lambda self, budget, *rest: real(self, budget + 4, *rest))
+
+
+def admission_ignores_the_seats(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_has_seat", lambda self, owed: True)
+
+
+def the_last_is_served_first(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_first", lambda self, line: line[-1] if line else None)
+
+
+def one_line_starves_the_other(monkeypatch):
+    monkeypatch.setattr(Scheduler, "_owed", lambda self, seq, other_line: 0)
+
+
+def shared_blocks_are_written(monkeypatch):
+    monkeypatch.setattr(BlockPool, "is_own", lambda self, block: True)
+
+
+def a_decoding_sequence_is_left_out(monkeypatch):
+    real = Scheduler._schedule_decodes
+
+    def schedule_decodes(self, budget, singles, preempted):
+        others = real(self, budget, singles, preempted)
+        if len(singles) == 3:
+            singles.pop()
+        return others
+
+    monkeypatch.setattr(Scheduler, "_schedule_decodes", schedule_decodes)
+
+
+def blocks_in_quarantine_are_handed_out(monkeypatch):
+    real = Scheduler.quarantine
+
+    def quarantine(self, seq, reason):
+        blocks = array("i", seq.blocks)
+        key = real(self, seq, reason)
+        self.pool.release(blocks)
+        self.quarantined[key] = array("i")
+        return key
+
+    monkeypatch.setattr(Scheduler, "quarantine", quarantine)
+
+
+def lent_blocks_stay_away(monkeypatch):
+    monkeypatch.setattr(Scheduler, "take_back", lambda self, blocks: self.lent.difference_update(blocks))
+
+
+def a_block_is_named_before_it_is_full(monkeypatch):
+    real = Scheduler.advance
+
+    def advance(self, item):
+        real(self, item)
+        item.seq.num_computed += 1
+        self._name_full_blocks(item.seq)
+        item.seq.num_computed -= 1
+
+    monkeypatch.setattr(Scheduler, "advance", advance)
+
+
+def a_transfer_is_not_waited_for(monkeypatch):
+    real = Scheduler.finish
+
+    def finish(self, seq, reason):
+        seq.hold = seq.hold and reason is not FinishReason.STOP
+        real(self, seq, reason)
+
+    monkeypatch.setattr(Scheduler, "finish", finish)
+
+
+MUTATIONS = [
+    finish_forgets_to_release, an_aborted_sequence_stays_in_line, who_gives_way_is_forgotten, who_gives_way_keeps_its_blocks,
+    the_oldest_gives_way, admission_ignores_the_budget, admission_ignores_the_seats, the_last_is_served_first,
+    one_line_starves_the_other, shared_blocks_are_written, a_decoding_sequence_is_left_out,
+    blocks_in_quarantine_are_handed_out, lent_blocks_stay_away, a_block_is_named_before_it_is_full,
+    a_transfer_is_not_waited_for,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_the_lives_find_that(mutate, monkeypatch):
+    mutate(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, ValueError, IndexError)):
+        lives(most_steps=40_000)
+
+
+def test_the_bound_of_the_order_of_service_is_the_one_that_is_asked_for(monkeypatch):
+    """A scheduler that serves the last first keeps within a looser bound of overtakers, and the machine says so."""
+    the_last_is_served_first(monkeypatch)
+    lives(
+        most_steps=1_000,
+        rules=Rules(most_overtakers=lambda record: 10_000, steps_in_line=lambda records: 2_000),
+    )
