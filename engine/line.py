@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from kvrelay.engine.sequence import Sequence
-from kvrelay.engine.shares import Shares
+from kvrelay.engine.shares import TURNS_IN_CREDIT, Shares
 
 StandsBack = Callable[[Sequence], bool]
 
@@ -73,7 +73,7 @@ class _Class:
         tenant = place.seq.request.tenant
         if (queue := self._queues.get(tenant)) is None:
             queue = self._queues[tenant] = _Heap()
-            heapq.heappush(self._tenants, (self._shares.counter(tenant), place.seq.arrival, tenant))
+            heapq.heappush(self._tenants, (self._shares.turn(tenant), place.seq.arrival, tenant))
         queue.push(place.seq.arrival, place, num_live)
         if len(self._tenants) > 64 + 2 * num_live:
             self._queues = {name: queue for name, queue in self._queues.items() if queue.first() is not None}
@@ -85,21 +85,21 @@ class _Class:
         if (place := self._begun.first()) is not None:
             return place
         while (place := self._urgent.first()) is not None:
-            if self._shares.lead(place.seq.request.tenant) <= self._shares.rules.deadline_credit_tokens:
+            if self._shares.lead(place.seq.request.tenant) <= self._shares.rules.credit_tokens:
                 return place
             self._queue(self._urgent.pop(), num_live)
         return self._first_by_share()
 
     def _first_by_share(self) -> _Place | None:
-        """Counters only grow, so an entry that is right and on top is the least."""
+        """Counters only grow, and arrivals, so an entry that is right and on top is the least."""
         tenants = self._tenants
         while tenants:
-            counter, _, tenant = tenants[0]
+            turn, arrival, tenant = tenants[0]
             place = self._queues[tenant].first()
             if place is None:
                 heapq.heappop(tenants)
                 del self._queues[tenant]
-            elif (now := self._shares.counter(tenant)) > counter:
+            elif (now := self._shares.turn(tenant)) > turn or place.seq.arrival > arrival:
                 heapq.heapreplace(tenants, (now, place.seq.arrival, tenant))
             else:
                 return place
@@ -213,14 +213,25 @@ class Line:
             del self._classes[priority]
         return None
 
+    def may_pass(self, seq: Sequence) -> bool:
+        """Whether a prompt that has begun may still be passed by those who rank before it: not more than a few times."""
+        every = self._shares.rules.oldest_every
+        return every is None or seq.num_passed < every - 1
+
+    def passes(self, seq: Sequence, begun: Sequence) -> bool:
+        """Whether `seq`, in line, goes before the rest of a prompt that has begun: of a class before its, or it is owed much."""
+        priority, _, _, turn, _ = begun.standing
+        mine = self._shares.turn(seq.request.tenant) + TURNS_IN_CREDIT / 2
+        return seq.request.priority < priority or (seq.request.priority == priority and mine <= turn)
+
     def rank(self, seq: Sequence) -> tuple[float, ...]:
         """Where `seq` stands by the order of a line, this engine's or the other's, or of what runs; the least is first."""
         if seq.has_begun:
             return seq.request.priority, 0, 0.0, 0.0, seq.arrival
         tenant, deadline_s = seq.request.tenant, seq.deadline_s
-        if self._shares.lead(tenant) > self._shares.rules.deadline_credit_tokens:
+        if self._shares.lead(tenant) > self._shares.rules.credit_tokens:
             deadline_s = math.inf
-        return seq.request.priority, 1, deadline_s, self._shares.counter(tenant), seq.arrival
+        return seq.request.priority, 1, deadline_s, self._shares.turn(tenant), seq.arrival
 
     # ---- deadlines
 

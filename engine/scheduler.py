@@ -201,6 +201,7 @@ class Scheduler:
                 line.look_again(self.tiers.is_waiting)
 
     def _admitted(self, seq: Sequence, line: Line, other_line: Line) -> None:
+        seq.standing = line.rank(seq)
         line.take(seq)
         other_line.passed_by()
         seq.has_begun = True
@@ -357,11 +358,18 @@ class Scheduler:
         preempted: list[Sequence] = []
         self.copied()
         self._copies = []
+        self._look_again()
         others = self._schedule_decodes(budget, singles, preempted)
         budget -= len(singles)
-        for seq in sorted(others, key=self.waiting.rank):
+        num_passing = 0
+        for seq in sorted(others, key=self._chunk_order):
+            if seq.num_uncomputed > 1 and not preempted and not self.swapped and self.waiting.may_pass(seq):
+                num_running = len(self.running)
+                budget = self._admit(budget, singles, chunks, preempted, before=seq)
+                num_passing += len(self.running) - num_running
+            seq.num_passed += num_passing
             if budget <= 0:
-                break
+                continue
             if seq.state is State.RUNNING and seq.num_uncomputed and self._has_room(seq, preempted):
                 take = min(seq.num_uncomputed, budget)
                 (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
@@ -402,9 +410,18 @@ class Scheduler:
         """Have blocks for every token of `seq`, the next one for itself. False if `seq` itself gave way for that."""
         return self._grow(seq, preempted) and self._own_next(seq, preempted)
 
-    def _admit(self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]) -> int:
-        self._look_again()
+    def _chunk_order(self, seq: Sequence) -> tuple[bool, tuple[float, ...]]:
+        """Of what has more than a token to compute: the order in which the line had it."""
+        return self.waiting.may_pass(seq), seq.standing
+
+    def _admit(
+        self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence],
+        before: Sequence | None = None,
+    ) -> int:  # fmt: skip
+        """Begin whoever is next in line while there is room; `before`: only those that go before this prompt, which has begun."""
         while budget > 0 and (seq := self._first(self.waiting)) is not None:
+            if before is not None and not self.waiting.passes(seq, before):
+                break
             owed = self._owed(seq, self.waiting, self.reserving)
             if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break

@@ -62,6 +62,8 @@ class Sequence:
     num_chunks: int = 0
     slot: int = -1  # row in the runner's block table
     has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
+    standing: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
+    num_passed: int = 0  # sequences that were begun while its prompt, which had begun, waited for its turn
     num_paid: int = 0  # tokens that its tenant need not pay for any more: see shares.py
     num_charged: int = 0  # tokens that its tenant has paid for, ahead too
     load: Load | None = None  # blocks that are being brought up from below the pool, or back

@@ -110,7 +110,7 @@ def _plain(pair: PairReport) -> dict[str, Any]:
 def line_rules(settings: SchedulerSettings) -> LineRules:
     """The engine's own form of the settings; weights are of the names' digests."""
     weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return LineRules(settings.oldest_every, settings.output_weight, settings.deadline_credit_tokens, weights)
+    return LineRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
 
 
 def _pool_size(engine: EngineSettings, num_workers: int) -> dict[str, Any]:

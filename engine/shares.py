@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.sequence import Sequence
 
+TURNS_IN_CREDIT = 4
 MAX_IDLE = 4096  # tenants that are remembered while they have nothing here
 MAX_NAMED = 32  # tenants with a figure of their own in metrics, beside those that have a weight
 
@@ -21,7 +22,9 @@ class LineRules:
 
     oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
     output_weight: float = 2.0  # of an output token, against 1 of a prompt token that is computed
-    deadline_credit_tokens: float = 8192.0  # weighted tokens by which a tenant may lead and still have deadlines heeded
+    credit_tokens: float = (
+        4096.0  # weighted tokens that a tenant may save up, and lead by and still have deadlines heeded
+    )
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
 
 
@@ -39,13 +42,14 @@ class Shares:
         self._least: list[tuple[float, str]] = []  # of who is in line; a heap that is corrected when it is looked at
         self._in_least: set[str] = set()
         self._last_left = ""
+        self._level = 0.0  # the highest that the least counter in line has been
 
     # ---- in line
 
     def joined(self, tenant: str) -> None:
-        """One more of its sequences is in line. A tenant that had none is lifted: nobody saves up turns by staying away."""
+        """One more of its sequences is in line. A tenant that had none is lifted: it has saved up `credit_tokens` at most."""
         if not self.num_waiting[tenant]:
-            self._counters[tenant] = max(self.counter(tenant), self.floor())
+            self._counters[tenant] = max(self.counter(tenant), self.level() - self.rules.credit_tokens, 0.0)
             self._idle.pop(tenant, None)
             if tenant not in self._in_least:  # an older entry is too low, and corrected when it comes up
                 self._in_least.add(tenant)
@@ -70,8 +74,21 @@ class Shares:
         """Weighted tokens that it was served, divided by its weight, or what it was lifted to."""
         return self._counters.get(tenant, 0.0)
 
-    def floor(self) -> float:
-        """The least counter of those in line; with nobody in line, that of who left last."""
+    def turn(self, tenant: str) -> float:
+        """By what tenants are ordered, least first: the counter in steps, so that who is served about alike comes first come first served."""
+        quantum = self.rules.credit_tokens / TURNS_IN_CREDIT
+        return self.counter(tenant) // quantum if quantum else self.counter(tenant)
+
+    def level(self) -> float:
+        """How much tenants have been served that always had something in line: the highest that the least counter has been.
+
+        Not the least itself: newcomers with savings would lower it, each for the next, and come before one another.
+        """
+        self._level = max(self._level, self._least_in_line())
+        return self._level
+
+    def _least_in_line(self) -> float:
+        """With nobody in line, that of who left last."""
         least = self._least
         while least:
             seen, tenant = least[0]
@@ -85,8 +102,8 @@ class Shares:
         return self.counter(self._last_left)
 
     def lead(self, tenant: str) -> float:
-        """How far it is ahead of who was served least."""
-        return self.counter(tenant) - self.floor()
+        """How far it is ahead of the level."""
+        return self.counter(tenant) - self.level()
 
     # ---- what is paid
 

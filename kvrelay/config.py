@@ -164,10 +164,10 @@ class SchedulerSettings(_Settings):
         description="of so many admissions one is of whoever came first, whatever priorities, deadlines and tenants say: "
         "nobody starves; 1: first come, first served",
     )  # fmt: skip
-    deadline_credit_tokens: float = Field(
-        8192.0, ge=0, allow_inf_nan=False,
-        description="a tenant's deadlines are heeded while it has had at most so many tokens (weighted) more than the "
-        "tenant in line that has had least",
+    credit_tokens: float = Field(
+        4096.0, ge=0, allow_inf_nan=False,
+        description="unevenness between tenants that is let be, in weighted tokens: so much of its share may a tenant save up while "
+        "it has nothing in line, and so far ahead of the others are its deadlines still heeded",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shares import MAX_IDLE, MAX_NAMED, LineRules, Shares
 from kvrelay.wire import Sampling, SequenceRequest
 
-NEVER = LineRules(oldest_every=None)
+NEVER = LineRules(oldest_every=None, credit_tokens=0)
 
 
 class Door:
@@ -79,7 +79,7 @@ def test_within_a_tenant_it_is_first_come_first_served():
 
 
 def test_a_tenant_with_twice_the_weight_gets_twice_the_tokens():
-    door = Door(LineRules(oldest_every=None, tenant_weights={"gold": 2.0}))
+    door = Door(LineRules(oldest_every=None, credit_tokens=0, tenant_weights={"gold": 2.0}))
     for _ in range(30):
         door.come("gold")
         door.come("plain")
@@ -97,16 +97,35 @@ def test_tokens_count_not_requests():
     assert first.count("long") == 2
 
 
-def test_who_comes_back_from_idle_has_saved_up_no_turns():
-    door = Door()
+@pytest.mark.parametrize(("credit", "ahead"), [(0, 0), (400, 4), (10**9, 10)])
+def test_who_comes_back_from_idle_has_saved_up_the_credit_and_no_more(credit, ahead):
+    door = Door(LineRules(oldest_every=None, credit_tokens=credit))
     for _ in range(20):
         door.come("busy")
     for _ in range(10):
         door.admit()
     for _ in range(10):
         door.come("idle")
-    assert [seq.request.tenant for seq in door.order()].index("busy") <= 1  # else 10 of the other come first
-    assert door.shares.counter("idle") == 1000 + 10 * 100  # lifted to what the other had had, then served
+    assert door.shares.counter("idle") == max(0, 1000 - credit)
+    if credit < 10**9:
+        assert [seq.request.tenant for seq in door.order()].index("busy") == ahead
+
+
+def test_newcomers_with_savings_do_not_come_before_one_another():
+    """Each lifted to less than the one before it, they would be served last come first."""
+    door = Door(LineRules(oldest_every=None, credit_tokens=400))
+    for _ in range(20):
+        door.come("busy")
+    for _ in range(10):
+        door.admit()
+    new = [door.come(f"new{number}") for number in range(5)]
+    assert door.order()[:5] == new
+
+
+def test_tenants_that_were_served_about_alike_come_first_come_first_served():
+    door = Door(LineRules(oldest_every=None, credit_tokens=4000))
+    seqs = [door.come(tenant, tokens=100) for tenant in "abbbba"]
+    assert door.order() == seqs
 
 
 def test_output_costs_more_than_prompt_and_what_is_cached_nothing():
@@ -159,7 +178,7 @@ def test_who_was_begun_stands_before_its_class_but_not_before_a_higher_one():
 
 
 def test_deadlines_of_a_tenant_that_leads_by_too_much_are_heeded_no_more():
-    door = Door(LineRules(oldest_every=None, deadline_credit_tokens=250))
+    door = Door(LineRules(oldest_every=None, credit_tokens=250))
     for _ in range(8):
         door.come("pushy", deadline_s=5.0)
     for _ in range(8):
@@ -269,7 +288,7 @@ def admissions_until(rules: LineRules, before, own, later, limit: int, *, elsewh
 def test_whoever_has_e_before_it_is_admitted_within_oldest_every_times_e_plus_one(life, every, elsewhere):
     before, own, later = life
     bound = every * (len(before) + 1)
-    rules = LineRules(oldest_every=every, deadline_credit_tokens=300)
+    rules = LineRules(oldest_every=every, credit_tokens=300)
     assert admissions_until(rules, before, own, later, bound + 1, elsewhere=elsewhere) < bound
 
 
@@ -312,7 +331,7 @@ STEP = st.tuples(st.sampled_from(["come", "come", "admit", "leave", "again"]), s
 @given(st.lists(STEP, max_size=60), st.sampled_from([None, 1, 3, 7]))
 @settings(max_examples=100, deadline=None)
 def test_the_head_is_what_a_sorted_list_says(steps, every):
-    door = Door(LineRules(oldest_every=every, deadline_credit_tokens=math.inf))
+    door = Door(LineRules(oldest_every=every, credit_tokens=math.inf))
     members, begun, since = [], [], 0
     for what, draw, (priority, deadline_s, tenant, tokens) in steps:
         if what == "come":

@@ -69,11 +69,51 @@ def test_decoding_comes_first_in_a_step_then_chunks_by_priority():
     run.sched.activate(decoding.request_id, [99])
     assert names(run.step()) == [decoding.request_id, low.request_id]
     high = run.add(tokens=30, priority=0)
-    run.sched.limits = SchedulerLimits(40, 8, 64)
-    assert names(run.step())[1:] == [low.request_id, high.request_id]  # `low` had begun; there was budget for both
-    run.sched.limits = SchedulerLimits(5, 8, 64)
-    low.token_ids += [1] * 20
+    assert names(run.step()) == [decoding.request_id, high.request_id]  # `low` had begun, but is of a lower class
     assert names(run.step()) == [decoding.request_id, high.request_id]
+    assert names(run.step()) == [decoding.request_id, high.request_id, low.request_id]  # now it decodes
+    run.sched.check()
+
+
+def test_a_prompt_that_has_begun_is_not_passed_by_its_own_class_but_for_a_tenant_that_is_owed_much():
+    rules = LineRules(credit_tokens=400)
+    run = Run(budget=16, rules=rules)
+    for _ in range(60):
+        run.add("greedy", tokens=16, max_tokens=1)
+    for _ in range(59):
+        for item in run.step().work:
+            run.sched.finish(item.seq, FinishReason.LENGTH)
+    run.add("greedy", tokens=16, max_tokens=1)
+    begun = run.add("greedy", tokens=40)
+    while not begun.has_begun:
+        for item in run.step().work:
+            if item.seq is not begun:
+                run.sched.finish(item.seq, FinishReason.LENGTH)
+    same, owed = run.add("greedy", tokens=9), run.add("modest", tokens=9)
+    assert [item.seq for item in run.step().work] == [owed, begun] and begun.num_passed == 1
+    assert same.state is State.WAITING
+
+
+def steps_to_finish(rules: LineRules, limit: int) -> int | None:
+    """A long prompt of a low class has begun; two short ones of a higher class come in every step. None: not within `limit`."""
+    run = Run(budget=8, running=64, rules=rules)
+    begun = run.add(tokens=24, priority=1)
+    run.step()
+    for count in range(limit):
+        for _ in range(2):
+            if len(run.sched.waiting) < 20:
+                run.add(tokens=4, max_tokens=1)
+        for item in run.step().work:
+            if item.seq is not begun and not item.seq.num_uncomputed > 1:
+                run.sched.finish(item.seq, FinishReason.LENGTH)
+        if begun.num_output:
+            return count
+    return None
+
+
+def test_a_prompt_that_has_begun_is_passed_a_few_times_and_then_no_more():
+    assert steps_to_finish(LineRules(oldest_every=8), 500) <= 8
+    assert steps_to_finish(LineRules(oldest_every=None), 500) is None
 
 
 def test_the_victim_is_of_the_lowest_priority_though_others_came_later():
@@ -124,7 +164,7 @@ def test_what_an_aborted_or_failed_sequence_did_not_use_is_not_charged_to_its_te
 
 
 def test_one_tenant_does_not_get_every_seat_of_one_step():
-    run = Run(budget=64, running=4)
+    run = Run(budget=64, running=4, rules=LineRules(credit_tokens=0))
     for tenant in "aaaabb":
         run.add(tenant)
     run.step()
@@ -223,7 +263,7 @@ def steps_until_admitted(rules: LineRules, own, newcomers, *, limit: int) -> int
 @given(own=NEWCOMER, newcomers=st.lists(NEWCOMER, min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
 def test_no_stream_of_newcomers_starves_anybody(own, newcomers):
-    rules = LineRules(oldest_every=4, deadline_credit_tokens=50)
+    rules = LineRules(oldest_every=4, credit_tokens=50)
     assert steps_until_admitted(rules, own, newcomers, limit=1500) is not None
 
 
