@@ -51,8 +51,10 @@ PURE_FILES = sorted(
     for pattern in (
         "router/**/*.py",
         "kvcache/**/*.py",
+        "engine/line.py",
         "engine/scheduler.py",
         "engine/sequence.py",
+        "engine/shares.py",
         "engine/admission.py",
     )
     for path in ROOT.glob(pattern)
