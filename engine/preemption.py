@@ -41,7 +41,7 @@ class Stake:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Measured speeds; 0: not measured. `hop_latency_s`: of a hop beside compute and copy."""
+    """Measured speeds; 0: not measured. Latencies: of a swap or a hop however little it moves."""
 
     save_bytes_per_s: float = 0.0
     load_bytes_per_s: float = 0.0
@@ -49,6 +49,7 @@ class Rates:
     remote_tokens_per_s: float = 0.0
     hop_bytes_per_s: float = 0.0
     hop_latency_s: float = 0.0
+    swap_latency_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,7 @@ def _over(amount: float, speed: float) -> float:
 def swap_cost(stake: Stake, rates: Rates) -> Cost:
     """Out and back again; a step waits for either."""
     seconds = _over(stake.swap_bytes, rates.save_bytes_per_s) + _over(stake.swap_bytes, rates.load_bytes_per_s)
+    seconds += rates.swap_latency_s
     return Cost(seconds, seconds)
 
 

@@ -77,6 +77,7 @@ class Preemptor:
             remote_tokens_per_s=remote_tokens_per_s,
             hop_bytes_per_s=measured.hop_bytes_per_s,
             hop_latency_s=measured.hop_latency_s,
+            swap_latency_s=area.latency_s if area is not None else 0.0,
         )
 
     def _num_shared(self, seq: Seq) -> int:

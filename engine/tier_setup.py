@@ -57,12 +57,19 @@ def make_lower_tiers(
     return LowerTiers(tiers, memory.layout.block_size, FrequencySketch(4 * pool.num_blocks))
 
 
-def make_swap_area(memory: KvMemory, num_bytes: int, checks: ChecksMode, wake: Callable[[], None]) -> SwapArea | None:
+def make_swap_area(
+    memory: KvMemory,
+    num_bytes: int,
+    checks: ChecksMode,
+    wake: Callable[[], None],
+    *,
+    clock: Callable[[], float] = time.monotonic,
+) -> SwapArea | None:
     """Started; None where so few bytes hold no block."""
     if num_bytes < memory.layout.block_bytes:
         return None
     slab = HostSlab(memory, min(num_bytes, memory.layout.num_blocks * memory.layout.block_bytes * _MOST_POOLS))
-    area = SwapArea(slab, is_checked=checks != "off", wake=wake, clock=time.monotonic)
+    area = SwapArea(slab, is_checked=checks != "off", wake=wake, clock=clock)
     area.start()
     return area
 

@@ -81,6 +81,7 @@ class SwapArea:
         self.slab, self.is_checked, self._clock = slab, is_checked, clock
         self.sums = SwapSums()
         self.save_bytes_per_s = self.load_bytes_per_s = 0.0  # measured; 0: not yet
+        self.latency_s = 0.0  # of a swap out and back, however small
         self._free = list(range(slab.num_slots - 1, -1, -1))
         self._held: set[int] = set()  # slots of sequences that are swapped out
         self._loading: set[int] = set()
@@ -102,18 +103,23 @@ class SwapArea:
     def probe(self, blocks: Sequence[int]) -> None:
         """Measure both directions with blocks that hold nothing of value; what is in them stays."""
         chosen = list(blocks)[: min(_PROBE_BLOCKS, self.slab.num_slots)]
-        slots = list(range(len(chosen)))
-        for _ in range(2):  # the first touches the pages
-            self.save_bytes_per_s = self.load_bytes_per_s = 0.0
-            began_s = self._clock()
-            self.slab.save(chosen, slots)
-            saved_s = self._clock()
-            self.slab.load(slots, chosen, range(self.slab.num_layers))
-            self.save_bytes_per_s = self._blend(0.0, len(chosen), saved_s - began_s)
-            self.load_bytes_per_s = self._blend(0.0, len(chosen), self._clock() - saved_s)
+        self._round_trip(chosen)  # the first touches the pages
+        (save_one, load_one), (save_all, load_all) = self._round_trip(chosen[:1]), self._round_trip(chosen)
+        self.latency_s = min(save_one + load_one, save_all + load_all)  # one block's copies take next to nothing
+        num_bytes = len(chosen) * self.slab.block_bytes
+        self.save_bytes_per_s, self.load_bytes_per_s = num_bytes / max(save_all, 1e-9), num_bytes / max(load_all, 1e-9)
+
+    def _round_trip(self, blocks: Sequence[int]) -> tuple[float, float]:
+        """Seconds out and back, layer by layer as a load does it."""
+        slots, began_s = list(range(len(blocks))), self._clock()
+        self.slab.save(blocks, slots)
+        saved_s = self._clock()
+        for layer in range(self.slab.num_layers):
+            self.slab.load(slots, blocks, range(layer, layer + 1))
+        return saved_s - began_s, self._clock() - saved_s
 
     def _blend(self, old: float, num_blocks: int, seconds: float) -> float:
-        if seconds <= 0 or not num_blocks:
+        if seconds <= 0 or num_blocks < _PROBE_BLOCKS:  # of fewer, the time is mostly latency
             return old
         new = num_blocks * self.slab.block_bytes / seconds
         return old + _BLEND * (new - old) if old else new

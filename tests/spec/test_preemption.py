@@ -427,3 +427,36 @@ def test_whatever_comes_ends_with_its_tokens_and_nothing_leaks(lengths, aborted,
             assert len(world.done[f"r{index}"]) == output
     world.area.poll()
     assert not world.sched.sequences and world.sched.pool.counts().used == 0 and world.area.num_free == slots
+
+
+def test_the_latency_of_a_swap_leaves_short_sequences_to_be_computed():
+    rates = Rates(save_bytes_per_s=1e9, load_bytes_per_s=1e9, compute_tokens_per_s=1e4, swap_latency_s=0.01)
+    at = crossover_tokens(rates, bytes_per_token=1000.0, block_tokens=16)
+    assert at is not None and at > 100  # 100 tokens take 10 ms
+
+
+class Ticking(FakeSlab):
+    """Copies that take a second for a call, and one for each block."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.now_s = 0.0
+
+    def save(self, blocks, slots):
+        self.now_s += 1 + len(blocks)
+        return super().save(blocks, slots)
+
+    def load(self, slots, blocks, layers):
+        self.now_s += 1 + len(blocks)
+
+
+def test_speeds_are_measured_before_the_first_swap_and_by_large_ones_after_it():
+    slab = Ticking(64)
+    area = SwapArea(slab, is_checked=True, wake=lambda: None, clock=lambda: slab.now_s, make_threads=ByHand)
+    area.probe(range(100))
+    assert area.save_bytes_per_s == 16 * 64 / 17 and area.load_bytes_per_s == 16 * 64 / 34  # two layers
+    assert area.latency_s == 6.0
+    small = area.save(0, [1])
+    assert small is not None and area.save_bytes_per_s == 16 * 64 / 17
+    area.save(0, list(range(32)))
+    assert area.save_bytes_per_s > 16 * 64 / 17
