@@ -64,7 +64,7 @@ class Preemptor:
         return Stake(
             tokens, shared, below * self._block_size, int(below * block_bytes), int(copied * block_bytes),
             int(tokens * self.token_bytes), num_others,
-            can_swap=area is not None and copied <= area.num_free and all(seq.load is None for seq in group),
+            can_swap=area is not None and copied <= area.num_free and all(_may_move(seq) for seq in group),
             can_hand_back=all(_may_go(seq) for seq in group),
         )  # fmt: skip
 
@@ -141,6 +141,11 @@ class Preemptor:
         if seq.swapped is not None and self.area is not None:
             self.area.drop(seq.swapped)
             seq.swapped = None
+
+
+def _may_move(seq: Seq) -> bool:
+    """Not while it is being brought up, nor where a transfer has been told which blocks hold its KV."""
+    return seq.load is None and not seq.hold
 
 
 def _may_go(seq: Seq) -> bool:

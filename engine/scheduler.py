@@ -659,7 +659,7 @@ class Scheduler:
         """
         spare = self.pool.counts().free - len(self.running) - len(self.receiving)
         count = max(0, min(count, spare))
-        blocks = None if self.waiting or self.reserving else self.pool.allocate(count)
+        blocks = None if self.waiting or self.reserving or self.swapped else self.pool.allocate(count)
         lent = [BlockId(block) for block in blocks or ()]
         self.lent.update(lent)
         return lent

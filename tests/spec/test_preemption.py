@@ -460,3 +460,19 @@ def test_speeds_are_measured_before_the_first_swap_and_by_large_ones_after_it():
     assert small is not None and area.save_bytes_per_s == 16 * 64 / 17
     area.save(0, list(range(32)))
     assert area.save_bytes_per_s > 16 * 64 / 17
+
+
+def test_a_prefill_workers_sequence_whose_blocks_a_transfer_reads_is_not_moved():
+    world = Swapping(8)
+    seq = world.add("a", 7)
+    seq.hold = True
+    world.step()
+    assert world.sched.preempt_group((seq,)) is Way.RECOMPUTE
+
+
+def test_nothing_is_lent_while_a_sequence_is_swapped():
+    world, old, young = two()
+    world.until_swapped(young)
+    world.sched.preempt_group((old,))
+    world.sched.pool.reset_cache()
+    assert world.sched.pool.counts().free > 2 and world.sched.lend(1) == []
