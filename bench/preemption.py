@@ -10,6 +10,7 @@ process's CPU time: for a machine that others use, too.
 """
 
 import argparse
+import json
 import statistics
 import time
 from collections.abc import Callable
@@ -175,6 +176,7 @@ def storms(bench: Bench, load: Load, rounds: int) -> list[dict[str, Any]]:
     """Medians over rounds, and each run's share of the goodput with enough memory."""
     plenty = load.at_once * ((load.prompt_tokens + load.most_output) // 16 + 2)
     first = bench.storm("enough memory", load, plenty, mode="auto", headroom=1.0)
+    print(first, flush=True)
     half = first.peak_blocks // 2
     kinds: list[tuple[str, int, dict[str, Any]]] = [
         ("enough memory", plenty, {"mode": "auto", "headroom": 1.0}),
@@ -185,9 +187,12 @@ def storms(bench: Bench, load: Load, rounds: int) -> list[dict[str, Any]]:
         ("half, no headroom, little swap memory", half, {"mode": "auto", "headroom": 0.0, "swap_share": 0.1}),
     ]
     runs: dict[str, list[Outcome]] = {name: [] for name, _, _ in kinds}
+    runs["enough memory"].append(first)
     for turn in range(rounds):
         for name, num_blocks, options in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
-            runs[name].append(bench.storm(name, load, num_blocks, **options))
+            if turn or name != "enough memory":
+                runs[name].append(bench.storm(name, load, num_blocks, **options))
+                print(runs[name][-1], flush=True)
     enough = statistics.median(run.goodput for run in runs["enough memory"])
     return [
         asdict(outcomes[0]) | {
@@ -270,6 +275,9 @@ def main() -> None:
         for row in storms(bench, load, arguments.rounds)
     ]  # fmt: skip
     show(f"2x oversubscription of decode memory, {arguments.clock} time", rows, arguments.json)
+    if arguments.json is not None:
+        report = json.loads(arguments.json.read_text()) | {"load": asdict(load), "crossover": found}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":
