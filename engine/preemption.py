@@ -114,7 +114,7 @@ def choose(stake: Stake, rates: Rates, *, only: Way | None = None) -> Way:
 
 
 def crossover_tokens(rates: Rates, *, bytes_per_token: float, block_tokens: int, num_others: int = 0) -> int | None:
-    """The least number of tokens from which on a swap is cheaper than computing again; None: up to 2^20 it never is."""
+    """The least number of tokens from which on a swap is cheaper than computing again; None: up to 2^17 it never is."""
 
     def swaps(num_tokens: int) -> bool:
         num_blocks = -(-num_tokens // block_tokens)
@@ -128,4 +128,4 @@ def crossover_tokens(rates: Rates, *, bytes_per_token: float, block_tokens: int,
 def _lengths(block_tokens: int) -> list[int]:
     """Every one up to four blocks, then whole blocks: the cost of a swap grows by blocks."""
     few = list(range(1, 4 * block_tokens))
-    return few + [4 * block_tokens + step * block_tokens for step in range(0, (1 << 20) // block_tokens, 1)]
+    return few + [4 * block_tokens + step * block_tokens for step in range(0, (1 << 17) // block_tokens, 1)]

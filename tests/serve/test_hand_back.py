@@ -60,3 +60,30 @@ async def test_without_a_prefill_worker_left_it_is_computed_where_it_can_be(make
     hand_back(decode, request)
     assert (await reading)[0] == expected_tokens(alphabet, request)
     assert decode.count(wire.Generate) == 1
+
+
+async def test_metrics_tell_what_became_of_pre_empted_sequences(make_cluster):
+    cluster = await make_cluster()
+    cluster.decode[0].say_raw(
+        wire.LoadReport(
+            seq=2, preempted={"swap": 3, "hand-back": 1}, swapped=2, swapped_blocks=5, swapped_bytes=640, swap_out_s=0.5,
+            recomputed_tokens=7,
+        )
+    )  # fmt: skip
+    await cluster.dispatcher.status("d0")  # what came before it has been taken note of
+    text = (await cluster.client.get("/metrics")).text
+
+    def value(name: str, *labels: str) -> float:
+        [line] = [
+            line
+            for line in text.splitlines()
+            if line.startswith(name + "{") and all(one in line for one in ('"d0"', *labels))
+        ]
+        return float(line.rpartition(" ")[2])
+
+    assert value("kvrelay_worker_preempted_total", 'way="swap"') == 3
+    assert value("kvrelay_worker_preempted_total", 'way="hand-back"') == 1
+    assert value("kvrelay_worker_swapped") == 2 and value("kvrelay_worker_swapped_blocks") == 5
+    assert value("kvrelay_worker_swapped_bytes") == 640
+    assert value("kvrelay_worker_swap_seconds_total", 'direction="out"') == 0.5
+    assert value("kvrelay_worker_recomputed_tokens_total") == 7

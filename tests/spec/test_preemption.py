@@ -411,7 +411,7 @@ def test_headroom_makes_pre_emption_rare():
     aborted=st.sets(st.integers(0, 11), max_size=3), only=st.sampled_from([None, Way.SWAP]), slots=st.integers(0, 40),
     headroom=st.sampled_from([0.0, 1.0]),
 )  # fmt: skip
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_whatever_comes_ends_with_its_tokens_and_nothing_leaks(lengths, aborted, only, slots, headroom):
     world = Swapping(10, only=only, slots=slots, headroom=headroom, token_budget=16)
     for index, (prompt, output) in enumerate(lengths):
@@ -476,3 +476,17 @@ def test_nothing_is_lent_while_a_sequence_is_swapped():
     world.sched.preempt_group((old,))
     world.sched.pool.reset_cache()
     assert world.sched.pool.counts().free > 2 and world.sched.lend(1) == []
+
+
+def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is():
+    world = Swapping(12)
+    seq = world.add("a", 6)
+    world.step()
+    world.sched.pool.fork(shared := list(seq.blocks))  # as a second sample would
+    before = world.content(seq)
+    assert world.sched._own_next(seq, []) and seq.blocks[1] != shared[1]
+    world.sched.preempt_group((seq,))
+    assert seq.swapped is not None and [world.slab.content[slot] for slot in seq.swapped.slots] == before[-1:]
+    world.sched.copied()
+    world.sched.pool.release(shared)
+    world.sched.check()
