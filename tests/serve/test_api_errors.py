@@ -312,7 +312,16 @@ async def test_one_failing_sample_ends_the_others(make_cluster):
         lambda m: None,
         lambda m: wire.Failed(request_id=m.request.request_id, code="engine", message="broken", retryable=True),
     ]
-    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"n": 2}), 503)
+    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": ["a", "b"]}), 503)
+    await cluster.all_released()
+
+
+async def test_a_group_that_fails_ends_as_one(make_cluster):
+    cluster = await make_cluster(prefill=0, router={"retry_budget": 0, "local_prefill_tokens": 0})
+    cluster.decode[0].answers = [
+        lambda m: wire.Failed(request_id=m.request.request_id, code="engine", message="broken", retryable=True)
+    ]
+    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"n": 3}), 503)
     await cluster.all_released()
 
 
