@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 
 EarlyStopping = bool | Literal["never"]
+_WORST = -1.0e9  # of a number that is none: a broken model's search ends like any other
 Candidates = list[tuple[int, float]]  # (token, log-probability), likeliest first
 
 
@@ -92,10 +93,10 @@ class BeamSearch:
     def _ranked(self, candidates: list[Candidates]) -> list[tuple[float, int, int]]:
         """(score, beam, token) of the best continuations of all beams."""
         scored = [
-            (_f32(beam.score + logprob), index, token)
+            (_f32(beam.score + (_WORST if math.isnan(logprob) else logprob)), index, token)
             for index, (beam, tokens) in enumerate(zip(self._beams, candidates, strict=True))
             for token, logprob in tokens
-            if logprob > -math.inf
+            if logprob != -math.inf
         ]
         return sorted(scored, key=lambda one: (-one[0], one[1], one[2]))[: self.rules.num_candidates]
 

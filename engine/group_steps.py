@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvrelay.engine.beam import Candidates
+from kvrelay.engine.beam import Candidates, Hypothesis
 from kvrelay.engine.groups import member_of
 from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.sequence import Group, Sequence
@@ -168,7 +168,9 @@ class GroupSteps:
     def _results(group: Group) -> list[TokenOutput]:
         request, search = group.request, group.search
         assert request.group is not None and search is not None
-        best = search.best(request.group.num_choices)
+        count = request.group.num_choices
+        best = search.best(count)
+        best += [Hypothesis((), 0.0, is_ended=False)] * (count - len(best))  # nothing may follow: every choice must end
         return [
             TokenOutput(
                 request_id=request.request_id,
