@@ -328,7 +328,7 @@ class FakeWorker:
 
 def _choice_of(request: SequenceRequest, group: wire.Group, choice: int) -> SequenceRequest:
     """The request of its own that this choice of a group stands for."""
-    sampling = msgspec.structs.replace(request.sampling, seed=group.seeds[choice])
+    sampling = msgspec.structs.replace(request.sampling, seed=group.seeds[choice] if group.seeds else choice)
     return msgspec.structs.replace(request, sampling=sampling)
 
 

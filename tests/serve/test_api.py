@@ -207,6 +207,18 @@ async def test_best_of_answers_those_with_the_largest_summed_log_probability(mak
     assert answer["choices"][0]["logprobs"] is None
 
 
+@pytest.mark.parametrize("ask", [chat, complete])
+async def test_a_beam_search_is_one_request_with_what_was_asked(make_cluster, ask):
+    cluster = await make_cluster()
+    asked = {"use_beam_search": True, "n": 2, "best_of": 4, "length_penalty": 0.5, "early_stopping": "never"}
+    answer = (await ask(cluster, asked)).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    [sent] = [message.request for message in cluster.prefill[0].received if isinstance(message, wire.Prefill)]
+    assert sent.group.beams == wire.Beams(width=4, num_returned=2, length_penalty=0.5, early_stopping="never")
+    few = await make_cluster(info={"max_running": 3})
+    assert (await ask(few, asked)).status_code == 400
+
+
 async def test_groups_of_a_long_prompt_wait_for_the_first_ones_prefill(make_cluster):
     cluster = await make_cluster(info={"max_running": 1})
     prefill = cluster.prefill[0]
