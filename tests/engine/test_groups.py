@@ -104,7 +104,7 @@ def alone(make, prompt: list[int], seeds=SEEDS, **options) -> dict[int, list[int
     return found
 
 
-@pytest.mark.parametrize("length", [1, 8, 13, 50])
+@pytest.mark.parametrize("length", [1, 8, 50])
 def test_the_choices_of_a_group_are_those_of_requests_of_their_own(make, length):
     prompt, engine = prompt_of(length), make()
     engine.add(request("g", prompt, Group(seeds=SEEDS), **PARAMS))
@@ -163,7 +163,7 @@ def test_a_group_is_continued_on_another_worker(make):
     assert [emitted[choice] + rest[choice] for choice in range(3)] == [expected[choice] for choice in range(3)]
 
 
-@pytest.mark.parametrize("length", [1, 8, 13, 50])
+@pytest.mark.parametrize("length", [8, 13])
 @pytest.mark.parametrize("beams", [None, Beams(width=4, num_returned=2)])
 def test_a_group_goes_over_the_hop_as_one_and_a_corrupt_block_changes_it(make, length, beams):
     group = Group(beams=beams) if beams else Group(seeds=SEEDS)
@@ -216,16 +216,14 @@ def test_an_aborted_group_or_choice_leaves_nothing(make):
 
 
 CASES = [
-    (width, options)
-    for width in (2, 4, 16)
-    for options in (
-        {},
-        {"early_stopping": True},
-        {"early_stopping": "never"},
-        {"length_penalty": 2.0, "early_stopping": "never"},
-        {"length_penalty": -1.0},
-        {"length_penalty": 0.0, "early_stopping": True},
-    )
+    (2, {}),
+    (2, {"early_stopping": "never"}),
+    (2, {"length_penalty": -1.0}),
+    (4, {}),
+    (4, {"early_stopping": True}),
+    (4, {"length_penalty": 2.0, "early_stopping": "never"}),
+    (16, {}),
+    (16, {"length_penalty": 0.0, "early_stopping": True}),
 ]
 
 
