@@ -22,6 +22,7 @@ from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
 from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal
+from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
 from kvrelay.tls import cluster_tls
@@ -273,13 +274,20 @@ class Dispatcher:
 
     # ---- sequences
 
-    def open(self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None) -> SequenceLife:
+    def open(
+        self,
+        request: SequenceRequest,
+        *,
+        force: Force = None,
+        explain: Explain | None = None,
+        slo: SloRecord | None = None,
+    ) -> SequenceLife:
         """Admit one sequence; `close` it in a `finally`. Raises Overloaded when too many run."""
         limit = self.settings.router.max_inflight
         if self.stats.running >= limit:
             self.stats.outcomes["overloaded"] += 1
             raise Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
-        return SequenceLife(self, request, force=force, explain=explain)
+        return SequenceLife(self, request, force=force, explain=explain, slo=slo)
 
     async def generate(
         self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -19,6 +19,7 @@ from kvrelay.serve.explain import Explain
 from kvrelay.serve.replies import PromptDetails, Usage
 from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
+from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.tokenizer import TextCodec
 from kvrelay.wire import KvHints, Sampling, SequenceRequest
 
@@ -50,6 +51,14 @@ class Job:
     force: Literal["local", "remote"] | None = None
     explain: Explain | None = None
     traceparent: str = ""
+    slo: SloRecord | None = None
+
+    def told(self) -> dict[str, Any] | None:
+        """What goes into the answer under `kvrelay`: what was asked to be explained, and an SLO that is not kept to."""
+        told = {} if self.explain is None else self.explain.report()
+        if self.slo is not None and (self.explain is not None or self.slo.must_be_told):
+            told["slo"] = self.slo.told()
+        return told or None
 
     @property
     def num_choices(self) -> int:
@@ -109,7 +118,8 @@ class _Choice:
         explain = job.explain if self._index == 0 else None
         if explain is not None:
             explain.submitted_s = self._owner.dispatcher.clock()
-        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain)
+        slo = job.slo if self._index == 0 else None  # the request is admitted as a whole, with its first sequence
+        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain, slo=slo)
 
     def close(self) -> None:
         self._gate.set()

@@ -6,6 +6,7 @@ Imports no HTTP and no sockets.
 
 import asyncio
 import logging
+import math
 from dataclasses import replace
 from typing import Any, Literal, Protocol
 
@@ -24,10 +25,12 @@ from kvrelay.errors import (
     WorkerLost,
 )
 from kvrelay.hashing import block_hashes
+from kvrelay.router.promises import SloVerdict
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain
+from kvrelay.serve.slo import SloRecord, SloUnreachable, slo_refusal
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import TokenOrder
 from kvrelay.serve.worker_link import WorkerLink
@@ -72,8 +75,10 @@ class SequenceLife:
         *,
         force: Literal["local", "remote"] | None,
         explain: Explain | None,
+        slo: SloRecord | None = None,
     ) -> None:
         self._carrier, self._request, self._force, self._explain = carrier, request, force, explain
+        self._slo = slo
         self._order = TokenOrder(request.request_id, request.sampling.max_tokens)
         self._attempt: Attempt | None = None
         self._attempts_made = self._faults = self._refusals = self._transfer_faults = 0
@@ -105,7 +110,7 @@ class SequenceLife:
                     return None
                 await self._advance()
         except KvrelayError as error:
-            self.close("overloaded" if isinstance(error, Overloaded) else "error")
+            self.close(_outcome_of(error))
             raise
 
     def close(self, outcome: str) -> None:
@@ -114,6 +119,8 @@ class SequenceLife:
             return
         self._outcome = outcome
         self._deadline.cancel()
+        if outcome in ("stop", "length"):
+            self._learn()
         self._end_attempt("client" if outcome == "client" else outcome)
         stats, now_s, num_tokens = self._carrier.stats, self._carrier.clock(), len(self._order.tokens)
         if self._spans is not None:
@@ -123,6 +130,18 @@ class SequenceLife:
         stats.total_s.observe(now_s - self._started_s)
         if num_tokens > 1 and outcome in ("stop", "length"):
             stats.tpot_s.observe((self._last_s - self._first_s) / (num_tokens - 1))
+
+    def _learn(self) -> None:
+        """What it saw, for the forecast and for its own promise. Not of a sequence that moved: its gaps are not one worker's."""
+        now_s, num_tokens = self._carrier.clock(), len(self._order.tokens)
+        tpot_s = (self._last_s - self._first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        if self._attempt is not None and self._attempts_made == 1:
+            self._carrier.router.on_finished(self._attempt.id, num_tokens, tpot_s, now_s)
+        verdict = self._slo.verdict if self._slo is not None else None
+        if verdict is not None and (target := verdict.target) is not None:
+            is_kept = self._first_s - self._started_s <= (target.ttft_s or math.inf)
+            is_kept &= tpot_s <= (target.tpot_s or math.inf)
+            self._carrier.stats.slo_outcomes[target.name, is_kept] += 1
 
     # ---- one step
 
@@ -163,6 +182,7 @@ class SequenceLife:
             self._spans.end("route", **_routed(decision, self._last_failure))
         if isinstance(decision, Refusal):
             raise self._refused_by_router(decision)
+        self._note_verdict(decision.verdict)
         attempt = Attempt(request, decision)
         self._carrier.attach(attempt)
         self._carrier.stats.decisions[decision.path] += 1
@@ -170,6 +190,11 @@ class SequenceLife:
             self._explain.route_s += self._carrier.clock() - began_s
             self._explain.decisions.append(decision)
         return attempt
+
+    def _note_verdict(self, verdict: SloVerdict | None) -> None:
+        if self._slo is not None and verdict is not None:
+            self._slo.verdict = verdict
+            self._carrier.stats.slo_verdicts[verdict.wanted.name, verdict.kind] += 1
 
     def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
         remaining = request.sampling.max_tokens - request.num_output_tokens
@@ -181,6 +206,8 @@ class SequenceLife:
             needs_decode=remaining > 1,
             excluded=self._excluded,
             force=self._force or ("local" if self._transfer_faults > 1 else None),
+            companions=self._slo.num_sequences - 1 if self._slo is not None else 0,
+            slo=self._slo.ask if self._slo is not None and self._attempts_made == 1 else None,  # then it is let in
         )
         choice = self._carrier.route(query)
         may_try_again = isinstance(choice, Refusal) and self._excluded and not self._refusals
@@ -288,7 +315,9 @@ class SequenceLife:
 
     def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
         now_s = self._carrier.clock()
-        self._carrier.router.on_first_token(attempt.id, now_s)
+        self._carrier.router.on_first_token(
+            attempt.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0
+        )
         self._carrier.stats.cached_prefix_tokens += output.cached_tokens or 0
         if self._explain is not None:
             self._explain.on_first_token(output, now_s)
@@ -359,7 +388,8 @@ class SequenceLife:
         self._carrier.stats.retries += 1
 
     def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
-        if refusal.reason not in ("misfit", "too_long", "full"):
+        self._note_verdict(refusal.verdict)
+        if refusal.reason not in ("misfit", "too_long", "full", "slo"):
             if self._refusals:
                 return Overloaded("the cluster is full", refusal.retry_after_s)
             if self._last_failure is not None:
@@ -369,6 +399,8 @@ class SequenceLife:
 
 def error_of_refusal(refusal: Refusal) -> KvrelayError:
     """What the client is told when the router has no worker for it."""
+    if refusal.reason == "slo":
+        return slo_refusal(refusal)
     if refusal.reason == "misfit":
         return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
     if refusal.reason == "too_long":
@@ -376,6 +408,13 @@ def error_of_refusal(refusal: Refusal) -> KvrelayError:
     if refusal.reason == "full":
         return Overloaded(refusal.message, refusal.retry_after_s)
     return Unavailable(refusal.message, refusal.retry_after_s)
+
+
+def _outcome_of(error: KvrelayError) -> str:
+    """As requests are counted."""
+    if isinstance(error, SloUnreachable):
+        return "slo"
+    return "overloaded" if isinstance(error, Overloaded) else "error"
 
 
 def _routed(decision: Decision | Refusal, failure: AttemptFailed | None) -> dict[str, Any]:
