@@ -5,37 +5,47 @@ Never imports torch, Ray, sockets, a clock or a random source: the caller passes
 
 from collections.abc import Sequence
 
-KEEP = 0.97  # of the old evidence at each observation: about thirty count
-HALF_LIFE_S = 60.0  # of evidence, when nothing is observed
-_PULL = 0.5  # observations' worth of weight that holds each coefficient near its prior
+KEEP = 0.97  # about thirty observations count
+HALF_LIFE_S = 600.0  # of evidence
+_PULL = 0.05  # observations' worth of weight that holds each coefficient near its prior
 
 
 class DurationFit:
     """Seconds as a sum of non-negative coefficients times features; least relative squares, newest first.
 
     `scales` are typical values of the features: they say how strongly a prior holds. `prior` may change between calls:
-    it is what the worker itself reports, and all there is before the first observation.
+    it is what the worker itself reports, and all there is before the first observation. `keep` is the share of the old
+    evidence that each observation leaves.
     """
 
-    __slots__ = ("_observed_at_s", "_products", "_scales", "_targets", "weight")
+    __slots__ = ("_keep", "_observed_at_s", "_products", "_scales", "_targets", "weight")
 
-    def __init__(self, scales: Sequence[float]) -> None:
+    def __init__(self, scales: Sequence[float], *, keep: float = KEEP) -> None:
         size = len(scales)
+        self._keep = keep
         self._scales = tuple(scales)
         self._products = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
         self._observed_at_s = 0.0
         self.weight = 0.0  # how many recent observations count
 
-    def observe(self, features: Sequence[float], seconds: float, now_s: float) -> None:
-        """Learn one duration, in seconds and above 0."""
+    def observe(self, features: Sequence[float], seconds: float, prior: Sequence[float], now_s: float) -> None:
+        """Learn one duration, in seconds and above 0.
+
+        Its error counts relative to what was expected, not to what came: a worker that gets slower would otherwise never be
+        believed, for its short durations of before would weigh more than all the long ones since.
+        """
         if not 0 < seconds < float("inf"):
             return
-        keep = KEEP * self._left(now_s)
-        scaled = [feature / seconds for feature in features]
+        keep = self._keep * self._left(now_s)
+        costs = self.coefficients(prior, now_s)
+        expected = sum(cost * feature for cost, feature in zip(costs, features, strict=True))
+        unit = max(expected, seconds / 1000)
+        scaled = [feature / unit for feature in features]
         for row, left in zip(self._products, scaled, strict=True):
             row[:] = [old * keep + left * right for old, right in zip(row, scaled, strict=True)]
-        self._targets = [old * keep + value for old, value in zip(self._targets, scaled, strict=True)]
+        share = seconds / unit
+        self._targets = [old * keep + share * value for old, value in zip(self._targets, scaled, strict=True)]
         self.weight = self.weight * keep + 1.0
         self._observed_at_s = now_s
 

@@ -23,7 +23,10 @@ from kvrelay.wire import LoadReport, Timings, WorkerInfo
 MIN_EVIDENCE = 3  # durations seen of a worker before it is said to be measured
 SILENT_S = 10.0  # without an outcome; then a prediction is too old to refuse for
 MIN_TPOT_TOKENS = 4  # outputs shorter than that say nothing about steps
-_TTFT_FLOOR_S, _TPOT_FLOOR_S = 0.05, 0.001
+_TTFT_FLOOR_S = 0.05
+_TPOT_SCALES = (0.02, 0.02)
+_AS_PREDICTED = (0.0, 1.0)
+_TPOT_KEEP = 0.99  # outcomes come late and vary: a hundred count
 _COMPUTE_SCALES = (1.0, 2000.0, 2000.0 * 4000.0)
 _STEP_SCALES = (1.0, 16.0, 16.0 * 2000.0)
 Features = tuple[float, float, float]
@@ -51,13 +54,13 @@ class _Worker:
     compute: DurationFit = field(default_factory=lambda: DurationFit(_COMPUTE_SCALES))
     step: DurationFit = field(default_factory=lambda: DurationFit(_STEP_SCALES))
     ttft_bias: Bias = field(default_factory=lambda: Bias(_TTFT_FLOOR_S))
-    tpot_bias: Bias = field(default_factory=lambda: Bias(_TPOT_FLOOR_S))
+    tpot: DurationFit = field(default_factory=lambda: DurationFit(_TPOT_SCALES, keep=_TPOT_KEEP))
     num_prefills: int = 0  # durations seen
     num_steps: int = 0
     rate: float = 0.0  # tokens/s, as it reports
     step_s: float = 0.0  # the like
     freed_at_s: float = 0.0  # when it last ended a prompt
-    learned_at_s: float = float("-inf")  # from an outcome
+    learned_at_s: float = float("-inf")
     queue: dict[str, _Open] = field(default_factory=dict)  # no first token yet; in order
     running: dict[str, _Open] = field(default_factory=dict)  # decode here, or will
 
@@ -65,10 +68,27 @@ class _Worker:
         """Whether nothing was learned of it lately, and nothing that is on its way there will teach anything."""
         return not (self.queue or self.running) and now_s - self.learned_at_s >= SILENT_S
 
+    def learn_prefill(self, features: Features, seconds: float, now_s: float) -> None:
+        self.compute.observe(features, seconds, self._prefill_prior, now_s)
+        self.num_prefills += 1
+
+    def learn_step(self, features: Features, seconds: float, now_s: float) -> None:
+        self.step.observe(features, seconds, (self.step_s, 0.0, 0.0), now_s)
+        self.num_steps += 1
+        self.learned_at_s = now_s
+
+    @property
+    def _prefill_prior(self) -> Features:
+        return 0.0, 1.0 / self.rate if self.rate else 0.0, 0.0
+
     def prefill_costs(self, now_s: float) -> tuple[float, ...]:
         """Seconds for each of the features of a prompt."""
-        prior = (0.0, 1.0 / self.rate if self.rate else 0.0, 0.0)
-        return self.compute.coefficients(prior, now_s)
+        return self.compute.coefficients(self._prefill_prior, now_s)
+
+    def tpot_s(self, raw_s: float, now_s: float) -> float:
+        """What sequences see of a step that takes `raw_s` as they join: part of it passes, for batches rise and fall."""
+        fixed_s, share = self.tpot.coefficients(_AS_PREDICTED, now_s)
+        return fixed_s + share * raw_s
 
     def step_costs(self, now_s: float) -> tuple[float, ...]:
         return self.step.coefficients((self.step_s, 0.0, 0.0), now_s)
@@ -118,8 +138,7 @@ class Forecast:
         if is_new and report.running:
             share = report.running / (report.running + report.receiving)
             tokens = report.used_blocks * worker.info.block_size * share
-            worker.step.observe((1.0, float(report.running), tokens), report.decode_step_s, now_s)
-            worker.num_steps += 1
+            worker.learn_step((1.0, float(report.running), tokens), report.decode_step_s, now_s)
 
     # ---- predicting
 
@@ -160,7 +179,7 @@ class Forecast:
         crowded = self._broken_promise(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
         is_known = target.num_steps >= MIN_EVIDENCE and request.max_tokens > 1
         return Prediction(
-            blank.ttft_s, target.tpot_bias.corrected(raw_tpot_s, now_s) if is_known else None, blank.ttft_factor,
+            blank.ttft_s, target.tpot_s(raw_tpot_s, now_s) if is_known else None, blank.ttft_factor,
             self.tpot_errors.quantile(self._confidence), blank.queue_s, features[1], crowded if is_known else None,
             blank.is_ttft_stale, target.is_silent(now_s), blank.raw_ttft_s, raw_tpot_s,
         )  # fmt: skip
@@ -209,8 +228,7 @@ class Forecast:
         tightest = min(promises, default=None)
         if tightest is None:
             return None
-        bias = worker.tpot_bias
-        return tightest if bias.corrected(without_s, now_s) <= tightest < bias.corrected(with_s, now_s) else None
+        return tightest if worker.tpot_s(without_s, now_s) <= tightest < worker.tpot_s(with_s, now_s) else None
 
     def clears_in(self, account: WorkerAccount, request: RouteRequest, tpot_s: float, now_s: float) -> float | None:
         """Seconds until a step of the decode worker would take at most `tpot_s`, if nobody else came; None: not in a minute."""
@@ -220,7 +238,7 @@ class Forecast:
         for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0):
             others = self._batch_at(worker, account, request.num_tokens, wait_s, now_s)
             raw_s = _dot(costs, (1.0, others[0] + 1, others[1] + request.num_tokens))
-            if worker.tpot_bias.corrected(raw_s, now_s) * factor <= tpot_s:
+            if worker.tpot_s(raw_s, now_s) * factor <= tpot_s:
                 return wait_s
         return None
 
@@ -255,8 +273,7 @@ class Forecast:
         worker.freed_at_s = worker.learned_at_s = now_s
         if timings is not None and timings.compute_s > 0:
             features = _prompt_features(item.request.num_tokens, cached_tokens)
-            worker.compute.observe(features, timings.compute_s, now_s)
-            worker.num_prefills += 1
+            worker.learn_prefill(features, timings.compute_s, now_s)
         observed_s = now_s - item.assigned_at_s
         if prediction.ttft_s is not None:
             self.ttft_errors.observe(prediction.ttft_s, observed_s)
@@ -271,7 +288,7 @@ class Forecast:
         if num_tokens < MIN_TPOT_TOKENS or item.prediction.tpot_s is None:
             return
         self.tpot_errors.observe(item.prediction.tpot_s, tpot_s)
-        item.decode.tpot_bias.observe(item.prediction.raw_tpot_s, tpot_s, now_s)
+        item.decode.tpot.observe((1.0, item.prediction.raw_tpot_s), tpot_s, _AS_PREDICTED, now_s)
         item.decode.learned_at_s = now_s
 
     def end(self, request_id: str) -> None:

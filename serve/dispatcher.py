@@ -21,7 +21,8 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
-from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal
+from kvrelay.serve.refusals import error_of_refusal
+from kvrelay.serve.sequence_life import SequenceLife
 from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink

@@ -16,13 +16,11 @@ from kvrelay import wire
 from kvrelay.config import Settings
 from kvrelay.errors import (
     ConnectionLost,
-    EngineFailed,
     InvalidRequest,
     KvrelayError,
     Overloaded,
     ProtocolError,
     RequestError,
-    WorkerLost,
 )
 from kvrelay.hashing import block_hashes
 from kvrelay.router.promises import SloVerdict
@@ -30,7 +28,8 @@ from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain
-from kvrelay.serve.slo import SloRecord, SloUnreachable, slo_refusal
+from kvrelay.serve.refusals import error_of_failure, error_of_refusal, outcome_of
+from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import TokenOrder
 from kvrelay.serve.worker_link import WorkerLink
@@ -40,15 +39,6 @@ logger = logging.getLogger(__name__)
 
 RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
 MAX_REFUSALS = 4
-
-
-class Unavailable(RequestError):
-    """No worker can serve now; one may soon. HTTP 503."""
-
-    def __init__(self, message: str, retry_after_s: float, code: str = "no_workers") -> None:
-        super(RequestError, self).__init__(message, retry_after_s, code)
-        self.message, self.param, self.status, self.code = message, None, 503, code
-        self.retry_after_s = retry_after_s
 
 
 class Carrier(Protocol):
@@ -110,7 +100,7 @@ class SequenceLife:
                     return None
                 await self._advance()
         except KvrelayError as error:
-            self.close(_outcome_of(error))
+            self.close(outcome_of(error))
             raise
 
     def close(self, outcome: str) -> None:
@@ -384,7 +374,7 @@ class SequenceLife:
         self._faults += 1
         self._transfer_faults += failure.code in ("transfer", "lease", "invalid")
         if not failure.retryable or self._faults > self._carrier.settings.router.retry_budget:
-            raise _error_of(failure)
+            raise error_of_failure(failure)
         self._carrier.stats.retries += 1
 
     def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
@@ -393,28 +383,8 @@ class SequenceLife:
             if self._refusals:
                 return Overloaded("the cluster is full", refusal.retry_after_s)
             if self._last_failure is not None:
-                return _error_of(self._last_failure)
+                return error_of_failure(self._last_failure)
         return error_of_refusal(refusal)
-
-
-def error_of_refusal(refusal: Refusal) -> KvrelayError:
-    """What the client is told when the router has no worker for it."""
-    if refusal.reason == "slo":
-        return slo_refusal(refusal)
-    if refusal.reason == "misfit":
-        return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
-    if refusal.reason == "too_long":
-        return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
-    if refusal.reason == "full":
-        return Overloaded(refusal.message, refusal.retry_after_s)
-    return Unavailable(refusal.message, refusal.retry_after_s)
-
-
-def _outcome_of(error: KvrelayError) -> str:
-    """As requests are counted."""
-    if isinstance(error, SloUnreachable):
-        return "slo"
-    return "overloaded" if isinstance(error, Overloaded) else "error"
 
 
 def _routed(decision: Decision | Refusal, failure: AttemptFailed | None) -> dict[str, Any]:
@@ -428,8 +398,3 @@ def _routed(decision: Decision | Refusal, failure: AttemptFailed | None) -> dict
         "cached_tokens": decision.cached_tokens_prefill,
         **{role: worker for role, worker in workers.items() if worker is not None},
     }  # fmt: skip
-
-
-def _error_of(failure: AttemptFailed) -> KvrelayError:
-    kind = WorkerLost if failure.code == "lost" else EngineFailed
-    return kind(failure.worker_id, failure.why)
