@@ -1,20 +1,15 @@
 """How long outputs get: the chance that a sequence with so many tokens goes on for so many more. Pure.
 
-Counts of finished outputs in buckets that grow by a quarter, old ones fading: bounded, whatever the load.
+Counts of finished outputs by length, old ones fading: bounded, whatever the load.
 """
 
 import math
 from itertools import accumulate
 
-_GROWTH = math.log(1.25)
-_NUM_BUCKETS = 64  # up to 1.25**64 tokens, 1.6 million
+_WIDTH, _NUM_BUCKETS = 32, 256  # tokens; outputs of 8,192 and more are one
 _KEEP = 0.995  # of the old counts at each finished output: about two hundred count
 PRIOR_TOKENS = 256  # mean output before there is any evidence
-_PRIOR_WEIGHT = 2.0
-
-
-def _bucket(num_tokens: int) -> int:
-    return min(max(0, round(math.log(max(num_tokens, 1)) / _GROWTH)), _NUM_BUCKETS - 1)
+_PRIOR = [2.0 * math.exp(-bucket * _WIDTH / PRIOR_TOKENS) for bucket in range(_NUM_BUCKETS + 1)]
 
 
 class OutputLengths:
@@ -24,26 +19,25 @@ class OutputLengths:
 
     def __init__(self) -> None:
         self._counts = [0.0] * _NUM_BUCKETS
+        self._longer = list(_PRIOR)  # weight of the outputs longer than so many buckets
         self.mean_tokens = float(PRIOR_TOKENS)
-        self._longer: list[float] | None = None
 
     def observe(self, num_tokens: int) -> None:
         self._counts = [count * _KEEP for count in self._counts]
-        self._counts[_bucket(num_tokens)] += 1.0
-        self.mean_tokens += (1 - _KEEP) * 4 * (num_tokens - self.mean_tokens)
-        self._longer = None
+        self._counts[min(num_tokens // _WIDTH, _NUM_BUCKETS - 1)] += 1.0
+        self.mean_tokens += 0.02 * (num_tokens - self.mean_tokens)
+        longer = [0.0, *accumulate(reversed(self._counts))]
+        longer.reverse()
+        self._longer = [seen + prior for seen, prior in zip(longer, _PRIOR, strict=True)]
 
     def survival(self, have_tokens: float, more_tokens: float) -> float:
         """The chance that an output with `have_tokens` is still not over `more_tokens` later; in 0..1."""
-        now, then = self._share_above(have_tokens), self._share_above(have_tokens + more_tokens)
-        return then / now if now > 0 else 0.0
+        return self._share_above(have_tokens + more_tokens) / self._share_above(have_tokens)
 
     def _share_above(self, tokens: float) -> float:
-        """Weight of the outputs longer than `tokens`: what was seen, with an exponential tail as the prior."""
-        if self._longer is None:
-            self._longer = [*reversed([*accumulate(reversed(self._counts))]), 0.0]
-        place = math.log(max(tokens, 1.0)) / _GROWTH + 0.5
-        low = min(int(place), _NUM_BUCKETS - 1)
-        share = min(place - low, 1.0)
-        seen = self._longer[low] * (1 - share) + self._longer[low + 1] * share
-        return seen + _PRIOR_WEIGHT * math.exp(-tokens / PRIOR_TOKENS)
+        place = tokens / _WIDTH
+        bucket = int(place)
+        if bucket >= _NUM_BUCKETS - 1:
+            return self._longer[_NUM_BUCKETS - 1]
+        low = self._longer[bucket]
+        return low + (self._longer[bucket + 1] - low) * (place - bucket)
