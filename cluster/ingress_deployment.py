@@ -83,6 +83,7 @@ class IngressReplica:
             self._settings.router,
             tokens_per_hash=self._settings.tokens_per_hash,
             max_waiting=self._settings.engine.max_waiting,
+            slo=self._settings.slo,
         )
         self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
         self._secret = terms.secret

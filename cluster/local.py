@@ -194,7 +194,12 @@ async def local_cluster(
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
-    router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, max_waiting=settings.engine.max_waiting)
+    router = Router(
+        settings.router,
+        tokens_per_hash=settings.tokens_per_hash,
+        max_waiting=settings.engine.max_waiting,
+        slo=settings.slo,
+    )
     cluster = LocalCluster(Dispatcher(router, secret, settings))
     try:
         if settings.cache.remote == CLUSTER:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from kvrelay.serve.sequence_life import Unavailable
+from kvrelay.serve.refusals import Unavailable
 from kvrelay.serve.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
 
 logger = logging.getLogger(__name__)

@@ -315,6 +315,65 @@ class RouterSettings(_Settings):
     retry_budget: int = Field(2, ge=0, description="times a request is tried again after a worker's fault")
 
 
+class SloClass(_Settings):
+    """A class of service that requests may name."""
+
+    ttft_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tpot_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    degrade_to: str | None = None
+
+
+class SloSettings(_Settings):
+    """What is promised to requests. While nothing is set here, every request is admitted and nothing is predicted."""
+
+    ttft_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="longest time to the first token that requests are admitted for, s: class `default`, of those that name none",
+    )
+    tpot_s: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="longest mean time per token after the first, s; the like"
+    )
+    classes: dict[str, SloClass] = Field(
+        {},
+        description="others by name, each with `ttft_s`, `tpot_s` (left out: as it comes) and `degrade_to`: the class that a "
+        "request is served under when this one cannot be met",
+    )
+    on_miss: Literal["refuse", "queue"] = Field(
+        "refuse",
+        description="a request whose SLO is out of reach: refuse (429 with Retry-After, before anything is computed) or queue "
+        "(served without a promise, and told so)",
+    )
+    confidence: float = Field(
+        0.7,
+        gt=0,
+        lt=1,
+        description="share of requests that must stay within what is predicted of them: more refuses earlier",
+    )
+
+    @model_validator(mode="after")
+    def _check_classes(self) -> Self:
+        if "default" in self.classes:
+            raise ValueError("slo.classes.default: the class `default` is slo.ttft_s and slo.tpot_s themselves")
+        for name in self.classes:
+            if not name or len(name) > 64 or not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"slo.classes: {name!r} is no name: letters, digits, - and _, up to 64")
+            chain = [name]
+            while (following := self.classes[chain[-1]].degrade_to) is not None:
+                if following not in self.classes:
+                    raise ValueError(f"slo.classes.{chain[-1]}.degrade_to: there is no class {following!r}")
+                if following in chain:
+                    raise ValueError(f"slo.classes.{name}.degrade_to: leads back to {following!r}")
+                chain.append(following)
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether times are predicted at all."""
+        return self.ttft_s is not None or self.tpot_s is not None or bool(self.classes)
+
+
 class ServeSettings(_Settings):
     """The OpenAI HTTP front."""
 
@@ -391,6 +450,7 @@ class Settings(_Settings):
     store: StoreSettings = StoreSettings()
     transfer: TransferSettings = TransferSettings()
     router: RouterSettings = RouterSettings()
+    slo: SloSettings = SloSettings()
     serve: ServeSettings = ServeSettings()
     cluster: ClusterSettings = ClusterSettings()
 
@@ -448,6 +508,8 @@ def _nearest(error: ValidationError) -> str:
     model: Any = Settings
     for part in path[:-1]:
         model = model.model_fields[part].annotation
+    if len(first["loc"]) > 2:  # inside a setting that is a mapping
+        return f"unknown key {'.'.join(map(str, first['loc']))}"
     near = difflib.get_close_matches(path[-1], model.model_fields, n=1, cutoff=0.4)
     hint = f"; did you mean {'.'.join([*path[:-1], near[0]])}?" if near else ""
     return f"unknown setting {'.'.join(path)}{hint}"

@@ -70,6 +70,15 @@ class WorkerAccount:
         shown = report.running + report.waiting + report.receiving
         self._foreign_sequences = max(0, shown - self.own_sequences)
 
+    @property
+    def foreign_tokens(self) -> int:
+        """Prompt tokens in its queue that other routers sent."""
+        return self._foreign_tokens
+
+    @property
+    def foreign_sequences(self) -> int:
+        return self._foreign_sequences
+
     def add(self, *, tokens: int = 0, prefills: int = 0, sequences: int = 0, blocks: int = 0) -> None:
         """Change our own share. Never below zero."""
         self.own_tokens += tokens

@@ -7,15 +7,17 @@ several threads. How many requests may be in flight at all (settings.max_infligh
 
 from dataclasses import replace
 
-from kvrelay.config import RouterSettings
+from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
 from kvrelay.router.cost import CostModel
+from kvrelay.router.forecast import Forecast
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.router.policy import MIN_RETRY_S, Context, Option, choose
 from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.router.slo import judge, why_refused
 from kvrelay.router.types import Decision, IndexState, LeftOut, Refusal, RouteRequest, WorkerView
 from kvrelay.types import Role
-from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, WorkerInfo
+from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 
 HASHES_PER_BLOCK = 16
 """A worker may announce so many hashes per block of its pool (lower tiers included) before it is DEGRADED."""
@@ -35,10 +37,12 @@ class Router:
         tokens_per_hash: int,
         max_waiting: int = 256,
         model: CostModel | None = None,
+        slo: SloSettings | None = None,
     ) -> None:
         """`tokens_per_hash` divides every worker's block size; requests bring one hash for so many tokens.
 
-        `max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit).
+        `max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit). `slo`: while it sets
+        anything, times are predicted and learned from; without, nothing is.
         """
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = model or CostModel()
@@ -48,6 +52,7 @@ class Router:
         self._prefill_rate = self._model.default_prefill_tokens_per_s
         self._prediction_error_s = 0.0
         self._misfits: Misfits = {}
+        self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
 
     @property
     def prediction_error_s(self) -> float:
@@ -64,6 +69,8 @@ class Router:
             self._index.mark_stale(info.worker_id)
             return
         self._accounts[info.worker_id] = WorkerAccount(info)
+        if self.forecast is not None:
+            self.forecast.worker_up(info)
         stride, rest = divmod(info.block_size, self._tokens_per_hash)
         assert not rest, f"blocks of {info.block_size} tokens have no hashes of every {self._tokens_per_hash}"
         self._index.add_worker(info.worker_id, max_blocks=HASHES_PER_BLOCK * info.num_blocks, stride=stride)
@@ -72,6 +79,8 @@ class Router:
         """Forget a worker; its requests stay counted nowhere, and their `on_end` changes nothing else."""
         self._accounts.pop(worker_id, None)
         self._index.remove_worker(worker_id)
+        if self.forecast is not None:
+            self.forecast.worker_down(worker_id)
 
     def apply_load(self, worker_id: str, report: LoadReport, now_s: float) -> None:
         """A worker's load; what comes after its death is ignored."""
@@ -79,6 +88,8 @@ class Router:
         if account is None:
             return
         account.apply_report(report, now_s)
+        if self.forecast is not None:
+            self.forecast.apply_load(worker_id, report, now_s)
         measured = account.load().prefill_tokens_per_s
         if measured:
             self._prefill_rate += _SMOOTHING * (measured - self._prefill_rate)
@@ -99,7 +110,7 @@ class Router:
 
     def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
         """Choose, and count the request from now on. An earlier attempt of the same id ends first."""
-        self._ledger.end(request.request_id)
+        self.on_end(request.request_id)
         options = self._options(request)
         prefills = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.PREFILL]
         decodes = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.DECODE]
@@ -118,18 +129,32 @@ class Router:
             if self._misfits:
                 left_out = tuple(LeftOut(*pair, why) for pair, why in self._misfits.items())
                 choice = replace(choice, left_out=left_out)
+            if self.forecast is not None:
+                choice = self._admit(self.forecast, request, choice, now_s)
+        if isinstance(choice, Decision):
             self._reserve(request, choice, now_s)
         return choice
 
-    def on_first_token(self, request_id: str, now_s: float) -> None:
-        """The prompt is computed: its tokens no longer queue anywhere. Idempotent."""
+    def on_first_token(
+        self, request_id: str, now_s: float, *, timings: Timings | None = None, cached_tokens: int = 0
+    ) -> None:
+        """The prompt is computed: its tokens no longer queue anywhere. Idempotent. `timings`: as the worker told them."""
         error_s = self._ledger.first_token(request_id, now_s)
+        if self.forecast is not None:
+            self.forecast.first_token(request_id, now_s, timings, cached_tokens)
         if error_s is not None:
             self._prediction_error_s += _SMOOTHING * (error_s - self._prediction_error_s)
+
+    def on_finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
+        """It ran to its own end, all on the workers of its decision: what it saw is learned from. `on_end` must follow."""
+        if self.forecast is not None:
+            self.forecast.finished(request_id, num_tokens, tpot_s, now_s)
 
     def on_end(self, request_id: str) -> None:
         """The request ended, however it did: nothing is counted for it any more. Idempotent."""
         self._ledger.end(request_id)
+        if self.forecast is not None:
+            self.forecast.end(request_id)
 
     def prefill_tokens_per_s(self, worker_id: str | None) -> float:
         """How fast a worker computes prompts, as it measured; the others' average until it has; 0: it is not here."""
@@ -154,6 +179,26 @@ class Router:
             Option(account.load(), matched.get(worker_id, 0) * size, coming.get(worker_id, 0) * size)
             for worker_id, account in self._accounts.items()
         ]
+
+    def _admit(
+        self, forecast: Forecast, request: RouteRequest, decision: Decision, now_s: float
+    ) -> Decision | Refusal:  # fmt: skip
+        """The decision with what is predicted of it, or the refusal of a request whose SLO that would miss."""
+        compute = self._accounts[decision.prefill or decision.decode or ""]
+        decode = self._accounts[decision.decode] if decision.decode is not None else None
+        prediction = forecast.predict(request, decision, compute, decode, now_s)
+        verdict = None
+        if request.slo is not None:
+            loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
+            clears_in_s = None
+            if decode is not None and loosest is not None and prediction.safe_tpot_s > loosest:
+                clears_in_s = forecast.clears_in(decode, request, loosest, now_s)
+            verdict = judge(request.slo, prediction, clears_in_s=clears_in_s)
+            if verdict.kind == "refused":
+                return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
+        promised = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
+        forecast.assign(request, decision, prediction, now_s, promised)
+        return replace(decision, forecast=prediction, verdict=verdict)
 
     def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
         compute = self._accounts[decision.prefill or decision.decode or ""]

@@ -7,8 +7,10 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
+from kvrelay.router.promises import Prediction, SloAsk, SloVerdict
+
 Path = Literal["disaggregated", "local", "prefill_only"]
-RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long", "misfit"]
+RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long", "misfit", "slo"]
 
 TERM_NAMES = (
     "prefill_compute",  # the uncached prompt tokens, at the computing worker's speed
@@ -50,6 +52,8 @@ class RouteRequest:
     needs_decode: bool = True
     excluded: frozenset[str] = frozenset()
     force: Literal["local", "remote"] | None = None
+    companions: int = 0  # sequences that come with it and will decode beside it
+    slo: SloAsk | None = None  # None: admitted whatever is predicted
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,8 @@ class Decision:
     terms: dict[str, float]
     candidates: tuple[CandidateScore, ...]
     left_out: tuple[LeftOut, ...] = ()
+    forecast: Prediction | None = None  # where SLOs are configured
+    verdict: SloVerdict | None = None  # for a request with an SLO
 
     @property
     def score(self) -> float:
@@ -107,6 +113,7 @@ class Refusal:
     reason: RefusalReason
     message: str
     retry_after_s: float
+    verdict: SloVerdict | None = None  # of reason "slo"
 
 
 @dataclass(frozen=True, slots=True)

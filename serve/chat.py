@@ -11,7 +11,6 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, chat_logprobs
 from kvrelay.serve.choices import beams_of, num_sampled
 from kvrelay.serve.errors_http import json_response
-from kvrelay.serve.explain import Explain
 from kvrelay.serve.front import (
     Front,
     StreamUsage,
@@ -40,6 +39,7 @@ from kvrelay.serve.replies import (
 from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, template_messages
 from kvrelay.serve.schemas import ChatBody
+from kvrelay.serve.slo import slo_of
 from kvrelay.serve.standing import standing_of
 from kvrelay.serve.tokenizer import encode_text
 from kvrelay.serve.traced import traceparent_of
@@ -66,6 +66,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         explain=explain,
         traceparent=traceparent_of(request),
         arrival=Arrival(arrived_s, front.dispatcher.clock()),
+        slo=slo_of(body.slo, front.settings.slo, body.n or 1),
     )
     generation = Generation(front.dispatcher, front.codec, job)
     reply = _ChatReply(front, body, generation)
@@ -124,10 +125,6 @@ class _ChatReply:
     def _logprobs(self, entries: list[TokenLogprob]) -> ChatLogprobs | None:
         return chat_logprobs(self._codec, entries, self._num_top) if self._wants_logprobs else None
 
-    @property
-    def _explain(self) -> Explain | None:
-        return self._generation.job.explain
-
     async def whole(self) -> Chat:
         """The complete answer."""
         count = self._generation.job.num_choices
@@ -156,7 +153,7 @@ class _ChatReply:
             model=self._model,
             choices=choices,
             usage=self._generation.usage(),
-            kvrelay=self._explain.report() if self._explain else UNSET,
+            kvrelay=self._generation.job.told() or UNSET,
         )
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
@@ -195,7 +192,8 @@ class _ChatReply:
 
     def _last_events(self) -> bytes:
         last = self._chunk([], self._generation.usage() if self._stream_usage.at_end else UNSET)
-        if self._explain is not None:
-            last.kvrelay = self._explain.report()
-        is_wanted = self._stream_usage.at_end or self._explain is not None
+        told = self._generation.job.told()
+        if told is not None:
+            last.kvrelay = told
+        is_wanted = self._stream_usage.at_end or told is not None
         return (encode_event(last) if is_wanted else b"") + DONE_EVENT

@@ -12,7 +12,6 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, completion_logprobs, echo_logprobs, joined
 from kvrelay.serve.choices import beams_of, num_sampled, ranked
 from kvrelay.serve.errors_http import json_response
-from kvrelay.serve.explain import Explain
 from kvrelay.serve.front import (
     Front,
     StreamUsage,
@@ -30,6 +29,7 @@ from kvrelay.serve.replies import DONE_EVENT, Completion, CompletionChoice, Comp
 from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import check_count, make_sampling, output_limit, prompts_of
 from kvrelay.serve.schemas import CompletionBody
+from kvrelay.serve.slo import slo_of
 from kvrelay.serve.standing import standing_of
 from kvrelay.serve.tokenizer import encode_text
 from kvrelay.serve.traced import traceparent_of
@@ -61,6 +61,7 @@ async def completions(front: Front, request: Request) -> Response:
         explain=explain,
         traceparent=traceparent_of(request),
         arrival=Arrival(arrived_s, front.dispatcher.clock()),
+        slo=slo_of(body.slo, front.settings.slo, len(given) * (body.n or 1)),
     )
     reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
     headers = request_id_header(request, job.request_id)
@@ -91,10 +92,6 @@ class _CompletionReply:
         self._num_top = body.logprobs
         self._num_kept = body.n or 1
         self._stream_usage = StreamUsage(body)
-
-    @property
-    def _explain(self) -> Explain | None:
-        return self._generation.job.explain
 
     def _with_echo(self, index: int, piece: Piece) -> str:
         """A piece's text, the prompt before it when it is the first and `echo` was asked for."""
@@ -148,8 +145,8 @@ class _CompletionReply:
             ]
         )
         reply.usage = self._generation.usage()
-        if self._explain is not None:
-            reply.kvrelay = self._explain.report()
+        if (told := self._generation.job.told()) is not None:
+            reply.kvrelay = told
         return reply
 
     def _event(self, index: int, piece: Piece) -> bytes:
@@ -181,7 +178,8 @@ class _CompletionReply:
     def _last_events(self) -> bytes:
         last = self._reply([])
         last.usage = self._generation.usage() if self._stream_usage.at_end else UNSET
-        if self._explain is not None:
-            last.kvrelay = self._explain.report()
-        is_wanted = self._stream_usage.at_end or self._explain is not None
+        told = self._generation.job.told()
+        if told is not None:
+            last.kvrelay = told
+        is_wanted = self._stream_usage.at_end or told is not None
         return (encode_event(last) if is_wanted else b"") + DONE_EVENT

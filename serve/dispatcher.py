@@ -21,8 +21,10 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
+from kvrelay.serve.refusals import error_of_refusal
 from kvrelay.serve.request_log import Arrival, RequestLog
-from kvrelay.serve.sequence_life import SequenceLife, error_of_refusal, num_sequences
+from kvrelay.serve.sequence_life import SequenceLife, num_sequences
+from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.worker_link import Member, WorkerLink
 from kvrelay.tls import cluster_tls
@@ -285,6 +287,7 @@ class Dispatcher:
         force: Force = None,
         explain: Explain | None = None,
         arrival: Arrival | None = None,
+        slo: SloRecord | None = None,
     ) -> SequenceLife:
         """Admit one sequence, or a group; `close` it in a `finally`. Raises Overloaded when too many run."""
         limit = self.settings.router.max_inflight
@@ -293,7 +296,7 @@ class Dispatcher:
             error = Overloaded(f"{limit} sequences are in flight already", RETRY_AFTER_FULL_S)
             self.requests.refuse(request, error, "overloaded", self.clock(), arrival)
             raise error
-        return SequenceLife(self, request, force=force, explain=explain, arrival=arrival)
+        return SequenceLife(self, request, force=force, explain=explain, arrival=arrival, slo=slo)
 
     async def generate(
         self, request: SequenceRequest, *, force: Force = None, explain: Explain | None = None

@@ -3,6 +3,7 @@
 import logging
 import math
 
+from msgspec import UNSET
 from starlette.responses import Response
 
 from kvrelay.errors import KvrelayError, RequestError, WorkerError
@@ -21,6 +22,7 @@ def describe(error: Exception) -> tuple[int, ErrorReply, float | None]:
     """(status, body, Retry-After in seconds or None) of any error."""
     if isinstance(error, RequestError):
         body = ErrorBody(message=error.message, type=_type_of(error.status), param=error.param, code=error.code)
+        body.slo = getattr(error, "slo", UNSET)
         return error.status, ErrorReply(error=body), getattr(error, "retry_after_s", None)
     if isinstance(error, WorkerError):
         body = ErrorBody(message=str(error), type="server_error", code="worker_failed")

@@ -7,6 +7,7 @@ is `ingress`, the remainder.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from kvrelay.router.promises import Prediction
 from kvrelay.router.types import CandidateScore, Decision, Refusal
 from kvrelay.wire import TokenOutput, Transferred
 
@@ -85,10 +86,24 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     fields: dict[str, Any] = {"path": decision.path}
     fields |= {name: value for name in ("prefill", "decode") if (value := getattr(decision, name)) is not None}
     fields |= {"predicted_ttft_us": _us(decision.predicted_ttft_s), "score": decision.score, "terms": decision.terms}
+    if decision.forecast is not None:
+        fields["forecast"] = _forecast_fields(decision.forecast)
     fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
     if decision.left_out:
         fields["left_out"] = [asdict(pair) for pair in decision.left_out]
     return fields
+
+
+def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
+    """Null: not known yet. A margin is the factor that the times are multiplied by before they are held against an SLO."""
+    return {
+        "ttft_us": None if forecast.ttft_s is None else _us(forecast.ttft_s),
+        "tpot_us": None if forecast.tpot_s is None else _us(forecast.tpot_s),
+        "ttft_margin": forecast.ttft_factor,
+        "tpot_margin": forecast.tpot_factor,
+        "queue_us": _us(forecast.queue_s),
+        "batch": forecast.batch,
+    }
 
 
 def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -21,6 +21,7 @@ from kvrelay.serve.replies import PromptDetails, Usage
 from kvrelay.serve.request_log import Arrival
 from kvrelay.serve.sampling import seed_of_sample
 from kvrelay.serve.sequence_life import SequenceLife
+from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.standing import Standing
 from kvrelay.serve.tokenizer import TextCodec
 from kvrelay.wire import Beams, Group, KvHints, Sampling, SequenceRequest, TokenOutput
@@ -61,6 +62,14 @@ class Job:
     traceparent: str = ""
     beams: Beams | None = None  # then the samples are the results of one beam search
     arrival: Arrival | None = None
+    slo: SloRecord | None = None
+
+    def told(self) -> dict[str, Any] | None:
+        """What goes into the answer under `kvrelay`: what was asked to be explained, and an SLO that is not kept to."""
+        told = {} if self.explain is None else self.explain.report()
+        if self.slo is not None and (self.explain is not None or self.slo.must_be_told):
+            told["slo"] = self.slo.told()
+        return told or None
 
     @property
     def num_choices(self) -> int:
@@ -130,7 +139,10 @@ class _Stream:
         explain = job.explain if self._first == 0 else None
         if explain is not None:
             explain.submitted_s = self._owner.dispatcher.clock()
-        self._life = self._owner.dispatcher.open(request, force=job.force, explain=explain, arrival=job.arrival)
+        slo = job.slo if self._first == 0 else None  # the request is admitted as a whole, with its first sequence
+        self._life = self._owner.dispatcher.open(
+            request, force=job.force, explain=explain, arrival=job.arrival, slo=slo
+        )
 
     def _group(self, seeds: list[int]) -> Group | None:
         if self._owner.job.beams is not None:

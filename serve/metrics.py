@@ -1,12 +1,15 @@
 """/metrics: the ingress's own figures and the workers' load reports, made when Prometheus asks."""
 
 from collections.abc import Iterable
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from kvrelay import metrics
+from kvrelay.router.calibration import RATIO_BOUNDS
+from kvrelay.router.forecast import Forecast
 from kvrelay.serve.dispatcher import Dispatcher
 from kvrelay.serve.pairs import Pair, Verdict
 from kvrelay.serve.stats import Histogram, ServeStats
@@ -60,6 +63,22 @@ def _counted(stats: ServeStats, table: _Table) -> None:
         table.add(metrics.REQUESTS_TOTAL, "Sequences by how they ended.", {"outcome": outcome}, count)
     for path, count in stats.decisions.items():
         table.add(metrics.ROUTER_DECISIONS_TOTAL, "Routing decisions by path.", {"path": path}, count)
+    for (name, verdict), count in stats.slo_verdicts.items():
+        table.add(metrics.SLO_VERDICTS_TOTAL, "Requests with an SLO.", {"class": name, "verdict": verdict}, count)
+    for (name, is_kept), count in stats.slo_outcomes.items():
+        labels = {"class": name, "kept": "true" if is_kept else "false"}
+        table.add(metrics.SLO_OUTCOMES_TOTAL, "Finished requests by promised class.", labels, count)
+
+
+def _forecast(forecast: Forecast, table: _Table) -> Iterable[Metric]:
+    """How far predictions were from what was seen."""
+    ratios = HistogramMetricFamily(metrics.SLO_PREDICTION_RATIO, "Observed over predicted.", labels=["time"])
+    for time, errors in (("ttft", forecast.ttft_errors), ("tpot", forecast.tpot_errors)):
+        bounds = [*map(str, RATIO_BOUNDS), "+Inf"]
+        ratios.add_metric([time], list(zip(bounds, accumulate(errors.counts), strict=True)), errors.total)
+        what = "Mean of |observed - predicted| / observed over the last ones."
+        table.add(metrics.SLO_PREDICTION_ERROR_RATIO, what, {"time": time}, errors.mean_error())
+    yield ratios
 
 
 def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
@@ -204,6 +223,8 @@ class ServeCollector(Collector):
         )
         table = _Table()
         _counted(self._dispatcher.stats, table)
+        if self._dispatcher.router.forecast is not None:
+            yield from _forecast(self._dispatcher.router.forecast, table)
         roles = {"prefill": 0, "decode": 0}
         for info, load in self._dispatcher.live_workers():
             _worker(info, load, table)

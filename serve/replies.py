@@ -165,6 +165,7 @@ class ErrorBody(_Reply, kw_only=True):
     type: str
     param: str | None = None
     code: str | int | None = None
+    slo: Any = UNSET
 
 
 class ErrorReply(_Reply, kw_only=True):

@@ -91,6 +91,17 @@ class KvFields(SessionBody):
     session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # whose hints the request inherits
 
 
+class SloFields(BaseModel):
+    """The field `slo`: what times a client wants, and what is to become of the request when they are out of reach."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    class_name: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(None, alias="class")
+    ttft_s: Annotated[Real, Field(gt=0)] | None = None  # these two: over those of the class
+    tpot_s: Annotated[Real, Field(gt=0)] | None = None
+    on_miss: Literal["refuse", "queue"] | None = None
+
+
 class Common(_Body):
     """What both bodies have in common."""
 
@@ -117,6 +128,7 @@ class Common(_Body):
     logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     kv: KvFields | None = None
+    slo: SloFields | None = None
     user: str | None = None
     priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # in line: lower is earlier
     deadline_s: Annotated[Real, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # for the first token

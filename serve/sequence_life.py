@@ -6,6 +6,7 @@ Imports no HTTP and no sockets.
 
 import asyncio
 import logging
+import math
 from dataclasses import replace
 from typing import Literal, Protocol
 
@@ -16,20 +17,21 @@ from kvrelay.config import Settings
 from kvrelay.errors import (
     ConnectionLost,
     DeadlinePassed,
-    EngineFailed,
     InvalidRequest,
     KvrelayError,
     Overloaded,
     ProtocolError,
     RequestError,
-    WorkerLost,
 )
 from kvrelay.hashing import block_hashes
+from kvrelay.router.promises import SloVerdict
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain, span_attributes
+from kvrelay.serve.refusals import error_of_failure, error_of_refusal, outcome_of
 from kvrelay.serve.request_log import Arrival, RequestLog
+from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import GroupOrder, TokenOrder
 from kvrelay.serve.worker_link import WorkerLink
@@ -41,15 +43,6 @@ RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
 MAX_REFUSALS = 4
 RETRY_AFTER_LATE_S = 1.0
 LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
-
-
-class Unavailable(RequestError):
-    """No worker can serve now; one may soon. HTTP 503."""
-
-    def __init__(self, message: str, retry_after_s: float, code: str = "no_workers") -> None:
-        super(RequestError, self).__init__(message, retry_after_s, code)
-        self.message, self.param, self.status, self.code = message, None, 503, code
-        self.retry_after_s = retry_after_s
 
 
 class Carrier(Protocol):
@@ -79,8 +72,10 @@ class SequenceLife:
         force: Literal["local", "remote"] | None,
         explain: Explain | None,
         arrival: Arrival | None = None,
+        slo: SloRecord | None = None,
     ) -> None:
         self._carrier, self._request, self._force, self._explain = carrier, request, force, explain
+        self._slo = slo
         limit, group = request.sampling.max_tokens, request.group
         self._group_order = None if group is None else GroupOrder(request.request_id, limit, group.num_choices)
         self._order: TokenOrder | GroupOrder = self._group_order or TokenOrder(request.request_id, limit)
@@ -119,7 +114,7 @@ class SequenceLife:
                 await self._advance()
         except KvrelayError as error:
             self._carrier.requests.failed(self._record, error)
-            self.close(_outcome_of(error))
+            self.close(outcome_of(error))
             raise
 
     def end_choice(self, choice: int) -> None:
@@ -135,6 +130,8 @@ class SequenceLife:
             return
         self._outcome = outcome
         self._deadline.cancel()
+        if outcome in ("stop", "length"):
+            self._learn()
         self._end_attempt("client" if outcome == "client" else outcome)
         stats, now_s = self._carrier.stats, self._carrier.clock()
         num_tokens = len(self._order.tokens) if self._group_order is None else 0  # choices come side by side: no TPOT
@@ -146,6 +143,19 @@ class SequenceLife:
         stats.total_s.observe(now_s - self._started_s)
         if num_tokens > 1 and outcome in ("stop", "length"):
             stats.tpot_s.observe((self._last_s - self._first_s) / (num_tokens - 1))
+
+    def _learn(self) -> None:
+        """What it saw, for the forecast and for its own promise. Not of a sequence that moved: its gaps are not one worker's."""
+        now_s = self._carrier.clock()
+        num_tokens = len(self._order.tokens) if self._group_order is None else 0  # choices come side by side
+        tpot_s = (self._last_s - self._first_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        if self._attempt is not None and self._attempts_made == 1 and num_tokens:
+            self._carrier.router.on_finished(self._attempt.id, num_tokens, tpot_s, now_s)
+        verdict = self._slo.verdict if self._slo is not None else None
+        if verdict is not None and (target := verdict.target) is not None:
+            is_kept = self._first_s - self._started_s <= (target.ttft_s or math.inf)
+            is_kept &= tpot_s <= (target.tpot_s or math.inf)
+            self._carrier.stats.slo_outcomes[target.name, is_kept] += 1
 
     # ---- one step
 
@@ -193,6 +203,7 @@ class SequenceLife:
             if decision.reason == "full" and self._hand_backs:
                 raise AttemptFailed("", "full", decision.message, retry_after_s=decision.retry_after_s)
             raise self._refused_by_router(decision)
+        self._note_verdict(decision.verdict)
         attempt = Attempt(request, decision)
         self._carrier.attach(attempt)
         self._carrier.stats.decisions[decision.path] += 1
@@ -201,6 +212,11 @@ class SequenceLife:
             self._explain.route_s += self._carrier.clock() - began_s
             self._explain.decisions.append(decision)
         return attempt
+
+    def _note_verdict(self, verdict: SloVerdict | None) -> None:
+        if self._slo is not None and verdict is not None:
+            self._slo.verdict = verdict
+            self._carrier.stats.slo_verdicts[verdict.wanted.name, verdict.kind] += 1
 
     def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
         remaining = request.sampling.max_tokens - request.num_output_tokens
@@ -214,6 +230,8 @@ class SequenceLife:
             needs_decode=remaining > 1,
             excluded=self._excluded,
             force=self._force or ("local" if self._transfer_faults > 1 else None),
+            companions=self._slo.num_sequences - 1 if self._slo is not None else 0,
+            slo=self._slo.ask if self._slo is not None and self._attempts_made == 1 else None,  # then it is let in
         )
         if self._last_failure is not None and self._last_failure.code == wire.PREEMPTED and query.force is None:
             choice = self._carrier.route(replace(query, force="remote"))
@@ -360,7 +378,9 @@ class SequenceLife:
 
     def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
         now_s = self._carrier.clock()
-        self._carrier.router.on_first_token(attempt.id, now_s)
+        self._carrier.router.on_first_token(
+            attempt.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0
+        )
         self._carrier.stats.cached_prefix_tokens += output.cached_tokens or 0
         self._record.first_token(output, now_s)
         if self._explain is not None:
@@ -440,41 +460,19 @@ class SequenceLife:
         self._faults += 1
         self._transfer_faults += failure.code in ("transfer", "lease", "invalid")
         if not failure.retryable or self._faults > self._carrier.settings.router.retry_budget:
-            raise _error_of(failure)
+            raise error_of_failure(failure)
         self._carrier.stats.retries += 1
 
     def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
-        if refusal.reason not in ("misfit", "too_long", "full"):
+        self._note_verdict(refusal.verdict)
+        if refusal.reason not in ("misfit", "too_long", "full", "slo"):
             if self._refusals:
                 return Overloaded("the cluster is full", refusal.retry_after_s)
             if self._last_failure is not None:
-                return _error_of(self._last_failure)
+                return error_of_failure(self._last_failure)
         return error_of_refusal(refusal)
-
-
-def _outcome_of(error: KvrelayError) -> str:
-    """How the sequence ended, for the metrics."""
-    if isinstance(error, DeadlinePassed):
-        return "deadline"
-    return "overloaded" if isinstance(error, Overloaded) else "error"
 
 
 def num_sequences(request: wire.SequenceRequest) -> int:
     """How many sequences of a worker's batch it will be."""
     return 1 if request.group is None else request.group.num_seats
-
-
-def error_of_refusal(refusal: Refusal) -> KvrelayError:
-    """What the client is told when the router has no worker for it."""
-    if refusal.reason == "misfit":
-        return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
-    if refusal.reason == "too_long":
-        return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
-    if refusal.reason == "full":
-        return Overloaded(refusal.message, refusal.retry_after_s)
-    return Unavailable(refusal.message, refusal.retry_after_s)
-
-
-def _error_of(failure: AttemptFailed) -> KvrelayError:
-    kind = WorkerLost if failure.code == "lost" else EngineFailed
-    return kind(failure.worker_id, failure.why)

@@ -48,6 +48,10 @@ class ServeStats:
     transfer_s: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS_S))
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences
     decisions: Counter[str] = field(default_factory=Counter)  # by path
+    slo_verdicts: Counter[tuple[str, str]] = field(default_factory=Counter)  # of requests, by class and verdict
+    slo_outcomes: Counter[tuple[str, bool]] = field(
+        default_factory=Counter
+    )  # by promised class, and whether it was kept
     running: int = 0
     retries: int = 0
     prompt_tokens: int = 0

@@ -30,7 +30,7 @@ class Cluster:
         self.prefill = [FakeWorker(f"p{i}", Role.PREFILL, script, **info) for i in range(prefill)]
         self.decode = [FakeWorker(f"d{i}", Role.DECODE, script, **info) for i in range(decode)]
         self.settings = settings
-        router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash)
+        router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, slo=settings.slo)
         self.dispatcher = Dispatcher(router, SECRET, settings)
         self.app = create_app(self.dispatcher, ByteCodec(), settings, ModelCard(MODEL, 512, 1700000000))
         self.client = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://test", timeout=30)
