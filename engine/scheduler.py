@@ -506,8 +506,8 @@ class Scheduler:
         if group is None or loser is group.leader or self._runs_alone(group):
             self.preempt_group((loser,))
             return [loser]
-        members = tuple(group.members)
-        if group.search is None and all(one.state is State.RUNNING for one in members):
+        members = tuple(one for one in group.members if one.state is State.RUNNING)
+        if group.search is None:
             sources: dict[int, int] = {copy.target: copy.source for copy in self._copies}
             way = self.preemptor.way_for(members, num_others=len(self.running) - len(members), tiers=self.tiers)
             if way is Way.SWAP and self.preemptor.swap_out(members, sources):

@@ -2,6 +2,7 @@
 
 import time
 
+import msgspec
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -11,7 +12,7 @@ from kvrelay.engine.tier_setup import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.types import FinishReason
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.wire import Group, Sampling, SequenceRequest
 
 VOCAB, BLOCK = 97, 8
 BLOCK_BYTES = BLOCK * 3 * 2 * 2 * 16 * 4
@@ -186,3 +187,40 @@ def test_an_abort_while_swapped_gives_the_host_memory_back(make):
         engine.scheduler.finish(engine.scheduler.sequences[name], FinishReason.ABORT)
     engine.check()
     assert (engine.load().swapped_bytes, engine.load().used_blocks) == (0, 0)
+
+
+def choices(engine: Engine, before_step=None) -> dict[tuple[str, int], list[int]]:
+    """Tokens by request and choice: of a single request that came first, and of a group of three that shares its prompt."""
+    engine.add(request("old", PROMPTS[0], temperature=0.0))
+    engine.add(msgspec.structs.replace(request("g", PROMPTS[1], temperature=1.0), group=Group(seeds=(5, 6, 7))))
+    found: dict[tuple[str, int], list[int]] = {}
+    while engine.scheduler.has_work:
+        if before_step is not None:
+            before_step()
+        for output in engine.step().outputs:
+            found.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
+        engine.check()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+def test_a_group_that_gives_way_comes_back_with_the_same_tokens(make, mode):
+    expected = choices(make(blocks=64))
+    engine = make(blocks=15, mode=mode)
+    assert choices(engine) == expected
+    assert set(ways(engine)) == {mode} and ways(engine)[mode] >= 3
+    assert (engine.load().used_blocks, engine.load().swapped_blocks) == (0, 0)
+    assert not engine.scheduler.groups.by_id
+
+
+def test_a_group_that_is_aborted_while_swapped_leaves_nothing(make):
+    engine, aborted = make(blocks=15, mode="swap"), []
+
+    def abort_once_swapped() -> None:
+        if engine.scheduler.swapped and not aborted:
+            assert engine.abort("g")
+            aborted.append(len(engine.scheduler.sequences))
+
+    tokens = choices(engine, abort_once_swapped)
+    assert aborted == [1] and len(tokens["old", 0]) == 24
+    assert (engine.load().used_blocks, engine.load().swapped_blocks, engine.scheduler.groups.by_id) == (0, 0, {})
