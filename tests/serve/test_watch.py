@@ -120,7 +120,10 @@ async def test_a_worker_that_is_down_has_a_line_and_no_figures(url):
 async def test_the_command_ends_cleanly(url, way):
     command = (sys.executable, "-m", "kvrelay.cluster.cli", "status", "--watch", "--json", "--url", url, "--api-key", KEY)  # fmt: skip
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, limit=1 << 20)
+    process = await asyncio.create_subprocess_exec(
+        *command, stdout=pipe, stderr=pipe, limit=1 << 20,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background were told to ignore it
+    )  # fmt: skip
     assert json.loads(await process.stdout.readline())["workers"]
     if way == "interrupt":
         process.send_signal(signal.SIGINT)
