@@ -104,9 +104,9 @@ async def test_rates_are_of_the_time_between_two_views(url):
 async def test_counters_that_it_knows_nothing_of_are_shown_by_name(url):
     view = await asyncio.to_thread(fetch, url, KEY)
     assert "also" not in printed(render(view), 200)
-    worker(view, "d0")["load"] |= {"dreams_swapped": 3, "dreams_by_kind": {"sweet": 2, "bad": 0}, "dreamt": 0}
+    worker(view, "d0")["load"] |= {"dreams_swapped": 3, "dreams_by_kind": {"sweet": 2, "sour": 0}, "dreamt": 0}
     assert "d0 dreams swapped 3, d0 dreams by kind sweet 2" in printed(render(view), 200)
-    assert "bad" not in printed(render(view), 200) and "dreamt" not in printed(render(view), 200)
+    assert "sour" not in printed(render(view), 200) and "dreamt" not in printed(render(view), 200)
 
 
 async def test_a_worker_that_is_down_has_a_line_and_no_figures(url):
