@@ -86,7 +86,7 @@ class Groups:
         assert leader is not None and leader.num_computed == group.request.num_prompt_tokens
         for member in members:
             member.blocks = leader.blocks[: leader.blocks_for(leader.num_computed)]
-            queues.pool.fork(member.blocks)
+            queues.pool.acquire(member.blocks)
             member.num_computed, member.num_hashed_blocks = leader.num_computed, leader.num_hashed_blocks
             member.has_begun, member.num_paid = True, leader.num_computed  # the leader has paid for the prompt
             member.num_charged = leader.num_computed
@@ -175,7 +175,7 @@ class Groups:
         child.num_computed, child.num_hashed_blocks = parent.num_computed, parent.num_hashed_blocks
         child.has_begun, child.num_paid, child.num_charged = True, parent.num_computed, parent.num_computed
         child.blocks = parent.blocks[: parent.blocks_for(parent.num_computed)]
-        self._queues.pool.fork(child.blocks)
+        self._queues.pool.acquire(child.blocks)
         self._enter(child)
         return child
 
