@@ -371,9 +371,7 @@ class Scheduler:
             if budget <= 0:
                 continue
             if seq.state is State.RUNNING and seq.num_uncomputed and self._has_room(seq, preempted):
-                take = min(seq.num_uncomputed, budget)
-                (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
-                budget -= take
+                budget -= self._plan(seq, budget, singles, chunks)
         if not preempted:
             budget = self._bring_back(budget, singles, chunks, preempted)
         if not preempted and not self.swapped:
@@ -426,14 +424,25 @@ class Scheduler:
             if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self._admitted(seq, self.waiting, self.reserving)
-            seq.move_to(State.RUNNING)
-            self.seat(seq)
-            has_own = self._own_next(seq, preempted)
-            assert has_own, "a block for the copy was left over"
-            take = min(seq.num_uncomputed, budget)
-            (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
-            budget -= take
+            budget -= self._join(seq, budget, singles, chunks, preempted)
         return budget
+
+    def _join(
+        self, seq: Sequence, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]
+    ) -> int:
+        """It has its blocks, and is in the batch from now on; returns the tokens that it takes of this step."""
+        seq.move_to(State.RUNNING)
+        self.seat(seq)
+        has_own = self._own_next(seq, preempted)
+        assert has_own, "a block for the copy was left over"
+        return self._plan(seq, budget, singles, chunks)
+
+    @staticmethod
+    def _plan(seq: Sequence, budget: int, singles: list[Scheduled], chunks: list[Scheduled]) -> int:
+        """Schedule as much of it as the budget allows; returns how many tokens."""
+        take = min(seq.num_uncomputed, budget)
+        (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
+        return take
 
     def _bring_back(
         self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]
@@ -452,13 +461,7 @@ class Scheduler:
             self.swapped.popleft()
             seq.blocks = blocks
             self.preemptor.bring_back(seq, len(hit))
-            seq.move_to(State.RUNNING)
-            self.seat(seq)
-            has_own = self._own_next(seq, preempted)
-            assert has_own, "it goes on in a block of its own"
-            take = min(seq.num_uncomputed, budget)
-            (singles if take == 1 else chunks).append(Scheduled(seq, seq.num_computed, take))
-            budget -= take
+            budget -= self._join(seq, budget, singles, chunks, preempted)
         return budget
 
     def _grow(self, seq: Sequence, preempted: list[Sequence]) -> bool:
@@ -507,15 +510,11 @@ class Scheduler:
             self.preempt_group((loser,))
             return [loser]
         members = tuple(one for one in group.members if one.state is State.RUNNING)
-        if group.search is None:
-            sources: dict[int, int] = {copy.target: copy.source for copy in self._copies}
-            way = self.preemptor.way_for(members, num_others=len(self.running) - len(members), tiers=self.tiers)
-            if way is Way.SWAP and self.preemptor.swap_out(members, sources):
-                return self._swapped_out(members)
+        if group.search is None and self._way_for(members) is Way.SWAP and self._swap_out(members):
+            return list(members)
         leader, gone = self.groups.gather(group)
         self.waiting.push(leader)
-        self.preemptor.num_by_way[Way.RECOMPUTE] += len(gone)
-        self.num_preemptions += len(gone)
+        self._count(Way.RECOMPUTE, len(gone))
         return gone
 
     def _runs_alone(self, group: Group) -> bool:
@@ -524,30 +523,35 @@ class Scheduler:
 
     def preempt_group(self, group: "tuple[Sequence, ...]") -> Way:
         """All or nothing: these running sequences give every block back, all of them in the way that costs the least."""
-        way = self.preemptor.way_for(group, num_others=len(self.running) - len(group), tiers=self.tiers)
-        sources: dict[int, int] = {copy.target: copy.source for copy in self._copies}
-        if way is Way.SWAP and not self.preemptor.swap_out(group, sources):
-            way = Way.RECOMPUTE
+        way = self._way_for(group)
         if way is Way.SWAP:
-            self._swapped_out(group)
-            return way
+            if self._swap_out(group):
+                return way
+            way = Way.RECOMPUTE
         for seq in group:
             if way is Way.HAND_BACK:
                 self.finish(seq, FinishReason.ABORT)
                 self.handed_back.append(seq)
             else:
                 self._take_out(seq, State.WAITING)
-        self.preemptor.num_by_way[way] += len(group)
-        self.num_preemptions += len(group)
+        self._count(way, len(group))
         return way
 
-    def _swapped_out(self, group: "tuple[Sequence, ...]") -> list[Sequence]:
-        """Their KV is on its way to host memory: off the batch with them."""
+    def _way_for(self, group: "tuple[Sequence, ...]") -> Way:
+        return self.preemptor.way_for(group, num_others=len(self.running) - len(group), tiers=self.tiers)
+
+    def _swap_out(self, group: "tuple[Sequence, ...]") -> bool:
+        """Save their KV and take them off the batch. False, and nothing changed: there is no room for it."""
+        if not self.preemptor.swap_out(group, {copy.target: copy.source for copy in self._copies}):
+            return False
         for seq in group:
             self._take_out(seq, State.SWAPPED)
-        self.preemptor.num_by_way[Way.SWAP] += len(group)
-        self.num_preemptions += len(group)
-        return list(group)
+        self._count(Way.SWAP, len(group))
+        return True
+
+    def _count(self, way: Way, num_sequences: int) -> None:
+        self.preemptor.num_by_way[way] += num_sequences
+        self.num_preemptions += num_sequences
 
     def _take_out(self, seq: Sequence, state: State) -> None:
         """Off the batch: its blocks go back; WAITING: what they held is lost."""
