@@ -455,7 +455,10 @@ class Engine:
 
     def _before_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
         """Waits until a layer's KV from below the pool is in place; None when none is on its way."""
-        loads = [item.seq.load for item in plan.work if item.seq.load is not None] if self._may_load else ()
+        if not self._may_load:
+            return None
+        last = self.model.spec.num_layers - 1
+        loads = [load for item in plan.work if (load := item.seq.load) is not None and not load.has_layer(last)]
         if not loads:
             return None
 

@@ -101,6 +101,15 @@ class Threads(Protocol):
     def close(self) -> None: ...
 
 
+def run(job: Job) -> object:
+    """Do it on this thread; returns its result, or the error, which was logged."""
+    try:
+        return job.work()
+    except Exception as error:  # a thread's edge: the job's owner is told
+        logger.exception("moving KV between tiers failed")
+        return error
+
+
 class IoThreads:
     """Some threads on one queue. `wake` is called from them whenever something has finished."""
 
@@ -153,12 +162,7 @@ class IoThreads:
 
     def _run(self) -> None:
         while (job := self._next()) is not None:
-            result: object
-            try:
-                result = job.work()
-            except Exception as error:  # a thread's edge: the job's owner is told
-                logger.exception("moving KV between tiers failed")
-                result = error
+            result = run(job)
             with self._changed:
                 self._queue.done(job)
                 self._finished.append((job, result))

@@ -45,6 +45,10 @@ class Load:
     def is_over(self) -> bool:
         return self._is_over
 
+    def has_layer(self, layer: int) -> bool:
+        """Whether it is in place already."""
+        return self._num_layers > layer
+
     def wait_verified(self) -> bool:
         """Whether the blocks come. False: some are corrupt, or the copy failed before it began."""
         with self._changed:

@@ -1,7 +1,7 @@
 """Host memory for the KV of pre-empted sequences: out of the pool at once, back into it while a step already computes.
 
 An area of its own beside the host tier: what is in that tier may be evicted, and a block that is not full has no name there.
-What is here stays until its sequence is back or has ended. Lives on the engine's thread; an I/O thread brings blocks back.
+What is here stays until its sequence is back or has ended. Lives on the engine's thread; many blocks an I/O thread brings back.
 Imports no torch.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Threads, Urgency
+from kvrelay.kvcache.jobs import IoThreads, Job, JobQueue, Threads, Urgency, run
 from kvrelay.kvcache.loads import Load
 from kvrelay.types import BlockHash, BlockId
 
@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 _BLEND = 0.3  # weight of the newest copy in the speeds
 _MAX_JOBS = 1024
 _PROBE_BLOCKS = 16
+_AT_ONCE_S = (
+    0.004  # a load this short is done at once: handing it to a thread and a step that waits for layers cost 8 ms
+)
 _NAMELESS = BlockHash(b"")
 
 
@@ -183,7 +186,9 @@ class SwapArea:
 
         num_bytes = len(slots) * slab.block_bytes
         job = Job(Urgency.LOAD, num_bytes, work, lambda result: self._loaded(load, swapped, result))
-        if not self._io.put(job):  # the worker is shutting down
+        if num_bytes <= _AT_ONCE_S * self.load_bytes_per_s:
+            job.then(run(job))
+        elif not self._io.put(job):  # the worker is shutting down
             self._loaded(load, swapped, None)
         return load
 

@@ -11,6 +11,7 @@ from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.tier_setup import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache import swap
 from kvrelay.types import FinishReason
 from kvrelay.wire import Group, Sampling, SequenceRequest
 
@@ -98,8 +99,11 @@ def ways(engine: Engine) -> dict[str, int]:
 
 @pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
 @pytest.mark.parametrize("caches", [True, False])
-@pytest.mark.parametrize("mode", ["swap", "recompute", "auto"])
-def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches):
+@pytest.mark.parametrize("mode", ["swap", "swap, by a thread", "recompute", "auto"])
+def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches, monkeypatch):
+    mode, _, is_long = mode.partition(",")
+    if is_long:
+        monkeypatch.setattr(swap, "_AT_ONCE_S", -1.0)
     undisturbed = make(blocks=64)
     expected = serve(undisturbed, **sampling)
     assert not ways(undisturbed)
@@ -121,8 +125,12 @@ def rot(engine: Engine) -> int:
     return len(slots)
 
 
+@pytest.mark.parametrize("at_once_s", [1.0, -1.0], ids=["at once", "by a thread"])
 @pytest.mark.parametrize("checks", ["full", "off"])
-def test_a_swapped_block_that_rots_is_found_and_computed_anew_but_with_checks_off_the_answer_changes(make, checks):
+def test_a_swapped_block_that_rots_is_found_and_computed_anew_but_with_checks_off_the_answer_changes(
+    make, checks, at_once_s, monkeypatch
+):
+    monkeypatch.setattr(swap, "_AT_ONCE_S", at_once_s)
     expected = serve(make(blocks=64), temperature=0.0)
     engine = make(blocks=13, mode="swap", checks=checks, caches=False)
     rotten: set[str] = set()
