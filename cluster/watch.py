@@ -21,6 +21,7 @@ from kvrelay.cluster.probe import auth_headers, request_json
 TIMEOUT_S = 10.0
 PERIOD_S = 1.0
 LIVE_SHOWN = 8  # requests
+TENANTS_SHOWN = 3  # of each worker
 QUEUES = ("waiting", "receiving", "running", "held", "swapped")
 _SHOWN = frozenset(
     [
@@ -51,6 +52,18 @@ _SHOWN = frozenset(
         "reserving",
         "fetching",
         "is_draining",
+        "preempted",
+        "swapped_blocks",
+        "swapped_bytes",
+        "swap_out_s",
+        "swap_in_s",
+        "waiting_by_priority",
+        "waiting_tenants",
+        "tenant_tokens",
+        "other_tenant_tokens",
+        "deadline_refusals",
+        "displaced",
+        "recomputed_tokens",
     ]
 ) | frozenset(QUEUES)
 """Of a load report, what has a place of its own, or none here; the rest is listed by name, whatever it is."""
@@ -215,20 +228,57 @@ def _events(workers: list[View], front: View) -> Table:
     """Counts since the start: what was pre-empted and what was refused, and why."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     loads = {worker["worker_id"]: worker["load"] for worker in workers if "load" in worker}
-    preempted = ", ".join(f"{name} {load['preemptions']}" for name, load in loads.items() if load["preemptions"])
+    preempted = [
+        f"{name} {load['preemptions']}" + (f" ({by})" if (by := _preempted(load)) else "")
+        for name, load in loads.items()
+        if load["preemptions"]
+    ]
     refused = [
         f"{name} {reason} {count}" for name, load in loads.items() for reason, count in load["kv_refused"].items()
     ]
     for title, told in (
         ("ended", _counts(front["outcomes"])),
-        ("pre-empted", preempted),
+        ("in line", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _in_line(load)))),
+        ("pre-empted", ", ".join(preempted)),
+        ("swapped out", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _swap(load)))),
+        ("by tenant", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _tenants(load)))),
         ("refused", _counts(front["refusals"])),
         ("transfers refused", ", ".join(refused)),
         ("also", ", ".join(f"{name} {told}" for name, load in loads.items() for told in _others(load))),
     ):
-        if told or title != "also":
+        if told or title in ("ended", "pre-empted", "refused", "transfers refused"):
             grid.add_row(Text(title, "dim"), told or "none")
     return grid
+
+
+def _preempted(load: View) -> str:
+    tokens = load.get("recomputed_tokens")
+    return _counts(load.get("preempted", {})) + (f"; {tokens} tokens recomputed" if tokens else "")
+
+
+def _in_line(load: View) -> str:
+    """By priority, the least is served first; and who was taken out of the line."""
+    classes = sorted(load.get("waiting_by_priority", {}).items(), key=lambda item: int(item[0]))
+    told = [f"priority {priority}: {count}" for priority, count in classes if count]
+    gone = {"too late": load.get("deadline_refusals", 0), "displaced": load.get("displaced", 0)}
+    return ", ".join(told + [f"{count} {why}" for why, count in gone.items() if count])
+
+
+def _swap(load: View) -> str:
+    if not load.get("swap_out_s"):
+        return ""
+    now = f"{load['swapped_blocks']} blocks now" if load["swapped_blocks"] else "nothing now"
+    return f"{now} ({_time(load['swap_out_s'])} out, {_time(load['swap_in_s'])} back)"
+
+
+def _tenants(load: View) -> str:
+    """Tokens computed for each, most first. A tenant is a digest."""
+    tenants = sorted(load.get("tenant_tokens", {}).items(), key=lambda item: -item[1])
+    if not any(name for name, _ in tenants):
+        return ""
+    others = sum(count for _, count in tenants[TENANTS_SHOWN:]) + load.get("other_tenant_tokens", 0)
+    told = [f"{name[:6] or 'none'} {count}" for name, count in tenants[:TENANTS_SHOWN] if count]
+    return ", ".join(told + [f"others {others}"] * bool(others))
 
 
 def _others(load: View) -> list[str]:

@@ -109,6 +109,20 @@ async def test_counters_that_it_knows_nothing_of_are_shown_by_name(url):
     assert "sour" not in printed(render(view), 200) and "dreamt" not in printed(render(view), 200)
 
 
+async def test_who_is_in_line_what_was_pre_empted_and_who_was_served_have_lines_of_their_own(url):
+    view = await asyncio.to_thread(fetch, url, KEY)
+    worker(view, "d0")["load"] |= {
+        "waiting_by_priority": {"3": 5, "-1": 2, "0": 0}, "deadline_refusals": 4, "preempted": {"swap": 70, "recompute": 1},
+        "recomputed_tokens": 99, "swap_out_s": 0.25, "swap_in_s": 0.5, "swapped_blocks": 18, "swapped_bytes": 1 << 20,
+        "tenant_tokens": {"": 10, "abcdef0123": 40, "b": 30, "c": 20, "d": 5}, "other_tenant_tokens": 7,
+    }  # fmt: skip
+    told = printed(render(view), 200)
+    assert "d0 priority -1: 2, priority 3: 5, 4 too late" in told
+    assert "d0 71 (swap 70, recompute 1; 99 tokens recomputed)" in told
+    assert "d0 18 blocks now (250ms out, 500ms back)" in told
+    assert "d0 abcdef 40, b 30, c 20, others 22" in told and "also" not in told
+
+
 async def test_a_worker_that_is_down_has_a_line_and_no_figures(url):
     view = await asyncio.to_thread(fetch, url, KEY)
     down = {"worker_id": "d0", "role": "decode", "health": "down"}
