@@ -6,7 +6,7 @@ Who is next in line says line.py; a step is filled up to the token budget, runni
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,8 +53,7 @@ class BlockCopy:
     target: BlockId
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """One step's work: single-token rows first, then chunks. Before them, the copies, in this order."""
 
     work: tuple[Scheduled, ...]
@@ -64,7 +63,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_single + sum(item.num_tokens for item in self.work[self.num_single :])
+        chunks = self.work[self.num_single :]
+        return self.num_single + (sum(item.num_tokens for item in chunks) if chunks else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -598,14 +598,14 @@ class Scheduler:
     def advance(self, *work: Scheduled) -> None:
         """The KV of this work is in its blocks now. A step's is told at once: its tenants then pay once each."""
         shares, size = self.shares, self.block_size
-        outputs: list[str] = []  # the tenant of each token that is one of output, as nearly all are
+        outputs: defaultdict[str, int] = defaultdict(int)  # single tokens of output, as nearly all are, by tenant
         for item in work:
             seq = item.seq
             paid, count = seq.num_charged, item.num_tokens
             computed = seq.num_computed = item.start + count
             if count == 1 and seq.num_given < computed == paid + 1:
                 seq.num_charged = computed
-                outputs.append(seq.request.tenant)
+                outputs[seq.request.tenant] += 1
             else:
                 shares.advance(seq)
                 shares.computed(seq.request.tenant, count)
@@ -613,7 +613,7 @@ class Scheduler:
                 self._name_full_blocks(seq)
             if not seq.is_pinned:
                 self._pin(seq)
-        shares.serve(Counter(outputs))
+        shares.serve(outputs)
 
     def _name_full_blocks(self, seq: Sequence) -> None:
         full = seq.num_computed // self.block_size
