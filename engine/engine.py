@@ -202,6 +202,7 @@ class Engine:
             block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
         )  # fmt: skip
         self._eos_ids = tuple(spec.eos_ids)
+        self._eos = frozenset(self._eos_ids)
         self._sampler = Sampler(backend, self._eos_ids)
         self.scheduler.groups.eos_ids = self._eos_ids
         self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
@@ -407,7 +408,8 @@ class Engine:
             self.scheduler.copied()
             result.is_stuck = not (plan.preempted or result.reservations or result.refused)
             return result
-        for item in plan.work:
+        others = [item for item in plan.work if not item.seq.plain_until]
+        for item in others:
             seq = item.seq
             seq.num_chunks += 1
             if seq.scheduled_s is None:
@@ -416,7 +418,8 @@ class Engine:
         self._copy_blocks(plan)
         hidden = self._runner.run(plan, self._on_layer(plan), self._before_layer(plan))
         self._settle_loads(plan)
-        self._collect_prompt_logprobs(plan, hidden)
+        if any(item.seq.request.sampling.prompt_logprobs is not None for item in others):
+            self._collect_prompt_logprobs(plan, hidden)
         self._sample(plan, hidden, result)
         result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
         self._speed.note_batch(len(plan.work), result.num_tokens)
@@ -503,36 +506,49 @@ class Engine:
         )
 
     def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
-        rows: list[int] = []
-        seqs: list[Sequence] = []
-        end = 0
-        for item in plan.work:
-            end += item.num_tokens
-            if item.samples:
-                rows.append(end - 1)
-                seqs.append(item.seq)
-            self.scheduler.advance(item)
+        rows, seqs = _sampling(plan)
+        self.scheduler.advance(*plan.work)
         if not rows:
             return
         logits = self._runner.logits(hidden, rows)
+        if self.scheduler.groups.by_id:
+            self._sample_groups(seqs, logits, result)
+        else:
+            tokens, logprobs = self._sampler.sample(logits, seqs)
+            self._append_all(seqs, tokens, logprobs, result.outputs)
+
+    def _sample_groups(self, seqs: list[Sequence], logits: Tensor, result: StepResult) -> None:
+        """Some of these sequences may be a group's."""
         draws = self._groups.rows_of(seqs)
         if len(draws) != len(seqs) or any(seq.group is not None for seq in seqs):
             drawn = logits[torch.tensor([row for row, _ in draws], dtype=torch.int64, device=logits.device)]
         else:
             drawn = logits
-        now_s = self._clock()
         if draws:
-            tokens, logprobs = self._sampler.sample(drawn, [seq for _, seq in draws])
-            now_s = self._clock()
-            result.outputs += [
-                self._append(seq, token, logprob, now_s)
-                for (_, seq), token, logprob in zip(draws, tokens, logprobs, strict=True)
-            ]
+            members = [seq for _, seq in draws]
+            tokens, logprobs = self._sampler.sample(drawn, members)
+            self._append_all(members, tokens, logprobs, result.outputs)
+        now_s = self._clock()
         leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
         for output in self._groups.advance_beams(seqs, logits):
             leader = next((seq for seq in leaders if seq.request_id == output.request_id), None)
             result.outputs.append(output if leader is None else self._with_first_token_facts(output, leader, now_s))
         self._groups.settle(leaders)
+
+    def _append_all(
+        self, seqs: list[Sequence], tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
+    ) -> None:
+        now_s, send = self._clock(), outputs.append
+        for seq, token, logprob in zip(seqs, tokens, logprobs, strict=True):
+            token_ids = seq.token_ids
+            count = len(token_ids)
+            if count < seq.plain_until and token not in seq.stop_ids:  # as nearly always
+                token_ids.append(token)
+                request = seq.request
+                position = count - request.num_prompt_tokens
+                send(TokenOutput(request_id=request.request_id, position=position, token_ids=[token]))
+            else:
+                send(self._append(seq, token, logprob, now_s))
 
     def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput:
         request, token_ids = seq.request, seq.token_ids
@@ -545,8 +561,8 @@ class Engine:
             self._end(seq, reason)
         elif seq.output_limit is not None and seq.num_output >= seq.max_output:
             self._end(seq, FinishReason.LENGTH)  # a prefill worker's one token: the stream goes on elsewhere
-        elif logprob is None and not is_first and seq.group is None:  # as nearly always
-            return TokenOutput(request_id=request.request_id, position=position, token_ids=[token])
+        elif seq.group is None and request.sampling.logprobs is None and seq.output_limit is None:
+            self._note_plain(seq)
         wanted = request.sampling.max_tokens > 0
         output = TokenOutput(
             request_id=seq.stream_id,
@@ -567,6 +583,12 @@ class Engine:
         return msgspec.structs.replace(
             output, cached_tokens=seq.num_cached, prompt_logprobs=seq.prompt_logprobs, timings=timings
         )
+
+    def _note_plain(self, seq: Sequence) -> None:
+        """What follows needs a closer look when it may be the end of the stream, and not before."""
+        params = seq.request.sampling
+        seq.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
+        seq.plain_until = min(seq.request.num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
 
     def _finish_reason(self, seq: Sequence) -> FinishReason | None:
         """Why the stream ends with its last token, or None. A prefill worker's own limit is no reason."""
@@ -711,6 +733,22 @@ class Engine:
                     hook(request_id, first, blocks, range(layer - layer % step, layer + 1))
 
         return on_layer
+
+
+def _sampling(plan: StepPlan) -> tuple[list[int], list[Sequence]]:
+    """(row of its last token among the step's, sequence) of all whose end the step reaches, as two lists."""
+    singles, chunks = plan.work[: plan.num_single], plan.work[plan.num_single :]
+    seqs = [item.seq for item in singles if item.start + 1 == len(item.seq.token_ids)]
+    rows = list(range(len(singles)))
+    if len(seqs) < len(singles):  # the budget ended in the middle of one
+        rows = [row for row, item in enumerate(singles) if item.samples]
+    end = len(singles)
+    for item in chunks:
+        end += item.num_tokens
+        if item.samples:
+            rows.append(end - 1)
+            seqs.append(item.seq)
+    return rows, seqs
 
 
 def versions() -> str:

@@ -175,6 +175,7 @@ class Groups:
         child.num_computed, child.num_hashed_blocks = parent.num_computed, parent.num_hashed_blocks
         child.has_begun, child.num_paid, child.num_charged = True, parent.num_computed, parent.num_computed
         child.blocks = parent.blocks[: parent.blocks_for(parent.num_computed)]
+        parent.own_until = 0
         self._queues.pool.acquire(child.blocks)
         self._enter(child)
         return child

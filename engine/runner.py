@@ -36,34 +36,38 @@ class Runner:
         self._block_size = block_size
         self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
         self._free_slots = list(range(max_running - 1, -1, -1))
-        self._slots: dict[int, tuple[int, int]] = {}  # id(sequence) -> (row, blocks written)
         self._graphs = _decode_graphs(model, backend, block_size=block_size, max_blocks=max_blocks)
 
     def forget(self, seq: Sequence) -> None:
         """Give back the sequence's row of the block table (it ended or was preempted)."""
-        entry = self._slots.pop(id(seq), None)
-        if entry is not None:
-            self._free_slots.append(entry[0])
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot, seq.num_tabled_blocks = -1, 0
 
-    def _row(self, seq: Sequence) -> int:
-        row, written = self._slots.get(id(seq), (-1, 0))
-        if row < 0:
-            row = self._free_slots.pop()
-        if written < len(seq.blocks):
-            self._tables[row, written : len(seq.blocks)] = seq.blocks[written:]
-        self._slots[id(seq)] = (row, len(seq.blocks))
-        return row
+    def _rows(self, work: Rows[Scheduled]) -> list[int]:
+        for item in work:
+            seq = item.seq
+            if seq.num_tabled_blocks != len(seq.blocks):
+                self._table(seq)
+        return [item.seq.slot for item in work]
+
+    def _table(self, seq: Sequence) -> None:
+        """Write the blocks that it has come by into its row, which it has from now on."""
+        if seq.slot < 0:
+            seq.slot = self._free_slots.pop()
+        written, seq.num_tabled_blocks = seq.num_tabled_blocks, len(seq.blocks)
+        self._tables[seq.slot, written : len(seq.blocks)] = seq.blocks[written:]
 
     def batch(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
         """Token ids [T] int64 and the attention metadata of a plan."""
         work = plan.work
-        rows = np.fromiter((self._row(item.seq) for item in work), dtype=np.int64, count=len(work))
-        lengths = np.fromiter((item.num_tokens for item in work), dtype=np.int32, count=len(work))
-        starts = np.fromiter((item.start for item in work), dtype=np.int32, count=len(work))
+        rows = np.array(self._rows(work), dtype=np.int64)
+        lengths = np.array([item.num_tokens for item in work], dtype=np.int32)
+        starts = np.array([item.start for item in work], dtype=np.int32)
         contexts = starts + lengths
         query_starts = np.zeros(len(work) + 1, dtype=np.int32)
         np.cumsum(lengths, out=query_starts[1:])
-        token_ids, positions = self._tokens(work, query_starts)
+        token_ids, positions = self._tokens(plan, query_starts)
         owner = np.repeat(rows, lengths)
         blocks = self._tables[owner, positions // self._block_size].astype(np.int64)
         slots = blocks * self._block_size + positions % self._block_size
@@ -80,14 +84,15 @@ class Runner:
         )
 
     @staticmethod
-    def _tokens(work: Rows[Scheduled], query_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _tokens(plan: StepPlan, query_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         token_ids = np.empty(int(query_starts[-1]), dtype=np.int64)
         positions = np.empty(int(query_starts[-1]), dtype=np.int64)
-        for index, item in enumerate(work):
-            begin, end = query_starts[index], query_starts[index + 1]
-            if item.num_tokens == 1:
-                token_ids[begin], positions[begin] = item.seq.token_ids[item.start], item.start
-                continue
+        end = plan.num_single
+        singles = plan.work[:end]
+        token_ids[:end] = [item.seq.token_ids[item.start] for item in singles]
+        positions[:end] = [item.start for item in singles]
+        for item in plan.work[end:]:
+            begin, end = end, end + item.num_tokens
             token_ids[begin:end] = item.seq.token_ids[item.start : item.start + item.num_tokens]
             positions[begin:end] = np.arange(item.start, item.start + item.num_tokens)
         return token_ids, positions

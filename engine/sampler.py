@@ -6,16 +6,19 @@ continued on any worker and a batch's other rows do not matter.
 
 import math
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.backend import Backend, SamplingBatch
-from kvrelay.wire import TokenLogprob
+from kvrelay.wire import Sampling, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_FEW = 16  # rows; for less of them numpy is slower than Python
 
 
 def uniform(seed: int, position: int) -> float:
@@ -26,44 +29,97 @@ def uniform(seed: int, position: int) -> float:
     return ((z ^ (z >> 31)) >> 11) / (1 << 53)
 
 
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`uniform` of many: seeds and positions [R] uint64, float64 out. Sums and products wrap."""
+    z = seeds + np.uint64(_GOLDEN) * (positions + np.uint64(1))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    drawn: np.ndarray = ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) / float(1 << 53)
+    return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What these requests ask for, which is the same in every step of a batch.
+
+    random, changed, told: rows that draw, whose logits may be changed first, and that want log-probabilities.
+    """
+
+    params: list[Sampling]
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: np.ndarray
+    random: list[int]
+    changed: list[int]
+    told: list[int]
+
+
+def _batch_of(params: list[Sampling]) -> _Batch:
+    return _Batch(
+        params=params,
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seeds=np.array([p.seed & _MASK64 for p in params if p.temperature > 0], dtype=np.uint64),
+        random=[row for row, p in enumerate(params) if p.temperature > 0],
+        changed=[row for row, p in enumerate(params) if _is_penalised(p) or p.min_tokens > 0],
+        told=[row for row, p in enumerate(params) if p.logprobs is not None],
+    )
+
+
+def _is_penalised(p: Sampling) -> bool:
+    has_penalty = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
+    return has_penalty or bool(p.logit_bias)
+
+
 class Sampler:
     """Draws one token for each of a step's finished rows."""
 
     def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
         self._backend, self._eos_ids = backend, eos_ids
+        self._last = _batch_of([])  # for the next step, which most often has the same rows
 
     def sample(self, logits: Tensor, seqs: Rows[Sequence]) -> tuple[list[int], list[TokenLogprob | None]]:
         """One token for each row of float32 logits [R, vocab], and its log-probabilities if asked for.
 
         Log-probabilities are those of the model, before penalties and temperature.
         """
-        raw = logits
-        for row, seq in enumerate(seqs):
-            if self._changes_logits(seq):
+        raw, batch = logits, self._batch(seqs)
+        for row in self._last.changed:
+            if self._changes_logits(seqs[row]):
                 if logits is raw:
                     logits = raw.clone()
-                self._adjust(logits[row], seq)
-        tokens = self._backend.sample(logits, self._batch(seqs)).tolist()
-        return tokens, self._logprobs(raw, seqs, tokens)
+                self._adjust(logits[row], seqs[row])
+        tokens = self._backend.sample(logits, batch).tolist()
+        return tokens, self._logprobs(raw, tokens)
 
     def _batch(self, seqs: Rows[Sequence]) -> SamplingBatch:
         params = [seq.request.sampling for seq in seqs]
-        draws = [uniform(p.seed, seq.num_output) for p, seq in zip(params, seqs, strict=True)]
-        return SamplingBatch(
-            temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
-            top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
-            top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
-            min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
-            uniform=torch.tensor(draws, dtype=torch.float64),
-        )
+        if params != self._last.params:  # the very same objects in most steps: quickly seen
+            self._last = _batch_of(params)
+        last = self._last
+        return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, self._draws(seqs))
+
+    def _draws(self, seqs: Rows[Sequence]) -> Tensor:
+        """Each row's random number; 0 for rows that draw none."""
+        last = self._last
+        draws = torch.zeros(len(seqs), dtype=torch.float64)
+        positions = [len(seqs[row].token_ids) - seqs[row].request.num_prompt_tokens for row in last.random]
+        if len(positions) < _FEW:
+            for row, position in zip(last.random, positions, strict=True):
+                draws[row] = uniform(last.params[row].seed, position)
+            return draws
+        draws.numpy()[last.random] = uniforms(last.seeds, np.array(positions, dtype=np.uint64))
+        return draws
 
     def _needs_mask(self, seq: Sequence) -> bool:
         return seq.num_output < seq.request.sampling.min_tokens
 
     def _changes_logits(self, seq: Sequence) -> bool:
-        p = seq.request.sampling
-        penalised = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-        return penalised or bool(p.logit_bias) or self._needs_mask(seq)
+        return _is_penalised(seq.request.sampling) or self._needs_mask(seq)
 
     def _adjust(self, row: Tensor, seq: Sequence) -> None:
         """Apply bias, penalties and the min_tokens mask to one row [vocab], in place."""
@@ -84,11 +140,11 @@ class Sampler:
             if banned:
                 row[torch.tensor(banned, device=row.device)] = -math.inf
 
-    def _logprobs(self, raw: Tensor, seqs: Rows[Sequence], tokens: list[int]) -> list[TokenLogprob | None]:
+    def _logprobs(self, raw: Tensor, tokens: list[int]) -> list[TokenLogprob | None]:
         result: list[TokenLogprob | None] = [None] * len(tokens)
-        rows = [row for row, seq in enumerate(seqs) if seq.request.sampling.logprobs is not None]
+        rows = self._last.told
         if rows:
-            counts = [seqs[row].request.sampling.logprobs or 0 for row in rows]
+            counts = [self._last.params[row].logprobs or 0 for row in rows]
             chosen = [tokens[row] for row in rows]
             for row, entry in zip(rows, token_logprobs(raw[rows], chosen, counts), strict=True):
                 result[row] = entry

@@ -6,7 +6,7 @@ Who is next in line says line.py; a step is filled up to the token budget, runni
 
 import math
 from array import array
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -53,8 +53,7 @@ class BlockCopy:
     target: BlockId
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True):
     """One step's work: single-token rows first, then chunks. Before them, the copies, in this order."""
 
     work: tuple[Scheduled, ...]
@@ -64,7 +63,8 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return self.num_single + sum(item.num_tokens for item in self.work[self.num_single :])
+        chunks = self.work[self.num_single :]
+        return self.num_single + (sum(item.num_tokens for item in chunks) if chunks else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,22 +387,28 @@ class Scheduler:
     def _schedule_decodes(self, budget: int, singles: list[Scheduled], preempted: list[Sequence]) -> list[Sequence]:
         """Schedule those that lack one token, as far as the budget goes; returns the others.
 
-        Runs for every sequence in every step: short of a block's end it calls one function.
+        Runs for every sequence in every step: short of a block's end it calls nothing.
         """
-        size, is_own, running = self.block_size, self.pool.is_own, State.RUNNING
+        running, work = State.RUNNING, Scheduled
         others: list[Sequence] = []
         for seq in self.running.copy():  # who gives way leaves it meanwhile
-            start, end = seq.num_computed, len(seq.token_ids)
-            if end - start != 1:
+            start = seq.num_computed
+            if len(seq.token_ids) - start != 1:
                 others.append(seq)
-            elif budget > 0 and seq.state is running:
-                blocks = seq.blocks
-                index, offset = divmod(start, size)
-                is_ready = index < len(blocks) and (not offset or is_own(blocks[index]))
-                if is_ready or self._has_room(seq, preempted):
-                    singles.append(Scheduled(seq, start, 1))
-                    budget -= 1
+            elif budget > 0 and seq.state is running and (start < seq.own_until or self._has_block(seq, preempted)):
+                singles.append(work(seq, start, 1))
+                budget -= 1
         return others
+
+    def _has_block(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+        """As `_has_room`; until that block is full the question need not be asked again.
+
+        Nobody comes to share a block that is not full but by a fork, and none is taken from who stays in the batch.
+        """
+        if not self._has_room(seq, preempted):
+            return False
+        seq.own_until = (seq.num_computed // self.block_size + 1) * self.block_size
+        return True
 
     def _has_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """Have blocks for every token of `seq`, the next one for itself. False if `seq` itself gave way for that."""
@@ -559,6 +565,7 @@ class Scheduler:
         self._leave_below(seq)
         self.pool.release(seq.blocks)
         seq.blocks = array("i")
+        seq.own_until = seq.plain_until = 0
         self.shares.give_back(seq)
         if state is State.WAITING:
             self._compute_anew(seq)
@@ -588,16 +595,25 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.gone(seq)
 
-    def advance(self, item: Scheduled) -> None:
-        """The KV of this work is in its blocks now."""
-        seq, count = item.seq, item.num_tokens
-        computed = seq.num_computed = seq.num_computed + count
-        self.shares.advance(seq)
-        self.shares.computed(seq.request.tenant, count)
-        if computed // self.block_size > seq.num_hashed_blocks:
-            self._name_full_blocks(seq)
-        if not seq.is_pinned:
-            self._pin(seq)
+    def advance(self, *work: Scheduled) -> None:
+        """The KV of this work is in its blocks now. A step's is told at once: its tenants then pay once each."""
+        shares, size = self.shares, self.block_size
+        outputs: defaultdict[str, int] = defaultdict(int)  # single tokens of output, as nearly all are, by tenant
+        for item in work:
+            seq = item.seq
+            paid, count = seq.num_charged, item.num_tokens
+            computed = seq.num_computed = item.start + count
+            if count == 1 and seq.num_given < computed == paid + 1:
+                seq.num_charged = computed
+                outputs[seq.request.tenant] += 1
+            else:
+                shares.advance(seq)
+                shares.computed(seq.request.tenant, count)
+            if computed // size > seq.num_hashed_blocks:
+                self._name_full_blocks(seq)
+            if not seq.is_pinned:
+                self._pin(seq)
+        shares.serve(outputs)
 
     def _name_full_blocks(self, seq: Sequence) -> None:
         full = seq.num_computed // self.block_size

@@ -35,7 +35,7 @@ _LEGAL = {
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request's token stream here. Owned and changed by the scheduler alone.
+    """A request's token stream here. Owned and changed by the scheduler, but for what is marked as the runner's or the engine's.
 
     `num_computed` tokens have their KV in `blocks`; the rest of `token_ids` is still to compute.
     """
@@ -61,6 +61,11 @@ class Sequence:
     scheduled_s: float | None = None
     num_chunks: int = 0
     slot: int = -1  # row in the runner's block table
+    num_tabled_blocks: int = 0  # the runner's: that are in that row
+    num_given: int = field(init=False)  # tokens that came with the request
+    own_until: int = 0  # up to this token, the block that is written next is known to be there, and nobody else's
+    plain_until: int = 0  # the engine's: with fewer tokens, what is not in `stop_ids` is just appended and sent
+    stop_ids: frozenset[int] = frozenset()  # the engine's, while `plain_until` says something
     has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
     standing: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
     num_passed: int = 0  # sequences that were begun while its prompt, which had begun, waited for its turn
@@ -76,6 +81,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
+        self.num_given = len(self.token_ids)
         self.is_pinned = self.request.hints.pin_s <= 0 or not self.request.hints.keep
         self.chain = HashChain(root_hash(self.request.salt), self.request.block_hashes)
         self._block_chain = self.chain if self.hash_step == self.block_size else HashChain(self.chain.root)

@@ -122,6 +122,12 @@ class Shares:
             self._charge(seq.request.tenant, self._price(seq, seq.num_charged, seq.num_computed))
             seq.num_charged = seq.num_computed
 
+    def serve(self, num_outputs: Mapping[str, int]) -> None:
+        """Pay for these output tokens, by tenant, which were computed and are noted in their sequences' `num_charged`."""
+        for tenant, count in num_outputs.items():
+            self._charge(tenant, self.rules.output_weight * count)
+            self.computed(tenant, count)
+
     def give_back(self, seq: Sequence) -> None:
         """It leaves the batch: what was paid ahead and not computed is to its tenant's credit."""
         seq.num_paid = max(seq.num_paid, min(seq.num_computed, seq.num_charged))
@@ -134,8 +140,7 @@ class Shares:
 
     def _price(self, seq: Sequence, start: int, end: int) -> float:
         """Of its tokens start .. end - 1. Output that came with the request, from another worker, counts as prompt."""
-        given = len(seq.request.token_ids)
-        num_given = max(0, min(end, given) - start)
+        num_given = max(0, min(end, seq.num_given) - start)
         return num_given + self.rules.output_weight * max(0, end - start - num_given)
 
     def _charge(self, tenant: str, price: float) -> None:

@@ -6,6 +6,7 @@ when the runs have grown past what netting could leave.
 
 import struct
 from dataclasses import dataclass
+from itertools import chain
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.types import BlockHash
@@ -48,7 +49,11 @@ class ChangeLog:
     def _net(self) -> None:
         for is_stored, run in self._runs:
             gained, lost = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
-            for (digest,) in _HASH.iter_unpack(run):
+            digests = list(chain.from_iterable(_HASH.iter_unpack(run)))
+            if not lost or lost.keys().isdisjoint(digests):  # as nearly always
+                gained.update(dict.fromkeys(digests))
+                continue
+            for digest in digests:
                 if digest in lost:  # it is again as it was when last told
                     del lost[digest]
                 else:

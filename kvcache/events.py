@@ -25,12 +25,23 @@ class EventLog:
         changes = list(below)
         if change is None and not changes:
             return None
+        if change is not None and not changes and not self._host:
+            return self._in_pool_alone(change)
         touched: dict[BlockHash, tuple[bool, bool]] = {}  # as it was: in the pool, in the host tier
         if change is not None:
             self._apply(self._pool, change, touched)
         for each in changes:
             self._apply(self._host, each, touched)
         return self._event(touched)
+
+    def _in_pool_alone(self, change: CacheChange) -> KvEvents | None:
+        """As below, when nothing is in the host tier. A change does not store what it removes."""
+        pool = self._pool
+        stored: list[bytes] = [digest for digest in change.stored if digest not in pool]
+        removed: list[bytes] = [digest for digest in change.removed if digest in pool]
+        pool.difference_update(change.removed)
+        pool.update(change.stored)
+        return self._numbered(stored, removed, [], [])
 
     def _apply(self, tier: set[BlockHash], change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
         for digest in (*change.stored, *change.removed):
@@ -55,6 +66,11 @@ class EventLog:
                 lowered.append(digest)
             elif is_in_pool and was_here and not was_in_pool:
                 raised.append(digest)
+        return self._numbered(stored, removed, lowered, raised)
+
+    def _numbered(
+        self, stored: list[bytes], removed: list[bytes], lowered: list[bytes], raised: list[bytes]
+    ) -> KvEvents | None:
         if not (stored or removed or lowered or raised):
             return None
         self._seq += 1

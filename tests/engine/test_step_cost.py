@@ -1,0 +1,150 @@
+"""The short ways of a step give the tokens, ends and figures of the long ones."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvrelay.engine.engine import Engine, EngineConfig, _sampling, load_engine
+from kvrelay.engine.sampler import Sampler, uniform, uniforms
+from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.select import select_backend
+from kvrelay.wire import Sampling, SequenceRequest
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=96, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.2,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("tiny-llama")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def backend():
+    return select_backend("cpu", "cpu", 1)
+
+
+@pytest.fixture
+def make(folder, backend):
+    def build() -> Engine:
+        config = EngineConfig(block_size=8, kv_memory_bytes=40 * 8 * 2 * 2 * 16 * 4, token_budget=24)
+        return load_engine(folder, backend, torch.float32, config)
+
+    return build
+
+
+def request(name: str, seed: int, length: int, **sampling) -> SequenceRequest:
+    prompt = torch.randint(3, VOCAB, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    options = {"max_tokens": 30, "seed": seed, **sampling}
+    return SequenceRequest(
+        request_id=name, token_ids=prompt, num_prompt_tokens=length, block_hashes=[], sampling=Sampling(**options)
+    )
+
+
+ASKED: list[dict[str, object]] = [
+    {"ignore_eos": True, "temperature": 0.0},
+    {"stop_token_ids": tuple(range(3, 40))},
+    {"stop_token_ids": tuple(range(3, 40)), "min_tokens": 11},
+    {"ignore_eos": True, "logprobs": 2},
+    {"ignore_eos": True, "prompt_logprobs": 1, "frequency_penalty": 0.5},
+    {"ignore_eos": True, "max_tokens": 200},  # to the longest sequence
+    {"ignore_eos": True, "max_tokens": 1},
+    {"ignore_eos": True, "temperature": 0.0, "max_tokens": 2},
+]
+
+
+def serve(engine: Engine) -> list[object]:
+    """All outputs of these requests, some of which are pre-empted on the way; without times."""
+    for number, sampling in enumerate(ASKED):
+        engine.add(request(str(number), number, 5 + 7 * number, **sampling))
+    told: list[object] = []
+    for step in range(400):
+        if step in (6, 15) and len(engine.scheduler.running) > 2:
+            engine.preempt((engine.scheduler.running[1],))
+        told += [_without_times(output) for output in engine.step().outputs]
+        engine.check()
+        if not engine.scheduler.has_work:
+            break
+    assert not engine.scheduler.sequences and len(engine._runner._free_slots) == engine.config.max_running
+    return told
+
+
+def _without_times(output) -> tuple[object, ...]:
+    num_chunks = output.timings.num_chunks if output.timings is not None else None
+    logprobs = [(one.token_id, one.logprob) for one in output.logprobs] if output.logprobs else []
+    return (
+        output.request_id, output.position, tuple(output.token_ids), output.finish_reason, output.stop_token,
+        output.cached_tokens, num_chunks, len(logprobs), len(output.prompt_logprobs),
+    )  # fmt: skip
+
+
+def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
+    closer_looks: list[str] = []
+    real = Engine._append
+    monkeypatch.setattr(Engine, "_append", lambda self, seq, *rest: closer_looks.append("") or real(self, seq, *rest))
+    short, num_short = serve(make()), len(closer_looks)
+    monkeypatch.setattr(Engine, "_note_plain", lambda self, seq: None)
+    assert serve(make()) == short
+    assert num_short < len(short) / 2, "the short way was not taken"
+    assert len(closer_looks) - num_short == len(short)
+
+
+def test_a_plain_stream_that_does_not_look_at_its_end_is_found_out(make, monkeypatch):
+    right = serve(make())
+    monkeypatch.setattr(Engine, "_note_plain", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
+    engine = make()
+    for number, sampling in enumerate(ASKED[:3]):
+        engine.add(request(str(number), number, 5 + 7 * number, **sampling))
+    wrong = [_without_times(output) for _ in range(60) for output in engine.step().outputs]
+    assert not any(told[3] for told in wrong) and any(told[3] for told in right)
+
+
+def test_many_random_numbers_at_once_are_those_one_by_one():
+    seeds = [0, 1, 7, (1 << 63) - 1, (1 << 64) - 1, 0x9E3779B97F4A7C15]
+    positions = [0, 1, 2, 1000, 1 << 31]
+    pairs = [(seed, position) for seed in seeds for position in positions]
+    many = uniforms(*(np.array(column, dtype=np.uint64) for column in zip(*pairs, strict=True)))
+    assert many.tolist() == [uniform(seed, position) for seed, position in pairs]
+
+
+def test_what_is_kept_of_a_batch_is_of_that_batch(backend):
+    def row(seed: int, num_output: int, **sampling) -> Sequence:
+        seq = Sequence(request(str(seed), seed, 4, **sampling), 8, seed)
+        seq.token_ids += [5] * num_output
+        return seq
+
+    few = [row(seed, seed, temperature=seed % 2) for seed in range(5)]
+    many = [row(seed, 3 * seed, temperature=0.7 if seed % 3 else 0.0, top_k=seed) for seed in range(40)]
+    sampler = Sampler(backend, ())
+    for seqs in (few, many, few, many[:20], many[::-1], few[:1]):
+        for seq in seqs:
+            seq.token_ids.append(9)
+        batch = sampler._batch(seqs)
+        params = [seq.request.sampling for seq in seqs]
+        assert batch.top_k.tolist() == [one.top_k for one in params]
+        assert batch.temperature.tolist() == pytest.approx([one.temperature for one in params])
+        drawn = [
+            uniform(one.seed, seq.num_output) if one.temperature else 0.0 for one, seq in zip(params, seqs, strict=True)
+        ]
+        assert batch.uniform.tolist() == drawn
+
+
+def test_a_single_token_in_the_middle_of_a_prompt_draws_nothing(make):
+    engine = make()
+    for name in "ab":
+        engine.add(request(name, 1, 4, ignore_eos=True))
+    engine.step()
+    engine.add(request("c", 3, 21, ignore_eos=True))
+    engine.add(request("d", 4, 10, ignore_eos=True))  # 24 tokens a step: 1 of it is left over
+    plan = engine.scheduler.schedule()
+    assert [(item.seq.request_id, item.num_tokens) for item in plan.work] == [("a", 1), ("b", 1), ("d", 1), ("c", 21)]
+    rows, seqs = _sampling(plan)
+    assert (rows, [seq.request_id for seq in seqs]) == ([0, 1, 23], ["a", "b", "c"])
