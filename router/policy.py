@@ -187,12 +187,15 @@ def _decoding(ctx: Context, option: Option) -> _Decoding:
 def _decode_parts(ctx: Context, option: Option) -> DecodeTerms:
     request = ctx.request
     grown = request.num_tokens + min(request.max_tokens, ctx.model.expected_output_tokens)
-    block_size = option.load.block_size
-    held = option.held_tokens // block_size
+    block_size, num_others = (
+        option.load.block_size,
+        request.width - 1,
+    )  # of a group: they share the prompt's full blocks
+    held, shared = option.held_tokens // block_size, request.num_tokens // block_size
     return decode_terms(
         option.load,
-        blocks_now=_blocks(request.num_tokens + 1, block_size) - held,
-        blocks_later=_blocks(grown, block_size) - held,
+        blocks_now=_blocks(request.num_tokens + 1, block_size) - held + num_others,
+        blocks_later=_blocks(grown, block_size) - held + num_others * (_blocks(grown, block_size) - shared),
         model=ctx.model,
     )
 

@@ -22,6 +22,7 @@ class Prediction:
     is_tpot_stale: bool = False  # the decode worker has
     raw_ttft_s: float = 0.0  # as the model has it, without the worker's bias
     raw_tpot_s: float = 0.0
+    own_sequences: int = 1  # of the batch, those that are its own or come with it
 
     @property
     def safe_ttft_s(self) -> float:

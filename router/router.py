@@ -150,6 +150,12 @@ class Router:
         if self.forecast is not None:
             self.forecast.finished(request_id, num_tokens, tpot_s, now_s)
 
+    def on_narrowed(self, request_id: str, width: int) -> None:
+        """Of a group only so many sequences go on: the others have ended, or nobody waits for them. Idempotent."""
+        self._ledger.narrow(request_id, width)
+        if self.forecast is not None:
+            self.forecast.narrow(request_id, width)
+
     def on_end(self, request_id: str) -> None:
         """The request ended, however it did: nothing is counted for it any more. Idempotent."""
         self._ledger.end(request_id)
@@ -212,9 +218,10 @@ class Router:
                 compute=compute,
                 compute_tokens=request.num_tokens - decision.cached_tokens_prefill,
                 decode=decode,
-                decode_blocks=-(-(request.num_tokens + 1) // size) - held if decode else 0,
+                decode_blocks=-(-(request.num_tokens + 1) // size) - held + request.width - 1 if decode else 0,
                 assigned_at_s=now_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
+                width=request.width,
             )
         )
 
@@ -226,7 +233,7 @@ class Router:
             epoch=account.info.epoch,
             index_state=self._index.state(worker_id),
             indexed_blocks=self._index.num_blocks(worker_id),
-            assigned_requests=account.own_sequences,
+            assigned_requests=account.own_requests,
             assigned_tokens=account.own_tokens,
             reported_at_s=account.reported_at_s,
             load=account.load(),

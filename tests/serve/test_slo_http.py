@@ -186,3 +186,23 @@ async def test_while_it_is_off_nothing_changes(make_cluster):
     assert await samples(cluster, "kvrelay_slo") == set()
     refused = await complete(cluster, {"slo": {"ttft_s": 1.0}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "slo")
+
+
+# ---- groups: as wide as they are
+
+
+@pytest.mark.parametrize(("fields", "width"), [
+    ({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5, "temperature": 1.0}, 5), ({"n": 2, "best_of": 4, "use_beam_search": True}, 4),
+])  # fmt: skip
+async def test_a_group_has_as_many_seats_as_it_has_sequences_until_they_end(make_cluster, fields, width):
+    cluster = await make_cluster()
+    decode = cluster.decode[0]
+    decode.pause_at = 2
+    asked = asyncio.create_task(complete(cluster, {"max_tokens": 8, **fields}))
+    await decode.paused.wait()
+    views = [view.load.sequences for view in cluster.dispatcher.router.workers() if view.role == "decode"]
+    assert sum(views) == width
+    decode.resume.set()
+    assert (await asked).status_code == 200
+    assert all(view.load.sequences == 0 for view in cluster.dispatcher.router.workers())
+    await cluster.all_released()
