@@ -46,6 +46,7 @@ class SloTarget:
     name: str
     ttft_s: float | None = None
     tpot_s: float | None = None
+    priority: int | None = None  # in the workers' lines, of who is served under it; None: as the request says
 
 
 @dataclass(frozen=True, slots=True)

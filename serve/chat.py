@@ -66,7 +66,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         explain=explain,
         traceparent=traceparent_of(request),
         arrival=Arrival(arrived_s, front.dispatcher.clock()),
-        slo=slo_of(body.slo, front.settings.slo, num_computed(body)),
+        slo=slo_of(body.slo, front.settings.slo, num_computed(body), own_priority=body.priority),
     )
     generation = Generation(front.dispatcher, front.codec, job)
     reply = _ChatReply(front, body, generation)

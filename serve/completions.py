@@ -61,7 +61,7 @@ async def completions(front: Front, request: Request) -> Response:
         explain=explain,
         traceparent=traceparent_of(request),
         arrival=Arrival(arrived_s, front.dispatcher.clock()),
-        slo=slo_of(body.slo, front.settings.slo, len(given) * num_computed(body)),
+        slo=slo_of(body.slo, front.settings.slo, len(given) * num_computed(body), own_priority=body.priority),
     )
     reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
     headers = request_id_header(request, job.request_id)

@@ -205,7 +205,7 @@ class SequenceLife:
                 raise AttemptFailed("", "full", decision.message, retry_after_s=decision.retry_after_s)
             raise self._refused_by_router(decision)
         self._note_verdict(decision.verdict)
-        attempt = Attempt(request, decision)
+        attempt = Attempt(self._in_class(request), decision)
         self._carrier.attach(attempt)
         self._carrier.stats.decisions[decision.path] += 1
         self._record.routed(decision, self._carrier.clock())
@@ -218,6 +218,11 @@ class SequenceLife:
         if self._slo is not None and verdict is not None:
             self._slo.verdict = verdict
             self._carrier.stats.slo_verdicts[verdict.wanted.name, verdict.kind] += 1
+
+    def _in_class(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
+        """In line as the class of service says under which it is let in."""
+        priority = self._slo.priority if self._slo is not None else None
+        return request if priority is None else msgspec.structs.replace(request, priority=priority)
 
     def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
         remaining = request.sampling.max_tokens - request.num_output_tokens
