@@ -255,16 +255,12 @@ class Forecast:
 
     # ---- learning
 
-    def assign(
-        self,
-        request: RouteRequest,
-        decision: Decision,
-        prediction: Prediction,
-        now_s: float,
-        promised_tpot_s: float | None = None,
-    ) -> None:
-        """It is on its way; `end` must follow. An earlier one of the same id ends."""
+    def assign(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
+        """It is on its way, as predicted and promised; `end` must follow. An earlier one of the same id ends."""
         self.end(request.request_id)
+        prediction, verdict = decision.forecast, decision.verdict
+        assert prediction is not None
+        promised_tpot_s = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
         compute = self._workers[decision.prefill or decision.decode or ""]
         decode = self._workers[decision.decode] if decision.decode is not None else None
         features = _prompt_features(request.num_tokens, decision.cached_tokens_prefill)

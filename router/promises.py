@@ -58,6 +58,17 @@ class SloAsk:
 
 
 @dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A way that was looked at and not taken, and what would have been missed there. Times without the margin."""
+
+    prefill: str | None
+    decode: str | None
+    missed: tuple[str, ...]
+    ttft_s: float | None
+    tpot_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class SloVerdict:
     """What was decided. `target` is the promise: None when there is none."""
 
@@ -68,3 +79,4 @@ class SloVerdict:
     missed: tuple[str, ...] = ()  # of the wanted: "ttft", "tpot", "others" (a promise to somebody else)
     retry_after_s: float = 0.0
     is_hopeless: bool = False  # idle workers would not meet it either
+    passed_over: tuple[PassedOver, ...] = ()  # other ways that were looked at

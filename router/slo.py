@@ -72,6 +72,8 @@ def told(verdict: SloVerdict) -> dict[str, object]:
         "batch": prediction.batch,
         "missed": list(verdict.missed),
     }
+    if verdict.passed_over:
+        fields["others_tried"] = len(verdict.passed_over)
     if verdict.target is not None and verdict.target is not verdict.wanted:
         fields["degraded_to"] = verdict.target.name
     return fields
