@@ -1,7 +1,10 @@
 """Which of the ways that the router ranked a request with an SLO takes: the cheapest that is predicted to keep to it.
 
-Pure: never imports torch, Ray, sockets, a clock or a random source. Looks at `MAX_TRIED` ways at most, cheapest first, and
-passes over those that would miss for the same reason as one before: the same queue, or the same batch.
+Pure: never imports torch, Ray, sockets, a clock or a random source. Rules:
+- The cheapest way decides who computes the prompt; other decode workers for it are tried, cheapest first, `MAX_TRIED` in all.
+  Other prefill workers are not: they are dearer to everybody, and beyond capacity each that is let in there costs
+  several others (bench/slo.py: goodput fell by 5 to 7 % on the conversation trace).
+- A batch for which one way misses is not tried again.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +32,7 @@ def choose_way(
     """
     tried: list[tuple[int, SloVerdict]] = []
     for index, way in enumerate(ways):
-        if any(_is_in_vain(way, ways[other], verdict.missed) for other, verdict in tried):
+        if _computes(way) != _computes(ways[0]) or way[1] in {ways[other][1] for other, _ in tried}:
             continue
         tried.append((index, judge(ask, predict(index), clears_in_s=None)))
         if tried[-1][1].kind == "admitted" or len(tried) == MAX_TRIED:
@@ -41,11 +44,8 @@ def choose_way(
     return chosen, replace(verdict, passed_over=others)
 
 
-def _is_in_vain(way: Pair, other: Pair, missed: tuple[str, ...]) -> bool:
-    """Whether `way` has the queue, or the batch, for which `other` misses."""
-    computes, other_computes = way[0] or way[1], other[0] or other[1]
-    has_queue = "ttft" in missed and computes == other_computes
-    return has_queue or (("tpot" in missed or "others" in missed) and way[1] == other[1])
+def _computes(way: Pair) -> str | None:
+    return way[0] or way[1]
 
 
 def _rank(ask: SloAsk, verdict: SloVerdict) -> tuple[int, float]:
