@@ -4,16 +4,20 @@ TRACE: a file in Mooncake's format, such as its conversation trace; without one,
 the verdicts are the product's; the workers are a model (bench/slo_workers.py), so that an hour takes seconds and a seed
 gives the same run. Capacity is the load at which goodput (requests within both SLOs, per second) is highest without
 admission, found first. Then, at `--overload` times that load: without admission, and with it. A refusal is false if the request
-would have met its SLOs: for every so many the run is forked, the request let in, and looked at.
+would have met its SLOs: for every so many the run is forked, the request let in, and looked at. Whether it could have been let
+in is another matter, for the next one, too, would have met them alone: the run is forked once more, all who would be refused in
+the next `--window-s` are let in, and what becomes of everybody who comes until a while after is held against the run as it is.
 """
 
 import argparse
+import json
 import math
 import os
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.slo_workers import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, Clock, DecodeModel, Job, PrefillModel, Speeds
@@ -26,6 +30,7 @@ from kvrelay.router.types import Refusal, RouteRequest
 from kvrelay.wire import Timings
 
 HOP_S = 0.001  # of a message
+AFTER_WINDOW_S = 60.0  # so long, those who come are still concerned by who was let in
 MAX_TOKENS = 4096  # what every client allows; the ingress does not know how long an output gets
 LOADS = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.5, 3.0)
 
@@ -43,6 +48,22 @@ class Spec:
     is_enforced: bool
     fork_every: int = 0  # of the refused; 0: none
     max_inflight: int = 512
+    window_s: float = 10.0
+
+
+@dataclass(slots=True)
+class Looked:
+    """What forked runs tell of refusals. Counts are requests."""
+
+    num: int = 0
+    num_false: int = 0
+    false_by_cause: Counter[str] = field(default_factory=Counter)
+    cause: Counter[str] = field(default_factory=Counter)
+    ratios: dict[str, list[float]] = field(default_factory=lambda: {"ttft": [], "tpot": []})  # observed over predicted
+    num_let_in: int = 0  # all who were refused in a window
+    num_let_in_kept: int = 0
+    kept_as_is: int = 0  # of those who came in the window or a while after
+    kept_let_in: int = 0
 
 
 class Run:
@@ -70,7 +91,9 @@ class Run:
             self.clock.at(job.arrival_s, lambda job=job: self._arrive(job))
         self._where: dict[int, DecodeModel] = {}
         self._inflight = self._num_refused = 0
-        self.false: list[bool] = []  # of the refusals that were looked at
+        self._lets_in_until_s = -1.0
+        self._let_in: list[Job] = []
+        self.looked = Looked()
 
     def _job(self, index: int, entry: TraceEntry) -> Job:
         hashes = tuple(number.to_bytes(16, "little") for number in entry.hash_ids[: entry.input_tokens // BLOCK_TOKENS])
@@ -93,9 +116,12 @@ class Run:
         ask = SloAsk((self.spec.slo,)) if self.spec.is_enforced and not is_forced else None
         query = RouteRequest(job.id, job.hashes, job.num_tokens, MAX_TOKENS, force="remote", slo=ask)
         choice = self.router.select_and_reserve(query, self.clock.now_s)
+        if isinstance(choice, Refusal) and choice.reason == "slo" and self.clock.now_s < self._lets_in_until_s:
+            self._let_in.append(job)
+            return self._arrive(job, is_forced=True)
         if isinstance(choice, Refusal):
             job.outcome = choice.reason
-            self._refused(job)
+            self._refused(job, choice)
             return
         self._inflight += 1
         assert choice.prefill is not None and choice.decode is not None
@@ -108,24 +134,71 @@ class Run:
             send, lambda: decode.reserve(job, lambda: prefill.submit(job), lambda: self._over(job, "full"))
         )  # fmt: skip
 
-    def _refused(self, job: Job) -> None:
+    def _refused(self, job: Job, refusal: Refusal) -> None:
         if job.outcome != "slo":
             return
         self._num_refused += 1
         if self.spec.fork_every and self._num_refused % self.spec.fork_every == 0:
-            self.false.append(self._would_have_met(job))
+            self._look_at(job, refusal)
 
-    def _would_have_met(self, job: Job) -> bool:
-        """In a copy of this process, from this moment on: let it in, and see."""
-        child = os.fork()
-        if child == 0:
-            self.spec = Spec(**{name: getattr(self.spec, name) for name in Spec.__slots__} | {"fork_every": 0})
+    def _look_at(self, job: Job, refusal: Refusal) -> None:
+        looked, verdict = self.looked, refusal.verdict
+        assert verdict is not None
+        kept, ttft_s, tpot_s = self._forked(lambda: self._alone(job))
+        cause = "+".join(verdict.missed)
+        looked.num += 1
+        looked.num_false += int(kept)
+        looked.cause[cause] += 1
+        looked.false_by_cause[cause] += int(kept)
+        for name, seen, told in (
+            ("ttft", ttft_s, verdict.prediction.ttft_s), ("tpot", tpot_s, verdict.prediction.tpot_s),
+        ):  # fmt: skip
+            if name in verdict.missed and told and seen > 0:
+                looked.ratios[name].append(seen / told)
+        until_s = self.clock.now_s + self.spec.window_s
+        _, _, as_is = self._forked(lambda: self._window(job, until_s, lets_in=False))
+        num, num_kept, let_in = self._forked(lambda: self._window(job, until_s, lets_in=True))
+        looked.num_let_in += int(num)
+        looked.num_let_in_kept += int(num_kept)
+        looked.kept_as_is += int(as_is)
+        looked.kept_let_in += int(let_in)
+
+    def _forked(self, what: Callable[[], tuple[float, float, float]]) -> tuple[float, float, float]:
+        """What it tells in a copy of this process, from this moment on."""
+        read_end, write_end = os.pipe()
+        if os.fork() == 0:
+            try:
+                self.spec = replace(self.spec, fork_every=0)
+                os.write(write_end, json.dumps(what()).encode())
+            finally:
+                os._exit(0)  # without an answer the other side fails
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as told:
+            one, two, three = json.loads(told.read())
+        os.wait()
+        return one, two, three
+
+    def _alone(self, job: Job) -> tuple[float, float, float]:
+        """(whether it meets its SLOs if it alone is let in, its TTFT, its TPOT)."""
+        job.outcome = "running"
+        self._arrive(job, is_forced=True)
+        while job.outcome == "running" and self.clock.step():
+            continue
+        return float(is_kept(job, self.spec.slo)), job.ttft_s, job.tpot_s
+
+    def _window(self, job: Job, until_s: float, *, lets_in: bool) -> tuple[float, float, float]:
+        """(refused in the window and let in, those of them that kept their SLOs, all that kept theirs of who came until a while after)."""
+        begin_s, end_s = self.clock.now_s, until_s + AFTER_WINDOW_S
+        if lets_in:
+            self._lets_in_until_s = until_s
+            self._let_in.append(job)
             job.outcome = "running"
             self._arrive(job, is_forced=True)
-            while job.outcome == "running" and self.clock.step():
-                continue
-            os._exit(int(is_kept(job, self.spec.slo)))
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        concerned = [one for one in self.jobs if begin_s <= one.arrival_s < end_s]
+        while any(one.outcome == "running" for one in concerned) and self.clock.step():
+            continue
+        kept = [one for one in concerned if is_kept(one, self.spec.slo)]
+        return len(self._let_in), sum(is_kept(one, self.spec.slo) for one in self._let_in), len(kept)
 
     def _first_token(self, job: Job, timings: Timings) -> None:
         job.first_s = self.clock.now_s + HOP_S
@@ -188,6 +261,25 @@ def describe(name: str, run: Run) -> None:
     )
 
 
+def false_refusals(run: Run) -> None:
+    """Of those that were looked at: who would have met the SLOs alone, and what letting in all of a window brings."""
+    looked = run.looked
+    if not looked.num:
+        return
+    causes = ", ".join(f"{name}: {looked.false_by_cause[name]} of {num}" for name, num in looked.cause.items())
+    print(f"false refusals: {looked.num_false} of {looked.num} looked at, each alone ({causes})")
+    for name, ratios in looked.ratios.items():
+        if len(ratios) > 1:
+            cuts = statistics.quantiles(ratios, n=10)
+            print(
+                f"  {name} of those refused for it, let in alone: observed/predicted p10 {cuts[0]:.2f}, p50 {cuts[4]:.2f}, p90 {cuts[8]:.2f}"
+            )
+    print(
+        f"  all refused of {run.spec.window_s:g} s let in: {looked.num_let_in_kept} of {looked.num_let_in} keep their SLOs; of everybody "
+        f"who came in it or {AFTER_WINDOW_S:g} s later {looked.kept_let_in} do, instead of {looked.kept_as_is}"
+    )
+
+
 def predictor_errors(run: Run) -> None:
     """|observed - predicted| / observed, of what was admitted."""
     done = [job for job in run.jobs if job.outcome == "done"]
@@ -220,6 +312,7 @@ def main() -> None:
     parser.add_argument("--overload", type=float, default=1.5)
     parser.add_argument("--confidence", type=float, nargs="+", default=[SloSettings().confidence])
     parser.add_argument("--fork-every", type=int, default=10, help="look at every so many refusals; 0: none")
+    parser.add_argument("--window-s", type=float, default=10.0, help="in which all are let in, too")
     parser.add_argument("--loads", type=float, nargs="+", default=LOADS, help="times the trace's own rate")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -228,7 +321,8 @@ def main() -> None:
 
     def run(load: float, *, confidence: float = 0.5, is_enforced: bool = False, fork_every: int = 0) -> Run:
         spec = Spec(
-            slo, confidence, options.prefill, options.decode, Speeds(), options.seed, is_enforced, fork_every
+            slo, confidence, options.prefill, options.decode, Speeds(), options.seed, is_enforced, fork_every,
+            window_s=options.window_s,
         )  # fmt: skip
         return Run(spec, scale_entries(entries, time_scale=1 / load)).run()
 
@@ -252,9 +346,7 @@ def main() -> None:
     for confidence in options.confidence:
         enforced = run(load, confidence=confidence, is_enforced=True, fork_every=options.fork_every)
         describe(f"with, confidence {confidence:g}", enforced)
-        looked = len(enforced.false)
-        if looked:
-            print(f"false refusals: {sum(enforced.false)} of {looked} looked at ({share(sum(enforced.false), looked)})")
+        false_refusals(enforced)
         predictor_errors(enforced)
     describe("with, at capacity", run(capacity, confidence=options.confidence[0], is_enforced=True))
 

@@ -23,6 +23,8 @@ from rich.table import Table
 
 from kvrelay.cluster.verify_groups import GroupRows
 from kvrelay.cluster.verify_kv import Fp8Rows
+from kvrelay.cluster.verify_lines import LineRows
+from kvrelay.cluster.verify_mixed import MixedRows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_preemption import PreemptionRows
 from kvrelay.cluster.verify_tiers import TierRows
@@ -264,6 +266,14 @@ class Verifier:
         """The rows about n, best_of and beam search, after `run`."""
         await GroupRows(self, self._model_dir, transport, self._num_output).run()
 
+    async def run_lines(self, transport: str) -> None:
+        """The rows about priorities, deadlines and tenants, after `run`."""
+        await LineRows(self, self._model_dir, transport, self._num_output).run()
+
+    async def run_mixed(self, transport: str) -> None:
+        """The rows about mixed batches, after `run`."""
+        await MixedRows(self, self._model_dir, transport).run()
+
     # ---- for rows in files of their own
 
     def settings_over(self, transport: str, checks: str) -> Settings:
@@ -291,6 +301,15 @@ class Verifier:
     def settings_preempting(self, transport: str, checks: str, way: str) -> Settings:
         plain = self._settings(transport, checks)
         return plain.model_copy(update={"engine": plain.engine.model_copy(update={"preemption": way})})
+
+    def settings_of_one_seat(self, transport: str, credit_tokens: float) -> Settings:
+        plain = self._settings(transport)
+        changed = {
+            "decode": plain.decode.model_copy(update={"max_running": 1}),
+            "scheduler": plain.scheduler.model_copy(update={"credit_tokens": credit_tokens}),
+            "router": plain.router.model_copy(update={"reserve_timeout_s": plain.serve.request_timeout_s}),
+        }
+        return plain.model_copy(update=changed)
 
     def settings_of_fp8(self, transport: str, checks: str) -> Settings:
         return self._settings(transport, checks, kv_dtype="fp8_e4m3")
@@ -489,6 +508,8 @@ def command(
                 asyncio.run(verifier.run_preemption(chosen[0]))
                 asyncio.run(verifier.run_fp8(chosen[0]))
                 asyncio.run(verifier.run_groups(chosen[0]))
+                asyncio.run(verifier.run_lines(chosen[0]))
+                asyncio.run(verifier.run_mixed(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)

@@ -16,6 +16,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from kvrelay.errors import ConfigError
 from kvrelay.sizes import Budget, Size, memory_share, parse_bytes
 from kvrelay.types import Role
+from kvrelay.wire import MAX_PRIORITY
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
@@ -321,6 +322,7 @@ class SloClass(_Settings):
     ttft_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     tpot_s: float | None = Field(None, gt=0, allow_inf_nan=False)
     degrade_to: str | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)  # in line, of who brings none of its own
 
 
 class SloSettings(_Settings):
@@ -337,8 +339,8 @@ class SloSettings(_Settings):
     )
     classes: dict[str, SloClass] = Field(
         {},
-        description="others by name, each with `ttft_s`, `tpot_s` (left out: as it comes) and `degrade_to`: the class that a "
-        "request is served under when this one cannot be met",
+        description="others by name, each with `ttft_s`, `tpot_s` (left out: as it comes), `degrade_to`: the class that a "
+        "request is served under when this one cannot be met, and `priority`: its place in line, unless the request says its own",
     )
     on_miss: Literal["refuse", "queue"] = Field(
         "refuse",

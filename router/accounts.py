@@ -39,7 +39,9 @@ class WorkerAccount:
         "_view",
         "info",
         "own_prefills",
+        "own_requests",
         "own_sequences",
+        "own_shown",
         "own_tokens",
         "own_unconfirmed_blocks",
         "report",
@@ -53,7 +55,9 @@ class WorkerAccount:
         self.reported_at_s: float | None = None
         self.own_tokens = 0  # assigned prompt tokens not yet computed
         self.own_prefills = 0  # assigned prompts not yet computed
-        self.own_sequences = 0  # assigned and not ended (on a prefill worker: no first token yet)
+        self.own_requests = 0  # assigned and not ended (on a prefill worker: no first token yet)
+        self.own_sequences = 0  # those, a group as all of its members
+        self.own_shown = 0  # those, as reports count them: a group is one sequence until its prompt is computed
         self.own_unconfirmed_blocks = 0  # blocks of assigned requests without a first token
         self._foreign_tokens = 0
         self._foreign_prefills = 0
@@ -68,7 +72,7 @@ class WorkerAccount:
         waiting_elsewhere = max(1, report.waiting - self.own_prefills)
         self._foreign_prefills = waiting_elsewhere if self._foreign_tokens else 0
         shown = report.running + report.waiting + report.receiving
-        self._foreign_sequences = max(0, shown - self.own_sequences)
+        self._foreign_sequences = max(0, shown - self.own_shown)
 
     @property
     def foreign_tokens(self) -> int:
@@ -79,13 +83,25 @@ class WorkerAccount:
     def foreign_sequences(self) -> int:
         return self._foreign_sequences
 
-    def add(self, *, tokens: int = 0, prefills: int = 0, sequences: int = 0, blocks: int = 0) -> None:
+    def add(
+        self,
+        *,
+        tokens: int = 0,
+        prefills: int = 0,
+        requests: int = 0,
+        sequences: int = 0,
+        shown: int = 0,
+        blocks: int = 0,
+    ) -> None:
         """Change our own share. Never below zero."""
         self.own_tokens += tokens
         self.own_prefills += prefills
+        self.own_requests += requests
         self.own_sequences += sequences
+        self.own_shown += shown
         self.own_unconfirmed_blocks += blocks
-        assert min(self.own_tokens, self.own_prefills, self.own_sequences, self.own_unconfirmed_blocks) >= 0
+        assert min(self.own_tokens, self.own_prefills, self.own_requests, self.own_unconfirmed_blocks) >= 0
+        assert self.own_requests <= self.own_shown <= self.own_sequences
         self._view = None
 
     def take_turn(self, turn: int) -> None:
@@ -126,6 +142,11 @@ class WorkerAccount:
 _UNREPORTED = LoadReport(seq=-1)
 
 
+def _seats(count: int) -> dict[str, int]:
+    """A prompt at its prefill worker: one sequence there, however many go on from it."""
+    return {"requests": count, "sequences": count, "shown": count}
+
+
 @dataclass(slots=True)
 class Assignment:
     """One request's shares: where it is computed, where it is decoded."""
@@ -138,6 +159,7 @@ class Assignment:
     decode_blocks: int
     assigned_at_s: float
     predicted_ttft_s: float
+    width: int = 1  # sequences on the decode worker
     has_first_token: bool = False
 
 
@@ -170,10 +192,10 @@ class Ledger:
         self._turn += 1
         self._assignments[assignment.request_id] = assignment
         compute, decode = assignment.compute, assignment.decode
-        compute.add(tokens=assignment.compute_tokens, prefills=1, sequences=int(decode is not compute))
+        compute.add(tokens=assignment.compute_tokens, prefills=1, **_seats(int(decode is not compute)))
         compute.take_turn(self._turn)
         if decode is not None:
-            decode.add(sequences=1, blocks=assignment.decode_blocks)
+            decode.add(requests=1, sequences=assignment.width, shown=1, blocks=assignment.decode_blocks)
             decode.take_turn(self._turn)
         if assignment.block_hashes:
             self._pending.setdefault(assignment.block_hashes[0], {})[assignment.request_id] = assignment
@@ -185,9 +207,9 @@ class Ledger:
             return None
         assignment.has_first_token = True
         compute, decode = assignment.compute, assignment.decode
-        compute.add(tokens=-assignment.compute_tokens, prefills=-1, sequences=-int(decode is not compute))
+        compute.add(tokens=-assignment.compute_tokens, prefills=-1, **_seats(-int(decode is not compute)))
         if decode is not None:
-            decode.add(blocks=-assignment.decode_blocks)
+            decode.add(shown=assignment.width - 1, blocks=-assignment.decode_blocks)
         if assignment.block_hashes:
             bucket = self._pending[assignment.block_hashes[0]]
             del bucket[request_id]
@@ -202,8 +224,17 @@ class Ledger:
             return
         self.first_token(request_id, assignment.assigned_at_s)
         if assignment.decode is not None:
-            assignment.decode.add(sequences=-1)
+            assignment.decode.add(requests=-1, sequences=-assignment.width, shown=-assignment.width)
         del self._assignments[request_id]
+
+    def narrow(self, request_id: str, width: int) -> None:
+        """Of a group no more than so many sequences go on, at least one. It never grows again."""
+        assignment = self._assignments.get(request_id)
+        if assignment is None or not 1 <= width < assignment.width:
+            return
+        gone, assignment.width = assignment.width - width, width
+        if assignment.decode is not None:
+            assignment.decode.add(sequences=-gone, shown=-gone * assignment.has_first_token)
 
     def pending_matches(self, hashes: tuple[bytes, ...]) -> Iterator[tuple[WorkerAccount, int]]:
         """Workers that are about to compute a prefix of `hashes`, with its hashes; newest first, bounded."""

@@ -43,6 +43,7 @@ class _Open:
     features: Features
     assigned_at_s: float
     promised_tpot_s: float | None
+    width: int  # sequences that still decode, or will
     first_token_s: float | None = None
 
 
@@ -76,6 +77,16 @@ class _Worker:
         self.step.observe(features, seconds, (self.step_s, 0.0, 0.0), now_s)
         self.num_steps += 1
         self.learned_at_s = now_s
+
+    def shared_tokens(self) -> float:
+        """Tokens that steps read once more for each further member of a group, though they are held once."""
+        return float(
+            sum(
+                (item.width - 1) * item.request.num_tokens
+                for item in self.running.values()
+                if item.width > 1 and item.first_token_s is not None
+            )
+        )
 
     @property
     def _prefill_prior(self) -> Features:
@@ -137,7 +148,7 @@ class Forecast:
         worker.step_s = report.decode_step_s or worker.step_s
         if is_new and report.running:
             share = report.running / (report.running + report.receiving)
-            tokens = report.used_blocks * worker.info.block_size * share
+            tokens = report.used_blocks * worker.info.block_size * share + worker.shared_tokens()
             worker.learn_step((1.0, float(report.running), tokens), report.decode_step_s, now_s)
 
     # ---- predicting
@@ -172,7 +183,7 @@ class Forecast:
         target = self._workers[account.info.worker_id]
         transfer_s = decision.terms["transfer"]
         others = self._batch_at(target, account, request.num_tokens, ttft_s + transfer_s, now_s)
-        own = 1 + request.companions
+        own = request.width + request.companions
         features = (1.0, others[0] + own, others[1] + own * request.num_tokens)
         costs = target.step_costs(now_s)
         raw_tpot_s = _dot(costs, features) + transfer_s / max(1.0, min(request.max_tokens, self.lengths.mean_tokens))
@@ -181,7 +192,7 @@ class Forecast:
         return Prediction(
             blank.ttft_s, target.tpot_s(raw_tpot_s, now_s) if is_known else None, blank.ttft_factor,
             self.tpot_errors.quantile(self._confidence), blank.queue_s, features[1], crowded if is_known else None,
-            blank.is_ttft_stale, target.is_silent(now_s), blank.raw_ttft_s, raw_tpot_s,
+            blank.is_ttft_stale, target.is_silent(now_s), blank.raw_ttft_s, raw_tpot_s, own,
         )  # fmt: skip
 
     @staticmethod
@@ -199,17 +210,17 @@ class Forecast:
     ) -> tuple[float, float]:
         """(sequences, tokens of context) expected on a decode worker `horizon_s` from now; arrivals yet to come left out."""
         sequences, tokens = 0.0, 0.0
-        for chance, context in self._survivors(worker, horizon_s, now_s):
-            sequences += chance
-            tokens += chance * context
+        for likely, context in self._survivors(worker, horizon_s, now_s):
+            sequences += likely
+            tokens += likely * context
         foreign = account.foreign_sequences
-        sequences_now = max(1, len(worker.running))
-        own_tokens = sum(item.request.num_tokens for item in worker.running.values())
-        mean_tokens = own_tokens / sequences_now if worker.running else typical_tokens
+        own_sequences = sum(item.width for item in worker.running.values())
+        own_tokens = sum(item.width * item.request.num_tokens for item in worker.running.values())
+        mean_tokens = own_tokens / own_sequences if own_sequences else typical_tokens
         return min(sequences + foreign, float(worker.info.max_running)), tokens + foreign * mean_tokens
 
     def _survivors(self, worker: _Worker, horizon_s: float, now_s: float) -> Iterator[tuple[float, float]]:
-        """(chance that it decodes then, its context then) of everything that was sent there."""
+        """(sequences that are likely to decode then, the context of each) of everything that was sent there."""
         step_s = max(worker.step_s, 1e-4)
         for item in worker.running.values():
             began_s = item.first_token_s
@@ -219,7 +230,7 @@ class Forecast:
             more = max(0.0, now_s + horizon_s - max(began_s, now_s)) / step_s
             is_over = have + more >= item.request.max_tokens or began_s > now_s + horizon_s
             if not is_over:
-                yield self.lengths.survival(have, more), item.request.num_tokens + have + more
+                yield item.width * self.lengths.survival(have, more), item.request.num_tokens + have + more
 
     @staticmethod
     def _broken_promise(worker: _Worker, without_s: float, with_s: float, now_s: float) -> float | None:
@@ -234,30 +245,26 @@ class Forecast:
         """Seconds until a step of the decode worker would take at most `tpot_s`, if nobody else came; None: not in a minute."""
         worker = self._workers[account.info.worker_id]
         costs = worker.step_costs(now_s)
-        factor = self.tpot_errors.quantile(self._confidence)
+        factor, own = self.tpot_errors.quantile(self._confidence), request.width + request.companions
         for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0):
             others = self._batch_at(worker, account, request.num_tokens, wait_s, now_s)
-            raw_s = _dot(costs, (1.0, others[0] + 1, others[1] + request.num_tokens))
+            raw_s = _dot(costs, (1.0, others[0] + own, others[1] + own * request.num_tokens))
             if worker.tpot_s(raw_s, now_s) * factor <= tpot_s:
                 return wait_s
         return None
 
     # ---- learning
 
-    def assign(
-        self,
-        request: RouteRequest,
-        decision: Decision,
-        prediction: Prediction,
-        now_s: float,
-        promised_tpot_s: float | None = None,
-    ) -> None:
-        """It is on its way; `end` must follow. An earlier one of the same id ends."""
+    def assign(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
+        """It is on its way, as predicted and promised; `end` must follow. An earlier one of the same id ends."""
         self.end(request.request_id)
+        prediction, verdict = decision.forecast, decision.verdict
+        assert prediction is not None
+        promised_tpot_s = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
         compute = self._workers[decision.prefill or decision.decode or ""]
         decode = self._workers[decision.decode] if decision.decode is not None else None
         features = _prompt_features(request.num_tokens, decision.cached_tokens_prefill)
-        item = _Open(request, prediction, compute, decode, features, now_s, promised_tpot_s)
+        item = _Open(request, prediction, compute, decode, features, now_s, promised_tpot_s, request.width)
         self._open[request.request_id] = item
         compute.queue[request.request_id] = item
         if decode is not None:
@@ -290,6 +297,11 @@ class Forecast:
         self.tpot_errors.observe(item.prediction.tpot_s, tpot_s)
         item.decode.tpot.observe((1.0, item.prediction.raw_tpot_s), tpot_s, _AS_PREDICTED, now_s)
         item.decode.learned_at_s = now_s
+
+    def narrow(self, request_id: str, width: int) -> None:
+        """Of a group no more than so many sequences go on, at least one."""
+        if (item := self._open.get(request_id)) is not None:
+            item.width = max(1, min(item.width, width))
 
     def end(self, request_id: str) -> None:
         """Forget it. Idempotent."""

@@ -1,4 +1,4 @@
-"""The choice: which pair (P, D), or which single worker, has the least cost. One pure function, `choose`.
+"""The choice: which pair (P, D), or which single worker, has the least cost. `rank` finds the best, `decision_of` tells one in full.
 
 Never imports torch, Ray, sockets, a clock or a random source. Rules:
 - A worker that can never hold the request, is excluded, or whose line is full, is no candidate.
@@ -84,7 +84,7 @@ class _Decoding(NamedTuple):
 _Side = TypeVar("_Side", _Computing, _Decoding)
 
 
-class _Scored(NamedTuple):
+class Scored(NamedTuple):
     """A candidate and its sort key."""
 
     key: tuple[float, int, int, str, str]  # score, when last chosen, prefill worker or "", decode worker or ""
@@ -92,9 +92,14 @@ class _Scored(NamedTuple):
     compute: _Computing
     decode: _Decoding | None
 
+    @property
+    def way(self) -> tuple[str | None, str | None]:
+        """(prefill worker, decode worker); None: there is none."""
+        return self.key[3] or None, self.key[4] or None
 
-def choose(ctx: Context, prefills: Sequence[Option], decodes: Sequence[Option]) -> Decision | Refusal:
-    """The cheapest way, or why there is none. `prefills` and `decodes` are all the live workers of each role."""
+
+def rank(ctx: Context, prefills: Sequence[Option], decodes: Sequence[Option]) -> list[Scored] | Refusal:
+    """The cheapest ways, best first, or why there is none. `prefills` and `decodes` are all the live workers of each role."""
     request = ctx.request
     usable_p = _usable(ctx, prefills, needs_output=False)
     usable_d = _usable(ctx, decodes, needs_output=True)
@@ -106,7 +111,7 @@ def choose(ctx: Context, prefills: Sequence[Option], decodes: Sequence[Option]) 
         wants_prefill = request.force == "remote" and (not request.needs_decode or bool(usable_d))
         role = "prefill" if wants_prefill else "decode"
         return _refusal(ctx, role, prefills if wants_prefill else decodes)
-    return _decision(ctx, heapq.nsmallest(MAX_CANDIDATES, scored, key=itemgetter(0)))
+    return heapq.nsmallest(MAX_CANDIDATES, scored, key=itemgetter(0))
 
 
 def _blocks(tokens: int, block_size: int) -> int:
@@ -132,7 +137,7 @@ def _usable(ctx: Context, options: Sequence[Option], *, needs_output: bool) -> l
     ]
 
 
-def _candidates(ctx: Context, prefills: list[Option], decodes: list[Option]) -> list[_Scored]:
+def _candidates(ctx: Context, prefills: list[Option], decodes: list[Option]) -> list[Scored]:
     """Every way that is scored in full."""
     request = ctx.request
     computing = [_computing(ctx, p) for p in prefills] if request.force != "local" else []
@@ -187,12 +192,15 @@ def _decoding(ctx: Context, option: Option) -> _Decoding:
 def _decode_parts(ctx: Context, option: Option) -> DecodeTerms:
     request = ctx.request
     grown = request.num_tokens + min(request.max_tokens, ctx.model.expected_output_tokens)
-    block_size = option.load.block_size
-    held = option.held_tokens // block_size
+    block_size, num_others = (
+        option.load.block_size,
+        request.width - 1,
+    )  # of a group: they share the prompt's full blocks
+    held, shared = option.held_tokens // block_size, request.num_tokens // block_size
     return decode_terms(
         option.load,
-        blocks_now=_blocks(request.num_tokens + 1, block_size) - held,
-        blocks_later=_blocks(grown, block_size) - held,
+        blocks_now=_blocks(request.num_tokens + 1, block_size) - held + num_others,
+        blocks_later=_blocks(grown, block_size) - held + num_others * (_blocks(grown, block_size) - shared),
         model=ctx.model,
     )
 
@@ -217,41 +225,41 @@ def _local_cost(ctx: Context, side: _Decoding) -> float:
     return sum(side.local.work) + sum(side.parts) + _stall(ctx, side.local)
 
 
-def _score(ctx: Context, compute: _Computing, decode: _Decoding | None) -> _Scored:
+def _score(ctx: Context, compute: _Computing, decode: _Decoding | None) -> Scored:
     """One way in full. `decode` None: only the first token is wanted; `compute` its own: local."""
     source = compute.option.load
     work = compute.work
     if decode is None:
         parts = (*work, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-        return _Scored((round(sum(parts), 6), source.turn, 0, source.worker_id, ""), parts, compute, None)
+        return Scored((round(sum(parts), 6), source.turn, 0, source.worker_id, ""), parts, compute, None)
     target = decode.local.option.load
     if compute is decode.local:
         parts = (*work, 0.0, 0.0, *decode.parts, _stall(ctx, compute))
-        return _Scored((round(sum(parts), 6), source.turn, target.turn, "", target.worker_id), parts, compute, decode)
+        return Scored((round(sum(parts), 6), source.turn, target.turn, "", target.worker_id), parts, compute, decode)
     moved = transfer_term(source, target, tokens=decode.lacking_tokens, compute_s=work.compute, model=ctx.model)
     parts = (*work, ctx.model.handoff_s, moved, *decode.parts, 0.0)
     key = (round(sum(parts), 6), source.turn, target.turn, source.worker_id, target.worker_id)
-    return _Scored(key, parts, compute, decode)
+    return Scored(key, parts, compute, decode)
 
 
-def _candidate(scored: _Scored) -> CandidateScore:
-    prefill, decode = scored.key[3] or None, scored.key[4] or None
+def _candidate(scored: Scored) -> CandidateScore:
+    prefill, decode = scored.way
     path: Path = "prefill_only" if decode is None else "local" if prefill is None else "disaggregated"
     return CandidateScore(prefill, decode, path, sum(scored.parts), scored.parts)
 
 
-def _decision(ctx: Context, scored: list[_Scored]) -> Decision:
-    """The first of `scored`, which are in order."""
-    best, candidates = scored[0], tuple(map(_candidate, scored))
-    terms = candidates[0].terms
+def decision_of(ctx: Context, ranked: list[Scored], index: int = 0) -> Decision:
+    """One of the ways of `rank`, as a decision."""
+    chosen, candidates = ranked[index], tuple(map(_candidate, ranked))
+    terms = candidates[index].terms
     return Decision(
         request_id=ctx.request.request_id,
-        prefill=candidates[0].prefill,
-        decode=candidates[0].decode,
-        path=candidates[0].path,
+        prefill=candidates[index].prefill,
+        decode=candidates[index].decode,
+        path=candidates[index].path,
         predicted_ttft_s=sum(terms[name] for name in TTFT_TERMS),
-        cached_tokens_prefill=ctx.request.num_tokens - best.compute.uncached_tokens,
-        cached_tokens_decode=ctx.request.num_tokens - best.decode.lacking_tokens if best.decode else 0,
+        cached_tokens_prefill=ctx.request.num_tokens - chosen.compute.uncached_tokens,
+        cached_tokens_decode=ctx.request.num_tokens - chosen.decode.lacking_tokens if chosen.decode else 0,
         terms=terms,
         candidates=candidates,
     )

@@ -22,6 +22,7 @@ class Prediction:
     is_tpot_stale: bool = False  # the decode worker has
     raw_ttft_s: float = 0.0  # as the model has it, without the worker's bias
     raw_tpot_s: float = 0.0
+    own_sequences: int = 1  # of the batch, those that are its own or come with it
 
     @property
     def safe_ttft_s(self) -> float:
@@ -45,6 +46,7 @@ class SloTarget:
     name: str
     ttft_s: float | None = None
     tpot_s: float | None = None
+    priority: int | None = None  # in the workers' lines, of who is served under it; None: as the request says
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,17 @@ class SloAsk:
 
     targets: tuple[SloTarget, ...]
     on_miss: OnMiss = "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class PassedOver:
+    """A way that was looked at and not taken, and what would have been missed there. Times without the margin."""
+
+    prefill: str | None
+    decode: str | None
+    missed: tuple[str, ...]
+    ttft_s: float | None
+    tpot_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +79,4 @@ class SloVerdict:
     missed: tuple[str, ...] = ()  # of the wanted: "ttft", "tpot", "others" (a promise to somebody else)
     retry_after_s: float = 0.0
     is_hopeless: bool = False  # idle workers would not meet it either
+    passed_over: tuple[PassedOver, ...] = ()  # other ways that were looked at

@@ -1,6 +1,7 @@
 """The router: one synchronous call picks workers and counts the request as theirs at once.
 
-Owns the prefix index and the accounts of every worker; the choice itself is policy.choose. Pure: the
+Owns the prefix index and the accounts of every worker; the choice itself is policy.rank's, and where an SLO is to be kept
+admission.choose_way's. Pure: the
 caller passes the time. Never imports torch, Ray, sockets, a clock or a random source. Not for use from
 several threads. How many requests may be in flight at all (settings.max_inflight) is the caller's.
 """
@@ -9,12 +10,14 @@ from dataclasses import replace
 
 from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
+from kvrelay.router.admission import choose_way
 from kvrelay.router.cost import CostModel
 from kvrelay.router.forecast import Forecast
 from kvrelay.router.misfits import Misfits, isolated
-from kvrelay.router.policy import MIN_RETRY_S, Context, Option, choose
+from kvrelay.router.policy import MIN_RETRY_S, Context, Option, Scored, decision_of, rank
 from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.slo import judge, why_refused
+from kvrelay.router.promises import Prediction
+from kvrelay.router.slo import why_refused
 from kvrelay.router.types import Decision, IndexState, LeftOut, Refusal, RouteRequest, WorkerView
 from kvrelay.types import Role
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
@@ -124,14 +127,14 @@ class Router:
             request, self._settings, self._model, self._max_waiting, self._prefill_rate, pressure=0,
             misfits=self._misfits,
         )  # fmt: skip
-        choice = choose(ctx, prefills, decodes)
+        ranked = rank(ctx, prefills, decodes)
+        if isinstance(ranked, Refusal):
+            return ranked
+        choice = decision_of(ctx, ranked) if self.forecast is None else self._admit(self.forecast, ctx, ranked, now_s)
         if isinstance(choice, Decision):
             if self._misfits:
                 left_out = tuple(LeftOut(*pair, why) for pair, why in self._misfits.items())
                 choice = replace(choice, left_out=left_out)
-            if self.forecast is not None:
-                choice = self._admit(self.forecast, request, choice, now_s)
-        if isinstance(choice, Decision):
             self._reserve(request, choice, now_s)
         return choice
 
@@ -149,6 +152,12 @@ class Router:
         """It ran to its own end, all on the workers of its decision: what it saw is learned from. `on_end` must follow."""
         if self.forecast is not None:
             self.forecast.finished(request_id, num_tokens, tpot_s, now_s)
+
+    def on_narrowed(self, request_id: str, width: int) -> None:
+        """Of a group only so many sequences go on: the others have ended, or nobody waits for them. Idempotent."""
+        self._ledger.narrow(request_id, width)
+        if self.forecast is not None:
+            self.forecast.narrow(request_id, width)
 
     def on_end(self, request_id: str) -> None:
         """The request ended, however it did: nothing is counted for it any more. Idempotent."""
@@ -180,29 +189,44 @@ class Router:
             for worker_id, account in self._accounts.items()
         ]
 
-    def _admit(
-        self, forecast: Forecast, request: RouteRequest, decision: Decision, now_s: float
-    ) -> Decision | Refusal:  # fmt: skip
-        """The decision with what is predicted of it, or the refusal of a request whose SLO that would miss."""
-        compute = self._accounts[decision.prefill or decision.decode or ""]
-        decode = self._accounts[decision.decode] if decision.decode is not None else None
-        prediction = forecast.predict(request, decision, compute, decode, now_s)
-        verdict = None
-        if request.slo is not None:
-            loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
-            clears_in_s = None
-            if decode is not None and loosest is not None and prediction.safe_tpot_s > loosest:
-                clears_in_s = forecast.clears_in(decode, request, loosest, now_s)
-            verdict = judge(request.slo, prediction, clears_in_s=clears_in_s)
+    def _admit(self, forecast: Forecast, ctx: Context, ranked: list[Scored], now_s: float) -> Decision | Refusal:
+        """The decision with what is predicted of it, or the refusal of a request whose SLO would be missed."""
+        request = ctx.request
+
+        def predict(index: int) -> Prediction:
+            decision = decision_of(ctx, ranked, index)
+            return forecast.predict(request, decision, *self._workers_of(decision), now_s)
+
+        def clears_in_s(index: int, prediction: Prediction) -> float | None:
+            return self._clears_in_s(forecast, request, ranked[index].way[1], prediction, now_s)
+
+        if request.slo is None:
+            decision = replace(decision_of(ctx, ranked), forecast=predict(0))
+        else:
+            chosen, verdict = choose_way(request.slo, [one.way for one in ranked], predict, clears_in_s)
             if verdict.kind == "refused":
                 return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
-        promised = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
-        forecast.assign(request, decision, prediction, now_s, promised)
-        return replace(decision, forecast=prediction, verdict=verdict)
+            decision = replace(decision_of(ctx, ranked, chosen), forecast=verdict.prediction, verdict=verdict)
+        forecast.assign(request, decision, now_s)
+        return decision
+
+    def _clears_in_s(
+        self, forecast: Forecast, request: RouteRequest, decode: str | None, prediction: Prediction, now_s: float
+    ) -> float | None:
+        """When the batch there will have shrunk enough for the loosest target of the request; None: not soon, or it need not."""
+        assert request.slo is not None
+        loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
+        if decode is None or loosest is None or prediction.safe_tpot_s <= loosest:
+            return None
+        return forecast.clears_in(self._accounts[decode], request, loosest, now_s)
+
+    def _workers_of(self, decision: Decision) -> tuple[WorkerAccount, WorkerAccount | None]:
+        """Who computes the prompt, and who decodes."""
+        compute = self._accounts[decision.prefill or decision.decode or ""]
+        return compute, self._accounts[decision.decode] if decision.decode is not None else None
 
     def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
-        compute = self._accounts[decision.prefill or decision.decode or ""]
-        decode = self._accounts[decision.decode] if decision.decode is not None else None
+        compute, decode = self._workers_of(decision)
         size = decode.info.block_size if decode is not None else 1
         held = decision.cached_tokens_decode // size
         self._ledger.assign(
@@ -212,9 +236,10 @@ class Router:
                 compute=compute,
                 compute_tokens=request.num_tokens - decision.cached_tokens_prefill,
                 decode=decode,
-                decode_blocks=-(-(request.num_tokens + 1) // size) - held if decode else 0,
+                decode_blocks=-(-(request.num_tokens + 1) // size) - held + request.width - 1 if decode else 0,
                 assigned_at_s=now_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
+                width=request.width,
             )
         )
 
@@ -226,7 +251,7 @@ class Router:
             epoch=account.info.epoch,
             index_state=self._index.state(worker_id),
             indexed_blocks=self._index.num_blocks(worker_id),
-            assigned_requests=account.own_sequences,
+            assigned_requests=account.own_requests,
             assigned_tokens=account.own_tokens,
             reported_at_s=account.reported_at_s,
             load=account.load(),

@@ -54,7 +54,7 @@ def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float
         is_hopeless |= prediction.idle_ttft_s > target.ttft_s
         waits.append(prediction.safe_ttft_s - target.ttft_s)  # a queue shortens by one second a second
     if "tpot" in missed or "others" in missed:
-        is_hopeless |= prediction.batch <= 1.0 and "tpot" in missed
+        is_hopeless |= prediction.batch <= prediction.own_sequences and "tpot" in missed
         waits.append(MAX_RETRY_S if clears_in_s is None else clears_in_s)
     return (MAX_RETRY_S if is_hopeless else min(max(waits), MAX_RETRY_S)), is_hopeless
 
@@ -72,6 +72,8 @@ def told(verdict: SloVerdict) -> dict[str, object]:
         "batch": prediction.batch,
         "missed": list(verdict.missed),
     }
+    if verdict.passed_over:
+        fields["others_tried"] = len(verdict.passed_over)
     if verdict.target is not None and verdict.target is not verdict.wanted:
         fields["degraded_to"] = verdict.target.name
     return fields

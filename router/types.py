@@ -52,7 +52,8 @@ class RouteRequest:
     needs_decode: bool = True
     excluded: frozenset[str] = frozenset()
     force: Literal["local", "remote"] | None = None
-    companions: int = 0  # sequences that come with it and will decode beside it
+    width: int = 1  # sequences that it will decode as: of a group, its members, which share the prompt
+    companions: int = 0  # sequences of other requests that come with it and will decode beside it
     slo: SloAsk | None = None  # None: admitted whatever is predicted
 
 
@@ -149,7 +150,7 @@ class WorkerView:
     epoch: str
     index_state: IndexState
     indexed_blocks: int
-    assigned_requests: int  # by this router, not ended
+    assigned_requests: int  # by this router, not ended; a group is one
     assigned_tokens: int  # by this router, not yet computed
     reported_at_s: float | None  # on the caller's clock; None before the first report
     load: WorkerLoad

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, chat_logprobs
-from kvrelay.serve.choices import beams_of, num_sampled
+from kvrelay.serve.choices import beams_of, num_computed, num_sampled
 from kvrelay.serve.errors_http import json_response
 from kvrelay.serve.front import (
     Front,
@@ -66,7 +66,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         explain=explain,
         traceparent=traceparent_of(request),
         arrival=Arrival(arrived_s, front.dispatcher.clock()),
-        slo=slo_of(body.slo, front.settings.slo, body.n or 1),
+        slo=slo_of(body.slo, front.settings.slo, num_computed(body), own_priority=body.priority),
     )
     generation = Generation(front.dispatcher, front.codec, job)
     reply = _ChatReply(front, body, generation)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.choice_text import Piece, TextOptions, completion_logprobs, echo_logprobs, joined
-from kvrelay.serve.choices import beams_of, num_sampled, ranked
+from kvrelay.serve.choices import beams_of, num_computed, num_sampled, ranked
 from kvrelay.serve.errors_http import json_response
 from kvrelay.serve.front import (
     Front,
@@ -61,7 +61,7 @@ async def completions(front: Front, request: Request) -> Response:
         explain=explain,
         traceparent=traceparent_of(request),
         arrival=Arrival(arrived_s, front.dispatcher.clock()),
-        slo=slo_of(body.slo, front.settings.slo, len(given) * (body.n or 1)),
+        slo=slo_of(body.slo, front.settings.slo, len(given) * num_computed(body), own_priority=body.priority),
     )
     reply = _CompletionReply(front, body, Generation(front.dispatcher, front.codec, job))
     headers = request_id_header(request, job.request_id)

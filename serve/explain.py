@@ -7,7 +7,7 @@ is `ingress`, the remainder.
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvrelay.router.promises import Prediction
+from kvrelay.router.promises import PassedOver, Prediction
 from kvrelay.router.types import CandidateScore, Decision, Refusal
 from kvrelay.wire import TokenOutput, Transferred
 
@@ -89,6 +89,8 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     if decision.forecast is not None:
         fields["forecast"] = _forecast_fields(decision.forecast)
     fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
+    if decision.verdict is not None and decision.verdict.passed_over:
+        fields["passed_over"] = [_passed_over_fields(way) for way in decision.verdict.passed_over]
     if decision.left_out:
         fields["left_out"] = [asdict(pair) for pair in decision.left_out]
     return fields
@@ -103,6 +105,16 @@ def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
         "tpot_margin": forecast.tpot_factor,
         "queue_us": _us(forecast.queue_s),
         "batch": forecast.batch,
+    }
+
+
+def _passed_over_fields(way: PassedOver) -> dict[str, Any]:
+    """A way whose forecast missed the SLO, or was no better than the one that was taken."""
+    workers = {name: value for name in ("prefill", "decode") if (value := getattr(way, name)) is not None}
+    return workers | {
+        "missed": list(way.missed),
+        "ttft_us": None if way.ttft_s is None else _us(way.ttft_s),
+        "tpot_us": None if way.tpot_s is None else _us(way.tpot_s),
     }
 
 

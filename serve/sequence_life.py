@@ -123,6 +123,7 @@ class SequenceLife:
             self._group_order.drop(choice)
             if self._attempt is not None:
                 self._carrier.abort_choice(self._attempt, choice)
+                self._narrow(self._attempt, self._group_order)
 
     def close(self, outcome: str) -> None:
         """Release everything on every worker. The first call's outcome counts. Never waits."""
@@ -204,7 +205,7 @@ class SequenceLife:
                 raise AttemptFailed("", "full", decision.message, retry_after_s=decision.retry_after_s)
             raise self._refused_by_router(decision)
         self._note_verdict(decision.verdict)
-        attempt = Attempt(request, decision)
+        attempt = Attempt(self._in_class(request), decision)
         self._carrier.attach(attempt)
         self._carrier.stats.decisions[decision.path] += 1
         self._record.routed(decision, self._carrier.clock())
@@ -218,6 +219,11 @@ class SequenceLife:
             self._slo.verdict = verdict
             self._carrier.stats.slo_verdicts[verdict.wanted.name, verdict.kind] += 1
 
+    def _in_class(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
+        """In line as the class of service says under which it is let in."""
+        priority = self._slo.priority if self._slo is not None else None
+        return request if priority is None else msgspec.structs.replace(request, priority=priority)
+
     def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
         remaining = request.sampling.max_tokens - request.num_output_tokens
         if request.group is not None and any(request.group.emitted):
@@ -230,7 +236,8 @@ class SequenceLife:
             needs_decode=remaining > 1,
             excluded=self._excluded,
             force=self._force or ("local" if self._transfer_faults > 1 else None),
-            companions=self._slo.num_sequences - 1 if self._slo is not None else 0,
+            width=max(1, num_sequences(request)),
+            companions=max(0, self._slo.num_sequences - self._num_sequences) if self._slo is not None else 0,
             slo=self._slo.ask if self._slo is not None and self._attempts_made == 1 else None,  # then it is let in
         )
         if self._last_failure is not None and self._last_failure.code == wire.PREEMPTED and query.force is None:
@@ -375,6 +382,14 @@ class SequenceLife:
         self._let_go_of_prefill(attempt)
         if output.ends_request:
             attempt.holders.pop(worker_id, None)
+        if self._group_order is not None and output.finish_reason is not None:
+            self._narrow(attempt, self._group_order)
+
+    def _narrow(self, attempt: Attempt, order: GroupOrder) -> None:
+        """Choices that have ended have no seat any more. Of a beam search, results come when all is over."""
+        group = self._request.group
+        if group is not None and group.beams is None:
+            self._carrier.router.on_narrowed(attempt.id, group.num_choices - len(order.ended))
 
     def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
         now_s = self._carrier.clock()

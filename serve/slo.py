@@ -3,7 +3,7 @@
 Imports no sockets.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvrelay.config import SloSettings
@@ -44,13 +44,24 @@ class SloRecord:
         """Whether the answer is not what was asked for."""
         return self.verdict is not None and self.verdict.target is not self.verdict.wanted
 
+    @property
+    def priority(self) -> int | None:
+        """In line, as the class says under which it is served; as long as that is not known, its own class. None: says nothing."""
+        target = self.verdict.target if self.verdict is not None else None
+        return (target or self.ask.targets[0]).priority
+
     def told(self) -> dict[str, object] | None:
         """For the answer, under `kvrelay.slo`; None before it is judged."""
         return None if self.verdict is None else told(self.verdict)
 
 
-def slo_of(fields: SloFields | None, settings: SloSettings, num_sequences: int) -> SloRecord | None:
-    """What the request asks; None when it asks for nothing and nothing is configured. Raises InvalidRequest."""
+def slo_of(
+    fields: SloFields | None, settings: SloSettings, num_sequences: int, *, own_priority: int | None = None
+) -> SloRecord | None:
+    """What the request asks; None when it asks for nothing and nothing is configured. Raises InvalidRequest.
+
+    own_priority: of the body, over those of the classes.
+    """
     if not settings.is_on:
         if fields is not None:
             raise InvalidRequest("slo: this server promises no times; see the settings slo.*", "slo")
@@ -60,8 +71,10 @@ def slo_of(fields: SloFields | None, settings: SloSettings, num_sequences: int) 
     own = targets[0]
     ttft_s = own.ttft_s if fields.ttft_s is None else fields.ttft_s
     tpot_s = own.tpot_s if fields.tpot_s is None else fields.tpot_s
-    own = SloTarget(own.name, ttft_s, tpot_s)
-    return SloRecord(SloAsk((own, *targets[1:]), fields.on_miss or settings.on_miss), num_sequences)
+    asked = [SloTarget(own.name, ttft_s, tpot_s, own.priority), *targets[1:]]
+    if own_priority is not None:
+        asked = [replace(target, priority=None) for target in asked]
+    return SloRecord(SloAsk(tuple(asked), fields.on_miss or settings.on_miss), num_sequences)
 
 
 def _targets(name: str, settings: SloSettings) -> list[SloTarget]:
@@ -75,6 +88,6 @@ def _targets(name: str, settings: SloSettings) -> list[SloTarget]:
         if found is None:
             known = ", ".join([DEFAULT_CLASS, *settings.classes])
             raise InvalidRequest(f"slo.class: there is no class {following[:64]!r}, only {known}", "slo.class")
-        targets.append(SloTarget(following, found.ttft_s, found.tpot_s))
+        targets.append(SloTarget(following, found.ttft_s, found.tpot_s, found.priority))
         following = found.degrade_to
     return targets

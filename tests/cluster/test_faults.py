@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 
+import msgspec
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -13,7 +14,7 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError, Overloaded
 from kvrelay.hashing import block_hashes
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.wire import Beams, Group, Sampling, SequenceRequest
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +68,9 @@ async def collect(cluster, wanted, force="remote", after=None):
     return tokens
 
 
-async def until(condition):
+async def until(condition, *, limit_s=10):
     """Wait for what a load report will show; fails after 10 s."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(limit_s):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -221,3 +222,36 @@ async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder):
             await nothing_held(cluster)
         finally:
             os.kill(worker.pid, signal.SIGKILL)
+
+
+async def test_a_decode_worker_killed_during_a_beam_search_has_it_begun_anew_elsewhere(folder):
+    """Killed when it has reported all beams: nothing of the answer is out by then, and all of it is as if nothing had been."""
+    width = 4
+
+    def asked(name):
+        group = Group(beams=Beams(width=width, num_returned=width))
+        return msgspec.structs.replace(request(name, max_tokens=200), group=group)
+
+    async with local_cluster(settings(), folder, num_decode=2, num_inside=0) as cluster:
+        task = asyncio.create_task(collect_choices(cluster, asked("killed"), width))
+        await until(lambda: any(load.running == width for _, load in cluster.dispatcher.live_workers()), limit_s=40)
+        worker = worker_of(cluster, "decode")
+        os.kill(worker.pid, signal.SIGKILL)
+        found = await task
+        assert cluster.dispatcher.stats.retries == 1
+        (record,) = cluster.dispatcher.requests.find("killed")
+        assert record.attempts == 2 and record.decode != worker.member.worker_id
+        assert found == await collect_choices(cluster, asked("undisturbed"), width)
+        assert len({tuple(tokens) for tokens in found}) == width and all(len(tokens) == 200 for tokens in found)
+        await worker.process.wait()
+        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
+        await every_pool_adds_up(cluster)
+
+
+async def collect_choices(cluster, wanted, count):
+    """Each choice's tokens; every position came once."""
+    tokens: list[list[int]] = [[] for _ in range(count)]
+    async for output in cluster.dispatcher.generate(wanted, force="remote"):
+        assert output.position == len(tokens[output.choice])
+        tokens[output.choice] += output.token_ids
+    return tokens

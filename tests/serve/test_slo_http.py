@@ -186,3 +186,49 @@ async def test_while_it_is_off_nothing_changes(make_cluster):
     assert await samples(cluster, "kvrelay_slo") == set()
     refused = await complete(cluster, {"slo": {"ttft_s": 1.0}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "slo")
+
+
+# ---- groups: as wide as they are
+
+
+@pytest.mark.parametrize(("fields", "width"), [
+    ({}, 1), ({"n": 3}, 3), ({"n": 2, "best_of": 5, "temperature": 1.0}, 5), ({"n": 2, "best_of": 4, "use_beam_search": True}, 4),
+])  # fmt: skip
+async def test_a_group_has_as_many_seats_as_it_has_sequences_until_they_end(make_cluster, fields, width):
+    cluster = await make_cluster()
+    decode = cluster.decode[0]
+    decode.pause_at = 2
+    asked = asyncio.create_task(complete(cluster, {"max_tokens": 8, **fields}))
+    await decode.paused.wait()
+    views = [view.load.sequences for view in cluster.dispatcher.router.workers() if view.role == "decode"]
+    assert sum(views) == width
+    decode.resume.set()
+    assert (await asked).status_code == 200
+    assert all(view.load.sequences == 0 for view in cluster.dispatcher.router.workers())
+    await cluster.all_released()
+
+
+# ---- a class's place in line
+
+RANKED = {
+    "classes": {
+        "chat": {"ttft_s": OUT_OF_REACH_S, "degrade_to": "batch", "priority": -3},
+        "batch": {"ttft_s": 60.0, "priority": 4},
+        "plain": {"ttft_s": 60.0},
+    }
+}
+
+
+@pytest.mark.parametrize("ask", [chat, complete])
+@pytest.mark.parametrize(("fields", "priority"), [
+    ({}, 0), ({"slo": {"class": "plain"}}, 0), ({"slo": {"class": "batch"}}, 4), ({"slo": {"class": "chat", "ttft_s": 60.0}}, -3),
+    ({"slo": {"class": "chat"}}, 4), ({"slo": {"class": "batch"}, "priority": 1}, 1), ({"slo": {"class": "batch"}, "priority": 0}, 0),
+])  # fmt: skip
+async def test_a_class_says_where_its_requests_stand_in_line(make_cluster, ask, fields, priority):
+    cluster = await measured(make_cluster, slo=RANKED)
+    for worker in cluster.workers:
+        worker.received.clear()
+    assert (await ask(cluster, fields)).status_code == 200
+    kinds = wire.Reserve | wire.Prefill | wire.Generate
+    told = {m.request.priority for worker in cluster.workers for m in worker.received if isinstance(m, kinds)}
+    assert told == {priority}

@@ -496,6 +496,7 @@ CLASSES = {"chat": {"ttft_s": 1.0, "tpot_s": 0.05, "degrade_to": "batch"}, "batc
         ({"classes": {"a": {"degrade_to": "b"}, "b": {"degrade_to": "a"}}}, "leads back"),
         ({"classes": {"default": {}}}, "slo.classes.default"),
         ({"classes": {"a b": {}}}, "is no name"),
+        ({"classes": {"a": {"priority": 9}}}, "slo.classes: .*less than or equal to 8"),
     ],
 )
 def test_settings_that_cannot_be_are_named(slo, told):
@@ -503,8 +504,9 @@ def test_settings_that_cannot_be_are_named(slo, told):
         settings_from({"slo": slo})
 
 
-def asked(fields, slo, num_sequences=1):
-    return slo_of(SloFields.model_validate(fields) if fields is not None else None, SloSettings(**slo), num_sequences)
+def asked(fields, slo, num_sequences=1, **own):
+    fields = SloFields.model_validate(fields) if fields is not None else None
+    return slo_of(fields, SloSettings(**slo), num_sequences, **own)
 
 
 def test_a_request_takes_its_class_and_may_override_its_times():
@@ -512,6 +514,25 @@ def test_a_request_takes_its_class_and_may_override_its_times():
     record = asked({"class": "chat", "tpot_s": 0.2, "on_miss": "queue"}, {"classes": CLASSES}, 3)
     assert record.ask == SloAsk((SloTarget("chat", 1.0, 0.2), SloTarget("batch", 60.0, None)), "queue")
     assert record.num_sequences == 3
+
+
+def test_a_class_may_say_where_its_requests_stand_in_line():
+    slo = {"classes": {"chat": CLASSES["chat"] | {"priority": -2}, "batch": {"priority": 3}, "plain": {}}}
+    assert asked({"class": "chat", "ttft_s": 9.0}, slo).priority == -2
+    assert asked({"class": "plain"}, slo).priority is asked(None, slo).priority is None
+    assert asked({"class": "chat"}, slo, own_priority=0).priority is None, "the body's own counts"
+
+
+@pytest.mark.parametrize(
+    ("queue", "rest", "priority"), [(0, (), -2), (8000, (SloTarget("batch", 60.0, None, 3),), 3), (8000, (), -2)]
+)
+def test_who_is_served_under_another_class_stands_where_that_one_says(queue, rest, priority):
+    cluster = Cluster()
+    if queue:
+        cluster.send(cluster.ask(queue))
+    record = SloRecord(SloAsk((SloTarget("chat", 2.0, None, -2), *rest), "queue"))
+    record.verdict = cluster.send(cluster.ask(1000, slo=record.ask)).verdict
+    assert record.priority == priority
 
 
 def test_a_class_that_is_not_there_is_refused_and_so_is_an_slo_where_none_is_configured():
