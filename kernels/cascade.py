@@ -6,6 +6,7 @@ kernels/native/cascade.c from the block tables; this is its memory, and a readab
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,7 +61,7 @@ class Schedule:
         group: int,
         num_kv_heads: int,
         num_threads: int,
-        worth: int = WORTH,
+        worth: int,
     ) -> int:
         """Find what the first `num_rows` sequences, one new token each, share; returns `saved_tokens`.
 
@@ -84,7 +85,7 @@ class Schedule:
         rows, common = (self.words[start : start + num_members].tolist() for start in (at, at + most))
         return [
             Unit(parts[unit], tuple(rows[begin:end]), tuple(common[begin:end]))
-            for unit, (begin, end) in enumerate(zip(first, first[1:], strict=False))
+            for unit, (begin, end) in enumerate(pairwise(first))
         ]
 
 

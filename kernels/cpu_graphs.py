@@ -198,7 +198,9 @@ class DecodeGraphs:
         graph = self._graphs.get(token_ids.shape[0])
         if graph is not None:
             graph.refill(token_ids, batch)
-            self._kernels.share(self._schedule, replace(graph.batch, max_context_len=batch.max_context_len), self._shape)
+            self._kernels.share(
+                self._schedule, replace(graph.batch, max_context_len=batch.max_context_len), self._shape
+            )
             graph.replay(self._kernels.lib)
             return graph.hidden
         graph = self._record(token_ids, batch, forward)

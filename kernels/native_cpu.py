@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, SamplingBatch
-from kvrelay.kernels.cascade import Schedule
+from kvrelay.kernels.cascade import WORTH, Schedule
 from kvrelay.native import load_native
 
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
@@ -118,8 +118,9 @@ class NativeKernels:
         self.pool: int = self.lib.kr_pool_create(num_threads)
         weakref.finalize(self, self.lib.kr_pool_destroy, self.pool)
         self.num_threads = num_threads
-        self.shares_prefixes = True  # whether decode rows read KV that they have in common once
-        self.spared_tokens = 0  # of KV, not read again as another row of its step read them; in a layer, since the start
+        # whether decode rows read KV that they have in common once, from how many tokens on, and how many they did not
+        # read again so far (in a layer)
+        self.shares_prefixes, self.worth, self.spared_tokens = True, WORTH, 0
         self.panel_width: int = self.lib.kr_panel_width()
         self.has_dot = bool(self.lib.kr_has_dot())
 
@@ -202,7 +203,7 @@ class NativeKernels:
         self.spared_tokens += schedule.fill(
             batch.context_lens, batch.block_tables, batch.num_decode, batch.max_context_len,
             block_size=shape.block_size, group=shape.num_heads // shape.num_kv_heads, num_kv_heads=shape.num_kv_heads,
-            num_threads=self.num_threads,
+            num_threads=self.num_threads, worth=self.worth,
         )  # fmt: skip
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape, schedule: Schedule | None = None) -> NativePlan:
