@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.verify_cascade import CascadeRows
 from kvrelay.cluster.verify_groups import GroupRows
 from kvrelay.cluster.verify_kv import Fp8Rows
 from kvrelay.cluster.verify_mla import add_latent_rows
@@ -264,6 +265,11 @@ class Verifier:
         """The rows about n, best_of and beam search, after `run`."""
         await GroupRows(self, self._model_dir, transport, self._num_output).run()
 
+    async def run_cascade(self, transport: str) -> None:
+        """The rows about decode rows that share a prefix, after `run`."""
+        near = self._max_model_len - self._num_output
+        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run()
+
     # ---- for rows in files of their own
 
     def settings_over(self, transport: str, checks: str) -> Settings:
@@ -489,6 +495,7 @@ def command(
                 asyncio.run(verifier.run_preemption(chosen[0]))
                 asyncio.run(verifier.run_fp8(chosen[0]))
                 asyncio.run(verifier.run_groups(chosen[0]))
+                asyncio.run(verifier.run_cascade(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)

@@ -105,6 +105,10 @@ class Backend(Protocol):
         """Whether decode rows may read blocks that they have in common once (cascade attention) where that pays."""
         ...
 
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        """Whether they do so, in attention of this shape."""
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""
         ...

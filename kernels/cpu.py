@@ -92,6 +92,10 @@ class CpuBackend:
         if self._native is not None:
             self._native.shares_prefixes = enabled
 
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        native = self.native_for(shape)
+        return native is not None and native.shares_prefixes
+
     def describe(self) -> dict[str, str]:
         """What was chosen, in short words; linear kernels appear once a weight has been packed."""
         native = self._native

@@ -184,10 +184,14 @@ class CudaBackend:
     def share_prefixes(self, *, enabled: bool) -> None:
         self._shares_prefixes = enabled
 
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        is_possible = has_attention(shape) and not is_unpacked(shape) and shape.latent_dim is None
+        return self._shares_prefixes and is_possible
+
     def levels(self, batch: AttentionBatch, shape: AttentionShape) -> Levels | None:
-        """What the batch's decode rows share, where it pays. Blocks that are unpacked one by one are not looked at."""
+        """What the batch's decode rows share, where it pays."""
         n = batch.num_decode
-        if not self._shares_prefixes or n < 2 or is_unpacked(shape):
+        if n < 2 or not self.shares_prefixes(shape):
             return None
         return make_levels(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
 

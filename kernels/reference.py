@@ -120,6 +120,9 @@ class ReferenceBackend:
     def share_prefixes(self, *, enabled: bool) -> None:
         """Every row reads for itself here."""
 
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        return False
+
     def describe(self) -> dict[str, str]:
         """What was chosen, in short words."""
         return {"backend": self.name, "device": str(self.device)}
