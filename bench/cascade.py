@@ -24,7 +24,7 @@ from kvrelay.kernels.backend import AttentionBatch, AttentionShape
 from kvrelay.kernels.cpu import CpuBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16  # SmolLM2's
-CACHE_BYTES = 256 << 20  # layers of KV are gone through until so much has been read: more than the processor's caches
+CACHE_BYTES = 64 << 20  # layers of KV are gone through until so much has been read: more than the processor's caches
 TOKEN_BYTES = 2 * KV_HEADS * HEAD_DIM * 2
 
 
@@ -162,14 +162,18 @@ def main() -> None:
         for count in options.rows:
             tail = options.tail if shared else 1000  # the control: as much to read, of nobody else's
             rows.append({"what": "attention"} | attention(backend, count, shared, tail, options.repeats))
+            print(rows[-1], flush=True)
     if options.engine:
         folder = inprocess.prepare(options.model)
         widest, longest = max(options.rows), max(options.shared)
-        engine = build(folder, backend, options.dtype, longest + widest * (1000 + 2 * options.output + 3 * options.tail))
+        engine = build(
+            folder, backend, options.dtype, longest + widest * (1000 + 2 * options.output + 3 * options.tail)
+        )
         for shared in options.shared:
             for count in options.rows:
                 found = run_steps(engine, count, shared, options.tail if shared else 500, options.output)
                 rows.append({"what": "decode step"} | found)
+                print(rows[-1], flush=True)
     show(f"shared prefixes, {options.threads} threads, {options.dtype}", rows, options.json)
 
 
