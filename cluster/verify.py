@@ -267,8 +267,9 @@ class Verifier:
 
     async def run_cascade(self, transport: str) -> None:
         """The rows about decode rows that share a prefix, after `run`."""
+        expect: Callable[..., list[list[int]]] = expected_tokens
         near = self._max_model_len - self._num_output
-        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run()
+        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(expect)
 
     # ---- for rows in files of their own
 

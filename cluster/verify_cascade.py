@@ -74,13 +74,13 @@ class CascadeRows:
         self._shared, self._unlike = shared_prompts(verifier.cases, longest), unlike_prompts(verifier.cases, longest)
         self._num_output = num_output
 
-    async def run(self) -> None:
+    async def run(self, expect: Expect) -> None:
+        """expect: what Hugging Face says for a model folder, prompts and a number of tokens."""
         from kvrelay.cluster.local import local_cluster
-        from kvrelay.cluster.verify import expected_tokens
 
         self._verifier.tell("cascade attention")
         prompts = [*self._shared, *self._unlike]
-        expected = await asyncio.to_thread(expected_tokens, self._model_dir, prompts, self._num_output)  # type: ignore[arg-type]
+        expected = await asyncio.to_thread(expect, self._model_dir, prompts, self._num_output)
         settings = self._verifier.settings_over(self._transport, "full")
         async with local_cluster(settings, self._model_dir) as cluster:
             await self.check(cluster, cluster.inside[0], expected)
