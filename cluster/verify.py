@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.verify_cascade import CascadeRows
 from kvrelay.cluster.verify_groups import GroupRows
 from kvrelay.cluster.verify_kv import Fp8Rows
 from kvrelay.cluster.verify_lines import LineRows
@@ -274,6 +275,12 @@ class Verifier:
         """The rows about mixed batches, after `run`."""
         await MixedRows(self, self._model_dir, transport).run()
 
+    async def run_cascade(self, transport: str) -> None:
+        """The rows about decode rows that share a prefix, after `run`."""
+        expect: Callable[..., list[list[int]]] = expected_tokens
+        near = self._max_model_len - self._num_output
+        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(expect)
+
     # ---- for rows in files of their own
 
     def settings_over(self, transport: str, checks: str) -> Settings:
@@ -510,6 +517,7 @@ def command(
                 asyncio.run(verifier.run_groups(chosen[0]))
                 asyncio.run(verifier.run_lines(chosen[0]))
                 asyncio.run(verifier.run_mixed(chosen[0]))
+                asyncio.run(verifier.run_cascade(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)

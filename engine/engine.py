@@ -74,6 +74,7 @@ class EngineConfig:
     rules: LineRules = field(default_factory=LineRules)  # who is next in line
     preemption: str = "auto"  # the cheapest way, or always that Way where it can be gone
     headroom: float = 0.0  # see SchedulerLimits
+    cascade: bool = True  # decode rows read blocks that they share once, where it pays
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +202,7 @@ class Engine:
             model, backend, self.storage.layers,
             block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
         )  # fmt: skip
+        backend.share_prefixes(enabled=config.cascade)
         self._eos_ids = tuple(spec.eos_ids)
         self._eos = frozenset(self._eos_ids)
         self._sampler = Sampler(backend, self._eos_ids)
@@ -669,6 +671,7 @@ class Engine:
             steps=self._speed.num_steps,
             batch_sequences=self._speed.batch_sequences,
             batch_tokens=self._speed.batch_tokens,
+            spared_kv_tokens=self.backend.spared_kv_tokens,
         )
 
     def _swap_load(self) -> dict[str, Any]:

@@ -163,4 +163,5 @@ def _decode_graphs(
 
     assert isinstance(backend, cuda.CudaBackend)
     model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
-    return cuda_graphs.DecodeGraphs(backend, model.attention_shape, max_blocks=max_blocks)
+    num_layers = sum(window is None for window in model.spec.layer_windows)
+    return cuda_graphs.DecodeGraphs(backend, model.attention_shape, max_blocks=max_blocks, num_layers=num_layers)

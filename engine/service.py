@@ -248,6 +248,7 @@ class WorkerService:
             rules=line_rules(self.settings.scheduler),
             preemption=settings.preemption,
             headroom=settings.headroom,
+            cascade=settings.cascade == "auto",
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,

@@ -94,6 +94,21 @@ class Backend(Protocol):
     device: torch.device
     kv_layouts: tuple[KvOrder, ...]  # the caches that its kernels take
 
+    @property
+    def spared_kv_tokens(self) -> int:
+        """Tokens of KV that decode rows did not read again as another row of their step had read them, in a layer without
+        a window; since the start.
+        """
+        ...
+
+    def share_prefixes(self, *, enabled: bool) -> None:
+        """Whether decode rows may read blocks that they have in common once (cascade attention) where that pays."""
+        ...
+
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        """Whether they do so, in attention of this shape."""
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""
         ...

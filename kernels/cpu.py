@@ -84,6 +84,18 @@ class CpuBackend:
         """The compiled kernels, or None where torch's are used."""
         return self._native
 
+    @property
+    def spared_kv_tokens(self) -> int:
+        return 0 if self._native is None else self._native.spared_tokens
+
+    def share_prefixes(self, *, enabled: bool) -> None:
+        if self._native is not None:
+            self._native.shares_prefixes = enabled
+
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        native = self.native_for(shape)
+        return native is not None and native.shares_prefixes
+
     def describe(self) -> dict[str, str]:
         """What was chosen, in short words; linear kernels appear once a weight has been packed."""
         native = self._native

@@ -11,7 +11,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.cascade import Schedule
 from kvrelay.kernels.native_cpu import SIGNATURES, NativeKernels, NativePlan
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ _KERNELS = (
 )
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
-_CALL_WORDS = 25  # a call: its kernel, then up to 24 arguments of 8 bytes
+_CALL_WORDS = 26  # a call: its kernel, then up to 25 arguments of 8 bytes
 _MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
 
 
@@ -167,6 +168,8 @@ class DecodeGraphs:
         self._kernels, self._shape, self._max_blocks = kernels, shape, max_blocks
         self._graphs: dict[int, _Graph] = {}
         self._why_not: str | None = None
+        # one for all sizes, since one replays at a time: what rows share is found anew for every step
+        self._schedule = Schedule(kernels.lib, LARGEST, max_blocks * shape.block_size)
 
     @property
     def sizes(self) -> list[int]:
@@ -195,6 +198,9 @@ class DecodeGraphs:
         graph = self._graphs.get(token_ids.shape[0])
         if graph is not None:
             graph.refill(token_ids, batch)
+            self._kernels.share(
+                self._schedule, replace(graph.batch, max_context_len=batch.max_context_len), self._shape
+            )
             graph.replay(self._kernels.lib)
             return graph.hidden
         graph = self._record(token_ids, batch, forward)
@@ -219,7 +225,7 @@ class DecodeGraphs:
             max_query_len=1,
             max_context_len=batch.max_context_len,
         )
-        plan, ids, buffers = self._kernels.plan(own, self._shape), token_ids.clone(), _Buffers()
+        plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()
         assert plan.context_lens is own.context_lens and plan.tables is own.block_tables
         with _recording(self._kernels, buffers) as tape:
             hidden = forward(ids, own, plan)

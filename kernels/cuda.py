@@ -33,6 +33,7 @@ from kvrelay.kernels.backend import (
     Linear,
     SamplingBatch,
 )
+from kvrelay.kernels.cuda_cascade import CascadeDecode, Levels, make_levels
 from kvrelay.kernels.cuda_mla import has_latent_attention, make_wrapper, plan_latent, run_latent
 from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan
 
@@ -86,6 +87,7 @@ class CudaPlan:
     prefill_blocks: Tensor | None = None
     latent: PagedIndex | None = None
     latent_blocks: Tensor | None = None
+    levels: Levels | None = None  # of decode rows that share prefixes, for variants without a window
     wrappers: dict[Variant, tuple[Any, Any]] = field(default_factory=dict)
 
 
@@ -153,6 +155,7 @@ class CudaBackend:
         self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         self._current: CudaPlan | None = None
         self._told: set[str] = set()
+        self._shares_prefixes, self._spared_kv_tokens = True, 0
         self._try_out()
 
     def _try_out(self) -> None:
@@ -173,6 +176,24 @@ class CudaBackend:
             "flashinfer": version,
             "attention": _ATTENTION_KERNELS,
         }
+
+    @property
+    def spared_kv_tokens(self) -> int:
+        return self._spared_kv_tokens
+
+    def share_prefixes(self, *, enabled: bool) -> None:
+        self._shares_prefixes = enabled
+
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        is_possible = has_attention(shape) and not is_unpacked(shape) and shape.latent_dim is None
+        return self._shares_prefixes and is_possible
+
+    def levels(self, batch: AttentionBatch, shape: AttentionShape) -> Levels | None:
+        """What the batch's decode rows share, where it pays."""
+        n = batch.num_decode
+        if n < 2 or not self.shares_prefixes(shape):
+            return None
+        return make_levels(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
 
     def _tell_once(self, what: str) -> None:
         if what not in self._told:
@@ -286,6 +307,7 @@ class CudaBackend:
             return plan
         n = batch.num_decode
         if n:
+            plan.levels = self.levels(batch, shape)
             plan.decode = paged_index(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
         if n < batch.context_lens.shape[0]:
             plan.prefill = paged_index(batch.context_lens[n:], batch.block_tables[n:], shape.block_size)
@@ -318,8 +340,11 @@ class CudaBackend:
     def _planned(self, plan: CudaPlan, variant: Variant) -> tuple[Any, Any]:
         """The decode and prefill wrappers, ready to run this step (None where the step has no such part)."""
         if variant not in plan.wrappers:
-            decode = prefill = None
-            if plan.decode is not None:
+            decode: Any = None
+            prefill: Any = None
+            if plan.levels is not None and variant[1] is None:
+                decode = self._cascade(plan, plan.levels, variant)
+            elif plan.decode is not None:
                 decode = self._wrapper("decode", plan.shape.kv_layout, variant)
                 plan_decode(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
@@ -327,6 +352,18 @@ class CudaBackend:
                 plan_prefill(prefill, plan, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
+
+    def _cascade(self, plan: CudaPlan, levels: Levels, variant: Variant) -> CascadeDecode:
+        """Decode rows in two levels, planned for this step. They read what they share once in every layer that asks."""
+        key = ("cascade", plan.shape.kv_layout, variant)
+        if key not in self._wrappers:
+            self._wrappers[key] = CascadeDecode(
+                self._flashinfer, self._workspace, plan.shape.kv_layout, _ATTENTION_KERNELS
+            )
+        cascade: CascadeDecode = self._wrappers[key]
+        cascade.plan(levels, plan.shape, self.device, _options(variant, plan.shape.dtype))
+        self._spared_kv_tokens += levels.spared_tokens
+        return cascade
 
     def attention(
         self, q: Tensor, kv_layer: Tensor, plan: CudaPlan, *, scale: float, window: int | None, softcap: float | None

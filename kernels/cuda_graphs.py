@@ -25,6 +25,7 @@ from kvrelay.kernels.cuda import (
     paged_index,
     plan_decode,
 )
+from kvrelay.kernels.cuda_cascade import EAGER_WORTH_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -65,11 +66,19 @@ class DecodeGraphs:
         shape: of the model's attention layers.
         max_blocks: most blocks that one sequence may have.
         sizes: batch sizes to capture, ascending; larger batches run without a graph.
+        num_layers: of full attention, whose rows may share prefixes; 0: cascade attention is never preferred to a graph.
     """
 
     def __init__(
-        self, backend: CudaBackend, shape: AttentionShape, *, max_blocks: int, sizes: Sequence[int] = LADDER
+        self,
+        backend: CudaBackend,
+        shape: AttentionShape,
+        *,
+        max_blocks: int,
+        sizes: Sequence[int] = LADDER,
+        num_layers: int = 0,
     ) -> None:
+        self._num_layers = num_layers
         self._backend, self._shape, self._max_blocks = backend, shape, max_blocks
         self._sizes = tuple(sizes)
         self._graphs: dict[int, _Graph] = {}
@@ -79,7 +88,21 @@ class DecodeGraphs:
         size = batch.context_lens.shape[0]
         if is_unpacked(self._shape):
             return False
-        return has_attention(self._shape) and batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
+        if not (
+            has_attention(self._shape) and batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
+        ):
+            return False
+        return not self._is_worth_more_without(batch)
+
+    def _is_worth_more_without(self, batch: AttentionBatch) -> bool:
+        """Whether rows share so much that a step with cascade attention, which is not captured, is the shorter one.
+
+        Its groups change with every batch, and a captured wrapper's number of sequences may not.
+        """
+        if self._num_layers == 0 or (levels := self._backend.levels(batch, self._shape)) is None:
+            return False
+        token_bytes = 2 * self._shape.num_kv_heads * self._shape.head_dim * self._shape.dtype.itemsize
+        return levels.spared_tokens * token_bytes * self._num_layers >= EAGER_WORTH_BYTES
 
     def reset(self) -> None:
         """Forget all graphs: something that they read has moved."""

@@ -7,7 +7,7 @@ releases the interpreter's lock during every call. Idle pool threads sleep (they
 import ctypes
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.cascade import WORTH, Schedule
 from kvrelay.native import load_native
 
 SUPPORTED = frozenset((torch.float32, torch.bfloat16))
@@ -35,7 +36,9 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_attention_tile_tokens": ([_L], _L),
     "kr_attention_tiles": ([_P, _L, _L, _P], _L),
     "kr_store_kv_as": ([_I, _I, *[_P] * 4, *[_L] * 6], None),
-    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I, _L], None),
+    "kr_attention": ([_P, _I, *[_P] * 6, _L, _P, *[_L] * 10, _F, _F, _I, _L, _P], None),
+    "kr_cascade_words": ([_L, _L], _L),
+    "kr_cascade_plan": ([_P] * 3 + [_L] * 8, _L),
     "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
     "kr_replay": ([_P, _L], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
@@ -56,6 +59,7 @@ class NativePlan:
     block_size: int
     max_query_len: int
     max_context_len: int
+    schedule: Schedule  # what decode rows read together
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -113,6 +117,10 @@ class NativeKernels:
         self.empty: Callable[[Sequence[int], torch.dtype], Tensor] = _empty
         self.pool: int = self.lib.kr_pool_create(num_threads)
         weakref.finalize(self, self.lib.kr_pool_destroy, self.pool)
+        self.num_threads = num_threads
+        # whether decode rows read KV that they have in common once, from how many tokens on, and how many they did not
+        # read again so far (in a layer)
+        self.shares_prefixes, self.worth, self.spared_tokens = True, WORTH, 0
         self.panel_width: int = self.lib.kr_panel_width()
         self.has_dot = bool(self.lib.kr_has_dot())
 
@@ -187,7 +195,26 @@ class NativeKernels:
             k.stride(0) * item, v.stride(0) * item, kv_layer.shape[2], heads * head_dim * item,
         )  # fmt: skip
 
-    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan:
+    def share(self, schedule: Schedule, batch: AttentionBatch, shape: AttentionShape) -> None:
+        """Write into the schedule what the batch's decode rows share. Its context_lens and block_tables: contiguous int32."""
+        if not self.shares_prefixes or batch.num_decode < 2:
+            schedule.clear()
+            return
+        self.spared_tokens += schedule.fill(
+            batch.context_lens, batch.block_tables, batch.num_decode, batch.max_context_len,
+            block_size=shape.block_size, group=shape.num_heads // shape.num_kv_heads, num_kv_heads=shape.num_kv_heads,
+            num_threads=self.num_threads, worth=self.worth,
+        )  # fmt: skip
+
+    def plan(self, batch: AttentionBatch, shape: AttentionShape, schedule: Schedule | None = None) -> NativePlan:
+        """The schedule of attention for a step; `schedule`: memory that stays where it is, for recordings."""
+        batch = replace(
+            batch,
+            context_lens=batch.context_lens.to(torch.int32).contiguous(),
+            block_tables=batch.block_tables.to(torch.int32).contiguous(),
+        )
+        schedule = schedule or Schedule(self.lib, batch.num_decode, batch.max_context_len)
+        self.share(schedule, batch, shape)
         starts = batch.query_starts.to(torch.int32).contiguous()
         tile_tokens = self.lib.kr_attention_tile_tokens(shape.num_heads // shape.num_kv_heads)
         num_sequences = batch.context_lens.shape[0]
@@ -196,14 +223,15 @@ class NativeKernels:
         num_tiles = self.lib.kr_attention_tiles(starts.data_ptr(), num_sequences, tile_tokens, tiles.data_ptr())
         return NativePlan(
             starts,
-            batch.context_lens.to(torch.int32).contiguous(),
-            batch.block_tables.to(torch.int32).contiguous(),
+            batch.context_lens,
+            batch.block_tables,
             tiles,
             num_tiles,
             shape.num_kv_heads,
             shape.block_size,
             batch.max_query_len,
             batch.max_context_len,
+            schedule,
         )
 
     def attention(
@@ -219,7 +247,7 @@ class NativeKernels:
             plan.tiles.data_ptr(), plan.num_tiles, heads, plan.num_kv_heads, head_dim, plan.block_size,
             q.stride(0), q.stride(1), plan.max_query_len, plan.max_context_len, window or 0, scale, softcap or 0.0,
             KV_KINDS[kv_layer.dtype],
-            kv_layer.shape[1],
+            kv_layer.shape[1], plan.schedule.address,
         )  # fmt: skip
         return out
 

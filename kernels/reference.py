@@ -113,6 +113,16 @@ class ReferenceBackend:
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
 
+    @property
+    def spared_kv_tokens(self) -> int:
+        return 0
+
+    def share_prefixes(self, *, enabled: bool) -> None:
+        """Every row reads for itself here."""
+
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        return False
+
     def describe(self) -> dict[str, str]:
         """What was chosen, in short words."""
         return {"backend": self.name, "device": str(self.device)}

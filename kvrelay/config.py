@@ -29,6 +29,7 @@ WritePolicy = Literal["write-through", "selective", "write-back"]
 Compression = Literal["none", "lossless", "int8", "fp8"]
 TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
 PreemptionMode = Literal["auto", "swap", "recompute", "hand-back"]
+CascadeMode = Literal["auto", "off"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -105,6 +106,11 @@ class EngineSettings(_Settings):
     )
     swap_memory: Size = Field(
         "256MiB", description="bytes of host memory for pre-empted sequences' KV, taken as they are needed; 0: none"
+    )
+    cascade: CascadeMode = Field(
+        "auto",
+        description="auto: sequences that decode together read blocks that they share (a system prompt, samples, beams) once, "
+        "where it pays; off: each for itself",
     )
     headroom: float = Field(
         1.0, ge=0, le=4,

@@ -24,6 +24,7 @@ WORKER_SWAP_CORRUPT_BLOCKS_TOTAL = "kvrelay_worker_swap_corrupt_blocks_total"  #
 WORKER_PREFIX_QUERY_TOKENS_TOTAL = "kvrelay_worker_prefix_query_tokens_total"
 WORKER_PREFIX_HIT_TOKENS_TOTAL = "kvrelay_worker_prefix_hit_tokens_total"
 WORKER_TIER_HIT_TOKENS_TOTAL = "kvrelay_worker_tier_hit_tokens_total"
+WORKER_SPARED_KV_TOKENS_TOTAL = "kvrelay_worker_spared_kv_tokens_total"  # {worker, role}
 WORKER_WAITING = "kvrelay_worker_waiting"  # {worker, role, priority}
 WORKER_WAITING_TENANTS = "kvrelay_worker_waiting_tenants"  # {worker, role}
 WORKER_DEADLINE_REFUSALS_TOTAL = "kvrelay_worker_deadline_refusals_total"  # {worker, role}

@@ -248,6 +248,7 @@ class LoadReport(_Message, frozen=True, tag="load"):
     steps: int = 0  # computed since the start
     batch_sequences: int = 0  # of the last of them
     batch_tokens: int = 0
+    spared_kv_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
     is_draining: bool = False  # takes nothing new
 
 

@@ -105,6 +105,10 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
     table.add(
         metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Of those, brought up from below the pool.", who, load.tier_hit_tokens
     )
+    table.add(
+        metrics.WORKER_SPARED_KV_TOKENS_TOTAL, "KV not read again, as another sequence of the step had read the same.", who,
+        load.spared_kv_tokens,
+    )  # fmt: skip
     table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
     _line(who, load, table)
     _preempted(who, load, table)

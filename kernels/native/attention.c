@@ -6,242 +6,54 @@
  * partition borders are absolute positions, so a row's result depends on nothing but its own query and context:
  * decode equals prefill, chunked equals whole, alone equals batched, split over threads equals not, bit for bit.
  *
- * Source: FlashAttention-2 (Dao 2023), Flash-Decoding (Dao et al. 2023), PagedAttention (Kwon et al. 2023).
+ * Where decode rows share blocks (cascade.h), a unit of them goes through the tiles that they share together, and each
+ * then goes on alone from the sums that it has there: the same products in the same order as alone, with KV read once.
+ *
+ * Source: FlashAttention-2 (Dao 2023), Flash-Decoding (Dao et al. 2023), PagedAttention (Kwon et al. 2023),
+ * cascade inference (Ye et al. 2024).
  */
 #include <string.h>
-#include "kv.h"
+#include "attention_tile.h"
 #include "pool.h"
-#include "vec.h"
 
-#define TILE 64
-#define PART 512
-#define ROWS_WANTED 48
-#define NC (2 * VL) /* columns of one product */
-
-typedef struct {
-    const void *q;
-    void *out;
-    const char *kv;
-    const int32_t *query_starts, *context_lens, *tables, *tiles;
-    float *parts; /* [tiles * kv_heads][max_parts][part_floats] when context is split over threads */
-    long max_parts, part_floats, max_blocks, num_tiles;
-    long heads, kv_heads, dim, padded, block_size, q_stride, q_head, group, tile_tokens, window;
-    long num_parts; /* of a block: 2, keys and values, or 1, entries that are both (latent attention) */
-    float scale, softcap;
-    int wide, kv_kind;
-} attention_job;
-
-/* The rows of one task and their running sums. */
-typedef struct {
-    const attention_job *j;
-    const int32_t *table;
-    long kv_head, first_position, tokens, rows, kv_begin, kv_end;
-    float *q, *keys, *values, *scores; /* [rows][padded], [padded][TILE], [TILE][padded], [rows][TILE] */
-    float *out, *part, *best, *total, *part_best, *part_total;
-    float key_scale[TILE], value_scale[TILE]; /* of the tile's vectors, with fp8 */
-} tile_state;
-
-typedef float v8_mem __attribute__((vector_size(32), aligned(4), may_alias));
-typedef uint32_t u8 __attribute__((vector_size(32)));
-typedef uint16_t h8_mem __attribute__((vector_size(16), aligned(2), may_alias));
-#ifdef __clang__
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (i8){__VA_ARGS__})
-#endif
-
-INLINE v8 load8(const char *p, long i, int kind)
+static long first_visible(const attention_job *j, long position)
 {
-    if (kind == KV_F32) return *(const v8_mem *)((const float *)p + i);
-    if (kind == KV_FP8) return E4M3_TO_FLOAT(v8, widen8(p + i));
-    return (v8)(__builtin_convertvector(*(const h8_mem *)((const bf16 *)p + i), u8) << 16);
+    return j->window > 0 && position >= j->window ? position - j->window + 1 : 0;
 }
 
-/* Eight rows of eight numbers -> columns of `out` (row stride TILE). */
-INLINE void transpose8(const char *const row[8], long i, float *out, int kind)
+/* Where the sums of a member's rows of one head stand. */
+static float *slot_at(const attention_job *j, long member, long kv_head)
 {
-    v8 a[8], b[8], c[8];
-    UNROLL for (int r = 0; r < 8; r++) a[r] = load8(row[r], i, kind);
-    UNROLL for (int r = 0; r < 8; r += 2) {
-        b[r] = SHUFFLE(a[r], a[r + 1], 0, 8, 1, 9, 4, 12, 5, 13);
-        b[r + 1] = SHUFFLE(a[r], a[r + 1], 2, 10, 3, 11, 6, 14, 7, 15);
-    }
-    UNROLL for (int h = 0; h < 8; h += 4) {
-        UNROLL for (int r = 0; r < 2; r++) {
-            c[h + 2 * r] = SHUFFLE(b[h + r], b[h + r + 2], 0, 1, 8, 9, 4, 5, 12, 13);
-            c[h + 2 * r + 1] = SHUFFLE(b[h + r], b[h + r + 2], 2, 3, 10, 11, 6, 7, 14, 15);
-        }
-    }
-    UNROLL for (int r = 0; r < 4; r++) {
-        *(v8_mem *)(out + r * TILE) = SHUFFLE(c[r], c[r + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        *(v8_mem *)(out + (r + 4) * TILE) = SHUFFLE(c[r], c[r + 4], 4, 5, 6, 7, 12, 13, 14, 15);
-    }
+    return j->slots + (member * j->kv_heads + kv_head) * j->slot_floats;
 }
 
-/* Keys (transposed) and values of context tokens base .. base + n - 1, widened, fp8 without their scales; rows of keys are 8-padded by repeats. */
-INLINE void gather_as(tile_state *s, long base, long n, const int kind)
+/* The member that this sequence is in a unit of the partition, if its rows see any of what that shares; else -1. */
+static long member_of(const tile_state *s, long part)
+{
+    const cascade *c = &s->j->shared;
+    if (c->units == 0 || s->sequence >= c->rows) return -1;
+    const long member = c->slot[s->sequence * c->parts + part];
+    return member >= 0 && s->kv_begin < part * PART + c->tiles[member] * TILE ? member : -1;
+}
+
+/* One partition's own softmax sums, from nothing or from what a unit has seen, into part / part_best / part_total. */
+static void attend_partition(tile_state *s, long part)
 {
     const attention_job *j = s->j;
-    const long bytes = kv_row_bytes(j->dim, kind), row = j->kv_heads * bytes, part = j->block_size * row;
-    const long whole = j->num_parts * part, to_value = whole - part;
-    const char *key[TILE];
-    const char *heads = j->kv + s->kv_head * bytes;
-    long block = base / j->block_size, offset = base % j->block_size;
-    for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * whole + offset * row;
-        for (; offset < j->block_size && t < n; offset++, t++, at += row) key[t] = at;
+    const long begin = part * PART, end = begin + PART < s->kv_end ? begin + PART : s->kv_end;
+    const long visible = s->kv_begin / TILE * TILE, member = member_of(s, part);
+    long first = visible > begin ? visible : begin;
+    if (member >= 0) {
+        const float *from = slot_at(j, member, s->kv_head), *best = from + s->rows * j->padded;
+        memcpy(s->part, from, s->rows * j->padded * sizeof(float));
+        memcpy(s->part_best, best, s->rows * sizeof(float));
+        memcpy(s->part_total, best + s->rows, s->rows * sizeof(float));
+        first = begin + j->shared.tiles[member] * TILE;
+    } else {
+        start_part(s);
     }
-    for (long t = n; t % 8; t++) key[t] = key[n - 1];
-    if (kind == KV_FP8)
-        for (long t = 0; t < n; t++)
-            s->key_scale[t] = kv_scale(key[t], j->dim), s->value_scale[t] = kv_scale(key[t] + to_value, j->dim);
-    for (long t = 0; t < n; t += 8) {
-        long d = 0;
-        for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, kind);
-        for (; d < j->dim; d++)
-            for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = kv_load_one(key[t + r], d, kind);
-    }
-    for (long t = 0; t < n; t++) {
-        const char *value = key[t] + to_value;
-        long d = 0;
-        for (; d + VL <= j->dim; d += VL) vstore(s->values + t * j->padded + d, kv_load(value, d, kind));
-        for (; d < j->dim; d++) s->values[t * j->padded + d] = kv_load_one(value, d, kind);
-    }
-}
-
-static void gather(tile_state *s, long base, long n)
-{
-    switch (s->j->kv_kind) {
-    case KV_F32: gather_as(s, base, n, KV_F32); break;
-    case KV_FP8: gather_as(s, base, n, KV_FP8); break;
-    default: gather_as(s, base, n, KV_BF16);
-    }
-}
-
-/* Read one byte of every line of a later tile, so that its memory accesses overlap: one head's rows lie too far apart
- * for the processor to guess, and prefetch instructions were measured to do nothing here (17.6 -> 12.0 ms for 47 MB). */
-static void touch(const tile_state *s, long base, long n)
-{
-    const attention_job *j = s->j;
-    const long bytes = kv_row_bytes(j->dim, j->kv_kind), row = j->kv_heads * bytes, part = j->block_size * row;
-    const long whole = j->num_parts * part, to_value = whole - part;
-    const char *heads = j->kv + s->kv_head * bytes;
-    long block = base / j->block_size, offset = base % j->block_size;
-    for (long t = 0; t < n; block++, offset = 0) {
-        const char *at = heads + s->table[block] * whole + offset * row;
-        for (; offset < j->block_size && t < n; offset++, t++, at += row)
-            for (long b = 0; b < bytes; b += 64) {
-                (void)*(const volatile char *)(at + b);
-                (void)*(const volatile char *)(at + to_value + b);
-            }
-    }
-}
-
-#define DEFINE_PRODUCT(ROWS, WIDTH)                                                                                   \
-    /* out[r][...] = out[r] * carry[r] + sum over k of a[r][k] * b[k][...], WIDTH vectors; one chain per number */     \
-    static void product_##ROWS##x##WIDTH(const float *a, long lda, const float *b, long ldb, float *out, long ldo,    \
-                                         long K, const float *carry)                                                  \
-    {                                                                                                                 \
-        vf acc[ROWS][WIDTH];                                                                                          \
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < WIDTH; v++)                                  \
-            acc[r][v] = carry ? vload(out + r * ldo + v * VL) * carry[r] : (vf){0};                                   \
-        for (long k = 0; k < K; k++) {                                                                                \
-            vf w[WIDTH];                                                                                              \
-            UNROLL for (int v = 0; v < WIDTH; v++) w[v] = vload(b + k * ldb + v * VL);                                \
-            UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < WIDTH; v++)                              \
-                acc[r][v] += a[r * lda + k] * w[v];                                                                   \
-        }                                                                                                             \
-        UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < WIDTH; v++)                                  \
-            vstore(out + r * ldo + v * VL, acc[r][v]);                                                                \
-    }
-DEFINE_PRODUCT(1, 2)
-DEFINE_PRODUCT(2, 2)
-DEFINE_PRODUCT(3, 2)
-DEFINE_PRODUCT(4, 2)
-DEFINE_PRODUCT(5, 2)
-DEFINE_PRODUCT(6, 2)
-DEFINE_PRODUCT(1, 4)
-DEFINE_PRODUCT(2, 4)
-DEFINE_PRODUCT(3, 4)
-typedef void (*product_tile)(const float *, long, const float *, long, float *, long, long, const float *);
-
-/* out [rows][columns] (+)= a [rows][K] b [K][columns]; columns in multiples of NC. Few rows take wider columns. */
-static void product(const float *a, long lda, const float *b, long ldb, float *out, long ldo, long rows, long columns,
-                    long K, const float *carry)
-{
-    static const product_tile narrow[] = {product_1x2, product_2x2, product_3x2, product_4x2, product_5x2, product_6x2};
-    static const product_tile wide[] = {product_1x4, product_2x4, product_3x4};
-    const long count = (rows + MR - 1) / MR;
-    for (long c = 0, step; c < columns; c += step) {
-        const product_tile *tiles = rows <= 3 && c + 2 * NC <= columns ? wide : narrow;
-        step = tiles == wide ? 2 * NC : NC;
-        for (long t = 0; t < count; t++) {
-            long top = rows * t / count, high = rows * (t + 1) / count - top;
-            tiles[high - 1](a + top * lda, lda, b + c, ldb, out + top * ldo + c, ldo, K, carry ? carry + top : NULL);
-        }
-    }
-}
-
-INLINE vi lane_ids(void)
-{
-    vi ids;
-    for (int i = 0; i < VL; i++) ids[i] = i;
-    return ids;
-}
-
-/* Mask, cap and exponentiate one row of scores over context base .. base+TILE; returns the factor for older sums. */
-static float softmax_row(const tile_state *s, long row, long base, float *scores)
-{
-    const attention_job *j = s->j;
-    const long position = s->first_position + row / j->group;
-    const long low = j->window > 0 ? position - j->window + 1 - base : -1, high = position + 1 - base;
-    vf top = vset(-INFINITY);
-    for (int i = 0; i < TILE; i += VL) {
-        vf x = vload(scores + i);
-        if (j->kv_kind == KV_FP8) x *= vload(s->key_scale + i);
-        if (j->softcap > 0) x = j->softcap * vtanh(x / j->softcap);
-        vi at = lane_ids() + i;
-        if (high < TILE) x = vselect(at < (int32_t)(high < 0 ? 0 : high), x, vset(-INFINITY));
-        if (low > 0) x = vselect(at >= (int32_t)(low > TILE ? TILE : low), x, vset(-INFINITY));
-        vstore(scores + i, x);
-        top = vmax(top, x);
-    }
-    float best = vmaximum(top), old = s->part_best[row];
-    if (best == -INFINITY) {
-        memset(scores, 0, TILE * sizeof *scores);
-        return 1.0f;
-    }
-    best = best > old ? best : old;
-    vf sum = {0};
-    for (int i = 0; i < TILE; i += VL) {
-        vf e = vexp(vload(scores + i) - best);
-        vstore(scores + i, j->kv_kind == KV_FP8 ? e * vload(s->value_scale + i) : e);
-        sum += e;
-    }
-    float factor = old == -INFINITY ? 0.0f : expf(old - best);
-    s->part_best[row] = best;
-    s->part_total[row] = s->part_total[row] * factor + vsum(sum);
-    return factor;
-}
-
-/* One partition's own softmax sums, from nothing, into part / part_best / part_total. */
-static void attend_partition(tile_state *s, long begin, long end)
-{
-    const attention_job *j = s->j;
-    float carry[s->rows];
-    memset(s->part, 0, s->rows * j->padded * sizeof(float));
-    for (long r = 0; r < s->rows; r++) s->part_best[r] = -INFINITY, s->part_total[r] = 0;
-    const long first = s->kv_begin / TILE * TILE > begin ? s->kv_begin / TILE * TILE : begin;
-    touch(s, first, end - first < TILE ? end - first : TILE);
-    for (long base = first; base < end; base += TILE) {
-        long n = end - base < TILE ? end - base : TILE;
-        gather(s, base, n);
-        const long next = base + TILE, left = end - next;
-        if (left > 0) touch(s, next, left < TILE ? left : TILE);
-        product(s->q, j->padded, s->keys, TILE, s->scores, TILE, s->rows, (n + NC - 1) / NC * NC, j->dim, NULL);
-        for (long r = 0; r < s->rows; r++) carry[r] = softmax_row(s, r, base, s->scores + r * TILE);
-        product(s->scores, TILE, s->values, j->padded, s->part, j->padded, s->rows, j->padded, n, carry);
-    }
+    if (first < end) touch(s, first, end - first < TILE ? end - first : TILE);
+    for (long base = first; base < end; base += TILE) attend_tile(s, 0, s->rows, base, end);
 }
 
 /* Fold one partition's sums into the running ones of the same rows. */
@@ -261,29 +73,24 @@ static void merge(const tile_state *s, const float *part, const float *part_best
 
 static void place(tile_state *s, const attention_job *j, long index)
 {
-    long tile = index / j->kv_heads, sequence = j->tiles[2 * tile], offset = j->tiles[2 * tile + 1];
-    long length = j->query_starts[sequence + 1] - j->query_starts[sequence];
-    s->j = j;
+    const long tile = index / j->kv_heads, sequence = j->tiles[2 * tile], offset = j->tiles[2 * tile + 1];
+    const long start = j->query_starts[sequence], length = j->query_starts[sequence + 1] - start;
+    const long tokens = length - offset < j->tile_tokens ? length - offset : j->tile_tokens;
+    const long first_position = j->context_lens[sequence] - length + offset;
+    s->j = j, s->sequence = sequence;
     s->table = j->tables + sequence * j->max_blocks;
     s->kv_head = index % j->kv_heads;
-    s->tokens = length - offset < j->tile_tokens ? length - offset : j->tile_tokens;
-    s->rows = s->tokens * j->group;
-    s->first_position = j->context_lens[sequence] - length + offset;
-    s->kv_end = s->first_position + s->tokens;
-    s->kv_begin = j->window > 0 && s->first_position >= j->window ? s->first_position - j->window + 1 : 0;
-}
-
-static long token_of(const attention_job *j, long index)
-{
-    long tile = index / j->kv_heads;
-    return j->query_starts[j->tiles[2 * tile]] + j->tiles[2 * tile + 1];
+    s->rows = tokens * j->group;
+    for (long t = 0; t < tokens; t++) s->token[t] = start + offset + t, s->position[t] = first_position + t;
+    s->kv_begin = first_visible(j, first_position);
+    s->kv_end = first_position + tokens;
 }
 
 /* Lay out this thread's scratch and load the queries, times scale. */
-static void prepare(tile_state *s, long index)
+static void prepare(tile_state *s)
 {
     const attention_job *j = s->j;
-    const long rows = s->rows, padded = j->padded, first = token_of(j, index);
+    const long rows = s->rows, padded = j->padded;
     float *at = thread_scratch(((rows * 3 + TILE * 2) * padded + rows * TILE + rows * 4 + 64) * sizeof(float));
     s->q = at, at += rows * padded;
     s->out = at, at += rows * padded;
@@ -295,7 +102,7 @@ static void prepare(tile_state *s, long index)
     memset(s->values, 0, TILE * padded * sizeof(float));
     for (int t = 0; t < TILE; t++) s->key_scale[t] = s->value_scale[t] = 1;
     for (long r = 0; r < rows; r++) {
-        long from = (first + r / j->group) * j->q_stride + (s->kv_head * j->group + r % j->group) * j->q_head;
+        long from = s->token[r / j->group] * j->q_stride + (s->kv_head * j->group + r % j->group) * j->q_head;
         for (long d = 0; d < j->dim; d++) s->q[r * padded + d] = load_any(j->q, from + d, j->wide) * j->scale;
     }
 }
@@ -306,28 +113,90 @@ static void start_sums(tile_state *s)
     for (long r = 0; r < s->rows; r++) s->best[r] = -INFINITY, s->total[r] = 0;
 }
 
-static void finish(const tile_state *s, long index)
+static void finish(const tile_state *s)
 {
     const attention_job *j = s->j;
-    const long first = token_of(j, index);
     for (long r = 0; r < s->rows; r++) {
-        long to = ((first + r / j->group) * j->heads + s->kv_head * j->group + r % j->group) * j->dim;
+        long to = (s->token[r / j->group] * j->heads + s->kv_head * j->group + r % j->group) * j->dim;
         const float factor = 1.0f / s->total[r], *row = s->out + r * j->padded;
         for (long d = 0; d < j->dim; d++) store_any(j->out, to + d, row[d] * factor, j->wide);
     }
 }
 
-static void whole_task(void *arg, long index)
+static long unit_tasks(const attention_job *j) { return j->shared.units * j->kv_heads; }
+
+/* Whether the tiles up to `tile` of a unit's partition lie before every window. */
+static int is_unseen(const tile_state *s, long begin, long members, long end)
+{
+    for (long i = begin; i < members; i++)
+        if (first_visible(s->j, s->position[i]) < end) return 0;
+    return 1;
+}
+
+/* The tiles that a unit's rows share, each read once for every run of members that have it in common. */
+static void unit_task(const attention_job *j, long index)
+{
+    const cascade *c = &j->shared;
+    const long unit = index / j->kv_heads, first = c->first[unit], members = c->first[unit + 1] - first;
+    const long begin = c->part[unit] * (long)PART, group = j->group;
+    const int32_t *common = c->common + first, *tiles = c->tiles + first;
+    tile_state s = {.j = j, .kv_head = index % j->kv_heads, .rows = members * group};
+    long most = 0;
+    for (long i = 0; i < members; i++) {
+        s.token[i] = j->query_starts[c->row[first + i]], s.position[i] = j->context_lens[c->row[first + i]] - 1;
+        most = tiles[i] > most ? tiles[i] : most;
+    }
+    if (is_unseen(&s, 0, members, begin + most * TILE)) return;
+    prepare(&s);
+    start_part(&s);
+    for (long tile = 0; tile < most; tile++) {
+        for (long from = 0, to; from < members; from = to) {
+            for (to = from + 1; to < members && common[to] > tile;) to++;
+            const long base = begin + tile * TILE;
+            if (to - from == 1 || is_unseen(&s, from, to, base + TILE)) continue;
+            s.table = j->tables + c->row[first + from] * j->max_blocks;
+            attend_tile(&s, from * group, (to - from) * group, base, begin + tiles[from] * TILE);
+        }
+    }
+    for (long i = 0; i < members; i++) {
+        float *to = slot_at(j, first + i, s.kv_head), *best = to + group * j->padded;
+        memcpy(to, s.part + i * group * j->padded, group * j->padded * sizeof(float));
+        memcpy(best, s.part_best + i * group, group * sizeof(float));
+        memcpy(best + group, s.part_total + i * group, group * sizeof(float));
+    }
+}
+
+/* Whether an item is of a row that shares: it waits for the units. */
+static int waits(const attention_job *j, long item)
+{
+    const long sequence = j->tiles[2 * (item / j->kv_heads)];
+    return j->shared.units > 0 && sequence < j->shared.rows && j->shared.shares[sequence];
+}
+
+static void attend_item(const attention_job *j, long item)
 {
     tile_state s;
-    place(&s, arg, index);
-    prepare(&s, index);
+    place(&s, j, item);
+    prepare(&s);
     start_sums(&s);
-    for (long begin = s.kv_begin / PART * PART; begin < s.kv_end; begin += PART) {
-        attend_partition(&s, begin, begin + PART < s.kv_end ? begin + PART : s.kv_end);
+    for (long part = s.kv_begin / PART; part * PART < s.kv_end; part++) {
+        attend_partition(&s, part);
         merge(&s, s.part, s.part_best, s.part_total);
     }
-    finish(&s, index);
+    finish(&s);
+}
+
+static void whole_task(void *arg, long index)
+{
+    const attention_job *j = arg;
+    const long item = index - unit_tasks(j);
+    if (item < 0) unit_task(j, index);
+    else if (!waits(j, item)) attend_item(j, item);
+}
+
+static void waiting_task(void *arg, long item)
+{
+    if (waits(arg, item)) attend_item(arg, item);
 }
 
 static float *part_at(const attention_job *j, long index, long part)
@@ -339,11 +208,15 @@ static void split_task(void *arg, long index)
 {
     const attention_job *j = arg;
     tile_state s;
-    long item = index / j->max_parts, part = index % j->max_parts, begin = part * PART;
+    const long own = index - unit_tasks(j), item = own / j->max_parts, part = own % j->max_parts;
+    if (own < 0) {
+        unit_task(j, index);
+        return;
+    }
     place(&s, j, item);
-    if (begin >= s.kv_end || begin + PART <= s.kv_begin) return;
-    prepare(&s, item);
-    attend_partition(&s, begin, begin + PART < s.kv_end ? begin + PART : s.kv_end);
+    if (part * PART >= s.kv_end || (part + 1) * PART <= s.kv_begin || member_of(&s, part) >= 0) return;
+    prepare(&s);
+    attend_partition(&s, part);
     float *to = part_at(j, item, part);
     memcpy(to, s.part, s.rows * j->padded * sizeof(float));
     memcpy(to + s.rows * j->padded, s.part_best, 2 * s.rows * sizeof(float)); /* best, then total */
@@ -354,13 +227,18 @@ static void merge_task(void *arg, long index)
     const attention_job *j = arg;
     tile_state s;
     place(&s, j, index);
-    prepare(&s, index);
+    prepare(&s);
     start_sums(&s);
     for (long part = s.kv_begin / PART; part * PART < s.kv_end; part++) {
+        if (member_of(&s, part) >= 0) {
+            attend_partition(&s, part);
+            merge(&s, s.part, s.part_best, s.part_total);
+            continue;
+        }
         const float *from = part_at(j, index, part), *best = from + s.rows * j->padded;
         merge(&s, from, best, best + s.rows);
     }
-    finish(&s, index);
+    finish(&s);
 }
 
 /* Tokens of one tile for `group` query heads per KV head. */
@@ -381,28 +259,31 @@ long kr_attention_tiles(const int32_t *query_starts, long sequences, long tile_t
 }
 
 /* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, num_parts, block_size, kv_heads, row],
- * contiguous, rows of kv_kind. window, softcap: 0 for none. */
+ * contiguous, rows of kv_kind. window, softcap: 0 for none. schedule: as kr_cascade_plan left it. */
 void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, const int32_t *query_starts,
                   const int32_t *context_lens, const int32_t *tables, long max_blocks, const int32_t *tiles,
                   long num_tiles, long heads, long kv_heads, long dim, long block_size, long q_stride, long q_head,
                   long max_query_len, long max_context_len, long window, float scale, float softcap, int kv_kind,
-                  long num_parts)
+                  long num_parts, int32_t *schedule)
 {
     attention_job j = {.q = q, .out = out, .kv = kv, .query_starts = query_starts, .context_lens = context_lens,
                        .tables = tables, .tiles = tiles, .max_blocks = max_blocks, .num_tiles = num_tiles,
                        .heads = heads, .kv_heads = kv_heads, .dim = dim, .padded = (dim + NC - 1) / NC * NC,
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
                        .window = window, .scale = scale, .softcap = softcap, .wide = wide,
-                       .kv_kind = kv_kind, .num_parts = num_parts};
+                       .kv_kind = kv_kind, .num_parts = num_parts, .shared = cascade_at(schedule)};
     j.tile_tokens = kr_attention_tile_tokens(j.group);
     long items = num_tiles * kv_heads, rows = (max_query_len < j.tile_tokens ? max_query_len : j.tile_tokens) * j.group;
     j.max_parts = (max_context_len + PART - 1) / PART;
+    j.slot_floats = j.group * (j.padded + 2);
+    if (j.shared.units) j.slots = pool_scratch(p, 2, j.shared.members * kv_heads * j.slot_floats * sizeof(float));
     if (pool_threads(p) == 1 || j.max_parts == 1 || items >= 4L * pool_threads(p)) {
-        pool_run(p, whole_task, &j, items);
+        pool_run(p, whole_task, &j, unit_tasks(&j) + items);
+        if (j.shared.units) pool_run(p, waiting_task, &j, items);
         return;
     }
     j.part_floats = rows * (j.padded + 2);
     j.parts = pool_scratch(p, 1, items * j.max_parts * j.part_floats * sizeof(float));
-    pool_run(p, split_task, &j, items * j.max_parts);
+    pool_run(p, split_task, &j, unit_tasks(&j) + items * j.max_parts);
     pool_run(p, merge_task, &j, items);
 }

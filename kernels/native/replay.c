@@ -13,7 +13,7 @@ typedef union {
 
 typedef struct {
     int64_t kernel;
-    argument a[24];
+    argument a[25];
 } recorded_call;
 
 enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, STORE_KV, ATTENTION, STORE_KV_AS };
@@ -26,7 +26,7 @@ void kr_gate(pool *, int, int, const void *, void *, long, long, long);
 void kr_store_kv(const char *, const char *, char *, const int64_t *, long, long, long, long, long);
 void kr_attention(pool *, int, const void *, void *, const void *, const int32_t *, const int32_t *, const int32_t *,
                   long, const int32_t *, long, long, long, long, long, long, long, long, long, long, float, float, int,
-                  long);
+                  long, int32_t *);
 void kr_store_kv_as(int, int, const void *, const void *, char *, const int64_t *, long, long, long, long, long, long);
 
 static void call(int64_t kernel, const argument *a)
@@ -51,7 +51,7 @@ static void call(int64_t kernel, const argument *a)
     case ATTENTION:
         kr_attention(a[0].p, a[1].i, a[2].p, a[3].p, a[4].p, a[5].p, a[6].p, a[7].p, a[8].i, a[9].p, a[10].i, a[11].i,
                      a[12].i, a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].f, a[21].f, a[22].i,
-                     a[23].i);
+                     a[23].i, a[24].p);
         break;
     case STORE_KV_AS:
         kr_store_kv_as(a[0].i, a[1].i, a[2].p, a[3].p, a[4].p, a[5].p, a[6].i, a[7].i, a[8].i, a[9].i, a[10].i, a[11].i);

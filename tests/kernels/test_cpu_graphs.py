@@ -41,23 +41,28 @@ def decode_batch(contexts, generator):
 class Decoder:
     """A tiny model over a cache of random keys and values, with and without graphs."""
 
-    def __init__(self, backend, folder, dtype):
+    def __init__(self, backend, folder, dtype, max_blocks=MAX_BLOCKS):
         self.model = load_model(folder, backend, dtype, block_size=BLOCK_SIZE)
         self.backend, shape = backend, self.model.attention_shape
         self.generator = torch.Generator().manual_seed(3)
         sizes = (self.model.spec.num_layers, NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype)
-        self.graphs = DecodeGraphs(backend.native, shape, max_blocks=MAX_BLOCKS)
+        self.graphs = DecodeGraphs(backend.native, shape, max_blocks=max_blocks)
 
     def forward(self, token_ids, batch, plan):
         return self.model.forward(token_ids, batch, plan, list(self.kv))
 
     def plain(self, token_ids, batch):
-        return self.forward(token_ids, batch, self.backend.plan(batch, self.model.attention_shape))
+        """Every row by itself."""
+        self.backend.share_prefixes(enabled=False)
+        plan = self.backend.plan(batch, self.model.attention_shape)
+        self.backend.share_prefixes(enabled=True)
+        return self.forward(token_ids, batch, plan)
 
-    def both(self, contexts):
-        """(hidden, cache) of one step without and with graphs, from the same cache."""
+    def both(self, contexts, shared=0):
+        """(hidden, cache) of one step without and with graphs, from the same cache. shared: blocks of row 1 that are row 0's."""
         batch = decode_batch(contexts, self.generator)
+        batch.block_tables[1:2, :shared] = batch.block_tables[:1, :shared]
         token_ids = torch.randint(3, self.model.spec.vocab_size, (len(contexts),), generator=self.generator)
         before = self.kv.clone()
         plain = self.plain(token_ids, batch).clone(), self.kv.clone()
@@ -84,6 +89,26 @@ def test_a_replayed_step_equals_the_step(backend, family, dtype, tmp_path):
         assert torch.equal(hidden, replayed)
         assert torch.equal(cache, its_cache)
     assert decoder.graphs.sizes == [1, 3] and decoder.graphs.why_not is None
+
+
+def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
+    """The schedule is no part of a recording: sharing comes, changes and goes, and results stay those of rows alone."""
+    decoder = Decoder(backend, tiny_checkpoint("llama", tmp_path), torch.float32, max_blocks=40)
+    native, spared = backend.native, []
+    worth, native.worth = native.worth, 64
+    try:
+        for contexts, shared in (
+            ((150, 140, 12), 0), ((149, 141, 11), 32), ((150, 142, 12), 17), ((90, 150, 40), 20), ((20, 21, 12), 5),
+            ((70, 12), 3), ((140, 150), 34), ((151, 141, 13), 33), ((70, 72, 74), 0),
+        ):  # fmt: skip
+            before = native.spared_tokens
+            (hidden, cache), (replayed, its_cache) = decoder.both(contexts, shared)
+            assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)
+            spared.append(native.spared_tokens - before)
+    finally:
+        native.worth = worth
+    assert spared == [0, 128, 64, 64, 0, 0, 128, 128, 0]
+    assert decoder.graphs.sizes == [2, 3] and decoder.graphs.why_not is None
 
 
 def test_a_wrong_address_in_a_recording_is_noticed(compiled, tmp_path, monkeypatch):

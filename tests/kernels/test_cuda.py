@@ -221,7 +221,7 @@ class FakeGpu:
         self.appended: list[str] = []  # the layouts of append's caches
         self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(FakeDecode, self)
         self.BatchPrefillWithPagedKVCacheWrapper = functools.partial(FakePrefill, self)
-        self.latent_plans = 0
+        self.latent_plans = self.not_causal_plans = 0
         self.mla = types.SimpleNamespace(
             BatchMLAPagedAttentionWrapper=functools.partial(FakeMla, self),
             MLAPlanMetadata=types.SimpleNamespace(csr=mla_metadata),
@@ -231,6 +231,17 @@ class FakeGpu:
         out = torch.empty_like(x) if out is None else out
         self.kernel(lambda: out.copy_(self.plain.rms_norm(x, weight, eps)))
         return out
+
+    def merge_state_in_place(self, v, s, v_other, s_other, mask=None):
+        """As in FlashInfer 0.7.2's cascade.py."""
+        assert mask is None and s.dtype == s_other.dtype == torch.float32
+
+        def run():
+            total = torch.logaddexp2(s, s_other)
+            shares = (torch.exp2(s - total).unsqueeze(-1), torch.exp2(s_other - total).unsqueeze(-1))
+            copy_all((v, s), ((v * shares[0] + v_other * shares[1]).to(v.dtype), total))
+
+        self.kernel(run)
 
     def fused_add_rmsnorm(self, x, residual, weight, eps):
         self.kernel(lambda: copy_all((x, residual), self.plain.add_rms_norm(x, residual, weight, eps)))
@@ -333,12 +344,36 @@ class FakeDecode:
 
 
 class FakePrefill(FakeDecode):
-    """BatchPrefillWithPagedKVCacheWrapper."""
+    """BatchPrefillWithPagedKVCacheWrapper. Without `causal` it attends to all that a sequence has, and has no window."""
 
     def plan(self, qo_indptr, *index_and_shape, causal, **options):
-        assert causal and qo_indptr.dtype == torch.int32
+        assert qo_indptr.dtype == torch.int32 and (causal or options["window_left"] == -1)
         super().plan(*index_and_shape, **options)
-        self._starts = qo_indptr.tolist()
+        self._starts, self._is_causal = qo_indptr.tolist(), causal
+        self._gpu.not_causal_plans += not causal
+
+    def run(self, q, cache, out=None, return_lse=False):
+        if self._is_causal:
+            assert not return_lse
+            return super().run(q, cache, out)
+        assert len(q) == self._starts[-1]
+        out, sums = torch.empty_like(q), torch.empty(q.shape[:2])
+        cache = tokens_then_heads(cache, self._kv_layout)
+        self._gpu.kernel(lambda: self._run_all(q, cache, out, sums))
+        return (out, sums) if return_lse else out
+
+    def _run_all(self, q, cache, out, sums):
+        indptr, indices, last = (t.tolist() for t in self._index)
+        cap, scale = (self._options[name] for name in ("logits_soft_cap", "sm_scale"))
+        for s in range(len(last)):
+            pages, rows = indices[indptr[s] : indptr[s + 1]], slice(self._starts[s], self._starts[s + 1])
+            context = (len(pages) - 1) * self._size + last[s]
+            k, v = (cache[pages, i].flatten(0, 1)[:context].float() for i in (0, 1))
+            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+            scores = torch.einsum("qhd,chd->qhc", q[rows].float(), k) * scale
+            scores = scores if cap is None else cap * torch.tanh(scores / cap)
+            out[rows] = torch.einsum("qhc,chd->qhd", scores.softmax(-1), v).to(q.dtype)
+            sums[rows] = scores.logsumexp(-1) / torch.tensor(2.0).log()  # FlashInfer's are to the base of 2
 
 
 class FakeMla:
