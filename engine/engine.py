@@ -19,6 +19,7 @@ from torch import Tensor
 from kvrelay import __version__
 from kvrelay.engine.admission import request_fault, why_turned_away
 from kvrelay.engine.beam import Candidates
+from kvrelay.engine.beam_candidates import likeliest
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
 from kvrelay.engine.group_steps import GroupSteps
@@ -532,7 +533,7 @@ class Engine:
             self._append_all(members, tokens, logprobs, result.outputs)
         now_s = self._clock()
         leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
-        for output in self._groups.advance_beams(seqs, logits):
+        for output in self._groups.advance_beams(seqs, lambda rows, beams: likeliest(logits[rows], beams)):
             leader = next((seq for seq in leaders if seq.request_id == output.request_id), None)
             result.outputs.append(output if leader is None else self._with_first_token_facts(output, leader, now_s))
         self._groups.settle(leaders)

@@ -1,14 +1,10 @@
-"""What a step's logits mean for groups: first tokens of every choice, and the moves of beam searches.
+"""What a step's rows mean for groups: first tokens of every choice, and the moves of beam searches. Pure.
 
 Lives on the engine's thread, between the scheduler and the sampler. Single sequences are the engine's own.
 """
 
-import math
 from collections.abc import Callable
 from typing import Protocol
-
-import torch
-from torch import Tensor
 
 from kvrelay.engine.beam import Candidates, Hypothesis
 from kvrelay.engine.groups import member_of
@@ -22,6 +18,12 @@ class Ending(Protocol):
     """End a sequence, wherever it is."""
 
     def __call__(self, seq: Sequence, reason: FinishReason) -> None: ...
+
+
+class Likeliest(Protocol):
+    """What may follow each of these beams, whose logits are in these rows, likeliest first."""
+
+    def __call__(self, rows: list[int], beams: list[Sequence]) -> list[Candidates]: ...
 
 
 class GroupSteps:
@@ -97,13 +99,13 @@ class GroupSteps:
 
     # ---- beams
 
-    def advance_beams(self, seqs: list[Sequence], logits: Tensor) -> list[TokenOutput]:
-        """Each beam's candidates are in its row of logits [R, vocab]; searches whose beams have all come move on."""
+    def advance_beams(self, seqs: list[Sequence], likeliest: Likeliest) -> list[TokenOutput]:
+        """Row i is of seqs[i]; searches whose beams have all come move on."""
         rows = [row for row, seq in enumerate(seqs) if seq.group is not None and seq.group.search is not None]
         if not rows:
             return []
         outputs: list[TokenOutput] = []
-        for row, candidates in zip(rows, self._candidates(logits[rows], [seqs[row] for row in rows]), strict=True):
+        for row, candidates in zip(rows, likeliest(rows, [seqs[row] for row in rows]), strict=True):
             seq = seqs[row]
             group = seq.group
             assert group is not None
@@ -117,21 +119,6 @@ class GroupSteps:
             if len(group.candidates) == len(group.members):
                 outputs += self._advance(group)
         return outputs
-
-    def _candidates(self, logits: Tensor, seqs: list[Sequence]) -> list[Candidates]:
-        logp = torch.log_softmax(logits.float(), dim=-1)
-        most = 1
-        for row, seq in enumerate(seqs):
-            search = seq.group.search if seq.group is not None else None
-            assert search is not None
-            most = max(most, search.rules.num_candidates)
-            if seq.num_output < seq.request.sampling.min_tokens and search.rules.end_ids:
-                logp[row, torch.tensor(sorted(search.rules.end_ids), device=logp.device)] = -math.inf
-        values, ids = logp.topk(min(most, logp.shape[-1]), dim=-1)
-        return [
-            list(zip(row_ids, row_values, strict=True))
-            for row_ids, row_values in zip(ids.tolist(), values.tolist(), strict=True)
-        ]
 
     def begin_search(self, group: Group, leader: Sequence, candidates: Candidates) -> list[TokenOutput]:
         """The prompt is computed, and these may follow it."""

@@ -49,6 +49,7 @@ def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
     member.chain.data[:] = like.chain.data
     member.group, member.choice = group, choice
     member.scheduled_s, member.num_cached, member.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
+    member.standing = like.standing  # it may have a prompt's worth to compute: what its choice said before
     return member
 
 
@@ -88,11 +89,12 @@ class Groups:
             member.blocks = leader.blocks[: leader.blocks_for(leader.num_computed)]
             queues.pool.acquire(member.blocks)
             member.num_computed, member.num_hashed_blocks = leader.num_computed, leader.num_hashed_blocks
-            member.has_begun, member.num_paid = True, leader.num_computed  # the leader has paid for the prompt
-            member.num_charged = leader.num_computed
+            member.has_begun = True
             self._use_cached(member)
+            paid = max(member.num_computed, group.num_paid.get(member.choice, 0))  # the leader has paid for the prompt
+            member.num_paid = member.num_charged = paid
             self._enter(member)
-        group.members, group.leader, group.outputs = members, None, {}
+        group.members, group.leader, group.outputs, group.num_paid = members, None, {}, {}
         leader.group = None
         queues.finish(leader, FinishReason.LENGTH)
         if not members:
@@ -129,7 +131,7 @@ class Groups:
         leader.group, group.leader = group, leader
         for member in members:
             self._queues.finish(member, FinishReason.ABORT)
-        group.outputs = outputs
+        group.outputs, group.num_paid = outputs, {member.choice: member.num_paid for member in members}
         group.candidates.clear()
         self._queues.sequences[leader.request_id] = leader
         return leader, members

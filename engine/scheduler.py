@@ -212,8 +212,8 @@ class Scheduler:
         granted: list[Sequence] = []
         self._look_again()
         while not self.swapped and (seq := self._first(self.reserving)) is not None:
-            owed = self._owed(seq, self.reserving, self.waiting)
-            if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=False):
+            seats, owed = self._owed(seq, self.reserving, self.waiting)
+            if not self._has_seat(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
             self._admitted(seq, self.reserving, self.waiting)
             seq.num_held_blocks = seq.num_cached // self.block_size
@@ -250,17 +250,27 @@ class Scheduler:
         self.running.sort(key=lambda other: other.arrival)
 
     def _has_seat(self, owed: int, seq: Sequence) -> bool:
-        """Whether `seq`, with its group, may join; the last seat is left to whom blocks are owed."""
+        """Whether `seq`, with its group, may join; so many of the last seats are left to whom they are owed."""
         taken = len(self.running) + len(self.receiving) + self.groups.owed_seats
-        wanted = seq.group.num_seats if seq.group is not None and seq is seq.group.leader else 1
-        return taken + wanted + bool(owed) <= self.limits.max_running
+        return taken + self._seats_of(seq) + owed <= self.limits.max_running
 
-    def _owed(self, seq: Sequence, line: Line, other_line: Line) -> int:
-        """Blocks to leave for the head of the other line if it goes before `seq`: neither line starves the other."""
+    @staticmethod
+    def _seats_of(seq: Sequence) -> int:
+        return seq.group.num_seats if seq.group is not None and seq is seq.group.leader else 1
+
+    def _owed(self, seq: Sequence, line: Line, other_line: Line) -> tuple[int, int]:
+        """(seats, blocks) to leave for the head of the other line if it goes before `seq`: neither line starves the other."""
         other = self._first(other_line)
         if other is None or not goes_first(other_line, other, line, seq):
-            return 0
-        return self._blocks_at_most(other) + 1  # `seq` itself raises what must stay spare
+            return 0, 0
+        to_part = other.group.blocks_to_part() if other.group is not None and self._will_part(other) else 0
+        blocks = self._blocks_at_most(other) + to_part + 1  # `seq` itself raises what must stay spare
+        return self._seats_of(other), blocks
+
+    @staticmethod
+    def _will_part(seq: Sequence) -> bool:
+        """Whether it leads a group whose members will go on here."""
+        return seq.group is not None and seq is seq.group.leader and seq.output_limit is None
 
     @staticmethod
     def _blocks_at_most(seq: Sequence) -> int:
@@ -309,7 +319,7 @@ class Scheduler:
         self.pool.acquire(hit)
         need = self._blocks_at_most(seq) - len(hit)
         spare = self._headroom(seq, need) + num_to_copy + owed
-        if seq.group is not None and seq is seq.group.leader and seq.output_limit is None:
+        if seq.group is not None and self._will_part(seq):
             spare = max(spare, min(spare + seq.group.blocks_to_part(), self.pool.num_blocks - need - len(hit)))
         is_short = need + spare > self.pool.num_available
         if is_short and not owed and not self._holds_blocks:  # pins alone are in the way: they end before their time
@@ -426,8 +436,8 @@ class Scheduler:
         while budget > 0 and (seq := self._first(self.waiting)) is not None:
             if before is not None and not self.waiting.passes(seq, before):
                 break
-            owed = self._owed(seq, self.waiting, self.reserving)
-            if not self._has_seat(owed, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
+            seats, owed = self._owed(seq, self.waiting, self.reserving)
+            if not self._has_seat(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self._admitted(seq, self.waiting, self.reserving)
             budget -= self._join(seq, budget, singles, chunks, preempted)

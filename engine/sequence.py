@@ -162,6 +162,7 @@ class Group:
     search: BeamSearch | None = None
     members: list[Sequence] = field(default_factory=list)  # those that have not ended
     outputs: dict[int, list[int]] = field(default_factory=dict)  # while there is a leader: of each live choice
+    num_paid: dict[int, int] = field(default_factory=dict)  # tokens of each of them that are paid for
     candidates: dict[int, Candidates] = field(default_factory=dict)  # of beams that wait for the others, by rank
     unwanted: set[int] = field(default_factory=set)  # choices that nobody waits for any more
     num_forks: int = 0

@@ -1,231 +1,110 @@
 """A random life of one engine's scheduler, held against a plain model of who may be where and what each block contains.
 
-Stands in for engine, transports and probes: they write into the blocks that they were given, as late as they are allowed to,
-so that a block that changes hands too early shows as wrong content. Blocks and lines are few: nearly every step is tight.
+Stands in for engine, transports, probes and the swap area's memory: they write into the blocks that they were given, as late as
+they are allowed to, so that a block that changes hands too early shows as wrong content. Blocks and lines are few: nearly
+every step is tight. What may happen in a step is in scheduler_step.py, who goes before whom in scheduler_order.py.
 """
 
 import random
 from array import array
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduler import Scheduler, SchedulerLimits
 from kvrelay.engine.sequence import Sequence, State
-from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.types import FinishReason
-from kvrelay.wire import KvHints, Sampling, SequenceRequest
-from tests.spec.scheduler_model import KINDS, RESERVED, Record, Rules, key_after, keys_of
+from kvrelay.wire import SequenceRequest
+from tests.spec.scheduler_groups import GroupLife
+from tests.spec.scheduler_model import RESERVED, Record, Rules, by_classes, key_after, keys_of
+from tests.spec.scheduler_order import Bills, Order
+from tests.spec.scheduler_setup import BUDGET, LONGEST, SIZE, WAITING, Requests, Setup, draw, token_of
+from tests.spec.scheduler_swap import Swaps
 
-SIZE = 6  # tokens of a block: long enough for a beginning that is worth copying
-BLOCKS = 11
-BUDGET, WAITING = 12, 6
-SEATS = (2, 4)
-LONGEST = 36  # tokens of a prompt
-ENDS = (FinishReason.STOP, FinishReason.LENGTH)
 GARBAGE = -1
 
-W, V, R, H, F = State.WAITING, State.RECEIVING, State.RUNNING, State.HELD, State.FINISHED
+W, V, R, S, H, F = (
+    State.WAITING, State.RECEIVING, State.RUNNING, State.SWAPPED, State.HELD, State.FINISHED,
+)  # fmt: skip
 Moves = frozenset[tuple[State, State]]
-NOTHING: Moves = frozenset()
-END: Moves = frozenset({(W, F), (V, F), (R, F), (H, F)})  # of an abort; all others only where they are told
+END: Moves = frozenset((state, F) for state in (W, V, R, S, H))  # of an abort; all others only where they are told
 
 
 @dataclass
-class Life:
-    """One scheduler from empty to empty."""
+class World:
+    """One scheduler with all around it, and what must be so at any time."""
 
     role: str
     rng: random.Random
-    rules: Rules = field(default_factory=Rules)
+    rules: Rules | None = None
+    setup: Setup | None = None
+    counts: Counter = field(default_factory=Counter)  # of what has happened
 
     def __post_init__(self) -> None:
-        self.pool = BlockPool(BLOCKS, block_size=SIZE, pin_share=0.3)
-        self.num_seats = self.rng.choice(SEATS)
-        self.sched = Scheduler(self.pool, SIZE, SchedulerLimits(BUDGET, self.num_seats, WAITING))
+        setup = self.setup = self.setup or draw(self.rng)
+        self.rules = self.rules or (by_classes(setup.line.oldest_every) if setup.has_classes else Rules())
+        self.pool = BlockPool(setup.num_blocks, block_size=SIZE, pin_share=0.3)
+        limits = SchedulerLimits(BUDGET, setup.num_seats, WAITING, setup.headroom)
+        self.sched = Scheduler(self.pool, SIZE, limits, setup.line)
+        self.content = [[GARBAGE] * SIZE for _ in range(setup.num_blocks)]
+        self.swaps = Swaps(self.sched, setup, self.content, self.rng)
+        self.order, self.bills = Order(self.sched, setup, self.rules), Bills(self.sched, setup)
+        self.rows: set[Sequence] = set()  # of the batch that is being computed
+        self.groups = GroupLife(self.sched, self.rng, self.end, self.rows.discard)
+        self.requests = Requests(setup)
         self.seen: deque[list[int]] = deque(maxlen=6)  # tokens of those that ended last
         self.records: dict[str, Record] = {}
-        self.content = [[GARBAGE] * SIZE for _ in range(BLOCKS)]
         self.quarantined: dict[int, array] = {}
         self.lent: list[list[int]] = []
-        self.now_s = 0.0
-        self.count = 0
-        self.num_arrived = 0
-        self.ended: dict[str, int] = {}  # by reason
+        self.now_s, self.count = 0.0, 0
 
-    # ---- one operation
-
-    def step(self) -> None:
-        """Something happens."""
-        kind = self.rng.choices(*KINDS[self.role])[0]
-        getattr(self, kind)()
-        self.adds_up()
-
-    def moved(self, allowed: Moves) -> None:
-        """Every sequence is where it was, or went where this operation may bring it."""
-        for record in list(self.records.values()):
-            state = record.seq.state
-            if state is record.state:
-                continue
-            assert (record.state, state) in allowed, f"{record.seq.request_id}: {record.state} -> {state}"
-            record.state = state
-            if state is F:
-                assert not len(record.seq.blocks) and record.seq.finish_reason is not None
-                self.seen.append(record.seq.token_ids)
-                self.ended[str(record.seq.finish_reason)] = self.ended.get(str(record.seq.finish_reason), 0) + 1
-                del self.records[record.seq.request_id]
+    # ---- sequences
 
     def pick(self, *states: State) -> Record | None:
         found = [record for record in self.records.values() if record.state in states]
         return self.rng.choice(found) if found else None
 
-    # ---- arrivals
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
+        """As the engine does it."""
+        self.rows.discard(seq)
+        self.sched.finish(seq, reason)
 
-    def arrive(self, longest: int = LONGEST, reserved: float | None = None) -> None:
-        rng = self.rng
-        self.num_arrived += 1
-        ids = [rng.randrange(2) for _ in range(rng.randint(1, longest))]
-        known = [*self.seen, *(record.seq.token_ids for record in self.records.values())]
-        if known and rng.random() < 0.6:  # goes on from another's beginning
-            ids = [*(same := rng.choice(known)[: rng.randint(1, longest)]), *ids[: longest - len(same)]]
-        num_prompt = rng.randint(max(1, len(ids) - 3), len(ids))  # the rest is output: a stream that goes on here
-        salt = rng.choice(("", "", "b"))
-        hints = KvHints(
-            keep=rng.random() < 0.9, priority=rng.choice((0, 0, 1)), pin_s=rng.choice((0.0, 0.0, 0.0, 4.0)),
-            session=rng.choice(("", "s")),
-        )  # fmt: skip
-        request = SequenceRequest(
-            request_id=f"r{self.num_arrived}", token_ids=ids, num_prompt_tokens=num_prompt, salt=salt, hints=hints,
-            block_hashes=list(block_hashes(ids, SIZE, salt)) if rng.random() < 0.8 else [],
-            sampling=Sampling(
-                max_tokens=len(ids) - num_prompt + rng.choice((1, 6, 18, 30)), prompt_logprobs=0 if rng.random() < 0.1 else None
-            ),
-        )  # fmt: skip
-        self.submit(request, RESERVED[self.role] if reserved is None else reserved)
+    def moved(self, allowed: Moves) -> None:
+        """Every sequence is where it was, or went where this operation may bring it; members came, or a leader again."""
+        for name, record in list(self.records.items()):
+            state = record.seq.state
+            if state is record.state:
+                continue
+            assert (record.state, state) in allowed, f"{name}: {record.state} -> {state}"
+            self.counts[record.state, state] += 1
+            record.state = state
+            if state is F:
+                assert not len(record.seq.blocks) and record.seq.finish_reason is not None
+                assert record.seq.swapped is None and record.seq.load is None
+                self.seen.append(record.seq.token_ids)
+                del self.records[name]
+            elif state is W:
+                self.order.entered(record, self.records.values())
+        if self.sched.groups.by_id:
+            self.find_new()
 
-    def submit(self, request: SequenceRequest, reserved: float) -> Record | None:
-        sched, in_line = self.sched, len(self.sched.waiting) + len(self.sched.reserving)
-        refusal = sched.refusal(request)
-        if in_line >= WAITING:
-            assert refusal is not None and refusal[0] in ("full", "too_long")
-        if refusal is not None:
-            return None
-        is_reservation = self.rng.random() < reserved
-        if is_reservation:
-            seq, hold = sched.add_reservation(request, self.now_s), False
-        else:
-            hold = self.role == "prefill" or (self.role == "both" and self.rng.random() < 0.4)
-            seq = sched.add(request, self.now_s, hold=hold, output_limit=1 if hold else None)
-        record = self.records[request.request_id] = Record(
-            seq, W, is_reservation, keys_of(request.salt, seq.token_ids), hold
-        )
-        assert sched.refusal(request)[0] == "duplicate"
-        return record
+    def find_new(self) -> None:
+        """Members that have parted, and leaders of those that were gathered."""
+        for name, seq in self.sched.sequences.items():
+            if name in self.records and self.records[name].seq is seq:
+                continue
+            group = seq.group
+            assert group is not None and seq.state is (W if seq is group.leader else R)
+            salt, prompt = seq.request.salt, seq.request.num_prompt_tokens
+            record = Record(seq, seq.state, False, keys_of(salt, seq.token_ids), was_admitted=True)
+            if seq is group.leader:
+                record.paid = prompt
+                self.order.entered(record, self.records.values())
+            else:
+                self.bills.parted(record)
+            self.records[name] = record
 
-    # ---- transfers into this engine
-
-    def grant(self) -> None:
-        before = set(self.sched.reserving)
-        granted = self.sched.grant_reservations()
-        assert set(granted) == before - set(self.sched.reserving)
-        for seq in granted:
-            record = self.records[seq.request_id]
-            assert seq.state is V and len(seq.blocks) * SIZE >= seq.num_tokens
-            self.admitted(record)
-            self.holds(record, seq.num_held_blocks * SIZE)
-        self.moved(frozenset({(W, V)}))
-
-    def transfer_lands(self) -> None:
-        """What was computed elsewhere is here, and the first token with it."""
-        record = self.pick(V)
-        if record is None:
-            assert self.sched.activate("nobody", [1]) is None
-            return
-        seq = record.seq
-        self.write(record, seq.num_held_blocks * SIZE, seq.num_tokens)
-        assert self.sched.activate(seq.request_id, [self.rng.randrange(2)]) is seq
-        self.sampled(record)
-        self.moved(frozenset({(V, R)}))
-        self.end_if_done(record)
-
-    def transfer_is_lost(self) -> None:
-        """Its blocks may still be written, for a while."""
-        record = self.pick(V)
-        if record is None:
-            return
-        blocks = array("i", record.seq.blocks)
-        key = self.sched.quarantine(record.seq, FinishReason.ERROR)
-        assert key not in self.quarantined
-        self.quarantined[key] = blocks[record.seq.num_held_blocks :]
-        self.moved(END)
-
-    def transport_lets_go(self) -> None:
-        if self.quarantined:
-            key = self.rng.choice(list(self.quarantined))
-            self.scribble(self.quarantined.pop(key))
-            self.sched.unquarantine(key)
-
-    def scribble(self, blocks: "array | list[int]") -> None:
-        for block in blocks:
-            self.content[block] = [GARBAGE] * SIZE
-
-    # ---- steps
-
-    def compute(self) -> None:
-        """A step of the engine: schedule, copy, write, sample, end what is done."""
-        running = {record.seq: record.seq.num_uncomputed for record in self.records.values() if record.state is R}
-        admitted = [record for record in self.records.values() if record.state is W]
-        computed = {record.seq: record.seq.num_computed for record in self.records.values()}
-        plan = self.sched.schedule()
-        self.check_plan(plan, running, computed)
-        for record in sorted(admitted, key=lambda record: record.seq.arrival):
-            if record.seq.state is R:
-                self.admitted(record)
-        self.moved(frozenset({(W, R), *(((R, W),) if plan.preempted else ())}))
-        for copy in plan.copies:
-            self.content[copy.target] = list(self.content[copy.source])
-        self.sched.copied()
-        work = self.rewind_one(plan)
-        for item in work:
-            self.run(item)
-        self.moved(frozenset({(R, H), (R, F)}))
-
-    def check_plan(self, plan: StepPlan, running: dict[Sequence, int], computed: dict[Sequence, int]) -> None:
-        work = {item.seq: item for item in plan.work}
-        assert len(work) == len(plan.work), "a sequence is scheduled twice"
-        assert plan.num_tokens == sum(item.num_tokens for item in plan.work) <= BUDGET, "over the budget"
-        assert all(item.num_tokens == 1 for item in plan.work[: plan.num_single])
-        assert all(item.num_tokens > 1 for item in plan.work[plan.num_single :])
-        assert len(self.sched.running) + len(self.sched.receiving) <= self.num_seats, "more seats than there are"
-        for seq in plan.preempted:
-            assert seq.state is W and not len(seq.blocks) and seq not in work and seq in running
-        if plan.preempted:
-            assert self.rules.are_victims(list(plan.preempted), self.sched.running), "the wrong ones gave way"
-        for item in plan.work:
-            assert item.seq.state is R and item.start == item.seq.num_computed
-            assert item.seq not in running or item.start == computed[item.seq]
-        for seq, uncomputed in running.items():
-            assert seq in work or seq in plan.preempted or uncomputed > 1, "a decoding sequence was left out"
-
-    def rewind_one(self, plan: StepPlan) -> list[Scheduled]:
-        """Now and then a sequence has to begin anew before it is computed: what was brought up for it is corrupt."""
-        work = list(plan.work)
-        if work and not self.rng.randrange(30):
-            bad = self.rng.choice(work)
-            self.sched.rewind(bad.seq)
-            self.moved(frozenset({(R, W)}))
-            work.remove(bad)
-        return work
-
-    def run(self, item: Scheduled) -> None:
-        record, samples = self.records[item.seq.request_id], item.samples
-        self.holds(record, item.start)
-        self.write(record, item.start, item.start + item.num_tokens)
-        self.sched.advance(item)
-        if samples:
-            item.seq.token_ids.append(self.rng.randrange(2))
-            self.sampled(record)
-            self.end_if_done(record)
+    # ---- blocks
 
     def holds(self, record: Record, num_tokens: int) -> None:
         """Its blocks contain what its first tokens stand for."""
@@ -240,29 +119,108 @@ class Life:
         for position in range(start, end):
             self.content[record.seq.blocks[position // SIZE]][position % SIZE] = record.keys[position]
 
-    def sampled(self, record: Record) -> None:
-        record.outputs += 1
+    def scribble(self, blocks: "array | list[int]") -> None:
+        for block in blocks:
+            self.content[block] = [GARBAGE] * SIZE
+
+    # ---- arrivals
+
+    def arrive(self, longest: int = LONGEST, reserved: float | None = None, *, is_siege: bool = False) -> None:
+        known = [*self.seen, *(record.seq.token_ids for record in self.records.values())]
+        request = self.requests.draw(self.rng, known, longest, is_siege=is_siege)
+        self.submit(request, RESERVED[self.role] if reserved is None else reserved)
+
+    def submit(self, request: SequenceRequest, reserved: float) -> Record | None:
+        sched, rng = self.sched, self.rng
+        was_full = len(sched.waiting) + len(sched.reserving) >= WAITING
+        refusal = sched.refusal(request)
+        if refusal is not None:
+            assert (refusal[0] != "full") or was_full
+            self.counts[refusal[0]] += 1
+            return None
+        is_reservation = rng.random() < reserved
+        if is_reservation:
+            seq, hold = sched.add_reservation(request, self.now_s), False
+            seq.prefill_tokens_per_s = rng.choice((0.0, 1e2, 1e6))
+        else:
+            hold = self.role == "prefill" or (self.role == "both" and rng.random() < 0.25)
+            seq = sched.add(request, self.now_s, hold=hold, output_limit=1 if hold else None)
+        keys = keys_of(request.salt, seq.token_ids)
+        record = self.records[request.request_id] = Record(seq, W, is_reservation, keys, hold)
+        self.order.displaced(self.records, seq, was_full=was_full)
+        self.moved(frozenset({(W, F)}))
+        self.order.entered(record, self.records.values())
+        self.groups.begin(request)
+        assert sched.refusal(request)[0] == "duplicate"
+        return record
+
+    # ---- transfers into this engine
+
+    def grant(self) -> None:
+        heads = self.order.heads(self.records.values())
+        granted = self.sched.grant_reservations()
+        assert not granted or not self.sched.swapped, "a reservation came before those that are swapped"
+        came = [self.records[seq.request_id] for seq in granted]
+        assert {record for record in self.records.values() if record.seq.state is V} >= set(came)
+        self.order.admitted(came, heads, self.records.values())
+        for record in came:
+            self.bills.admitted(record)
+            assert record.seq.state is V and len(record.seq.blocks) * SIZE >= record.seq.num_tokens
+            self.holds(record, record.seq.num_held_blocks * SIZE)
+        self.moved(frozenset({(W, V)}))
+
+    def transfer_lands(self) -> None:
+        """What was computed elsewhere is here, and the first token with it: of a group, each choice's."""
+        record = self.pick(V)
+        if record is None:
+            assert self.sched.activate("nobody", [1]) is None
+            return
+        seq, group = record.seq, record.seq.group
+        self.write(record, seq.num_held_blocks * SIZE, seq.num_tokens)
+        self.bills.arrived(record, seq.num_tokens)
+        token = token_of(seq.request.sampling.seed, seq.num_output)
+        assert self.sched.activate(seq.request_id, [token] if group is None else []) is seq
+        if group is None:
+            self.said(record)
+            self.moved(frozenset({(V, R)}))
+            self.end_if_done(seq)
+        elif group.search is not None:
+            self.groups.begin_search(seq)
+        else:
+            for member in self.groups.take_over(seq):
+                self.end_if_done(member)
+        self.moved(frozenset({(R, F)} if group is None else {(V, F)}))
+
+    def transfer_is_lost(self) -> None:
+        """Its blocks may still be written, for a while."""
+        record = self.pick(V)
+        if record is None:
+            return
+        blocks = array("i", record.seq.blocks)
+        key = self.sched.quarantine(record.seq, FinishReason.ERROR)
+        assert key not in self.quarantined
+        self.quarantined[key] = blocks[record.seq.num_held_blocks :]
+        self.moved(frozenset({(V, F)}))
+
+    def transport_lets_go(self) -> None:
+        if self.quarantined:
+            key = self.rng.choice(list(self.quarantined))
+            self.scribble(self.quarantined.pop(key))
+            self.sched.unquarantine(key)
+
+    # ---- tokens
+
+    def said(self, record: Record) -> None:
         record.keys.append(key_after(record.keys[-1], record.seq.token_ids[-1]))
 
-    def end_if_done(self, record: Record) -> None:
-        seq = record.seq
-        stops = not self.rng.randrange(40)
-        if seq.num_output >= seq.max_output or stops or seq.num_tokens >= BLOCKS * SIZE:
-            self.sched.finish(seq, FinishReason.STOP if stops else FinishReason.LENGTH)
-            assert (seq.state is H) == record.hold, "what a transfer needs is held, nothing else is"
-            self.moved(frozenset({(R, H), (R, F)}))
-
-    def admitted(self, record: Record) -> None:
-        """It came in: whoever of its line came before it and is still there was overtaken."""
-        if record.was_admitted:
-            return
-        record.was_admitted = True
-        for other in self.records.values():
-            is_behind = other.state is W and other.seq.state is W and not other.was_admitted
-            if is_behind and other.is_reservation == record.is_reservation and other.seq.arrival < record.seq.arrival:
-                other.num_overtaken += 1
-                most = self.rules.most_overtakers(other)
-                assert other.num_overtaken <= most, f"{other.seq.request_id} is overtaken more than {most} times"
+    def end_if_done(self, seq: Sequence) -> None:
+        stops = not self.rng.randrange(120)
+        is_last = seq.num_output >= seq.max_output or seq.num_tokens >= self.setup.num_blocks * SIZE
+        if is_last or stops:
+            self.groups.choice_ends(seq)
+            self.end(seq, FinishReason.STOP if stops else FinishReason.LENGTH)
+            if (record := self.records.get(seq.request_id)) is not None:
+                assert (seq.state is H) == record.hold, "what a transfer needs is held, nothing else is"
 
     # ---- the ends
 
@@ -270,24 +228,33 @@ class Life:
         record = self.pick(H)
         if record is not None:
             self.holds(record, record.seq.num_computed)
-            self.sched.finish(record.seq, FinishReason.LENGTH)
+            self.end(record.seq, FinishReason.LENGTH)
             self.moved(frozenset({(H, F)}))
 
     def abort(self) -> None:
-        """At any time, in any state."""
-        record = self.pick(W, V, R, H)
-        if record is not None:
-            self.sched.finish(record.seq, self.rng.choice((FinishReason.ABORT, FinishReason.ERROR)))
-            assert record.seq.state is F
-            self.sched.finish(record.seq, FinishReason.ABORT)  # again: nothing happens
+        """At any time, in any state: a group goes with all its members."""
+        record = self.pick(W, V, R, S, H)
+        if record is None:
+            return
+        group = record.seq.group
+        ending = [record.seq] if group is None or group.leader is not None else list(group.members)
+        for seq in ending:
+            self.end(seq, self.rng.choice((FinishReason.ABORT, FinishReason.ERROR)))
+            assert seq.state is F
+            self.sched.finish(seq, FinishReason.ABORT)  # again: nothing happens
+        self.moved(END)
+        assert group is None or group.request.request_id not in self.sched.groups.by_id
+
+    def abort_choice(self) -> None:
+        if self.setup.has_groups and self.groups.abort_choice():
             self.moved(END)
 
-    # ---- others that take blocks
+    # ---- others that take blocks, and time
 
     def lend(self) -> None:
         before = self.pool.counts()
         blocks = self.sched.lend(self.rng.randint(0, 5))
-        assert not blocks or not (self.sched.waiting or self.sched.reserving)
+        assert not blocks or not (self.sched.waiting or self.sched.reserving or self.sched.swapped)
         assert self.pool.counts().cached == before.cached, "something cached was lent"
         self.lent.append(blocks)
 
@@ -304,85 +271,54 @@ class Life:
     def end_pins(self) -> None:
         self.sched.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
 
-    # ---- bounds
-
-    def others_behave(self) -> None:
-        """Transfers end, what is held or lent comes back."""
-        while any(record.state is H for record in self.records.values()):
-            self.transfer_out_ends()
-        while self.quarantined:
-            self.transport_lets_go()
-        while self.lent:
-            self.take_back()
-        while any(record.state is V for record in self.records.values()):
-            self.transfer_lands()
-
-    def siege(self) -> None:
-        """Others arrive in the other line in every step; still the last one in line comes in within the bound."""
-        waiting = [record for record in self.records.values() if record.state is W and not record.was_admitted]
-        if not waiting:
-            return
-        last = max(waiting, key=lambda record: record.seq.arrival)
-        reserved = RESERVED[self.role] if self.role != "both" else float(not last.is_reservation)
-        most = self.rules.steps_in_line(list(self.records.values()))
-        for _ in range(most):
-            self.others_behave()
-            self.arrive(SIZE, reserved)
-            self.arrive(SIZE, reserved)
-            self.grant()
-            self.compute()
-            self.adds_up()
-            if last.was_admitted:
-                return
-        raise AssertionError(f"{last.seq.request_id} is in line after {most} steps")
-
-    def all_end(self) -> None:
-        """Nobody arrives any more: everything ends within the bound, and nothing is left."""
-        most = self.rules.steps_to_end(list(self.records.values()))
-        for _ in range(most):
-            if not self.records:
-                break
-            self.others_behave()
-            self.grant()
-            self.compute()
-            self.adds_up()
-        self.others_behave()
-        assert not self.records, f"{sorted(self.records)} are here after {most} steps"
-        self.nothing_is_left()
-
-    def nothing_is_left(self) -> None:
-        sched, counts = self.sched, self.pool.counts()
-        sched.check()
-        assert not (
-            sched.sequences or sched.waiting or sched.reserving or sched.running or sched.receiving or sched.held
-        )
-        assert not (sched.quarantined or sched.lent or sched.has_work or sched.queued_tokens)
-        assert counts.used == 0 and counts.free + counts.cached == BLOCKS
-        self.pool.reset_cache()
-        assert self.pool.counts().free == BLOCKS
+    def rot(self) -> None:
+        """Some of what was swapped out is not what was saved any more."""
+        record = self.pick(S)
+        if record is not None and record.seq.swapped.slots and self.setup.is_checked:
+            self.swaps.slab.rot(self.rng.choice(record.seq.swapped.slots))
 
     # ---- always
 
     def adds_up(self) -> None:
         self.count += 1
         sched, counts = self.sched, self.pool.counts()
-        assert counts.free + counts.used + counts.cached == BLOCKS
-        lines = (sched.waiting, sched.reserving, sched.running, sched.receiving, sched.held)
-        assert sum(map(len, lines)) == len(sched.sequences) == len(self.records)
+        assert counts.free + counts.used + counts.cached == self.setup.num_blocks
         in_state = {
-            W: len(sched.waiting) + len(sched.reserving),
-            V: len(sched.receiving),
-            R: len(sched.running),
-            H: len(sched.held),
-        }
+            W: len(sched.waiting) + len(sched.reserving), V: len(sched.receiving), R: len(sched.running),
+            S: len(sched.swapped), H: len(sched.held),
+        }  # fmt: skip
+        assert sum(in_state.values()) == len(sched.sequences) == len(self.records)
         for record in self.records.values():
             in_state[record.state] -= 1
         assert not any(in_state.values()), "a line has somebody in another state"
+        seats = len(sched.running) + len(sched.receiving) + sched.groups.owed_seats
+        assert seats <= self.setup.num_seats, "more seats than there are"
+        assert self.rows <= set(sched.running), "a row has nobody"
+        self.bills.never_fall()
+        if self.setup.has_groups:
+            self.groups.add_up()
         if self.count % 8 == 0:
-            sched.check()
-            held = [set(blocks) for blocks in self.lent] + [set(sched.quarantined[key]) for key in self.quarantined]
-            assert sched.lent == {block for blocks in self.lent for block in blocks}
-            for record in self.records.values():
-                for blocks in held:
-                    fresh = set(record.seq.blocks[record.seq.num_held_blocks :]) if record.state is V else set()
-                    assert not fresh & blocks, "a block has two writers"
+            self.looks_closer()
+
+    def looks_closer(self) -> None:
+        sched = self.sched
+        sched.check()
+        self.bills.are_right(self.records.values())
+        assert [seq.arrival for seq in sched.swapped] == sorted(seq.arrival for seq in sched.swapped)
+        held = [set(blocks) for blocks in self.lent] + [set(sched.quarantined[key]) for key in self.quarantined]
+        assert sched.lent == {block for blocks in self.lent for block in blocks}
+        for record in self.records.values():
+            fresh = set(record.seq.blocks[record.seq.num_held_blocks :]) if record.state is V else set()
+            assert not any(fresh & blocks for blocks in held), "a block has two writers"
+
+    def nothing_is_left(self) -> None:
+        sched, counts = self.sched, self.pool.counts()
+        self.looks_closer()
+        assert not (sched.sequences or sched.waiting or sched.reserving or sched.running or sched.receiving)
+        assert not (sched.held or sched.swapped or sched.groups.by_id or sched.handed_back or sched.turned_away)
+        assert not (sched.quarantined or sched.lent or sched.has_work or sched.queued_tokens or self.rows)
+        assert not sched.shares.num_waiting and sched.next_deadline_s() == float("inf")
+        assert counts.used == 0 and counts.free + counts.cached == self.setup.num_blocks
+        self.swaps.nothing_is_left()
+        self.pool.reset_cache()
+        assert self.pool.counts().free == self.setup.num_blocks

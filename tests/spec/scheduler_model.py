@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvrelay.engine.sequence import Sequence, State
+from tests.spec.scheduler_setup import BESIEGING
 
 
 @dataclass(eq=False)
@@ -16,13 +17,22 @@ class Record:
     keys: list[int]
     hold: bool = False  # its blocks are wanted by a transfer when it has ended
     was_admitted: bool = False
-    outputs: int = 0
     num_overtaken: int = 0  # later arrivals of the same line that came in before it
+    num_before: int = 0  # in its line when it got in, and earlier arrivals that came again since
+    num_admitted_since: int = 0  # of its line, since it got in
+    paid: int = 0  # tokens that its tenant need not pay for any more
+
+    @property
+    def is_reserving(self) -> bool:
+        """Whether its line is the one for reservations; who was begun comes again to the other."""
+        return self.is_reservation and not self.was_admitted
 
     @property
     def tokens_left(self) -> int:
-        """Upper bound of what is still to be computed, from nothing, to its end."""
-        return self.seq.request.num_prompt_tokens + self.seq.max_output
+        """Upper bound of what is still to be computed, from nothing, to its end; a leader's for all its members."""
+        group = self.seq.group
+        count = group.request.group.num_seats if group is not None and self.seq is group.leader else 1
+        return self.seq.request.num_prompt_tokens + count * (self.seq.max_output + 3)
 
 
 def first_come_first_served(waiting: Record) -> int:
@@ -31,23 +41,26 @@ def first_come_first_served(waiting: Record) -> int:
 
 
 def steps_until_all_end(records: list[Record]) -> int:
-    """In how many steps all of these come to an end when nobody else has blocks: the oldest one gains a token in each."""
-    return sum(record.tokens_left + 3 for record in records) + 3
-
-
-def the_latest_arrivals_give_way(victims: list[Sequence], staying: list[Sequence]) -> bool:
-    """Whether these victims are the right ones."""
-    return min(seq.arrival for seq in victims) > max((seq.arrival for seq in staying), default=0)
+    """In how many steps all of these come to an end when nobody else has blocks: the first gains a token in each."""
+    return sum(record.tokens_left for record in records) + 3
 
 
 @dataclass
 class Rules:
-    """The order of service that the life is held to; another order has other bounds."""
+    """The bounds that an order of service is held to, beside that of admissions, which every line has."""
 
     most_overtakers: Callable[[Record], int] = first_come_first_served
     steps_to_end: Callable[[list[Record]], int] = steps_until_all_end
     steps_in_line: Callable[[list[Record]], int] = steps_until_all_end  # of these, the last is admitted by then
-    are_victims: Callable[[list[Sequence], list[Sequence]], bool] = the_latest_arrivals_give_way
+
+
+def by_classes(oldest_every: int) -> Rules:
+    """Priorities, deadlines and tenants go before arrival; under a siege, each admission may have to wait for an end."""
+
+    def steps_in_line(records: list[Record]) -> int:
+        return steps_until_all_end(records) + oldest_every * (len(records) + 1) * (BESIEGING + 3)
+
+    return Rules(most_overtakers=lambda record: 1 << 30, steps_in_line=steps_in_line)
 
 
 def key_after(key: int, token: int) -> int:
@@ -55,25 +68,28 @@ def key_after(key: int, token: int) -> int:
 
 
 def keys_of(salt: str, ids: list[int]) -> list[int]:
-    keys, key = [], hash(("salt", salt == ""))
+    keys, key = [], len(salt)
     for token in ids:
         key = key_after(key, token)
         keys.append(key)
     return keys
 
 
-ROLES = ("prefill", "decode", "both")
+ROLES = ("decode", "prefill", "decode", "both")  # who decodes has the most to decide
 RESERVED = {"prefill": 0.0, "decode": 0.8, "both": 0.4}  # the share of arrivals whose KV comes from elsewhere
 # what happens, and how often beside the rest
 _COMMON = {
     "arrive": 16,
-    "compute": 50,
-    "abort": 4,
+    "compute": 54,
+    "abort": 3,
+    "abort_choice": 2,
+    "preempt": 4,
+    "rot": 3,
     "lend": 2,
     "take_back": 4,
     "tick": 3,
     "end_pins": 0.2,
-    "siege": 0.4,
+    "siege": 0.6,
     "all_end": 0.3,
 }
 _IN = {"grant": 16, "transfer_lands": 14, "transfer_is_lost": 3, "transport_lets_go": 5}
