@@ -61,7 +61,9 @@ class Ours:
             num_layers=1, max_position=MAX_MODEL_LEN, eos_ids=(2,), latent=(), experts=None, vocab_size=1 << 20
         )
         model = SimpleNamespace(attention_shape=shape, spec=spec)
-        backend = SimpleNamespace(name="none", device=torch.device("cpu"))
+        backend = SimpleNamespace(
+            name="none", device=torch.device("cpu"), share_prefixes=lambda **_: None, spared_kv_tokens=0
+        )
         config = EngineConfig(
             block_size=BLOCK, kv_memory_bytes=num_blocks * BLOCK * 4, token_budget=BUDGET, max_running=MAX_RUNNING, max_waiting=MAX_RUNNING,
         )  # fmt: skip
