@@ -232,6 +232,7 @@ def plot(found: dict[str, Any], path: Path, title: str) -> None:
         axes.set_xlabel("tokens of the sequence")
         axes.grid(alpha=0.3)
         axes.legend()
+    left.set_ylim(bottom=0.1)  # less is noise
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=120)
