@@ -99,7 +99,7 @@ class Sampler:
         tokens = self._backend.sample(logits, batch).tolist()
         return tokens, self._logprobs(raw, tokens)
 
-    def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None) -> SamplingBatch:
+    def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
         params = [seq.request.sampling for seq in seqs]
         if params != self._last.params:  # the very same objects in most steps: quickly seen
             self._last = _batch_of(params)
