@@ -28,6 +28,7 @@ from kvrelay.cluster.verify_lines import LineRows
 from kvrelay.cluster.verify_mixed import MixedRows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_preemption import PreemptionRows
+from kvrelay.cluster.verify_speculation import SpeculationRows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
     CacheSettings,
@@ -281,6 +282,12 @@ class Verifier:
         near = self._max_model_len - self._num_output
         await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(expect)
 
+    async def run_speculation(self, transport: str) -> None:
+        """The rows about drafted tokens, after `run`."""
+        expect: Callable[..., list[list[int]]] = expected_tokens
+        near = self._max_model_len - self._num_output
+        await SpeculationRows(self, self._model_dir, transport, near, self._num_output).run(expect)
+
     # ---- for rows in files of their own
 
     def settings_over(self, transport: str, checks: str) -> Settings:
@@ -518,6 +525,7 @@ def command(
                 asyncio.run(verifier.run_lines(chosen[0]))
                 asyncio.run(verifier.run_mixed(chosen[0]))
                 asyncio.run(verifier.run_cascade(chosen[0]))
+                asyncio.run(verifier.run_speculation(chosen[0]))
                 if not family:
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)

@@ -64,6 +64,9 @@ _SHOWN = frozenset(
         "deadline_refusals",
         "displaced",
         "recomputed_tokens",
+        "drafted_tokens",
+        "accepted_tokens",
+        "spared_kv_tokens",
     ]
 ) | frozenset(QUEUES)
 """Of a load report, what has a place of its own, or none here; the rest is listed by name, whatever it is."""
@@ -241,6 +244,13 @@ def _events(workers: list[View], front: View) -> Table:
         ("in line", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _in_line(load)))),
         ("pre-empted", ", ".join(preempted)),
         ("swapped out", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _swap(load)))),
+        ("drafted", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _drafted(load)))),
+        (
+            "KV spared",
+            ", ".join(
+                f"{name} {told} tokens" for name, load in loads.items() if (told := load.get("spared_kv_tokens"))
+            ),
+        ),
         ("by tenant", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _tenants(load)))),
         ("refused", _counts(front["refusals"])),
         ("transfers refused", ", ".join(refused)),
@@ -254,6 +264,11 @@ def _events(workers: list[View], front: View) -> Table:
 def _preempted(load: View) -> str:
     tokens = load.get("recomputed_tokens")
     return _counts(load.get("preempted", {})) + (f"; {tokens} tokens recomputed" if tokens else "")
+
+
+def _drafted(load: View) -> str:
+    drafted = load.get("drafted_tokens")
+    return f"{drafted} tokens, {_share(load['accepted_tokens'], drafted)} right" if drafted else ""
 
 
 def _in_line(load: View) -> str:

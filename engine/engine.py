@@ -30,8 +30,9 @@ from kvrelay.engine.preemption import Way
 from kvrelay.engine.runner import Runner
 from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import LineRules
+from kvrelay.engine.speculation_steps import DraftSteps
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kvcache.block_pool import BlockPool
@@ -76,6 +77,7 @@ class EngineConfig:
     preemption: str = "auto"  # the cheapest way, or always that Way where it can be gone
     headroom: float = 0.0  # see SchedulerLimits
     cascade: bool = True  # decode rows read blocks that they share once, where it pays
+    draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,12 @@ class Speed:
                 self.decode_tokens_per_s = max(0.95 * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
             self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
+        """A step that brought several tokens of a sequence counts as so many."""
+        self.step_s = _blend(self.step_s, seconds)
+        if num_output and seconds > 0:
+            self.decode_step_s = _blend(self.decode_step_s, seconds * num_sequences / num_output)
 
     def note_batch(self, num_sequences: int, num_tokens: int) -> None:
         self.num_steps += 1
@@ -209,6 +217,9 @@ class Engine:
         self._sampler = Sampler(backend, self._eos_ids)
         self.scheduler.groups.eos_ids = self._eos_ids
         self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
+        self.drafts = DraftSteps(
+            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len
+        )
         self._events = EventLog()
         self._speed = Speed()
         self._load_seq = 0
@@ -411,6 +422,8 @@ class Engine:
             self.scheduler.copied()
             result.is_stuck = not (plan.preempted or result.reservations or result.refused)
             return result
+        if self.config.draft_tokens and not self.scheduler.groups.by_id:
+            plan = self.drafts.widen(plan)
         others = [item for item in plan.work if not item.seq.plain_until]
         for item in others:
             seq = item.seq
@@ -424,10 +437,16 @@ class Engine:
         if any(item.seq.request.sampling.prompt_logprobs is not None for item in others):
             self._collect_prompt_logprobs(plan, hidden)
         self._sample(plan, hidden, result)
-        result.num_tokens, result.num_decode = plan.num_tokens, plan.num_single
+        result.num_tokens, result.num_decode = plan.num_tokens, plan.num_decode
         self._speed.note_batch(len(plan.work), result.num_tokens)
         result.seconds = self._clock() - now_s
-        self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
+        if plan.num_drafted:
+            self._speed.observe_drafted(
+                len(plan.work), sum(len(out.token_ids) for out in result.outputs), result.seconds
+            )
+        else:
+            self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
+        self.drafts.note_step(plan, result.seconds)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self._speed.compute_tokens_per_s
         if self.tiers is not None:
             self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
@@ -510,11 +529,16 @@ class Engine:
 
     def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
         rows, seqs = _sampling(plan)
-        self.scheduler.advance(*plan.work)
+        if plan.num_drafted:
+            self.scheduler.advance(*(item for item in plan.work if not item.drafts))
+        else:
+            self.scheduler.advance(*plan.work)
         if not rows:
             return
         logits = self._runner.logits(hidden, rows)
-        if self.scheduler.groups.by_id:
+        if plan.num_drafted:
+            self._sample_drafted(plan, seqs, logits, result)
+        elif self.scheduler.groups.by_id:
             self._sample_groups(seqs, logits, result)
         else:
             tokens, logprobs = self._sampler.sample(logits, seqs)
@@ -537,6 +561,37 @@ class Engine:
             leader = next((seq for seq in leaders if seq.request_id == output.request_id), None)
             result.outputs.append(output if leader is None else self._with_first_token_facts(output, leader, now_s))
         self._groups.settle(leaders)
+
+    def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, result: StepResult) -> None:
+        """Each row draws what it would draw if all drafts before it were right; the first that was not ends its sequence's step.
+
+        So the tokens are those of plain steps, one by one: see `uniform`.
+        """
+        items = [item for item in plan.work if item.samples]
+        ahead = [index for item in items for index in range(1 + len(item.drafts))]
+        tokens, logprobs = self._sampler.sample(logits, seqs, ahead)
+        begin = 0
+        for item in items:
+            end = begin + 1 + len(item.drafts)
+            if item.drafts:
+                self.take_drafted(item, tokens[begin:end], logprobs[begin:end], result.outputs)
+            else:
+                self._append_all([item.seq], tokens[begin:end], logprobs[begin:end], result.outputs)
+            begin = end
+
+    def take_drafted(
+        self, item: Scheduled, tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
+    ) -> None:
+        seq, num_accepted = item.seq, 0
+        for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
+            self.scheduler.advance(Scheduled(seq, item.start + index, 1))
+            self._append_all([seq], [token], [logprob], outputs)
+            if index == len(item.drafts) or token != item.drafts[index]:
+                break
+            num_accepted += 1
+            if seq.state is not State.RUNNING:
+                break
+        self.drafts.note(item, num_accepted)
 
     def _append_all(
         self, seqs: list[Sequence], tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
@@ -673,6 +728,8 @@ class Engine:
             batch_sequences=self._speed.batch_sequences,
             batch_tokens=self._speed.batch_tokens,
             spared_kv_tokens=self.backend.spared_kv_tokens,
+            drafted_tokens=self.drafts.speculation.num_drafted,
+            accepted_tokens=self.drafts.speculation.num_accepted,
         )
 
     def _swap_load(self) -> dict[str, Any]:
@@ -750,8 +807,8 @@ def _sampling(plan: StepPlan) -> tuple[list[int], list[Sequence]]:
     for item in chunks:
         end += item.num_tokens
         if item.samples:
-            rows.append(end - 1)
-            seqs.append(item.seq)
+            rows += range(end - 1 - len(item.drafts), end)
+            seqs += [item.seq] * (1 + len(item.drafts))
     return rows, seqs
 
 

@@ -93,7 +93,9 @@ class Runner:
         positions[:end] = [item.start for item in singles]
         for item in plan.work[end:]:
             begin, end = end, end + item.num_tokens
-            token_ids[begin:end] = item.seq.token_ids[item.start : item.start + item.num_tokens]
+            known = end - len(item.drafts)
+            token_ids[begin:known] = item.seq.token_ids[item.start : item.start + known - begin]
+            token_ids[known:end] = item.drafts
             positions[begin:end] = np.arange(item.start, item.start + item.num_tokens)
         return token_ids, positions
 

@@ -82,12 +82,15 @@ class Sampler:
         self._backend, self._eos_ids = backend, eos_ids
         self._last = _batch_of([])  # for the next step, which most often has the same rows
 
-    def sample(self, logits: Tensor, seqs: Rows[Sequence]) -> tuple[list[int], list[TokenLogprob | None]]:
+    def sample(
+        self, logits: Tensor, seqs: Rows[Sequence], ahead: Rows[int] | None = None
+    ) -> tuple[list[int], list[TokenLogprob | None]]:
         """One token for each row of float32 logits [R, vocab], and its log-probabilities if asked for.
 
+        ahead: [R], drafted tokens between the sequence's last one and the row's; None: nowhere any.
         Log-probabilities are those of the model, before penalties and temperature.
         """
-        raw, batch = logits, self._batch(seqs)
+        raw, batch = logits, self._batch(seqs, ahead)
         for row in self._last.changed:
             if self._changes_logits(seqs[row]):
                 if logits is raw:
@@ -96,18 +99,20 @@ class Sampler:
         tokens = self._backend.sample(logits, batch).tolist()
         return tokens, self._logprobs(raw, tokens)
 
-    def _batch(self, seqs: Rows[Sequence]) -> SamplingBatch:
+    def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
         params = [seq.request.sampling for seq in seqs]
         if params != self._last.params:  # the very same objects in most steps: quickly seen
             self._last = _batch_of(params)
         last = self._last
-        return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, self._draws(seqs))
+        return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, self._draws(seqs, ahead))
 
-    def _draws(self, seqs: Rows[Sequence]) -> Tensor:
+    def _draws(self, seqs: Rows[Sequence], ahead: Rows[int] | None) -> Tensor:
         """Each row's random number; 0 for rows that draw none."""
         last = self._last
         draws = torch.zeros(len(seqs), dtype=torch.float64)
         positions = [len(seqs[row].token_ids) - seqs[row].request.num_prompt_tokens for row in last.random]
+        if ahead is not None:
+            positions = [position + ahead[row] for position, row in zip(positions, last.random, strict=True)]
         if len(positions) < _FEW:
             for row, position in zip(last.random, positions, strict=True):
                 draws[row] = uniform(last.params[row].seed, position)

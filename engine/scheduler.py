@@ -32,16 +32,18 @@ from kvrelay.wire import SequenceRequest
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
     """Compute tokens start : start + num_tokens of a sequence; sample if that reaches its end.
 
+    drafts: guesses of what comes after its last token, computed behind it; a token is drawn after each of them.
     A struct because each step makes one for each sequence: 0.1 µs, where a frozen dataclass takes ten times that.
     """
 
     seq: Sequence
     start: int
     num_tokens: int
+    drafts: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
-        return self.start + self.num_tokens == len(self.seq.token_ids)
+        return self.start + self.num_tokens == len(self.seq.token_ids) + len(self.drafts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +56,18 @@ class BlockCopy:
 
 
 class StepPlan(msgspec.Struct, frozen=True):
-    """One step's work: single-token rows first, then chunks. Before them, the copies, in this order."""
+    """One step's work: single-token rows first, then those with drafts, then chunks. Before them, the copies, in this order."""
 
     work: tuple[Scheduled, ...]
     num_single: int
     preempted: tuple[Sequence, ...]
     copies: tuple[BlockCopy, ...] = ()
+    num_drafted: int = 0  # sequences with drafts
+
+    @property
+    def num_decode(self) -> int:
+        """Sequences that decode."""
+        return self.num_single + self.num_drafted
 
     @property
     def num_tokens(self) -> int:

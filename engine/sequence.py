@@ -75,6 +75,7 @@ class Sequence:
     num_loaded_blocks: int = 0  # of its prompt, brought up so
     swapped: Swapped | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
+    drafter: object = None  # where its drafts come from: see speculation_steps.py
     group: "Group | None" = None  # whose leader or member it is
     choice: int = 0  # a member's; of a beam search, its rank
     _block_chain: HashChain = field(init=False)

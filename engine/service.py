@@ -249,6 +249,7 @@ class WorkerService:
             preemption=settings.preemption,
             headroom=settings.headroom,
             cascade=settings.cascade == "auto",
+            draft_tokens=settings.draft_tokens if settings.speculation != "off" else 0,
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,

@@ -1,5 +1,7 @@
 """Decode steps of the compiled CPU kernels, recorded once per batch size and replayed with new metadata.
 
+So are those of one sequence that computes a few tokens at once: drafts, or the end of a prompt.
+
 A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of
 the step. As a CUDA graph does, a recording keeps the calls with their addresses and runs them all in one go
 (kernels/native/replay.c). Whatever computes outside the compiled kernels cannot be recorded: such a model, or a
@@ -26,7 +28,8 @@ from kvrelay.kernels.native_cpu import SIGNATURES, NativeKernels, NativePlan
 logger = logging.getLogger(__name__)
 
 LARGEST = 64  # sequences; the interpreter's share of larger steps is small
-Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [S, hidden]
+MOST_TOKENS = 33  # of one sequence that is alone
+Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [T, hidden]
 
 # As enumerated in replay.c.
 _KERNELS = (
@@ -166,15 +169,15 @@ class DecodeGraphs:
 
     def __init__(self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int) -> None:
         self._kernels, self._shape, self._max_blocks = kernels, shape, max_blocks
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by sequences and tokens
         self._why_not: str | None = None
         # one for all sizes, since one replays at a time: what rows share is found anew for every step
         self._schedule = Schedule(kernels.lib, LARGEST, max_blocks * shape.block_size)
 
     @property
     def sizes(self) -> list[int]:
-        """Batch sizes recorded so far."""
-        return sorted(self._graphs)
+        """Tokens of the steps recorded so far."""
+        return sorted(tokens for _, tokens in self._graphs)
 
     @property
     def why_not(self) -> str | None:
@@ -182,20 +185,25 @@ class DecodeGraphs:
         return self._why_not
 
     def fits(self, batch: AttentionBatch) -> bool:
-        """Whether the batch is all decode, not too large, and the model can be recorded."""
+        """Whether the batch is all decode or one sequence alone, not too large, and the model can be recorded."""
+        if self._why_not is not None:
+            return False
         size = batch.context_lens.shape[0]
-        return self._why_not is None and batch.num_decode == size <= LARGEST and batch.max_query_len == 1
+        if size == 1:
+            return batch.max_query_len <= MOST_TOKENS
+        return batch.num_decode == size <= LARGEST and batch.max_query_len == 1
 
     def reset(self) -> None:
         """Forget all recordings: something that they read has moved."""
         self._graphs.clear()
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
-        """Hidden states [S, hidden] of a batch that fits; records at the first batch of its size.
+        """Hidden states [T, hidden] of a batch that fits; records at the first batch of its size.
 
-        token_ids: [S] int64. The result is overwritten by the next run.
+        token_ids: [T] int64. The result is overwritten by the next run.
         """
-        graph = self._graphs.get(token_ids.shape[0])
+        size = batch.context_lens.shape[0], token_ids.shape[0]
+        graph = self._graphs.get(size)
         if graph is not None:
             graph.refill(token_ids, batch)
             self._kernels.share(
@@ -205,24 +213,23 @@ class DecodeGraphs:
             return graph.hidden
         graph = self._record(token_ids, batch, forward)
         if self._why_not is None:
-            self._graphs[token_ids.shape[0]] = graph
+            self._graphs[size] = graph
         else:
             logger.info("decode steps are not recorded: %s", self._why_not)
         return graph.hidden
 
     def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> _Graph:
         """Run the step with its calls written down, then replay them over spoilt buffers: the result must be the same."""
-        size = token_ids.shape[0]
-        tables = torch.zeros(size, self._max_blocks, dtype=torch.int32)
+        tables = torch.zeros(batch.context_lens.shape[0], self._max_blocks, dtype=torch.int32)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         own = AttentionBatch(
-            query_starts=torch.arange(size + 1, dtype=torch.int32),
+            query_starts=batch.query_starts.to(torch.int32, copy=True),
             context_lens=batch.context_lens.to(torch.int32, copy=True),
             block_tables=tables,
             slot_mapping=batch.slot_mapping.clone(),
             positions=batch.positions.clone(),
-            num_decode=size,
-            max_query_len=1,
+            num_decode=batch.num_decode,
+            max_query_len=batch.max_query_len,
             max_context_len=batch.max_context_len,
         )
         plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()

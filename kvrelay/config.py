@@ -30,6 +30,7 @@ Compression = Literal["none", "lossless", "int8", "fp8"]
 TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
 PreemptionMode = Literal["auto", "swap", "recompute", "hand-back"]
 CascadeMode = Literal["auto", "off"]
+Speculation = Literal["ngram", "off"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -117,6 +118,12 @@ class EngineSettings(_Settings):
         description="share of the blocks that running sequences are expected to need, by the lengths of late outputs, which "
         "admission leaves free; 0: one block for each",
     )  # fmt: skip
+    speculation: Speculation = Field(
+        "ngram",
+        description="draft next tokens from a sequence's own text and keep those that are right: ngram, while it is measured to "
+        "pay; off. Tokens are the same",
+    )
+    draft_tokens: int = Field(8, ge=1, le=32, description="most tokens drafted for a sequence in one step")
 
     @property
     def swap_bytes(self) -> int:

@@ -249,6 +249,8 @@ class LoadReport(_Message, frozen=True, tag="load"):
     batch_sequences: int = 0  # of the last of them
     batch_tokens: int = 0
     spared_kv_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
+    drafted_tokens: int = 0  # computed behind sequences' next tokens
+    accepted_tokens: int = 0  # of those, right
     is_draining: bool = False  # takes nothing new
 
 

@@ -110,6 +110,8 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         load.spared_kv_tokens,
     )  # fmt: skip
     table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
+    table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Tokens guessed ahead and computed.", who, load.drafted_tokens)
+    table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Of those, right.", who, load.accepted_tokens)
     _line(who, load, table)
     _preempted(who, load, table)
     _tiers(who, load, table)

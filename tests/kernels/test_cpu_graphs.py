@@ -1,6 +1,7 @@
 """Recorded decode steps give what the calls one by one give, bit for bit, for every family."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -38,6 +39,17 @@ def decode_batch(contexts, generator):
     )
 
 
+def alone(context, tokens, generator):
+    """One sequence that computes the last `tokens` of its context at once."""
+    batch = decode_batch([context], generator)
+    positions = torch.arange(context - tokens, context)
+    blocks = batch.block_tables[0, positions // BLOCK_SIZE].long()
+    return replace(
+        batch, query_starts=torch.tensor([0, tokens], dtype=torch.int32), positions=positions, num_decode=int(tokens == 1),
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE, max_query_len=tokens,
+    )  # fmt: skip
+
+
 class Decoder:
     """A tiny model over a cache of random keys and values, with and without graphs."""
 
@@ -63,7 +75,10 @@ class Decoder:
         """(hidden, cache) of one step without and with graphs, from the same cache. shared: blocks of row 1 that are row 0's."""
         batch = decode_batch(contexts, self.generator)
         batch.block_tables[1:2, :shared] = batch.block_tables[:1, :shared]
-        token_ids = torch.randint(3, self.model.spec.vocab_size, (len(contexts),), generator=self.generator)
+        return self.both_of(batch)
+
+    def both_of(self, batch):
+        token_ids = torch.randint(3, self.model.spec.vocab_size, (len(batch.positions),), generator=self.generator)
         before = self.kv.clone()
         plain = self.plain(token_ids, batch).clone(), self.kv.clone()
         self.kv.copy_(before)
@@ -89,6 +104,17 @@ def test_a_replayed_step_equals_the_step(backend, family, dtype, tmp_path):
         assert torch.equal(hidden, replayed)
         assert torch.equal(cache, its_cache)
     assert decoder.graphs.sizes == [1, 3] and decoder.graphs.why_not is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_sequence_alone_that_computes_some_tokens_is_replayed_too(backend, family, tmp_path):
+    decoder = Decoder(backend, tiny_checkpoint(family, tmp_path), torch.float32)
+    for context, tokens in ((20, 5), (9, 5), (48, 5), (12, 1), (40, 33), (48, 33), (7, 2)):
+        batch = alone(context, tokens, decoder.generator)
+        (hidden, cache), (replayed, its_cache) = decoder.both_of(batch)
+        assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)
+    assert decoder.graphs.sizes == [1, 2, 5, 33] and decoder.graphs.why_not is None
+    assert not decoder.graphs.fits(alone(48, 34, decoder.generator))
 
 
 def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):

@@ -1,0 +1,113 @@
+"""Decode speed with drafts from a sequence's own text and without, in one run.
+
+    python bench/speculation.py [--model M] [--concurrency 1 4 16] [--texts repeat edit open] [--tokens 96] [--draft-tokens 8]
+                                [--rounds 2] [--threads N] [--dtype bfloat16] [--json FILE]
+
+Texts, all greedy, decoded from prompts of about 200 tokens: `repeat`, a list that goes on with its pattern; `edit`, a paragraph that is to be
+written again; `open`, one to go on from freely. Steps that only decode are timed; engines alternate, the best round counts. The tokens of
+both are compared: they must be the same (exit code 1 otherwise).
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from figures import available_cores, show
+
+import inprocess  # isort: skip
+from transformers import AutoTokenizer
+
+from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.kernels.select import select_backend
+
+STORY = (
+    "The harbour was quiet that morning. Two boats had come in before dawn, and their crews were already asleep in the small hotel "
+    "behind the market. An old man counted the nets on the pier, once from the left and once from the right, and wrote both numbers "
+    "into a book, because they were never the same. When the sun rose above the lighthouse, he closed the book and went home."
+)
+PROMPTS = {
+    "repeat": "\n".join(
+        f"item {n}: name=widget, colour=blue, size=medium, stock=yes, price={n}.00" for n in range(1, 9)
+    )
+    + "\nitem",
+    "edit": f"{STORY}\n\nThe same text again:\n\nThe harbour was quiet",
+    "open": f"{STORY} On the way",
+}
+
+
+def engine_of(folder: Path, options: argparse.Namespace, draft_tokens: int) -> Engine:
+    torch.set_num_threads(options.threads)
+    config = EngineConfig(kv_memory_bytes=1 << 29, prefix_caching=False, draft_tokens=draft_tokens)
+    return load_engine(folder, select_backend("cpu", "cpu", options.threads), inprocess.DTYPES[options.dtype], config)
+
+
+def decode(
+    engine: Engine, prompt: list[int], concurrency: int, tokens: int, salt: int
+) -> tuple[float, list[list[int]]]:
+    """(tokens per second of steps without prompts, what each stream said). Streams begin one token apart in the prompt."""
+    said: dict[str, list[int]] = {}
+    for index in range(concurrency):
+        wanted = inprocess.request(salt * 1000 + index, prompt[index:], tokens, engine.config.block_size)
+        said[wanted.request_id] = []
+        engine.add(wanted)
+    seconds, count = 0.0, 0
+    while engine.scheduler.has_work:
+        result = engine.step()
+        for output in result.outputs:
+            said[output.request_id] += output.token_ids
+        if result.num_decode == concurrency:  # all of them
+            seconds += result.seconds
+            count += sum(len(output.token_ids) for output in result.outputs)
+    return count / seconds, list(said.values())
+
+
+def compare(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
+    folder = inprocess.prepare(options.model)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    engines = {"plain": engine_of(folder, options, 0), "drafts": engine_of(folder, options, options.draft_tokens)}
+    for engine in engines.values():
+        decode(engine, list(range(1000, 1100)), max(options.concurrency), 8, 999)  # compiles, touches memory
+    rows, same = [], True
+    for name in options.texts:
+        prompt = tokenizer(PROMPTS[name]).input_ids
+        for concurrency in options.concurrency:
+            best, said = dict.fromkeys(engines, 0.0), {}
+            before = engines["drafts"].load()
+            for turn in range(options.rounds):
+                for kind, engine in engines.items():
+                    speed, said[kind] = decode(engine, prompt, concurrency, options.tokens, turn * 100 + concurrency)
+                    best[kind] = max(best[kind], speed)
+            after = engines["drafts"].load()
+            drafted = after.drafted_tokens - before.drafted_tokens
+            accepted = after.accepted_tokens - before.accepted_tokens
+            same = same and said["plain"] == said["drafts"]
+            rows.append({
+                "text": name, "streams": concurrency, "plain tok/s": best["plain"], "drafts tok/s": best["drafts"],
+                "ratio": best["drafts"] / best["plain"], "drafted per token": drafted / (options.rounds * concurrency * options.tokens),
+                "accepted": accepted / drafted if drafted else None, "same tokens": str(said["plain"] == said["drafts"]),
+            })  # fmt: skip
+            print(rows[-1], flush=True)
+    return rows, same
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m-instruct")
+    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--texts", nargs="+", choices=list(PROMPTS), default=list(PROMPTS))
+    parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--draft-tokens", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=available_cores())
+    parser.add_argument("--dtype", choices=list(inprocess.DTYPES), default="bfloat16")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows, same = compare(options)
+    show(f"{options.model}, {options.dtype}, {options.threads} threads", rows, options.json)
+    sys.exit(not same)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""`kvrelay verify`'s rows about speculation: prompts whose text repeats, so that the decode worker drafts what comes next.
+
+Their tokens must be Hugging Face's, with drafts kept and drafts thrown away. Control: drafts that are believed unseen change
+the answers.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvrelay.cluster.verify_rows import Row
+from kvrelay.config import Settings
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.service import WorkerService
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.local import LocalCluster
+
+_PERIODS = (1, 3, 7, 20)  # tokens after which a prompt repeats itself
+_LENGTH = 60  # tokens of a prompt
+Expect = Callable[[Path, Sequence[Any], int], list[list[int]]]
+
+
+class Verifier(Protocol):
+    """What is used of verify.Verifier."""
+
+    cases: list[Any]
+
+    def add_row(self, name: str) -> Row: ...
+    def settings_over(self, transport: str, checks: str) -> Settings: ...
+    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
+    def tell(self, what: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A case of these rows."""
+
+    name: str
+    token_ids: list[int]
+
+
+def repeating_prompts(cases: Sequence[Any], longest: int) -> list[Prompt]:
+    """One for each of `_PERIODS`, of at most `longest` tokens."""
+    text = max(cases, key=lambda case: len(case.token_ids)).token_ids
+    length = min(longest, _LENGTH)
+    return [Prompt(f"repeats {count}", (text[:count] * (length // count + 1))[:length]) for count in _PERIODS]
+
+
+class SpeculationRows:
+    """Runs the rows with a decode worker in this process, which drafts in every step.
+
+    longest: tokens of a prompt that leaves room for `num_output`.
+    """
+
+    def __init__(self, verifier: Verifier, model_dir: Path, transport: str, longest: int, num_output: int) -> None:
+        self._verifier, self._model_dir, self._transport = verifier, model_dir, transport
+        self._prompts, self._num_output = repeating_prompts(verifier.cases, longest), num_output
+
+    async def run(self, expect: Expect) -> None:
+        """expect: what Hugging Face says for a model folder, prompts and a number of tokens."""
+        from kvrelay.cluster.local import local_cluster
+
+        self._verifier.tell("speculation")
+        expected = await asyncio.to_thread(expect, self._model_dir, self._prompts, self._num_output)
+        settings = self._verifier.settings_over(self._transport, "full")
+        async with local_cluster(settings, self._model_dir) as cluster:
+            await self.check(cluster, cluster.inside[0], expected)
+
+    async def check(self, cluster: "LocalCluster", worker: WorkerService, expected: list[list[int]]) -> None:
+        engine = worker.thread.engine
+        assert engine is not None
+        with _always(engine):
+            for force, name in (("remote", "over the hop"), ("local", "on one worker")):
+                row = self._verifier.add_row(f"speculation {name}")
+                drafted, accepted = await self._serve(cluster, worker, force, expected, row)
+                note = f"{accepted} of {drafted} drafted tokens were right"
+                row.claim(holds=drafted > accepted > 0, note=note)
+            row, lost = self._verifier.add_row("speculation: drafts that are believed change the answers"), _Tally()
+            with _believing(engine):
+                await self._serve(cluster, worker, "remote", expected, lost)
+            note = f"{lost.wrong} of {lost.total} answers changed" if lost.wrong else "UNDETECTED: the same answers"
+            row.claim(holds=lost.wrong > 0, note=note)
+
+    async def _serve(
+        self, cluster: "LocalCluster", worker: WorkerService, force: str, expected: list[list[int]], row: Any
+    ) -> tuple[int, int]:
+        """Serve all at once; returns (drafted, accepted) tokens."""
+        before = await worker.thread.call(lambda engine: engine.load())
+        answers = await asyncio.gather(*(self._verifier.tokens_of(cluster, prompt, force) for prompt in self._prompts))
+        for prompt, wanted, (tokens, _) in zip(self._prompts, expected, answers, strict=True):
+            row.count(prompt.name, wanted, tokens)
+        after = await worker.thread.call(lambda engine: engine.load())
+        return after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens
+
+
+@dataclass(slots=True)
+class _Tally:
+    """A row that is not shown."""
+
+    wrong: int = 0
+    total: int = 0
+
+    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
+        self.total += 1
+        self.wrong += list(expected) != list(got)
+
+
+@contextmanager
+def _always(engine: Engine) -> Iterator[None]:
+    """As many drafts as there may be in every step, whether they pay or not."""
+    speculation: Any = engine.drafts.speculation
+    plain = speculation.lengths
+    speculation.lengths = lambda num_sequences, drafters: [speculation.most] * len(drafters)
+    try:
+        yield
+    finally:
+        speculation.lengths = plain
+
+
+@contextmanager
+def _believing(engine: Engine) -> Iterator[None]:
+    """Every draft is taken to be right."""
+    owner: Any = engine
+    plain = owner.take_drafted
+
+    def take(item: Any, tokens: Any, logprobs: Any, outputs: Any) -> None:
+        plain(item, [*item.drafts, tokens[-1]], logprobs, outputs)
+
+    owner.take_drafted = take
+    try:
+        yield
+    finally:
+        owner.take_drafted = plain
