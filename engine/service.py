@@ -20,7 +20,7 @@ import torch
 
 from kvrelay.config import EngineSettings, SchedulerSettings, Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
-from kvrelay.engine.fit import check_fit, check_kv_layout
+from kvrelay.engine.fit import check_fit, check_kv_layout, check_quantization, scheme_of
 from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.shares import LineRules
 from kvrelay.engine.spec import ModelSpec
@@ -234,11 +234,13 @@ class WorkerService:
             torch.set_num_threads(num_threads)
         backend = select_backend(settings.backend, settings.device, num_threads)
         check_kv_layout(backend.name, backend.kv_layouts, self.settings, self.role)
+        check_quantization(backend.name, self.settings, quantizes=backend.quantizes)
         config = EngineConfig(
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
             **_pool_size(settings, self.num_workers),
             kv_dtype=own.kv_dtype,
+            quantization=scheme_of(own.model),
             token_budget=settings.token_budget,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
