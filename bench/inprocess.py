@@ -86,7 +86,14 @@ def _shapes(file: Path) -> list[tuple[str, list[int]]]:
 
 
 def build_engine(
-    folder: Path, dtype: str, threads: int, backend: str, *, token_budget: int, kv_memory: int, quantization: str = "none"
+    folder: Path,
+    dtype: str,
+    threads: int,
+    backend: str,
+    *,
+    token_budget: int,
+    kv_memory: int,
+    quantization: str = "none",
 ) -> Engine:
     """An engine like a worker's, in this thread, without prefix cache (prompts are random anyway)."""
     torch.set_num_threads(threads)

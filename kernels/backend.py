@@ -126,7 +126,9 @@ class Backend(Protocol):
         """Prepare weights [heads, out, in], one per head."""
         ...
 
-    def pack_quantized(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> QuantizedLinear:
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
         """Prepare weight [out, in], of any floating type, in groups of integers, for products in `dtype`.
 
         Only where `quantizes`; else it raises BackendUnavailable.

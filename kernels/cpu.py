@@ -123,7 +123,9 @@ class CpuBackend:
             return self._torch.pack_heads(weight)
         return HeadByHead([native.pack_linear(head, None) for head in weight])
 
-    def pack_quantized(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> QuantizedLinear:
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
         native = self._native_for(dtype)
         if native is None:
             return self._torch.pack_quantized(weight, bias, scheme, dtype)

@@ -209,7 +209,9 @@ class CudaBackend:
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         return self._plain.pack_heads(weight)
 
-    def pack_quantized(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> QuantizedLinear:
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
         raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

@@ -34,7 +34,7 @@ class HeadByHead:
 
 def unit_of(weight: Tensor) -> float:
     """The power of two that scales are told in: the largest weight is between 2^14 and 2^15 of it."""
-    most = float(weight.abs().max()) if weight.numel() else 0.0
+    most = max(abs(float(x)) for x in weight.aminmax()) if weight.numel() else 0.0
     return math.ldexp(1.0, max(math.frexp(most)[1], -100) - 15) if most else 1.0
 
 

@@ -137,7 +137,9 @@ class ReferenceBackend:
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         return ReferenceHeadLinears(weight.to(self.device))
 
-    def pack_quantized(self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype) -> QuantizedLinear:
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
         return TorchQuantLinear(weight.to(self.device), None if bias is None else bias.to(self.device), scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
