@@ -110,6 +110,14 @@ def scheme(quantization: str) -> Scheme | None:
     return None if kind == "none" else Scheme({"int8": 8, "int4": 4}[kind], int(group or 32))
 
 
+def step_bytes(engine: Engine, count: WeightCount, item: int) -> float:
+    """Bytes of weights that one decode step reads: `item` for each, but what quantised ones take."""
+    error = engine.model.weight_error
+    if error is None:
+        return item * count.step_parameters
+    return error.num_bytes + item * (count.step_parameters - error.num_weights)
+
+
 def request(index: int, prompt: list[int], output_tokens: int, block_size: int) -> SequenceRequest:
     """A greedy request of exactly `output_tokens` tokens."""
     return SequenceRequest(

@@ -24,6 +24,7 @@ from kvrelay.kernels.quant_scheme import Scheme, WeightError
 
 logger = logging.getLogger(__name__)
 
+_TELL_EVERY_S = 5.0  # while weights are loaded
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
 
 
@@ -179,6 +180,17 @@ class DecoderModel:
         return logits
 
 
+def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:
+    layers: list[Layer] = []
+    told_s = time.monotonic()
+    for index in range(spec.num_layers):
+        layers.append(_pack_layer(packer, spec, index))
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            logger.info("%d of %d layers are loaded", index + 1, spec.num_layers)
+    return layers
+
+
 def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
     at = f"layers.{index}"
     sandwich = spec.sandwich_norms
@@ -231,7 +243,7 @@ def load_model(
             backend,
             dtype,
             embedding=embedding,
-            layers=[_pack_layer(packer, spec, index) for index in range(spec.num_layers)],
+            layers=_pack_layers(packer, spec),
             final_norm=packer.norm("norm.weight"),
             lm_head=packer.head(embedding),
             block_size=block_size,

@@ -222,7 +222,10 @@ class WorkerService:
     def _backend_facts(self) -> dict[str, Any]:
         engine = self.thread.engine
         describe = getattr(engine.backend, "describe", None) if engine else None
-        return dict(describe()) if describe else {}
+        facts = dict(describe()) if describe else {}
+        if engine is not None and (error := engine.model.weight_error) is not None:
+            facts["weights"] = f"{engine.config.quantization}, relative RMS error {error.relative:.2%}"
+        return facts
 
     def build_engine(self) -> Engine:
         """On the engine's thread: backend, weights, pool."""

@@ -93,7 +93,8 @@ def _fit(groups: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> 
 def _better(best: _Fit, other: _Fit, enough: Tensor) -> _Fit:
     wins = (other[3] < best[3]) & (best[3] > enough)
     q = torch.where(wins.unsqueeze(-1), other[0], best[0])
-    return q, *(torch.where(wins, theirs, ours) for ours, theirs in zip(best[1:], other[1:], strict=True))
+    scale, offset, error = (torch.where(wins, theirs, ours) for ours, theirs in zip(best[1:], other[1:], strict=True))
+    return q, scale, offset, error
 
 
 def _regression(groups: Tensor, q: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

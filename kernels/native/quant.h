@@ -12,18 +12,26 @@
 #define KVRELAY_QUANT_H
 
 #include "vec.h"
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
 
 #define HALF_UNIT 5192296858534827628530496329220096.0f /* 2^112: a half float's bits, as a float's, to its value */
 
 static inline long quant_scale_bytes(int bits) { return (bits == 4 ? 2 : 1) * NR * 2; }
 static inline long quant_group_bytes(int bits, long group) { return quant_scale_bytes(bits) + NR * group * bits / 8; }
 
-/* VL half floats times unit; `factor` is HALF_UNIT * unit. */
-INLINE vf vload_half(const uint16_t *p, float factor)
+INLINE vf vload_half(const uint16_t *p)
 {
+#if defined(__F16C__) && VL == 8
+    return (vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+#elif defined(__AVX512F__) && VL == 16
+    return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p));
+#else
     vu wide = __builtin_convertvector(*(const vh_mem *)p, vu);
-    vf size = (vf)((wide & 0x7fff) << 13) * factor;
+    vf size = (vf)((wide & 0x7fff) << 13) * HALF_UNIT;
     return (vf)((vu)size | (wide & 0x8000) << 16);
+#endif
 }
 
 INLINE float from_half(uint16_t h)

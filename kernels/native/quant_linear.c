@@ -11,7 +11,7 @@
 #include "pool.h"
 #include "quant.h"
 
-#define AHEAD 1536       /* bytes that weights are fetched ahead of their use */
+#define AHEAD 5          /* groups that weights are fetched ahead of their use */
 #define FEW_TILES 3      /* of so many it is faster to turn integers into floats for each */
 #define PLAIN_BYTES 16384 /* of integers turned into floats at once: half of a first-level cache */
 
@@ -25,7 +25,7 @@ typedef struct {
     const char *w;
     const float *bias;
     long M, N, K, group, groups;
-    float factor;
+    float unit;
     long panels, panel_bytes, group_bytes, share, shares, rows_per_block;
 } quant_job;
 
@@ -65,6 +65,12 @@ static void unpack(const quant_job *j, const char *w, long count, float *out)
     }
 }
 
+static void finish(const quant_job *j, long row, long panel, long rows, long width, float *acc)
+{
+    for (long i = 0; i < rows * width; i += VL) vstore(acc + i, vload(acc + i) * j->unit);
+    store_tile(j->y, j->N, j->bias, j->wide, row, panel * NR, (int)rows, (int)width, acc);
+}
+
 /* Rows that fit one tile, against panels first..last. */
 static void few_rows(const quant_job *j, long row, int rows, long first, long last)
 {
@@ -76,7 +82,7 @@ static void few_rows(const quant_job *j, long row, int rows, long first, long la
         float acc[MR * NR] = {0};
         (taken == np ? wide : narrow)[rows](j, j->x + row * j->ldx, j->sums + row * j->groups,
                                             j->w + panel * j->panel_bytes, 0, j->groups, acc);
-        store_tile(j->y, j->N, j->bias, j->wide, row, panel * NR, rows, (int)(taken * NR), acc);
+        finish(j, row, panel, rows, taken * NR, acc);
         panel += taken;
     }
 }
@@ -98,7 +104,7 @@ static void many_rows(const quant_job *j, long begin, long end, long panel)
                                          j->sums + (begin + top) * j->groups + g, w, plain, count, acc + top * NR);
         }
     }
-    store_tile(j->y, j->N, j->bias, j->wide, begin, panel * NR, (int)(end - begin), NR, acc);
+    finish(j, begin, panel, end - begin, NR, acc);
 }
 
 /* One block of rows times one share of the panels. */
@@ -151,7 +157,7 @@ void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void 
 {
     if (M < 1 || N < 1 || K < 1) return;
     quant_job j = {.bits = bits, .wide = wide, .source = x, .source_ldx = ldx, .y = y, .w = w, .bias = bias, .M = M,
-                   .N = N, .K = K, .group = group, .groups = (K + group - 1) / group, .factor = HALF_UNIT * unit};
+                   .N = N, .K = K, .group = group, .groups = (K + group - 1) / group, .unit = unit};
     j.ldx = j.groups * group;
     j.x = pool_scratch(p, 0, M * (j.ldx + j.groups) * sizeof(float));
     j.sums = j.x + M * j.ldx;
