@@ -65,6 +65,7 @@ static void unpack(const quant_job *j, const char *w, long count, float *out)
     }
 }
 
+/* Sums of units, [rows][width], to y. */
 static void finish(const quant_job *j, long row, long panel, long rows, long width, float *acc)
 {
     for (long i = 0; i < rows * width; i += VL) vstore(acc + i, vload(acc + i) * j->unit);
@@ -116,14 +117,18 @@ static void quant_task(void *arg, long index)
     long begin = index / j->shares * j->rows_per_block, end = begin + j->rows_per_block;
     if (end > j->M) end = j->M;
     const long rows = end - begin, tiles = (rows + MR - 1) / MR;
-    for (long panel = first; panel < last; panel++)
+    if (tiles == 1) {
+        few_rows(j, begin, (int)rows, first, last);
+        return;
+    }
+    for (long panel = first; panel < last; panel++) {
         if (tiles > FEW_TILES) many_rows(j, begin, end, panel);
         else
             for (long t = 0; t < tiles; t++) {
                 const long top = begin + rows * t / tiles, bottom = begin + rows * (t + 1) / tiles;
-                few_rows(j, top, (int)(bottom - top), panel, tiles == 1 ? last : panel + 1);
-                if (tiles == 1) return;
+                few_rows(j, top, (int)(bottom - top), panel, panel + 1);
             }
+    }
 }
 
 /* Rows of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
