@@ -5,7 +5,7 @@
 The whole text is one prompt, for the unquantised model in float32 first, then in bfloat16, then in float32 for each way
 of quantising it. Logits are compared token by token: the error's size over the logits' (both without their mean, which
 no softmax sees), the share of tokens with the same best one, and the mean divergence of the next token's distribution in
-nats. The last row is the control: each layer's last product off by a half. Exit code 1 when an error is out of its bound,
+nats. The last row is the control: each layer's last product twice too large. Exit code 1 when an error is out of its bound,
 or the control's within.
 """
 
@@ -25,7 +25,7 @@ from kvrelay.serve.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("quantization.txt")
 BLOCK_SIZE = 16
-BOUNDS = {8: 0.03, 4: 0.3}  # of the logits' relative error, by bits
+BOUNDS = {8: 0.03, 4: 0.25}  # of the logits' relative error, by bits
 
 
 def logits_of(model: DecoderModel, backend: Backend, tokens: list[int]) -> torch.Tensor:
@@ -70,11 +70,11 @@ def compare(logits: torch.Tensor, exact: torch.Tensor, tokens: list[int]) -> dic
 
 
 def spoil(model: DecoderModel) -> None:
-    """Every layer's last product off by a half, as a wrong scale would have it."""
+    """Every layer's last product twice too large, as a wrong scale would have it."""
     for layer in model._layers:
         mlp: Any = layer.mlp
         down = mlp._down
-        mlp._down = lambda x, down=down: down(x) * 1.5
+        mlp._down = lambda x, down=down: down(x) * 2.0
 
 
 def main() -> None:
