@@ -1,11 +1,12 @@
 """Decode speed of one engine against the memory's limit and Hugging Face generate, in one run.
 
-    python bench/decode.py [--model M] [--concurrency 1 4 16 32] [--threads N] [--json FILE]
+    python bench/decode.py [--model M] [--concurrency 1 4 16 32] [--threads N] [--quantization int8 int4] [--json FILE]
 
 A decode step reads every weight once and the KV of every running sequence; the machine's measured
 read bandwidth at the same number of threads turns that into the shortest possible step. Only pure
 decode steps are timed (prompts are computed before); Hugging Face's prefill is taken off by
-subtracting a one-token generate. Engine and Hugging Face alternate; medians count.
+subtracting a one-token generate. Engines and Hugging Face alternate; medians count. With --quantization there is an
+engine for each way of holding the weights, beside the unquantised one, and the step's bytes are its own.
 """
 
 import argparse
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--output", type=int, default=64, help="tokens")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quantization", nargs="*", default=[], help="int8, int4, or with a group: int4/64")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
 
@@ -103,37 +105,47 @@ def main() -> None:
     limit = measure_limits(options.threads)
     widest = max(options.concurrency)
     kv_memory = (widest + 1) * (options.prompt + options.output + 32) * count.kv_values_per_token * item
-    engine = inprocess.build_engine(
-        folder, options.dtype, options.threads, options.backend, token_budget=512, kv_memory=max(kv_memory, 64 << 20)
-    )
+    engines = {
+        name: inprocess.build_engine(
+            folder, options.dtype, options.threads, options.backend, token_budget=512,
+            kv_memory=max(kv_memory, 64 << 20), quantization=name,
+        )
+        for name in ("none", *options.quantization)
+    }  # fmt: skip
     reference = inprocess.load_hugging_face(folder, options.hf_dtype or options.dtype) if options.hf else None
 
-    run_engine(engine, 1, options.prompt, 4, salt=99)
+    for engine in engines.values():
+        run_engine(engine, 1, options.prompt, 4, salt=99)
     rows = []
     for concurrency in options.concurrency:
-        ours: list[Decoded] = []
+        ours: dict[str, list[Decoded]] = {name: [] for name in engines}
         theirs: list[float] = []
         for repeat in range(options.repeats):
-            ours.append(run_engine(engine, concurrency, options.prompt, options.output, salt=repeat))
+            for name, engine in engines.items():
+                ours[name].append(run_engine(engine, concurrency, options.prompt, options.output, salt=repeat))
             if reference is not None and concurrency in options.hf:
                 vocab = count.vocab_size
                 theirs.append(run_hugging_face(reference, concurrency, options.prompt, options.output, vocab))
-        step_s = statistics.median(run.step_s for run in ours)
-        read = item * (count.step_parameters + concurrency * ours[0].mean_context * count.kv_values_per_token)
-        bound_s = read / (limit.read_gb_s * 1e9)
+        steps_s = {name: statistics.median(run.step_s for run in runs) for name, runs in ours.items()}
         hf_s = statistics.median(theirs) if theirs else None
-        rows.append(
-            {
-                "concurrency": concurrency,
-                "step ms": 1000 * step_s,
-                "tokens/s": statistics.median(run.tokens / run.seconds for run in ours),
-                "MB read per step": read / 1e6,
-                "limit ms": 1000 * bound_s,
-                "share of limit": bound_s / step_s,
-                "HF step ms": 1000 * hf_s if hf_s else None,
-                "x HF": hf_s / step_s if hf_s else None,
-            }
-        )
+        for name, engine in engines.items():
+            context, step_s = ours[name][0].mean_context, steps_s[name]
+            read = inprocess.step_bytes(engine, count, item) + item * concurrency * context * count.kv_values_per_token
+            bound_s = read / (limit.read_gb_s * 1e9)
+            rows.append(
+                {
+                    "concurrency": concurrency,
+                    "weights": options.dtype if name == "none" else name,
+                    "step ms": 1000 * step_s,
+                    "tokens/s": statistics.median(run.tokens / run.seconds for run in ours[name]),
+                    "x unquantised": steps_s["none"] / step_s,
+                    "MB read per step": read / 1e6,
+                    "limit ms": 1000 * bound_s,
+                    "share of limit": bound_s / step_s,
+                    "HF step ms": 1000 * hf_s if hf_s else None,
+                    "x HF": hf_s / step_s if hf_s else None,
+                }
+            )
     title = f"decode, {options.model}, {options.dtype}, {options.threads} threads, {limit.read_gb_s:.1f} GB/s read"
     show(title, rows, options.json)
 

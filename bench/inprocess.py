@@ -19,6 +19,7 @@ from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoint import prepare_checkpoint
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
+from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.select import select_backend
 from kvrelay.wire import Sampling, SequenceRequest
 
@@ -84,12 +85,37 @@ def _shapes(file: Path) -> list[tuple[str, list[int]]]:
     return [(name, entry["shape"]) for name, entry in header.items() if name != "__metadata__"]
 
 
-def build_engine(folder: Path, dtype: str, threads: int, backend: str, *, token_budget: int, kv_memory: int) -> Engine:
+def build_engine(
+    folder: Path,
+    dtype: str,
+    threads: int,
+    backend: str,
+    *,
+    token_budget: int,
+    kv_memory: int,
+    quantization: str = "none",
+) -> Engine:
     """An engine like a worker's, in this thread, without prefix cache (prompts are random anyway)."""
     torch.set_num_threads(threads)
-    config = EngineConfig(kv_memory_bytes=kv_memory, token_budget=token_budget, prefix_caching=False)
+    config = EngineConfig(
+        kv_memory_bytes=kv_memory, token_budget=token_budget, prefix_caching=False, quantization=scheme(quantization),
+    )  # fmt: skip
     chosen = select_backend(backend, "auto", threads)  # type: ignore[arg-type]
     return load_engine(folder, chosen, DTYPES[dtype], config)
+
+
+def scheme(quantization: str) -> Scheme | None:
+    """From "none", "int8", "int4", or with a group: "int4/64"."""
+    kind, _, group = quantization.partition("/")
+    return None if kind == "none" else Scheme({"int8": 8, "int4": 4}[kind], int(group or 32))
+
+
+def step_bytes(engine: Engine, count: WeightCount, item: int) -> float:
+    """Bytes of weights that one decode step reads: `item` for each, but what quantised ones take."""
+    error = engine.model.weight_error
+    if error is None:
+        return item * count.step_parameters
+    return error.num_bytes + item * (count.step_parameters - error.num_weights)
 
 
 def request(index: int, prompt: list[int], output_tokens: int, block_size: int) -> SequenceRequest:

@@ -42,6 +42,7 @@ def serve(
     dashboard_port: Annotated[int | None, typer.Option(help="port of Ray's dashboard; another when taken")] = None,
     transport: Annotated[str | None, typer.Option(help="how KV travels: auto, nixl, shm, tcp")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
+    quantization: Annotated[str | None, typer.Option(help="weights as integers: none, int8, int4")] = None,
     kv_memory: Annotated[
         str | None, typer.Option(help="KV pool of each worker: 512MiB, or a share of the free memory: 50%")
     ] = None,
@@ -61,7 +62,8 @@ def serve(
     from kvrelay.cluster.settings_flags import settings_from_flags
 
     flags: dict[str, dict[str, Any]] = {
-        "model": {"source": model, "dtype": dtype, "max_model_len": max_model_len, "served_name": served_name},
+        "model": {"source": model, "dtype": dtype, "max_model_len": max_model_len, "served_name": served_name,
+                  "quantization": quantization},
         "engine": {"kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend},
         "transfer": {"transport": transport, "checks": checks},
         "serve": {"host": host, "port": port, "api_key": api_key},

@@ -120,13 +120,18 @@ def _say(message: dict[str, Any]) -> None:
 
 def _check_backend(settings: Settings, role: Role) -> None:
     """Raises BackendUnavailable, ConfigError. Only where there is doubt, for it imports torch, which takes seconds."""
-    from kvrelay.engine.fit import check_kv_layout
+    from kvrelay.engine.fit import check_kv_layout, check_quantization
 
     engine = settings.for_role(role).engine
     if engine.backend == "cuda" or engine.kv_layout != "NHD":
         from kvrelay.kernels.select import kv_layouts
 
         check_kv_layout(*kv_layouts(engine.backend, engine.device), settings, role)
+    if settings.model.quantization != "none" and (engine.backend, engine.device) != ("cpu", "auto"):
+        from kvrelay.kernels.select import quantizes
+
+        name, can = quantizes(engine.backend, engine.device)
+        check_quantization(name, settings, quantizes=can)
 
 
 def main() -> int:

@@ -28,6 +28,7 @@ from kvrelay.cluster.verify_lines import LineRows
 from kvrelay.cluster.verify_mixed import MixedRows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_preemption import PreemptionRows
+from kvrelay.cluster.verify_quantized import QuantizedRows
 from kvrelay.cluster.verify_speculation import SpeculationRows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
@@ -264,6 +265,13 @@ class Verifier:
         """The rows about fp8 KV, after `run`."""
         await Fp8Rows(self, self._model_dir, transport).run()
 
+    async def run_quantized(self, transport: str) -> None:
+        """The rows about quantised weights, after `run`. None where the backend has no products with them."""
+        from kvrelay.kernels.select import quantizes
+
+        if quantizes(self._backend)[1]:  # type: ignore[arg-type]
+            await QuantizedRows(self, self._model_dir, transport).run()
+
     async def run_groups(self, transport: str) -> None:
         """The rows about n, best_of and beam search, after `run`."""
         await GroupRows(self, self._model_dir, transport, self._num_output).run()
@@ -327,6 +335,10 @@ class Verifier:
 
     def settings_of_fp8(self, transport: str, checks: str) -> Settings:
         return self._settings(transport, checks, kv_dtype="fp8_e4m3")
+
+    def settings_quantised(self, transport: str, checks: str, quantization: str) -> Settings:
+        plain = self._settings(transport, checks)
+        return plain.model_copy(update={"model": plain.model.model_copy(update={"quantization": quantization})})
 
     async def tokens_of(self, cluster: "LocalCluster", case: Case, force: Any = "local") -> tuple[list[int], int]:
         return await self._serve(cluster, case, force)
@@ -521,6 +533,7 @@ def command(
                 asyncio.run(verifier.run_tiers())
                 asyncio.run(verifier.run_preemption(chosen[0]))
                 asyncio.run(verifier.run_fp8(chosen[0]))
+                asyncio.run(verifier.run_quantized(chosen[0]))
                 asyncio.run(verifier.run_groups(chosen[0]))
                 asyncio.run(verifier.run_lines(chosen[0]))
                 asyncio.run(verifier.run_mixed(chosen[0]))

@@ -35,6 +35,7 @@ from kvrelay.engine.shares import LineRules
 from kvrelay.engine.speculation_steps import DraftSteps
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend, KvOrder
+from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.events import EventLog
 from kvrelay.kvcache.eviction import make_policy
@@ -67,6 +68,7 @@ class EngineConfig:
     kv_memory_share: float | None = None  # of what is free once the weights are loaded, instead of `kv_memory_bytes`
     num_workers: int = 1  # of this machine, which share its memory
     kv_dtype: str = "auto"  # the model's, or a key of KV_DTYPES
+    quantization: Scheme | None = None  # of the products' weights
     token_budget: int = 512
     max_running: int = 64
     max_waiting: int = 256
@@ -197,6 +199,7 @@ class Engine:
             versions=versions(),
             compute_dtype=compute_dtype,
             num_parts=layout.num_parts,
+            quantization=str(config.quantization or "none"),
         )
         self.pool = BlockPool(
             num_blocks, block_size=config.block_size, prefix_caching=config.prefix_caching,
@@ -829,8 +832,9 @@ def load_engine(
     """An engine for the checkpoint in a prepared folder. Raises ModelError, ConfigError."""
     kv_dtype = dtype if config.kv_dtype == "auto" else KV_DTYPES[config.kv_dtype]
     model = load_model(
-        folder, backend, dtype, block_size=config.block_size, kv_layout=config.kv_layout, kv_dtype=kv_dtype
-    )
+        folder, backend, dtype, block_size=config.block_size, kv_layout=config.kv_layout, kv_dtype=kv_dtype,
+        quantization=config.quantization,
+    )  # fmt: skip
     if config.kv_memory_share is not None:
         budget = pool_bytes(config.kv_memory_share, backend.device, config.num_workers)
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)

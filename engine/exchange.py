@@ -19,7 +19,7 @@ from kvrelay.kvcache.formats import KvFormat, export_kv, import_kv, shape_of
 from kvrelay.wire import Sampling, SequenceRequest
 
 _REQUEST_ID = "kv-exchange"
-_SAME = ("model", "num_layers", "num_kv_heads", "head_dim")
+_SAME = ("model", "num_layers", "num_kv_heads", "head_dim", "quantization")
 
 
 @dataclass(frozen=True, slots=True)

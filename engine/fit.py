@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from kvrelay.config import Settings
+from kvrelay.config import ModelSettings, Settings
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.errors import ConfigError
+from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.types import KvLayout, Role
 
 
@@ -36,6 +37,22 @@ def num_blocks_for(budget_bytes: int, block_bytes: int, *, key: str = "engine.kv
             f"{key}: {budget_bytes} bytes hold {blocks} blocks of {block_bytes} bytes; at least 2 are needed"
         )
     return blocks
+
+
+def scheme_of(model: ModelSettings) -> Scheme | None:
+    """How the settings want weights quantised."""
+    if model.quantization == "none":
+        return None
+    return Scheme(8 if model.quantization == "int8" else 4, model.quantization_group)
+
+
+def check_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
+    """Raises ConfigError when weights are to be quantised and the backend of this name cannot compute with such."""
+    wanted = settings.model.quantization
+    if wanted != "none" and not quantizes:
+        raise ConfigError(
+            f"model.quantization: the {backend} backend has no {wanted} weights: choose none, or engine.backend cpu"
+        )
 
 
 def check_kv_layout(backend: str, kv_layouts: Sequence[str], settings: Settings, role: Role) -> None:

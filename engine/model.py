@@ -3,6 +3,8 @@
 All arithmetic goes through the backend. Owns the packed weights and the rotary tables of one model.
 """
 
+import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,11 @@ from kvrelay.engine.rope import cos_sin_table
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.weights import WeightReader
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, KvOrder, Linear
+from kvrelay.kernels.quant_scheme import Scheme, WeightError
 
+logger = logging.getLogger(__name__)
+
+_TELL_EVERY_S = 5.0  # while weights are loaded
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
 
 
@@ -70,6 +76,7 @@ class DecoderModel:
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies
         self._embed_scale = float(torch.tensor(spec.embed_scale or 1.0, dtype=dtype))
+        self.weight_error: WeightError | None = None  # of quantised weights
         self._cos_sin: tuple[Tensor, ...] = ()
         self.reserve_positions(min(_FIRST_POSITIONS, spec.max_position))
 
@@ -173,6 +180,17 @@ class DecoderModel:
         return logits
 
 
+def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:
+    layers: list[Layer] = []
+    told_s = time.monotonic()
+    for index in range(spec.num_layers):
+        layers.append(_pack_layer(packer, spec, index))
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            logger.info("%d of %d layers are loaded", index + 1, spec.num_layers)
+    return layers
+
+
 def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
     at = f"layers.{index}"
     sandwich = spec.sandwich_norms
@@ -207,8 +225,9 @@ def load_model(
     block_size: int = 16,
     kv_layout: KvOrder = "NHD",
     kv_dtype: torch.dtype | None = None,
+    quantization: Scheme | None = None,
 ) -> DecoderModel:
-    """The model of a checkpoint folder, packed for `backend`.
+    """The model of a checkpoint folder, packed for `backend`, its products' weights quantised if so wished.
 
     `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's.
 
@@ -217,17 +236,25 @@ def load_model(
     """
     spec = ModelSpec.from_folder(folder)
     with torch.no_grad(), WeightReader(folder, spec) as reader:
-        packer = Packer(reader, spec, backend, dtype)
+        start_s, packer = time.monotonic(), Packer(reader, spec, backend, dtype, quantization)
         embedding = packer.tensor("embed_tokens.weight")
-        return DecoderModel(
+        model = DecoderModel(
             spec,
             backend,
             dtype,
             embedding=embedding,
-            layers=[_pack_layer(packer, spec, index) for index in range(spec.num_layers)],
+            layers=_pack_layers(packer, spec),
             final_norm=packer.norm("norm.weight"),
-            lm_head=backend.pack_linear(embedding) if spec.is_tied else packer.linear("lm_head"),
+            lm_head=packer.head(embedding),
             block_size=block_size,
             kv_layout=kv_layout,
             kv_dtype=kv_dtype,
         )
+    if quantization is not None:
+        model.weight_error = packer.error
+        logger.info(
+            "weights are %s: relative RMS error %.3f%%, %.0f MiB instead of %.0f; took %.1f s",
+            quantization, 100 * packer.error.relative, packer.error.num_bytes / 2**20,
+            packer.error.num_weights * dtype.itemsize / 2**20, time.monotonic() - start_s,
+        )  # fmt: skip
+    return model

@@ -8,14 +8,23 @@ from kvrelay.engine.mlp import ExpertMlp, GatedMlp, Mlp
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.spec_mla import ExpertSpec, LatentSpec
 from kvrelay.engine.weights import WeightReader
-from kvrelay.kernels.backend import Backend, Linear
+from kvrelay.kernels.backend import Backend, HeadLinears, Linear
+from kvrelay.kernels.quant_scheme import Scheme, WeightError
+from kvrelay.kernels.quantized import HeadByHead
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class Packer:
     """The parts of one checkpoint, for one backend."""
 
-    def __init__(self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype) -> None:
-        self._reader, self._spec, self._backend, self._dtype = reader, spec, backend, dtype
+    def __init__(
+        self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype, scheme: Scheme | None = None
+    ) -> None:
+        self._reader, self._spec, self._backend, self._dtype, self._scheme = reader, spec, backend, dtype, scheme
+        self.error = WeightError()  # of all that was quantised so far
 
     def tensor(self, name: str) -> Tensor:
         return self._reader.read(name, self._dtype, self._backend.device)
@@ -28,13 +37,31 @@ class Packer:
 
     def linear(self, *names: str) -> Linear:
         """One packed product of several matrices stacked by rows, with their biases."""
-        weight = self._stack([f"{name}.weight" for name in names])
+        weight = _stacked([self._weight(f"{name}.weight") for name in names])
         has_bias = f"{names[0]}.bias" in self._reader
-        return self._backend.pack_linear(weight, self._stack([f"{name}.bias" for name in names]) if has_bias else None)
+        return self._pack(weight, _stacked([self.tensor(f"{name}.bias") for name in names]) if has_bias else None)
 
-    def _stack(self, names: list[str]) -> Tensor:
-        parts = [self.tensor(name) for name in names]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+    def head(self, embedding: Tensor) -> Linear:
+        """The product that gives logits; `embedding` is the table, whose weights it shares in some models."""
+        if not self._spec.is_tied:
+            return self.linear("lm_head")
+        return self._pack(embedding if self._scheme is None else self._weight("embed_tokens.weight"), None)
+
+    def _weight(self, name: str) -> Tensor:
+        """A product's weight; what will be quantised is not rounded to the model's dtype before."""
+        return self._reader.read(name, self._dtype if self._scheme is None else None, self._backend.device)
+
+    def _pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        if self._scheme is None:
+            return self._backend.pack_linear(weight, bias)
+        linear = self._backend.pack_quantized(weight, bias, self._scheme, self._dtype)
+        self.error += linear.error
+        return linear
+
+    def _pack_heads(self, weight: Tensor) -> HeadLinears:
+        if self._scheme is None:
+            return self._backend.pack_heads(weight)
+        return HeadByHead([self._pack(head, None) for head in weight])
 
     def mlp(self, at: str, layer: int) -> Mlp:
         """The MLP of layer `layer`, at this name."""
@@ -60,7 +87,7 @@ class Packer:
 
     def latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
         has_down = spec.query_rank is not None
-        heads, kv_up = self._spec.num_heads, self.tensor(f"{at}.kv_b_proj.weight")
+        heads, kv_up = self._spec.num_heads, self._weight(f"{at}.kv_b_proj.weight")
         keys, values = kv_up.unflatten(0, (heads, -1)).split((spec.nope_dim, spec.value_dim), dim=1)
         return LatentAttention(
             query_down=self.linear(f"{at}.q_a_proj") if has_down else None,
@@ -68,16 +95,16 @@ class Packer:
             query=self._rotary_linear(f"{at}.{'q_b_proj' if has_down else 'q_proj'}", spec, heads),
             kv_down=self._rotary_linear(f"{at}.kv_a_proj_with_mqa", spec, 1),
             kv_norm=self.norm(f"{at}.kv_a_layernorm.weight"),
-            key_up=self._backend.pack_heads(keys.transpose(1, 2).contiguous()),
-            value_up=self._backend.pack_heads(values.contiguous()),
+            key_up=self._pack_heads(keys.transpose(1, 2).contiguous()),
+            value_up=self._pack_heads(values.contiguous()),
             o=self.linear(f"{at}.o_proj"),
         )
 
     def _rotary_linear(self, name: str, spec: LatentSpec, heads: int) -> Linear:
         """A product whose results end, head by head, in a rotary part."""
-        weight = self._in_halves(self.tensor(f"{name}.weight"), spec, heads)
+        weight = self._in_halves(self._weight(f"{name}.weight"), spec, heads)
         bias = self.tensor(f"{name}.bias")[:, None] if f"{name}.bias" in self._reader else None
-        return self._backend.pack_linear(weight, None if bias is None else self._in_halves(bias, spec, heads)[:, 0])
+        return self._pack(weight, None if bias is None else self._in_halves(bias, spec, heads)[:, 0])
 
     @staticmethod
     def _in_halves(rows: Tensor, spec: LatentSpec, heads: int) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 
 from kvrelay.config import EngineSettings, SchedulerSettings, Settings
 from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
-from kvrelay.engine.fit import check_fit, check_kv_layout
+from kvrelay.engine.fit import check_fit, check_kv_layout, check_quantization, scheme_of
 from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.shares import LineRules
 from kvrelay.engine.spec import ModelSpec
@@ -222,7 +222,10 @@ class WorkerService:
     def _backend_facts(self) -> dict[str, Any]:
         engine = self.thread.engine
         describe = getattr(engine.backend, "describe", None) if engine else None
-        return dict(describe()) if describe else {}
+        facts = dict(describe()) if describe else {}
+        if engine is not None and (error := engine.model.weight_error) is not None:
+            facts["weights"] = f"{engine.config.quantization}, relative RMS error {error.relative:.2%}"
+        return facts
 
     def build_engine(self) -> Engine:
         """On the engine's thread: backend, weights, pool."""
@@ -234,11 +237,13 @@ class WorkerService:
             torch.set_num_threads(num_threads)
         backend = select_backend(settings.backend, settings.device, num_threads)
         check_kv_layout(backend.name, backend.kv_layouts, self.settings, self.role)
+        check_quantization(backend.name, self.settings, quantizes=backend.quantizes)
         config = EngineConfig(
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
             **_pool_size(settings, self.num_workers),
             kv_dtype=own.kv_dtype,
+            quantization=scheme_of(own.model),
             token_budget=settings.token_budget,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,

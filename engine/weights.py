@@ -45,8 +45,8 @@ class WeightReader:
     def __contains__(self, name: str) -> bool:
         return name in self._where
 
-    def read(self, name: str, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """One tensor of its own memory. Read, not mapped: a mapped file would count as resident in full."""
+    def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+        """One tensor of its own memory, as stored where dtype is None. Read, not mapped: a mapped file would count as resident in full."""
         stored = self._where[name]
         tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
         flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()

@@ -14,6 +14,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.quant_scheme import Scheme, WeightError
+
 Activation = Literal["silu", "gelu_tanh"]
 KvOrder = Literal["NHD", "HND"]
 
@@ -81,6 +83,12 @@ class Linear(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class QuantizedLinear(Linear, Protocol):
+    """A weight of small integers as a Linear."""
+
+    error: WeightError
+
+
 class HeadLinears(Protocol):
     """A packed weight for each head. Calling it with [T, heads, in] gives [T, heads, out] in the same dtype."""
 
@@ -93,6 +101,7 @@ class Backend(Protocol):
     name: str
     device: torch.device
     kv_layouts: tuple[KvOrder, ...]  # the caches that its kernels take
+    quantizes: bool  # whether it has products with quantised weights
 
     @property
     def spared_kv_tokens(self) -> int:
@@ -115,6 +124,15 @@ class Backend(Protocol):
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         """Prepare weights [heads, out, in], one per head."""
+        ...
+
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        """Prepare weight [out, in], of any floating type, in groups of integers, for products in `dtype`.
+
+        Only where `quantizes`; else it raises BackendUnavailable.
+        """
         ...
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:

@@ -8,7 +8,6 @@ bit. With bfloat16 this holds as long as the linear kernel is the compiled one (
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -21,10 +20,14 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    QuantizedLinear,
     SamplingBatch,
 )
 from kvrelay.kernels.cpu_linear import Pack, choose_linear
-from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativeLinear, NativePlan
+from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativePlan
+from kvrelay.kernels.native_quant import NativeQuantLinear
+from kvrelay.kernels.quant_scheme import Scheme
+from kvrelay.kernels.quantized import HeadByHead
 from kvrelay.kernels.reference import ReferencePlan
 from kvrelay.kernels.selfcheck import first_wrong_kernel
 from kvrelay.kernels.torch_cpu import TorchCpuBackend
@@ -46,19 +49,6 @@ def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
     return (native, "") if wrong is None else (None, f"the compiled {wrong} kernel gives wrong results here")
 
 
-class NativeHeadLinears:
-    """A compiled product for each head: every row's sums run in one order, which a batched product does not promise."""
-
-    def __init__(self, heads: Sequence[NativeLinear]) -> None:
-        self._heads = tuple(heads)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        out = torch.empty((*x.shape[:2], self._heads[0].out_features), dtype=x.dtype)
-        for index, head in enumerate(self._heads):
-            out[:, index] = head(x[:, index])
-        return out
-
-
 class CpuBackend:
     """Kernels on `num_threads` cores; None takes those that this process may run on.
 
@@ -67,6 +57,7 @@ class CpuBackend:
 
     name = "cpu"
     kv_layouts: tuple[KvOrder, ...] = ("NHD",)  # what the compiled kernels are written for
+    quantizes = True
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.device = torch.device("cpu")
@@ -130,7 +121,15 @@ class CpuBackend:
         native = self._native_for(weight.dtype)
         if native is None:
             return self._torch.pack_heads(weight)
-        return NativeHeadLinears([native.pack_linear(head, None) for head in weight])
+        return HeadByHead([native.pack_linear(head, None) for head in weight])
+
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        native = self._native_for(dtype)
+        if native is None:
+            return self._torch.pack_quantized(weight, bias, scheme, dtype)
+        return NativeQuantLinear(native, weight, bias, scheme, dtype)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         native = self._native_for(table.dtype)

@@ -41,6 +41,7 @@ _KERNELS = (
     "kr_store_kv",
     "kr_attention",
     "kr_store_kv_as",
+    "kr_quant_linear",
 )
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes

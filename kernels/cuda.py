@@ -31,10 +31,12 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    QuantizedLinear,
     SamplingBatch,
 )
 from kvrelay.kernels.cuda_cascade import CascadeDecode, Levels, make_levels
 from kvrelay.kernels.cuda_mla import has_latent_attention, make_wrapper, plan_latent, run_latent
+from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan
 
 logger = logging.getLogger(__name__)
@@ -136,6 +138,7 @@ class CudaBackend:
 
     name = "cuda"
     kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
+    quantizes = False
 
     def __init__(self, device: str | torch.device = "cuda") -> None:
         if not torch.cuda.is_available():
@@ -205,6 +208,11 @@ class CudaBackend:
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         return self._plain.pack_heads(weight)
+
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return self._plain.embed(token_ids, table, scale)

@@ -29,6 +29,9 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_has_dot": ([], _I),
     "kr_pack": ([_P, _I, _P, _P, _L, _L], None),
     "kr_linear": ([_P, _I, _P, _L, _P, _P, _P, _L, _L, _L], None),
+    "kr_quantized_bytes": ([_I, _L, _L, _L], _L),
+    "kr_quantize": ([_P, _I, _I, _P, _P, _P, _L, _L, _L, _F], None),
+    "kr_quant_linear": ([_P, _I, _I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F], None),
     "kr_rms_norm": ([_P, _I, _I, _P, _P, _P, _P, _L, _L, _L, _L, _L, _F], None),
     "kr_rope": ([_P, _I, _P, _P, _P, _P, *[_L] * 8], None),
     "kr_gate": ([_P, _I, _I, _P, _P, _L, _L, _L], None),
@@ -66,7 +69,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(tuple(shape), dtype=dtype)
 
 
-def _rows(x: Tensor) -> Tensor:
+def contiguous_rows(x: Tensor) -> Tensor:
     """x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -89,7 +92,7 @@ class NativeLinear:
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self._dtype:
             raise TypeError(f"the weight is {self._dtype}, x is {x.dtype}")
-        x = _rows(x)
+        x = contiguous_rows(x)
         num_rows, width = x.shape
         assert width == self.in_features
         kernels = self._kernels
@@ -143,7 +146,7 @@ class NativeKernels:
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """rms_norm of x (or of x + residual, which is left in residual; contiguous) with any leading shape."""
-        x = _rows(x)
+        x = contiguous_rows(x)
         columns = x.shape[-1]
         if x.dim() == 2:
             inner, outer_stride, inner_stride = 1, x.stride(0), 0
@@ -162,7 +165,7 @@ class NativeKernels:
 
     def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """In place when q and k have contiguous heads."""
-        q, k = _rows(q), _rows(k)
+        q, k = contiguous_rows(q), contiguous_rows(k)
         self.lib.kr_rope(
             self.pool, q.dtype == torch.float32, q.data_ptr(), k.data_ptr(), cos_sin.data_ptr(), positions.data_ptr(),
             q.shape[0], q.shape[1], k.shape[1], q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[1],
@@ -170,7 +173,7 @@ class NativeKernels:
         return q, k
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        gate_up = _rows(gate_up)
+        gate_up = contiguous_rows(gate_up)
         num_rows, features = gate_up.shape[0], gate_up.shape[1] // 2
         out = self.empty((num_rows, features), gate_up.dtype)
         self.lib.kr_gate(
@@ -238,7 +241,7 @@ class NativeKernels:
         self, q: Tensor, kv_layer: Tensor, plan: NativePlan, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
         """Of a latent cache (one part) the results are as wide as its entries: values are all of an entry here."""
-        q = _rows(q)
+        q = contiguous_rows(q)
         num_tokens, heads, head_dim = q.shape
         out = self.empty((num_tokens, heads, head_dim), q.dtype)
         self.lib.kr_attention(

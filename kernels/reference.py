@@ -18,8 +18,11 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    QuantizedLinear,
     SamplingBatch,
 )
+from kvrelay.kernels.quant_scheme import Scheme
+from kvrelay.kernels.quantized import TorchQuantLinear
 
 
 class ReferenceLinear:
@@ -109,6 +112,7 @@ class ReferenceBackend:
 
     name = "reference"
     kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
+    quantizes = True
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
@@ -132,6 +136,11 @@ class ReferenceBackend:
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
         return ReferenceHeadLinears(weight.to(self.device))
+
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        return TorchQuantLinear(weight.to(self.device), None if bias is None else bias.to(self.device), scheme)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids.to(table.device), table)

@@ -76,6 +76,12 @@ def kv_layouts(name: Name = "auto", device: str = "auto") -> tuple[str, tuple[Kv
     return chosen, layouts
 
 
+def quantizes(name: Name = "auto", device: str = "auto") -> tuple[str, bool]:
+    """The name of that backend, and whether it has products with quantised weights. Raises as `select_backend` does."""
+    chosen, _ = _resolve(name, device)
+    return chosen, bool(_class_of(chosen).quantizes)
+
+
 def _class_of(name: str) -> Any:
     if name == "cuda":
         from kvrelay.kernels.cuda import CudaBackend

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
 from kvrelay.kernels.native_cpu import NativeKernels
+from kvrelay.kernels.native_quant import NativeQuantLinear
+from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -31,6 +33,22 @@ def _linear(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dty
     inputs = [_random(generator, dtype, rows, 70) for rows in (1, 2, 3, 4, 5, 6, 13)]
     wide = [reference.pack_linear(weight.float(), bias.float())(x.float()) for x in inputs]
     return all(_near(packed(x), expected) for x, expected in zip(inputs, wide, strict=True))
+
+
+def _quantized(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    """The weight that comes back from a product with ones is near the original, and other products are that weight's."""
+    generator = torch.Generator().manual_seed(9)
+    weight, bias = _random(generator, torch.float32, 150, 70) / 8, _random(generator, torch.float32, 150)
+    inputs = [_random(generator, dtype, rows, 70) for rows in (1, 2, 3, 4, 5, 6, 13, 31)]
+    for scheme, largest in ((Scheme(4), 0.1), (Scheme(8, 64), 0.01)):
+        plain = NativeQuantLinear(native, weight, None, scheme, torch.float32)
+        restored = plain(torch.eye(70)).T
+        if not float((restored - weight).norm()) < largest * float(weight.norm()):
+            return False
+        packed, exact = NativeQuantLinear(native, weight, bias, scheme, dtype), reference.pack_linear(restored, bias)
+        if not all(_near(packed(x), exact(x.float())) for x in inputs):
+            return False
+    return True
 
 
 def _norm(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
@@ -124,6 +142,7 @@ def _sampling(native: NativeKernels, reference: ReferenceBackend, dtype: torch.d
 
 _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool]] = {
     "linear": _linear,
+    "quantised linear": _quantized,
     "norm": _norm,
     "rope": _rope,
     "activation": _activation,

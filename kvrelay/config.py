@@ -19,6 +19,7 @@ from kvrelay.types import Role
 from kvrelay.wire import MAX_PRIORITY
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "vmread", "unix", "tcp"]
@@ -57,6 +58,14 @@ class ModelSettings(_Settings):
     source: str = Field(DEFAULT_MODEL, description="local folder, GGUF file, hub id, or the built-in default")
     served_name: str | None = Field(None, description="name in /v1/models; default: derived from source")
     dtype: Dtype = Field("auto", description="weights, activations, and KV unless engine.kv_dtype; auto: bfloat16")
+    quantization: Quantization = Field(
+        "none",
+        description="weights of all products as integers: none, int8 or int4; backends cpu and reference only. Less memory is read "
+        "for each step, and texts differ from the unquantised model's",
+    )
+    quantization_group: Literal[32, 64, 128] = Field(
+        32, description="inputs that share a scale when weights are quantised: more take less memory and are less exact"
+    )
     max_model_len: int | None = Field(
         None,
         ge=16,

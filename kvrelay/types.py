@@ -170,6 +170,7 @@ class Fingerprint:
     versions: str = ""
     compute_dtype: str = ""
     num_parts: int = 2  # 1: latent KV (MLA), num_kv_heads is 1 and head_dim its width
+    quantization: str = "none"  # of the weights that computed the KV
 
     def first_difference(self, other: "Fingerprint") -> str | None:
         """The first field that differs at all as "field: ours != theirs", or None."""
@@ -204,4 +205,5 @@ _MUST_BE_EQUAL = {
     "num_kv_heads": _SAME_MODEL,
     "head_dim": _SAME_MODEL,
     "num_parts": _SAME_MODEL,
+    "quantization": "set model.quantization and model.quantization_group alike for every worker",
 }

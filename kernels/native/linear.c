@@ -10,8 +10,8 @@
  *   DOT  (AVX512-BF16, K even) per pair of k, NR words: output n's weights at k (low) and k+1 (high).
  */
 #include <string.h>
+#include "linear_store.h"
 #include "pool.h"
-#include "vec.h"
 #if defined(__AVX512BF16__) && VL == 16
 #include <immintrin.h>
 #define HAS_DOT 1
@@ -47,25 +47,6 @@ INLINE void load_weights(const char *w, vf out[NV], int kind)
         vu pair = *(const vu_mem *)((const uint32_t *)w + v / 2 * VL);
         out[v] = (vf)(pair << 16);
         out[v + 1] = (vf)(pair & 0xffff0000u);
-    }
-}
-
-/* A finished tile, [rows][width] floats, to y: bias, rounding, and the panels' padding left out. */
-static void store_tile(const linear_job *j, long row, long panel, int rows, int width, const float *tile)
-{
-    const int wide = j->kind == F32;
-    const long first = panel * NR, end = first + width < j->N ? first + width : j->N;
-    for (int r = 0; r < rows; r++, tile += width) {
-        const long at = (row + r) * j->N;
-        long n = first;
-        for (; n + VL <= end; n += VL) {
-            vf value = vload(tile + n - first);
-            vstore_any(j->y, at + n, j->bias ? value + vload(j->bias + n) : value, wide);
-        }
-        for (; n < end; n++) {
-            float value = tile[n - first];
-            store_any(j->y, at + n, j->bias ? value + j->bias[n] : value, wide);
-        }
     }
 }
 
@@ -121,14 +102,6 @@ static void widen_task(void *arg, long index)
         for (; k + VL <= j->K; k += VL) vstore(j->out + m * j->K + k, vload_bf16(j->x + m * j->ldx + k));
         for (; k < j->K; k++) j->out[m * j->K + k] = to_float(j->x[m * j->ldx + k]);
     }
-}
-
-/* Rows of x whose float32 form fits half of a 512 KiB second-level cache, in whole tiles. */
-static long rows_per_block(long M, long K)
-{
-    long rows = (256 << 10) / (K * 4) / MR * MR;
-    rows = rows < 2 * MR ? 2 * MR : rows > 32 * MR ? 32 * MR : rows;
-    return M <= rows ? M : rows;
 }
 
 /* x [M, K] with row stride ldx, y [M, N] contiguous; both bf16 unless kind is F32. bias: N floats or NULL. */

@@ -39,7 +39,7 @@ static __attribute__((noinline)) void TILE(const linear_job *j, long row, long p
 #endif
     float out[ROWS][NP * NR];
     UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NP * NV; v++) vstore(out[r] + v * VL, acc[r][v]);
-    store_tile(j, row, panel, ROWS, NP * NR, out[0]);
+    store_tile(j->y, j->N, j->bias, KIND == F32, row, panel * NR, ROWS, NP * NR, out[0]);
 }
 #undef TILE
 #undef ROWS

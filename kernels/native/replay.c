@@ -16,10 +16,12 @@ typedef struct {
     argument a[25];
 } recorded_call;
 
-enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, STORE_KV, ATTENTION, STORE_KV_AS };
+enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, STORE_KV, ATTENTION, STORE_KV_AS, QUANT_LINEAR };
 
 void kr_embed(int, const int64_t *, const void *, void *, long, long, float);
 void kr_linear(pool *, int, const void *, long, void *, const void *, const float *, long, long, long);
+void kr_quant_linear(pool *, int, int, const void *, long, void *, const void *, const float *, long, long, long, long,
+                     float);
 void kr_rms_norm(pool *, int, int, const void *, void *, void *, const void *, long, long, long, long, long, float);
 void kr_rope(pool *, int, void *, void *, const float *, const int64_t *, long, long, long, long, long, long, long, long);
 void kr_gate(pool *, int, int, const void *, void *, long, long, long);
@@ -55,6 +57,10 @@ static void call(int64_t kernel, const argument *a)
         break;
     case STORE_KV_AS:
         kr_store_kv_as(a[0].i, a[1].i, a[2].p, a[3].p, a[4].p, a[5].p, a[6].i, a[7].i, a[8].i, a[9].i, a[10].i, a[11].i);
+        break;
+    case QUANT_LINEAR:
+        kr_quant_linear(a[0].p, a[1].i, a[2].i, a[3].p, a[4].i, a[5].p, a[6].p, a[7].p, a[8].i, a[9].i, a[10].i, a[11].i,
+                        a[12].f);
         break;
     }
 }

@@ -1,7 +1,7 @@
 /* Vectors as GCC and clang know them on every processor: width, loads, bf16 conversion, exp, tanh.
  *
  * VL floats make one vector; a weight panel is NV vectors (NR outputs) wide. No intrinsics except
- * for AVX512-BF16's dot product. No fast-math: NaN, infinity and the order of sums are kept.
+ * for AVX512-BF16's dot product (and half floats, in quant.h). No fast-math: NaN, infinity and the order of sums are kept.
  */
 #ifndef KVRELAY_VEC_H
 #define KVRELAY_VEC_H

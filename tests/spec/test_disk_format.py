@@ -93,6 +93,7 @@ def test_a_namespace_does_not_depend_on_how_many_blocks_a_pool_has():
         ({}, {"hash_seed": "other"}, "hash_seed"),
         ({}, {"versions": "kvrelay 0.2"}, "versions"),
         ({}, {"compute_dtype": "float32"}, "compute_dtype"),
+        ({}, {"quantization": "int8 in groups of 32"}, "quantization"),
         ({"dtype": "float16"}, {}, "dtype"),
         ({"block_size": 32}, {}, "block_size"),
         ({"order": "HND"}, {}, "order"),

@@ -1,0 +1,181 @@
+/* y = x W^T + b with W in groups of 4- or 8-bit integers; their form is told in quant.h.
+ *
+ * Sums are in float32. Every output is, group by group, one chain of fused multiply-adds over the group's inputs and
+ * one or two more that scale it, for every M, tile and thread count: a row's result never depends on the rows beside it.
+ * Few rows turn integers into floats in registers; many rows do it once for all, into a scratch panel.
+ *
+ * An integer is not shifted down to its value: i of a word stays q * 2^(bits i), and x was multiplied by 2^-(bits i)
+ * before. Both are exact, and a mask and a conversion are all that is left to do for it.
+ */
+#pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could load again, and spills the sums: 1.4 x */
+#include "linear_store.h"
+#include "pool.h"
+#include "quant.h"
+
+#define AHEAD 5          /* groups that weights are fetched ahead of their use */
+#define FEW_TILES 3      /* of so many it is faster to turn integers into floats for each */
+#define PLAIN_BYTES 16384 /* of integers turned into floats at once: half of a first-level cache */
+
+typedef struct {
+    int bits, wide;
+    const void *source; /* x as it came */
+    long source_ldx;
+    float *x, *sums; /* [M][ldx], in the units of the integers; [M][groups] */
+    long ldx;
+    void *y;
+    const char *w;
+    const float *bias;
+    long M, N, K, group, groups;
+    float unit;
+    long panels, panel_bytes, group_bytes, share, shares, rows_per_block;
+} quant_job;
+
+typedef void (*quant_tile)(const quant_job *, const float *, const float *, const char *, const float *, long, float *);
+
+#define OVER(bits) (1.0f / (1ll << (bits)))
+#define UNITS4 1.0f, OVER(4), OVER(8), OVER(12), OVER(16), OVER(20), OVER(24), 1.0f
+#define UNITS8 1.0f, OVER(8), OVER(16), 1.0f
+static const float UNITS[2][16] = {{UNITS4, UNITS4}, {UNITS8, UNITS8, UNITS8, UNITS8}};
+
+/* Integer i of each word, times 2^(bits i); the last one, whose top bit would be a sign, as it is. */
+INLINE vf integers(vu words, int i, int bits)
+{
+    const uint32_t mask = (1u << bits) - 1;
+    return __builtin_convertvector((vi)((i + 1) * bits == 32 ? words >> (32 - bits) : words & mask << i * bits), vf);
+}
+
+#define SOURCE 4
+#include "quant_kind.h"
+#define SOURCE 8
+#include "quant_kind.h"
+#define SOURCE 0
+#include "quant_kind.h"
+
+/* `count` groups at w as floats, [count * group][NR]. */
+static void unpack(const quant_job *j, const char *w, long count, float *out)
+{
+    for (long g = 0; g < count; g++, w += j->group_bytes) {
+        const char *at = w + quant_scale_bytes(j->bits);
+        __builtin_prefetch(at + j->group_bytes);
+        for (long k = 0; k < j->group; k += 32 / j->bits, at += NR * 4, out += 32 / j->bits * NR)
+            UNROLL for (int v = 0; v < NV; v++) {
+                vu words = *(const vu_mem *)(at + v * VL * 4);
+                if (j->bits == 4) UNROLL for (int i = 0; i < 8; i++) vstore(out + i * NR + v * VL, integers(words, i, 4));
+                else UNROLL for (int i = 0; i < 4; i++) vstore(out + i * NR + v * VL, integers(words, i, 8));
+            }
+    }
+}
+
+/* Sums of units, [rows][width], to y. */
+static void finish(const quant_job *j, long row, long panel, long rows, long width, float *acc)
+{
+    for (long i = 0; i < rows * width; i += VL) vstore(acc + i, vload(acc + i) * j->unit);
+    store_tile(j->y, j->N, j->bias, j->wide, row, panel * NR, (int)rows, (int)width, acc);
+}
+
+/* Rows that fit one tile, against panels first..last. */
+static void few_rows(const quant_job *j, long row, int rows, long first, long last)
+{
+    const long np = rows == 1 ? 4 : rows == 2 ? 2 : 1;
+    const quant_tile *wide = j->bits == 4 ? quant_wide_4 : quant_wide_8;
+    const quant_tile *narrow = j->bits == 4 ? quant_narrow_4 : quant_narrow_8;
+    for (long panel = first; panel < last;) {
+        const long taken = panel + np <= last ? np : 1;
+        float acc[MR * NR] = {0};
+        (taken == np ? wide : narrow)[rows](j, j->x + row * j->ldx, j->sums + row * j->groups,
+                                            j->w + panel * j->panel_bytes, 0, j->groups, acc);
+        finish(j, row, panel, rows, taken * NR, acc);
+        panel += taken;
+    }
+}
+
+/* Rows begin..end in tiles of nearly equal height against one panel, whose integers become floats part by part. */
+static void many_rows(const quant_job *j, long begin, long end, long panel)
+{
+    const long tiles = (end - begin + MR - 1) / MR, at_once = PLAIN_BYTES / (j->group * NR * 4) + 1;
+    float *plain = thread_scratch((at_once * j->group + end - begin) * NR * sizeof(float));
+    float *acc = plain + at_once * j->group * NR;
+    for (long i = 0; i < (end - begin) * NR; i++) acc[i] = 0.0f;
+    for (long g = 0; g < j->groups; g += at_once) {
+        const long count = g + at_once < j->groups ? at_once : j->groups - g;
+        const char *w = j->w + panel * j->panel_bytes + g * j->group_bytes;
+        unpack(j, w, count, plain);
+        for (long t = 0; t < tiles; t++) {
+            const long top = (end - begin) * t / tiles, bottom = (end - begin) * (t + 1) / tiles;
+            quant_narrow_0[bottom - top](j, j->x + (begin + top) * j->ldx + g * j->group,
+                                         j->sums + (begin + top) * j->groups + g, w, plain, count, acc + top * NR);
+        }
+    }
+    finish(j, begin, panel, end - begin, NR, acc);
+}
+
+/* One block of rows times one share of the panels. */
+static void quant_task(void *arg, long index)
+{
+    const quant_job *j = arg;
+    long first = index % j->shares * j->share, last = first + j->share;
+    if (last > j->panels) last = j->panels;
+    long begin = index / j->shares * j->rows_per_block, end = begin + j->rows_per_block;
+    if (end > j->M) end = j->M;
+    const long rows = end - begin, tiles = (rows + MR - 1) / MR;
+    if (tiles == 1) {
+        few_rows(j, begin, (int)rows, first, last);
+        return;
+    }
+    for (long panel = first; panel < last; panel++) {
+        if (tiles > FEW_TILES) many_rows(j, begin, end, panel);
+        else
+            for (long t = 0; t < tiles; t++) {
+                const long top = begin + rows * t / tiles, bottom = begin + rows * (t + 1) / tiles;
+                few_rows(j, top, (int)(bottom - top), panel, panel + 1);
+            }
+    }
+}
+
+/* Rows of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
+static void prepare_task(void *arg, long index)
+{
+    const quant_job *j = arg;
+    const float *units = UNITS[j->bits == 8];
+    const long padded = j->groups * j->group, end = (index + 1) * 8 < j->M ? (index + 1) * 8 : j->M;
+    for (long m = index * 8; m < end; m++) {
+        float *x = j->x + m * j->ldx;
+        long k = 0, at = m * j->source_ldx;
+        for (; k + VL <= j->K; k += VL) vstore(x + k, vload_any(j->source, at + k, j->wide));
+        for (; k < j->K; k++) x[k] = load_any(j->source, at + k, j->wide);
+        for (; k < padded; k++) x[k] = 0.0f;
+        for (long g = 0; g < j->groups; g++) {
+            vf sum = {0};
+            for (float *from = x + g * j->group; from < x + (g + 1) * j->group; from += VL) {
+                vf value = vload(from);
+                sum += value;
+                vstore(from, value * vload(units + (from - x) % 8));
+            }
+            j->sums[m * j->groups + g] = vsum(sum);
+        }
+    }
+}
+
+/* x [M, K] with row stride ldx, y [M, N] contiguous: floats if `wide`, else bf16. bias: N floats or NULL. w, `group`
+ * (a multiple of 32) and `unit`: see quant.h. */
+void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void *y, const void *w, const float *bias,
+                     long M, long N, long K, long group, float unit)
+{
+    if (M < 1 || N < 1 || K < 1) return;
+    quant_job j = {.bits = bits, .wide = wide, .source = x, .source_ldx = ldx, .y = y, .w = w, .bias = bias, .M = M,
+                   .N = N, .K = K, .group = group, .groups = (K + group - 1) / group, .unit = unit};
+    j.ldx = j.groups * group;
+    j.x = pool_scratch(p, 0, M * (j.ldx + j.groups) * sizeof(float));
+    j.sums = j.x + M * j.ldx;
+    pool_run(p, prepare_task, &j, (M + 7) / 8);
+    j.panels = (N + NR - 1) / NR;
+    j.group_bytes = quant_group_bytes(bits, group);
+    j.panel_bytes = j.groups * j.group_bytes;
+    j.rows_per_block = rows_per_block(M, K);
+    long blocks = (M + j.rows_per_block - 1) / j.rows_per_block;
+    long wanted = 8L * pool_threads(p); /* tasks of one block: enough to balance two uneven threads */
+    j.share = pool_threads(p) == 1 ? j.panels : (j.panels + wanted - 1) / wanted;
+    j.share = (j.share + 3) / 4 * 4;
+    j.shares = (j.panels + j.share - 1) / j.share;
+    pool_run(p, quant_task, &j, j.shares * blocks);
+}

@@ -1,0 +1,38 @@
+"""How weights are quantised, and how far off that is. Pure: imports no torch."""
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How many bits, and how many inputs share a scale (a multiple of 32, up to 128)."""
+
+    bits: int
+    group: int = 32
+
+    def __str__(self) -> str:
+        return f"int{self.bits} in groups of {self.group}"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightError:
+    """Of one or more weights: sums of squared errors and of squares, and sizes before and after."""
+
+    squared_error: float = 0.0
+    squares: float = 0.0
+    num_weights: int = 0
+    num_bytes: int = 0
+
+    def __add__(self, other: "WeightError") -> "WeightError":
+        return WeightError(
+            self.squared_error + other.squared_error,
+            self.squares + other.squares,
+            self.num_weights + other.num_weights,
+            self.num_bytes + other.num_bytes,
+        )
+
+    @property
+    def relative(self) -> float:
+        """Root of the mean squared error over that of the mean square; 0 without weights."""
+        return math.sqrt(self.squared_error / self.squares) if self.squares else 0.0

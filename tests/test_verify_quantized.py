@@ -1,0 +1,43 @@
+"""The rows of quantised weights: they hold on a tiny model, and each can fail."""
+
+import pytest
+
+from kvrelay.cluster.verify_kv import Answer
+from kvrelay.cluster.verify_quantized import TOLERANCES, QuantizedRows
+from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
+from tests.test_verify_kv import verifier_of
+
+
+@pytest.mark.slow
+async def test_quantised_weights_give_nearly_float32s_tokens_and_always_the_same(tmp_path):
+    verifier = verifier_of(tiny_checkpoint("llama", tmp_path / "llama"))
+    await verifier.run_quantized("shm")
+    assert [(row.name, row.note) for row in verifier.report.rows if not row.ok] == []
+    assert [row.name for row in verifier.report.rows] == [
+        row
+        for name, most in TOLERANCES.items()
+        for row in (
+            f"{name} weights: aggregated = disaggregated = cached",
+            f"{name} weights: within {most} deviations of float32's choice",
+        )
+    ]
+
+
+@pytest.mark.slow
+async def test_every_row_of_quantised_weights_can_fail(tmp_path, monkeypatch):
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    verifier = verifier_of(folder)
+    rows, turn = QuantizedRows(verifier, folder, "shm"), iter(range(10**6))
+    monkeypatch.setattr("kvrelay.cluster.verify_quantized._forget", nothing_to_forget)
+
+    async def every_other_is_wrong(cluster, case, force):
+        return [5 + next(turn) % 2] * 8, 0
+
+    verifier.tokens_of = every_other_is_wrong
+    answers = await rows._same_row(None, "int4")
+    await rows._tolerance_row([Answer(one.prompt, [5] * 8) for one in answers], "int4")
+    assert [row.ok for row in verifier.report.rows] == [False, False]
+
+
+async def nothing_to_forget(cluster):
+    """There is no cluster."""
