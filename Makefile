@@ -33,8 +33,9 @@ check: lint
 # what shares no port, process or clock with another test goes on two cores; the rest one by one
 ALONE := $(patsubst %,tests/kvtransfer/test_%.py,busy_time chaos faults nixl_reader nixl_reads nixl_traps quarantine transport_processes)
 FOLDERS := tests/spec tests/kernels tests/kvcache tests/engine tests/serve
-APART := $(FOLDERS) $(filter-out $(ALONE),$(wildcard tests/kvtransfer/test_*.py))
-REST = $(ALONE) $(filter-out $(FOLDERS) tests/kvtransfer tests/fakes.py tests/conftest.py tests/__init__.py tests/__pycache__,$(wildcard tests/*))
+VERIFY := $(wildcard tests/test_verify*.py)
+APART := $(FOLDERS) $(filter-out $(ALONE),$(wildcard tests/kvtransfer/test_*.py)) $(VERIFY)
+REST = $(ALONE) $(filter-out $(FOLDERS) $(VERIFY) tests/kvtransfer tests/fakes.py tests/conftest.py tests/__init__.py tests/__pycache__,$(wildcard tests/*))
 
 ifneq ($(strip $(ARGS)),)
 test: $(STAMP) links
