@@ -122,6 +122,11 @@ def _sampling(native: NativeKernels, reference: ReferenceBackend, dtype: torch.d
     return torch.equal(native.sample(logits, batch), reference.sample(logits, batch))
 
 
+def _widening(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    x = 8 * _random(torch.Generator().manual_seed(9), torch.bfloat16, 3, 16391)
+    return torch.equal(native.widened(x), reference.widened(x))
+
+
 _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool]] = {
     "linear": _linear,
     "norm": _norm,
@@ -131,6 +136,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "fp8 cache": _fp8_cache,
     "latent attention": _latent_attention,
     "sampling": _sampling,
+    "widening": _widening,
 }
 
 
