@@ -83,7 +83,7 @@ class StepProfiler:
     def check(self, workload: Workload, more_rounds: int = 0) -> None:
         """Raises ConfigError: this engine cannot run the workload as a step; says which number is too large."""
         engine = self._engine
-        budget, longest = engine.config.token_budget, self._longest(more_rounds)
+        budget, longest = engine.config.token_budget, self._longest(workload, more_rounds)
         if workload.num_decode + bool(workload.prompt_tokens) > engine.max_running:
             raise ConfigError(f"--batch {workload.num_decode}: the engine runs up to {engine.max_running} sequences")
         if workload.num_decode + workload.prompt_tokens > budget:
@@ -98,8 +98,10 @@ class StepProfiler:
         if blocks > engine.pool.num_blocks:
             raise ConfigError(f"{workload.name}: needs {blocks} blocks of KV, the pool has {engine.pool.num_blocks}")
 
-    def _longest(self, more_rounds: int) -> int:
-        return self._context_tokens + 2 * self._num_steps + _WARM_UP + _DEVICE_STEPS + more_rounds + 2
+    def _longest(self, workload: Workload, more_rounds: int) -> int:
+        """Tokens that a decoding sequence may have in the end; the first ones decode while others' prompts are computed."""
+        prompts = -(-workload.num_decode * self._context_tokens // self._engine.config.token_budget)
+        return self._context_tokens + prompts + 2 * self._num_steps + _WARM_UP + _DEVICE_STEPS + more_rounds + 2
 
     def run(self, workload: Workload) -> StepProfile:
         """Measure one workload. Raises ConfigError: see `check`."""
@@ -131,12 +133,12 @@ class StepProfiler:
         engine, size = self._engine, self._engine.config.block_size
         blocks = engine.pool.num_blocks - 1 - -(-(workload.prompt_tokens + 1) // size)
         longest = min(engine.max_model_len, blocks // workload.num_decode * size)
-        return longest - self._longest(0)
+        return longest - self._longest(workload, 0)
 
     @contextmanager
     def _running(self, workload: Workload, more_rounds: int) -> Iterator[None]:
         self.check(workload, more_rounds)
-        with self._sequences(workload, self._longest(more_rounds)):
+        with self._sequences(workload, self._longest(workload, more_rounds)):
             for _ in range(_WARM_UP):
                 self._round(workload)
             yield
