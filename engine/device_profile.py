@@ -64,6 +64,7 @@ def profile_device(run_step: Callable[[], object], num_steps: int) -> DeviceTime
         (
             (event.name, event.device_type.name == "CUDA", event.time_range.start, event.time_range.end)
             for event in found
+            if not getattr(event, "is_user_annotation", False)  # spans the kernels of a named range
         ),
         num_steps,
     )
