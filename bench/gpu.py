@@ -58,7 +58,7 @@ SECTIONS = (
     Section("prefill", "prefill_part", "run", 60, "Prefill, Llama-8B shape, bf16"),
     Section("pair", "pair_part", "run", 120, "One prefill and one decode worker on one device"),
     Section("tests", "programs_part", "run_tests", 100, "pytest -m gpu"),
-    Section("verify", "programs_part", "run_verify", 100, "kvrelay verify"),
+    Section("verify", "programs_part", "run_verify", 140, "kvrelay verify"),
     Section("peers", "peers_part", "run", 75, "Hugging Face, Llama-8B shape, bf16"),
 )
 _BUDGET_S = 530.0
@@ -87,9 +87,12 @@ class Outcome:
 
 def child(name: str, order: str) -> int:
     """One section; its exit status: 0, 1 for an error (told on standard error), 3 where it was left out."""
+    section = next((one for one in SECTIONS if one.name == name), None)
+    if section is None:
+        print(f"there is no section {name}", file=sys.stderr)
+        return 1
     from gpu_parts.section import Context, LeftOut
 
-    section = next(one for one in SECTIONS if one.name == name)
     run = getattr(importlib.import_module(f"gpu_parts.{section.module}"), section.function)
     try:
         run(Context.from_json(order))
@@ -147,7 +150,10 @@ class Driver:
         elif status:
             outcome.status, outcome.note = "FAILED", f"exit status {status}; {_tail(log_file)}"
         elif wrong or not outcome.rows:
-            outcome.status, outcome.note = "FAILED", f"{len(wrong)} of {len(outcome.rows)} checks do not hold"
+            outcome.status, outcome.note = (
+                "FAILED",
+                f"{len(wrong)} of {len(outcome.rows)} checks do not hold; {_tail(log_file)}",
+            )
         else:
             below = sum(row.get("meets") is False for row in outcome.rows)
             outcome.note = f"{below} figures below their target" if below else ""

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from kvrelay.kernels.cpu import CpuBackend
 from kvrelay.kernels.cpu_graphs import DecodeGraphs
@@ -47,8 +46,12 @@ def test_a_section_runs_here_and_all_that_it_checks_holds(name, scratch, tmp_pat
 def test_a_kernel_that_is_wrong_fails_its_row_alone(scratch, tmp_path, monkeypatch):
     right = CpuBackend.gated_activation
     monkeypatch.setattr(CpuBackend, "gated_activation", lambda self, x, kind: right(self, x, kind) + 0.5)
-    wrong = [row["kernel"] for row in rows_of("kernels", scratch, tmp_path) if not row["ok"]]
-    assert wrong == ["gated activation"]
+    from gpu_parts.kernels_part import Grid
+    from gpu_parts.section import Context
+
+    Grid(Context("cpu", True, scratch, tmp_path / "rows")).elementwise()
+    rows = gpu._rows(tmp_path / "rows")
+    assert [row["kernel"] for row in rows if not row["ok"]] == ["gated activation"] and len(rows) == 2
 
 
 def test_a_graph_that_replays_something_else_fails(scratch, tmp_path, monkeypatch):
@@ -85,10 +88,8 @@ def driver(tmp_path, **changes):
 
 
 def test_a_child_that_fails_is_told_with_its_last_words(tmp_path):
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU: nothing fails")
-    outcome = driver(tmp_path, device="cuda").run(gpu.SECTIONS[0])
-    assert outcome.status == "FAILED" and "CUDA" in outcome.note and outcome.is_failure
+    outcome = driver(tmp_path).run(gpu.Section("absent", "", "", 60.0, ""))
+    assert outcome.status == "FAILED" and "there is no section absent" in outcome.note and outcome.is_failure
 
 
 def test_a_child_that_takes_too_long_is_ended_and_without_time_none_begins(tmp_path, monkeypatch):

@@ -67,10 +67,14 @@ TASKS: dict[str, Callable[[Grid], None]] = {
 def one(name: str, order: str) -> None:
     """A process: builds or loads one module by using it."""
     context = Context.from_json(order)
+    timed(name, context, lambda: Grid(context))
+
+
+def timed(name: str, context: Context, grid: Callable[[], Grid]) -> None:
     began = time.perf_counter()
     try:
         with torch.inference_mode():
-            TASKS[name](Grid(context))
+            TASKS[name](grid())
             context.synchronize()
     except Exception as error:  # a process edge
         traceback.print_exc()
@@ -84,8 +88,9 @@ def one(name: str, order: str) -> None:
 def run(context: Context) -> None:
     """On the CPU the same calls, in this process: there is nothing to compile side by side."""
     if not context.is_cuda:
+        grid = Grid(context)
         for name in TASKS:
-            one(name, context.to_json())
+            timed(name, context, lambda: grid)
         return
     spawn = multiprocessing.get_context("spawn")
     workers = [spawn.Process(target=one, args=(name, context.to_json()), daemon=True) for name in TASKS]

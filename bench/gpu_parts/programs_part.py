@@ -39,7 +39,7 @@ def run_verify(context: Context) -> None:
     """Tokens equal Hugging Face's over every way of serving, in float32; a flipped bit is refused."""
     backend, report = "cuda" if context.is_cuda else "cpu", context.scratch / "verify.json"
     few = (
-        ["--transport", "shm", "--max-model-len", "64", "--tokens", "3"]
+        ["--transport", "shm", "--max-model-len", "160", "--tokens", "3"]
         if context.tiny
         else ["--max-model-len", "192", "--tokens", "8"]
     )
