@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.engine.engine import Engine
 from kvrelay.kernels.cpu import CpuBackend
+from kvrelay.kernels.cpu_linear import OneDnnLinear
+from kvrelay.kernels.reference import ReferenceLinear
 
 SCHEDULING, METADATA, DRIVING = "scheduling", "batch metadata", "driving model"
 LOGITS, SAMPLING, APPENDING = "logits", "sampling", "appending"
@@ -209,6 +211,15 @@ def _library(engine: Engine, wrap: Callable[[str, Callable[..., Any]], Callable[
     return [] if native is None else [(native, "lib", _Library(native.lib, wrap))]
 
 
+def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
+    """Whether torch operators are kernels here. Where not, they are not watched: seldom used as it is, that code is cold
+    in every step, and watching costs more than could be measured in advance.
+    """
+    spec, head = engine.model.spec, engine.model._lm_head
+    other_parts = spec.latent is not None or spec.experts is not None or spec.final_softcap is not None
+    return not has_library or other_parts or isinstance(head, OneDnnLinear | ReferenceLinear)
+
+
 @contextmanager
 def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     """The engine's seams report to `meter`. Call it on the engine's thread, between two steps."""
@@ -229,8 +240,9 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]
     if engine.backend.device.type == "cpu":  # elsewhere a call returns before its kernel has run: see device_profile
         library = _library(engine, lambda name, function: meter.kernel(function))
-        watched = [(model, "forward"), (model, "logits")] + ([] if library else [(engine.backend, "sample")])
-        changes += [(owner, name, meter.with_operators(getattr(owner, name))) for owner, name in watched]
+        if _computes_in_torch(engine, has_library=bool(library)):
+            watched = [(model, "forward"), (model, "logits")] + ([] if library else [(engine.backend, "sample")])
+            changes += [(owner, name, meter.with_operators(getattr(owner, name))) for owner, name in watched]
         changes += library
     with _replaced(changes):
         yield
