@@ -38,7 +38,7 @@ def suite_of(report: Path) -> str:
 def run_verify(context: Context) -> None:
     """Tokens equal Hugging Face's over every way of serving, in float32; a flipped bit is refused."""
     backend, report = "cuda" if context.is_cuda else "cpu", context.scratch / "verify.json"
-    few = ["--max-model-len", "192", "--tokens", "8", *(["--transport", "shm"] if context.tiny else [])]
+    few = ["--max-model-len", "192", "--tokens", "16", *(["--transport", "shm"] if context.tiny else [])]
     done = subprocess.run(
         [sys.executable, "-m", "kvrelay.cluster.cli", "verify", "--family", "llama", "--backend", backend, "--json", str(report), *few],
         cwd=ROOT,
