@@ -53,8 +53,10 @@ endif
 test-fast: $(STAMP)
 	@$(VENV)/bin/pytest -q -n 2 -m "not slow" tests/spec
 
-test-gpu: $(STAMP)
-	@$(VENV)/bin/pytest -m gpu $(ARGS)
+# on a machine without a registry, with what kvrelay needs on PYTHONPATH: make test-gpu GPU_PY=python3
+GPU_PY ?= $(PY)
+test-gpu: $(if $(filter $(PY),$(GPU_PY)),$(STAMP))
+	@$(GPU_PY) bench/gpu.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 clean:
 	@rm -rf $(VENV) .imports build dist *.egg-info

@@ -174,7 +174,7 @@ class DecoderModel:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Scores over the vocabulary for rows of `forward`'s result: [R, hidden] -> [R, vocab] float32."""
-        logits = self._lm_head(hidden).float()
+        logits = self._backend.widened(self._lm_head(hidden))
         if (cap := self.spec.final_softcap) is not None:
             logits = torch.tanh(logits / cap) * cap
         return logits

@@ -194,6 +194,10 @@ class Backend(Protocol):
         """
         ...
 
+    def widened(self, x: Tensor) -> Tensor:
+        """x as float32, exactly: logits before sampling. May be x itself."""
+        ...
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """Draw one token id per row of float32 logits [R, vocab] -> [R] int64 on the CPU.
 

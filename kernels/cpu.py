@@ -197,5 +197,11 @@ class CpuBackend:
             return self.attention(q, kv_layer, plan, scale=scale, window=None, softcap=None)[..., :latent_dim]
         return self._torch.latent_attention(q, kv_layer, plan, scale=scale, latent_dim=latent_dim)
 
+    def widened(self, x: Tensor) -> Tensor:
+        native = self._native
+        if native is None or x.dtype != torch.bfloat16 or not x.is_contiguous():
+            return self._torch.widened(x)
+        return native.widened(x)
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return (self._native or self._torch).sample(logits, batch)

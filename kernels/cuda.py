@@ -405,6 +405,9 @@ class CudaBackend:
             plan.wrappers[variant] = (wrapper, None)
         return run_latent(plan.wrappers[variant][0], q, _unpacked(kv_layer, plan.latent_blocks, q.dtype), latent_dim)
 
+    def widened(self, x: Tensor) -> Tensor:
+        return self._plain.widened(x)
+
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)
 

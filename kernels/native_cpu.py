@@ -44,6 +44,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_cascade_plan": ([_P] * 3 + [_L] * 8, _L),
     "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
     "kr_replay": ([_P, _L], None),
+    "kr_widen": ([_P, _P, _P, _L], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
 }
 KIND_F32, KIND_BF16, KIND_DOT = 0, 1, 2
@@ -252,6 +253,12 @@ class NativeKernels:
             KV_KINDS[kv_layer.dtype],
             kv_layer.shape[1], plan.schedule.address,
         )  # fmt: skip
+        return out
+
+    def widened(self, x: Tensor) -> Tensor:
+        """x (bfloat16, contiguous) as float32, exactly."""
+        out = torch.empty(x.shape, dtype=torch.float32)
+        self.lib.kr_widen(self.pool, x.data_ptr(), out.data_ptr(), x.numel())
         return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

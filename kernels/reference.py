@@ -146,6 +146,9 @@ class ReferenceBackend:
         rows = F.embedding(token_ids.to(table.device), table)
         return rows if scale == 1.0 else rows * scale
 
+    def widened(self, x: Tensor) -> Tensor:
+        return x.float()
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)

@@ -140,6 +140,11 @@ def _sampling(native: NativeKernels, reference: ReferenceBackend, dtype: torch.d
     return torch.equal(native.sample(logits, batch), reference.sample(logits, batch))
 
 
+def _widening(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    x = 8 * _random(torch.Generator().manual_seed(9), torch.bfloat16, 3, 16391)
+    return torch.equal(native.widened(x), reference.widened(x))
+
+
 _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool]] = {
     "linear": _linear,
     "quantised linear": _quantized,
@@ -150,6 +155,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "fp8 cache": _fp8_cache,
     "latent attention": _latent_attention,
     "sampling": _sampling,
+    "widening": _widening,
 }
 
 

@@ -1,0 +1,167 @@
+"""`kvrelay profile --step`: what a step of the engine costs outside its kernels. One engine, in this process."""
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvrelay.cluster.flame import below, sampled, tree_of, write_page
+from kvrelay.cluster.settings_flags import settings_from_flags
+from kvrelay.config import Settings
+from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    from kvrelay.engine.engine import Engine
+    from kvrelay.engine.step_profile import StepProfile, Workload
+
+TARGET_SHARE = 0.10  # of a step with one sequence on the CPU
+_SAMPLED_FUNCTION = "StepProfiler._step"
+_FLAME_S = 2.0  # sampled of each workload, if the sequences can grow so long
+_MOST_FLAME_ROUNDS = 256
+
+
+def command(
+    step: Annotated[bool, typer.Option("--step", help="what a step costs outside its kernels")] = False,
+    model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags win over it")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
+    backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
+    batch: Annotated[list[int] | None, typer.Option(min=1, help="sequences that decode; repeatable: 1, 16")] = None,
+    context: Annotated[
+        int, typer.Option(min=1, help="tokens of each sequence that decodes, when measuring begins")
+    ] = 128,
+    prompt: Annotated[int, typer.Option(min=0, help="tokens of the prompt in prefill and mixed steps; 0: none")] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="steps measured of each kind")] = 40,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
+    flame: Annotated[Path | None, typer.Option(help="write a flame graph there: one HTML file")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures there")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
+) -> None:
+    """Measure a step of the engine: inside its kernels, and outside them, phase by phase."""
+    if not step:
+        raise ConfigError("say what to profile: --step")
+    for file, flag in ((flame, "--flame"), (json_file, "--json")):
+        _check_writable(file, flag)
+    flags: dict[str, dict[str, Any]] = {
+        "model": {"source": model, "dtype": dtype, "max_model_len": None},
+        "engine": {"backend": backend},
+    }
+    settings = settings_from_flags(config, flags, set_ or [])
+    from kvrelay.engine.step_profile import StepProfiler, Workload
+
+    sizes = batch or [1, 16]
+    workloads = [Workload(size, 0) for size in sizes]
+    if prompt:
+        workloads += [Workload(0, prompt), Workload(max(sizes), prompt)]
+    engine = _engine(settings)
+    try:
+        profiler = StepProfiler(engine, context_tokens=context, num_steps=steps, temperature=temperature)
+        for workload in workloads:
+            profiler.check(workload)
+        profiles, trees = _measure(engine, profiler, workloads, with_flame=flame is not None)
+        where = _where(engine, settings)
+    finally:
+        engine.close()
+    _show(Console(), profiles, where)
+    if flame is not None:
+        notes = [_headline(profile) for profile in profiles]
+        write_page(flame, f"kvrelay profile --step: {where}", trees, notes)
+    if json_file is not None:
+        json_file.write_text(json.dumps(_as_data(profiles, where), indent=1) + "\n")
+
+
+def _check_writable(file: Path | None, flag: str) -> None:
+    """Before minutes of work. Raises ConfigError."""
+    if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
+        raise ConfigError(f"{flag} {file}: the folder must be there, and the file is not to be a folder")
+
+
+def _engine(settings: Settings) -> "Engine":
+    """As a decode worker makes it. Raises ModelError, BackendUnavailable."""
+    from kvrelay.cluster.local import make_worker
+    from kvrelay.engine.checkpoint import prepare_checkpoint
+    from kvrelay.types import Role
+
+    folder = prepare_checkpoint(settings.model)
+    return make_worker(Role.DECODE, settings, folder, b"", "profile", None).build_engine()
+
+
+def _measure(
+    engine: "Engine", profiler: Any, workloads: "list[Workload]", *, with_flame: bool
+) -> "tuple[list[StepProfile], list[dict[str, Any]]]":
+    profiles: list[StepProfile] = []
+    trees: list[dict[str, Any]] = []
+    for workload in workloads:
+        profile = profiler.run(workload)
+        profiles.append(profile)
+        if not with_flame:
+            continue
+        rounds = max(4, min(_MOST_FLAME_ROUNDS, int(_FLAME_S / max(profile.step_s, 1e-6))))
+
+        def sample(run_rounds: Callable[[], None], name: str = workload.name) -> None:
+            with sampled(threading.get_ident()) as sampler:
+                run_rounds()
+            trees.append(tree_of(below(sampler.seconds, _SAMPLED_FUNCTION), name))
+
+        profiler.sample(workload, rounds, sample)
+    return profiles, trees
+
+
+def _where(engine: "Engine", settings: Settings) -> str:
+    from kvrelay.engine.checkpoint import model_name
+
+    describe = getattr(engine.backend, "describe", None)
+    facts = ", ".join(f"{name} {value}" for name, value in describe().items()) if describe else engine.backend.name
+    return f"{model_name(settings.model)}, {engine.fingerprint.compute_dtype}, {facts}"
+
+
+def _micro(seconds: float) -> str:
+    return f"{1e6 * seconds:,.0f}"
+
+
+def _headline(profile: "StepProfile") -> str:
+    return (
+        f"{profile.workload}: a step of {_micro(profile.step_s)} µs (median of {profile.num_steps}), "
+        f"{_micro(profile.outside_s)} µs of it outside kernels ({profile.share:.1%})"
+    )
+
+
+def _show(console: Console, profiles: "list[StepProfile]", where: str) -> None:
+    console.print(f"{where}\none step, µs", highlight=False)
+    table = Table(box=box.SIMPLE)
+    table.add_column("", no_wrap=True)
+    for profile in profiles:
+        table.add_column(profile.workload.replace(" + ", "\n+ "), justify="right", no_wrap=True)
+    table.add_row("step", *(_micro(profile.step_s) for profile in profiles))
+    table.add_row("inside kernels", *(_micro(profile.kernels_s) for profile in profiles))
+    table.add_row("outside kernels", *(_micro(profile.outside_s) for profile in profiles))
+    table.add_row("share of step", *(_share(profile) for profile in profiles), end_section=True)
+    for index, phase in enumerate(profiles[0].phases):
+        cells = [(profile, profile.phases[index]) for profile in profiles]
+        table.add_row(
+            phase.name, *(f"{_micro(one.outside_s)}  {one.outside_s / profile.step_s:5.1%}" for profile, one in cells)
+        )
+    table.add_section()
+    table.add_row("kernel calls", *(f"{profile.kernel_calls:,.0f}" for profile in profiles))
+    if any(profile.host_waits is not None for profile in profiles):
+        table.add_row("host waits", *(f"{profile.host_waits or 0:.1f}" for profile in profiles))
+    console.print(table)
+    for profile in profiles:
+        if profile.workload == "decode 1" and profile.host_waits is None:
+            verdict = "within" if profile.share <= TARGET_SHARE else "[red]above[/]"
+            console.print(f"{_headline(profile)}: {verdict} the target of {TARGET_SHARE:.0%}", highlight=False)
+
+
+def _share(profile: "StepProfile") -> str:
+    return f"{profile.share:.1%}"
+
+
+def _as_data(profiles: "list[StepProfile]", where: str) -> dict[str, Any]:
+    return {"where": where, "steps": [{**asdict(profile), "share": profile.share} for profile in profiles]}
