@@ -322,7 +322,8 @@ class Verifier:
 
     def settings_preempting(self, transport: str, checks: str, way: str) -> Settings:
         plain = self._settings(transport, checks)
-        return plain.model_copy(update={"engine": plain.engine.model_copy(update={"preemption": way})})
+        changed = {"preemption": way, "speculation": "off"}  # drafts could end a stream before it is pre-empted
+        return plain.model_copy(update={"engine": plain.engine.model_copy(update=changed)})
 
     def settings_of_one_seat(self, transport: str, credit_tokens: float) -> Settings:
         plain = self._settings(transport)
@@ -505,7 +506,7 @@ def command(
             help="shm, vmread, unix, tcp, nixl; may be given several times; default: all that the device's pool can use."
         ),
     ] = None,
-    max_model_len: Annotated[int, typer.Option(min=64, help="Context limit to verify up to, tokens.")] = 512,
+    max_model_len: Annotated[int, typer.Option(min=192, help="Context limit to verify up to, tokens.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,
     family: Annotated[
         list[str] | None, typer.Option(help="Instead of a model, tiny random weights of a family, or 'all' of them.")
