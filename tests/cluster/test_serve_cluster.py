@@ -99,6 +99,7 @@ def start(temp: Path, *flags: str) -> tuple[subprocess.Popen[str], Path, int]:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
             env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background were told to ignore it
         )  # fmt: skip
     return process, log, port
 
