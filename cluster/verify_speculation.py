@@ -113,12 +113,13 @@ class _Tally:
 def _always(engine: Engine) -> Iterator[None]:
     """As many drafts as there may be in every step, whether they pay or not."""
     speculation: Any = engine.drafts.speculation
-    plain = speculation.lengths
+    plain = speculation.begins, speculation.lengths
+    speculation.begins = lambda num_sequences: True
     speculation.lengths = lambda num_sequences, drafters: [speculation.most] * len(drafters)
     try:
         yield
     finally:
-        speculation.lengths = plain
+        speculation.begins, speculation.lengths = plain
 
 
 @contextmanager

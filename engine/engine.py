@@ -449,7 +449,8 @@ class Engine:
             )
         else:
             self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
-        self.drafts.note_step(plan, result.seconds)
+        if self.config.draft_tokens:
+            self.drafts.note_step(plan, result.seconds)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self._speed.compute_tokens_per_s
         if self.tiers is not None:
             self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
@@ -585,6 +586,7 @@ class Engine:
     def take_drafted(
         self, item: Scheduled, tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
     ) -> None:
+        """Append a sequence's next token and those behind right drafts. tokens, logprobs: of its rows."""
         seq, num_accepted = item.seq, 0
         for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             self.scheduler.advance(Scheduled(seq, item.start + index, 1))

@@ -65,14 +65,13 @@ def _batch_of(params: list[Sampling]) -> _Batch:
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=np.array([p.seed & _MASK64 for p in params if p.temperature > 0], dtype=np.uint64),
         random=[row for row, p in enumerate(params) if p.temperature > 0],
-        changed=[row for row, p in enumerate(params) if _is_penalised(p) or p.min_tokens > 0],
+        changed=[row for row, p in enumerate(params) if _changes_every_row(p) or p.min_tokens > 0],
         told=[row for row, p in enumerate(params) if p.logprobs is not None],
     )
 
 
-def _is_penalised(p: Sampling) -> bool:
-    has_penalty = p.repetition_penalty != 1.0 or p.presence_penalty != 0.0 or p.frequency_penalty != 0.0
-    return has_penalty or bool(p.logit_bias)
+def _changes_every_row(p: Sampling) -> bool:
+    return p.has_penalties or bool(p.logit_bias)
 
 
 class Sampler:
@@ -124,7 +123,7 @@ class Sampler:
         return seq.num_output < seq.request.sampling.min_tokens
 
     def _changes_logits(self, seq: Sequence) -> bool:
-        return _is_penalised(seq.request.sampling) or self._needs_mask(seq)
+        return _changes_every_row(seq.request.sampling) or self._needs_mask(seq)
 
     def _adjust(self, row: Tensor, seq: Sequence) -> None:
         """Apply bias, penalties and the min_tokens mask to one row [vocab], in place."""

@@ -96,11 +96,23 @@ class Speculation:
         acceptance.observe(num_accepted, num_drafted)
         self._all.observe(num_accepted, num_drafted)
 
-    def lengths(self, num_sequences: int, drafters: Sequence[Acceptance]) -> list[int]:
-        """Tokens worth drafting for each of `drafters`, sequences of a step of `num_sequences`."""
+    def begins(self, num_sequences: int) -> bool:
+        """A step of so many sequences. False: it is to be plain, or no draft would pay in it, however good."""
         self._num_steps += 1
         plain_s = self.times.plain(num_sequences)
-        if not drafters or plain_s is None or self._num_steps % _PLAIN_EVERY == 0:
+        if plain_s is None or self._num_steps % _PLAIN_EVERY == 0:
+            return False
+        extra = self.times.extra(num_sequences)
+        return extra is None or self._is_try or _MARGIN * extra[1] * num_sequences / plain_s < _CEILING
+
+    @property
+    def _is_try(self) -> bool:
+        return self._num_steps % _TRY_EVERY == 0
+
+    def lengths(self, num_sequences: int, drafters: Sequence[Acceptance]) -> list[int]:
+        """Tokens worth drafting for each of `drafters`, sequences of a step of `num_sequences` that `begins`."""
+        plain_s = self.times.plain(num_sequences)
+        if not drafters or plain_s is None:
             return [0] * len(drafters)
         if (extra := self.times.extra(num_sequences)) is None:
             return self._try(drafters, self.most)
@@ -112,7 +124,7 @@ class Speculation:
         gain = sum(expected(rate, length) for rate, length in zip(rates, found, strict=True))
         cost_s = fixed_s + token_s * sum(found)
         if gain <= _MARGIN * pace * cost_s:
-            return self._try(drafters, min(_TRY_TOKENS, self.most) * (self._num_steps % _TRY_EVERY == 0))
+            return self._try(drafters, min(_TRY_TOKENS, self.most) * self._is_try)
         return found
 
     @staticmethod

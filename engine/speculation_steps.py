@@ -29,7 +29,7 @@ class DraftSteps:
 
     def widen(self, plan: StepPlan) -> StepPlan:
         """The same plan, with as many drafted tokens as are expected to pay; not in steps that compute prompts, too."""
-        if plan.num_single < len(plan.work) or not plan.work:
+        if plan.num_single < len(plan.work) or not self.speculation.begins(len(plan.work)):
             return plan
         able = [item.seq for item in plan.work if item.samples and _may_draft(item.seq)]
         drafters = [_drafter_of(seq) for seq in able]
@@ -65,8 +65,8 @@ class DraftSteps:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """How long a step took that only decoded."""
-        if plan.num_decode == len(plan.work):
-            self.speculation.times.observe(len(plan.work), sum(len(item.drafts) for item in plan.work), seconds)
+        if plan.num_decode == (count := len(plan.work)):
+            self.speculation.times.observe(count, plan.num_tokens - count, seconds)
 
     def note(self, item: Scheduled, num_accepted: int) -> None:
         """So many of its drafted tokens were what would have been drawn."""
@@ -81,9 +81,12 @@ def _drafter_of(seq: Sequence) -> Drafter:
 
 
 def _may_draft(seq: Sequence) -> bool:
-    """Not where what is drawn depends on the tokens before it by more than the model, nor for a group, nor while KV is on its way."""
+    """Not with penalties, nor before `min_tokens`, nor for a group, nor while KV is on its way."""
     params = seq.request.sampling
-    has_penalty = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     return not (
-        has_penalty or seq.group is not None or seq.load is not None or seq.hold or seq.num_output < params.min_tokens
+        params.has_penalties
+        or seq.group is not None
+        or seq.load is not None
+        or seq.hold
+        or seq.num_output < params.min_tokens
     )

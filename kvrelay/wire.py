@@ -42,6 +42,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_logprobs: int | None = None  # the same for every prompt token but the first (echo)
     logit_bias: dict[int, float] = {}
 
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what is drawn depends on the tokens before it by more than the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client knows of its prompt's future. Respected by every tier, within the tenant's quotas."""

@@ -31,7 +31,7 @@ class Served:
     def __init__(self, *, drafted=9, accepted=4, answer=(8, 9)):
         self.cases, self.rows, self.sums, self.answer = CASES, [], [0, 0], list(answer)
         self._counts = drafted, accepted
-        speculation = SimpleNamespace(lengths=self.plainly, most=3)
+        speculation = SimpleNamespace(begins=self.plainly, lengths=self.plainly, most=3)
         self.engine = SimpleNamespace(drafts=SimpleNamespace(speculation=speculation), take_drafted=self.plainly)
         self.thread = SimpleNamespace(engine=self.engine, call=self.call)
 
@@ -47,7 +47,8 @@ class Served:
         return self.rows[-1]
 
     async def tokens_of(self, cluster, case, force):
-        assert self.engine.drafts.speculation.lengths(4, [None] * 2) == [3, 3]
+        speculation = self.engine.drafts.speculation
+        assert speculation.begins(4) and speculation.lengths(4, [None] * 2) == [3, 3]
         self.sums = [old + new for old, new in zip(self.sums, self._counts, strict=True)]
         return ([5, 6] if self.engine.take_drafted == self.plainly else self.answer), 0
 
@@ -65,7 +66,8 @@ class Served:
 async def test_a_row_fails_where_nothing_was_drafted_or_the_control_goes_unnoticed(served, holds, tmp_path):
     await SpeculationRows(served, tmp_path, "shm", 150, 2).check(None, served, [[5, 6]] * 4)
     assert [row.ok for row in served.rows] == holds
-    assert served.engine.take_drafted == served.plainly == served.engine.drafts.speculation.lengths
+    speculation = served.engine.drafts.speculation
+    assert served.engine.take_drafted == served.plainly == speculation.lengths == speculation.begins
 
 
 async def test_a_wrong_answer_fails_its_row(tmp_path):

@@ -46,6 +46,7 @@ def make(folder, monkeypatch):
 
     def build(*, draft_tokens: int, blocks: int = 96, always: bool = True, budget: int = 64) -> Engine:
         if always:
+            monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
             monkeypatch.setattr(Speculation, "lengths", lambda self, count, drafters: [self.most] * len(drafters))
         config = EngineConfig(
             block_size=BLOCK, kv_memory_bytes=blocks * BLOCK_BYTES, token_budget=budget, draft_tokens=draft_tokens

@@ -67,6 +67,11 @@ def test_a_fit_from_one_length_charges_all_to_the_tokens():
     assert times.extra(1) is None and times.extra(4) == (0.0, pytest.approx(0.002))
 
 
+def lengths_of(speculation: Speculation, each: list[Acceptance]) -> list[int]:
+    """Of a step of all of these."""
+    return speculation.lengths(len(each), each) if speculation.begins(len(each)) else [0] * len(each)
+
+
 def run(
     rate: float, *, sequences: int, token_s: float, fixed_s: float = 0.002, steps: int = 400
 ) -> tuple[float, float]:
@@ -75,7 +80,7 @@ def run(
     each = [Acceptance() for _ in range(sequences)]
     tokens, clock, drafted = 0, 0.0, 0
     for step in range(steps):
-        lengths = speculation.lengths(sequences, each)
+        lengths = lengths_of(speculation, each)
         seconds = 0.020 + (fixed_s + token_s * sum(lengths) if any(lengths) else 0.0)
         speculation.times.observe(sequences, sum(lengths), seconds)
         for acceptance, length in zip(each, lengths, strict=True):
@@ -105,12 +110,26 @@ def test_drafts_that_do_not_pay_stop_and_cost_next_to_nothing(rate, sequences, t
     assert drafted < 0.6 and speed > 0.97 * sequences / 0.020
 
 
+def test_a_step_that_does_not_begin_is_one_in_which_no_draft_would_have_paid():
+    """However good: asked all the same, it gives none, but for the plain steps and those whose time is not known."""
+    fine = [Acceptance(accepted=1e6, drafted=1e6) for _ in range(16)]
+    for token_s, begins in ((0.0005, True), (0.0009, True), (0.0010, False), (0.003, False)):
+        speculation = Speculation(most=8)
+        assert not speculation.begins(16)
+        for length in (0, 8, 8, 3, 40):
+            speculation.times.observe(16, length, 0.020 + token_s * length)
+        assert speculation.begins(16) is begins
+        assert any(speculation.lengths(16, fine)) is begins
+    tries = [speculation.begins(16) for _ in range(64)]
+    assert sum(tries) == 2  # of four tries two fall on steps that are to be plain
+
+
 def test_drafting_begins_again_when_it_pays_again():
     speculation, one = Speculation(most=8), Acceptance()
     for phase, rate in enumerate((0, 1)):
         total = 0
         for _ in range(300):
-            (length,) = speculation.lengths(1, [one])
+            (length,) = lengths_of(speculation, [one])
             speculation.times.observe(1, length, 0.020 + 0.002 * length)
             if length:
                 speculation.observe(one, length * rate, length)
