@@ -13,7 +13,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,10 +29,10 @@ from kvrelay.cluster.verify_mixed import MixedRows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_preemption import PreemptionRows
 from kvrelay.cluster.verify_quantized import QuantizedRows
+from kvrelay.cluster.verify_rows import Case, Report, Row
 from kvrelay.cluster.verify_speculation import SpeculationRows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
-    CacheSettings,
     EngineSettings,
     ModelSettings,
     RoleSettings,
@@ -69,61 +69,6 @@ _TEXTS = {
     "Arabic": "تتطلب النماذج اللغوية الكبيرة ذاكرة واسعة وسرعة عالية في نقل البيانات. ",
     "code": "def fib(n: int) -> int:\n    return n if n < 2 else fib(n - 1) + fib(n - 2)\n\n",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Case:
-    """One prompt."""
-
-    name: str
-    token_ids: list[int]
-
-
-@dataclass(slots=True)
-class Row:
-    """One way of serving: how many cases gave the expected tokens, and what went wrong first."""
-
-    name: str
-    passed: int = 0
-    total: int = 0
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.passed == self.total and self.total > 0
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        self.total += 1
-        if list(expected) == list(got):
-            self.passed += 1
-        elif not self.note:
-            at = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
-            self.note = f"{case}: token {at} differs"
-
-    def claim(self, *, holds: bool, note: str) -> None:
-        self.total += 1
-        self.passed += holds
-        if not holds or not self.note:
-            self.note = note
-
-
-@dataclass(slots=True)
-class Report:
-    """What was compared and what came out."""
-
-    model: str
-    cases: list[str]
-    rows: list[Row] = field(default_factory=list)
-    device: str = "cpu"
-    left_out: dict[str, str] = field(default_factory=dict)  # transports that the pool cannot use, and why
-
-    @property
-    def ok(self) -> bool:
-        return bool(self.rows) and all(row.ok for row in self.rows)
-
-    def row(self, name: str) -> Row:
-        self.rows.append(Row(name))
-        return self.rows[-1]
 
 
 def pool_memory(backend: str) -> KvMemory:
@@ -220,14 +165,14 @@ class Verifier:
         self._ids = 0
 
     def _settings(
-        self, transport: str, checks: str = "full", prefill: dict[str, Any] | None = None, kv_dtype: str = "auto"
+        self, transport: str, checks: str = "full", prefill: dict[str, Any] | None = None, **engine: Any
     ) -> Settings:
         """Float32, small chunks so that prompts take several, a pool that holds every case at once."""
         return Settings(
             model=ModelSettings(source=str(self._model_dir), dtype="float32", max_model_len=self._max_model_len),
             engine=EngineSettings.model_validate(
                 {"backend": self._backend, "block_size": BLOCK_SIZE, "kv_memory": self._kv_memory(), "token_budget": self._chunk,
-                 "num_threads": 1, "kv_dtype": kv_dtype}
+                 "num_threads": 1, **engine}
             ),
             transfer=TransferSettings.model_validate({"transport": transport, "checks": checks}),
             router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
@@ -286,20 +231,19 @@ class Verifier:
 
     async def run_cascade(self, transport: str) -> None:
         """The rows about decode rows that share a prefix, after `run`."""
-        expect: Callable[..., list[list[int]]] = expected_tokens
         near = self._max_model_len - self._num_output
-        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(expect)
+        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(expected_tokens)
 
     async def run_speculation(self, transport: str) -> None:
         """The rows about drafted tokens, after `run`."""
-        expect: Callable[..., list[list[int]]] = expected_tokens
         near = self._max_model_len - self._num_output
-        await SpeculationRows(self, self._model_dir, transport, near, self._num_output).run(expect)
+        await SpeculationRows(self, self._model_dir, transport, near, self._num_output).run(expected_tokens)
 
     # ---- for rows in files of their own
 
-    def settings_over(self, transport: str, checks: str) -> Settings:
-        return self._settings(transport, checks)
+    def settings_over(self, transport: str, checks: str, **engine: Any) -> Settings:
+        """engine: settings of that name, beside the verifier's own."""
+        return self._settings(transport, checks, **engine)
 
     def request_of(self, case: Case) -> SequenceRequest:
         return self._request(case)
@@ -316,30 +260,6 @@ class Verifier:
 
     def tell(self, what: str) -> None:
         self._progress(what)
-
-    def settings_with(self, cache: CacheSettings, checks: str) -> Settings:
-        return self._settings("auto", checks).model_copy(update={"cache": cache})
-
-    def settings_preempting(self, transport: str, checks: str, way: str) -> Settings:
-        plain = self._settings(transport, checks)
-        changed = {"preemption": way, "speculation": "off"}  # drafts could end a stream before it is pre-empted
-        return plain.model_copy(update={"engine": plain.engine.model_copy(update=changed)})
-
-    def settings_of_one_seat(self, transport: str, credit_tokens: float) -> Settings:
-        plain = self._settings(transport)
-        changed = {
-            "decode": plain.decode.model_copy(update={"max_running": 1}),
-            "scheduler": plain.scheduler.model_copy(update={"credit_tokens": credit_tokens}),
-            "router": plain.router.model_copy(update={"reserve_timeout_s": plain.serve.request_timeout_s}),
-        }
-        return plain.model_copy(update=changed)
-
-    def settings_of_fp8(self, transport: str, checks: str) -> Settings:
-        return self._settings(transport, checks, kv_dtype="fp8_e4m3")
-
-    def settings_quantised(self, transport: str, checks: str, quantization: str) -> Settings:
-        plain = self._settings(transport, checks)
-        return plain.model_copy(update={"model": plain.model.model_copy(update={"quantization": quantization})})
 
     async def tokens_of(self, cluster: "LocalCluster", case: Case, force: Any = "local") -> tuple[list[int], int]:
         return await self._serve(cluster, case, force)

@@ -6,14 +6,13 @@ nothing in common spare none; made to believe that they have, they get other tok
 
 import asyncio
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Case, Expect, Row, Verifier
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.service import WorkerService
 
@@ -24,43 +23,23 @@ _ROWS = 6  # requests side by side
 _TAIL = 20  # tokens of a prompt that are its own, at most
 _MOST_SHARED = 320  # tokens
 _BLOCK = 16
-Expect = Callable[[Path, Sequence[Any], int], list[list[int]]]
 
 
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def settings_over(self, transport: str, checks: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A case of these rows."""
-
-    name: str
-    token_ids: list[int]
-
-
-def shared_prompts(cases: Sequence[Any], longest: int) -> list[Prompt]:
+def shared_prompts(cases: Sequence[Any], longest: int) -> list[Case]:
     """Prompts of up to `longest` tokens that begin alike for whole blocks; the first is that beginning and one token."""
     text = max(cases, key=lambda case: len(case.token_ids)).token_ids
     begin = text[: min(longest - _TAIL, _MOST_SHARED) // _BLOCK * _BLOCK]
     tails = [text[7 * index + 1 : 7 * index + 1 + _TAIL - index] for index in range(_ROWS)]
-    return [Prompt("the beginning", [*begin, text[0]])] + [
-        Prompt(f"shared {index}", [*begin, text[-1 - index], *tail[1:]]) for index, tail in enumerate(tails)
+    return [Case("the beginning", [*begin, text[0]])] + [
+        Case(f"shared {index}", [*begin, text[-1 - index], *tail[1:]]) for index, tail in enumerate(tails)
     ]
 
 
-def unlike_prompts(cases: Sequence[Any], longest: int) -> list[Prompt]:
+def unlike_prompts(cases: Sequence[Any], longest: int) -> list[Case]:
     """As many that have nothing in common, of the same tokens."""
     tokens = sorted({token for case in cases for token in case.token_ids})
     length = min(longest, _MOST_SHARED // 2)
-    return [Prompt(f"unlike {seed}", random.Random(seed).choices(tokens, k=length)) for seed in range(4)]
+    return [Case(f"unlike {seed}", random.Random(seed).choices(tokens, k=length)) for seed in range(4)]
 
 
 class CascadeRows:
@@ -105,7 +84,7 @@ class CascadeRows:
             await self._control_row(cluster, worker, engine, unlike)
 
     async def _side_by_side(
-        self, cluster: "LocalCluster", worker: WorkerService, prompts: Sequence[Prompt], expected: list[list[int]], row: Row
+        self, cluster: "LocalCluster", worker: WorkerService, prompts: Sequence[Case], expected: list[list[int]], row: Row
     ) -> int:  # fmt: skip
         """Serve them at once; returns the KV tokens that the decode worker spared."""
         before = (await worker.thread.call(lambda engine: engine.load())).spared_kv_tokens
@@ -118,26 +97,10 @@ class CascadeRows:
         self, cluster: "LocalCluster", worker: WorkerService, engine: Engine, expected: list[list[int]]
     ) -> None:
         """The oracle itself can fail: sharing what is not the same changes the answer."""
-        row, lost = self._verifier.add_row("cascade: sharing unlike KV changes the answer"), _Tally()
+        row, answers = self._verifier.add_row("cascade: sharing unlike KV changes the answer"), Row("not shown")
         with _believing(engine):
-            spared = await self._side_by_side(cluster, worker, self._unlike, expected, lost)
-        note = f"{lost.wrong} of {lost.total} answers changed" if lost.wrong else "UNDETECTED: the same answers"
-        row.claim(holds=spared > 0 and lost.wrong > 0, note=note)
-
-
-@dataclass(slots=True)
-class _Tally:
-    """A row that is not shown."""
-
-    wrong: int = 0
-    total: int = 0
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        self.total += 1
-        self.wrong += list(expected) != list(got)
-
-    def claim(self, *, holds: bool, note: str) -> None:
-        self.wrong += not holds
+            spared = await self._side_by_side(cluster, worker, self._unlike, expected, answers)
+        row.claim_changed(answers, also=spared > 0)
 
 
 @contextmanager

@@ -5,15 +5,13 @@ Face's. Controls: other seeds give other choices, and one flipped bit in the pro
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Verifier
 from kvrelay.errors import KvrelayError
 from kvrelay.serve.choices import ranked
 from kvrelay.wire import Beams, Group, SequenceRequest
@@ -26,18 +24,6 @@ NUM_BEST = 2
 WIDTH = 4
 NAMES = ("block - 1", "one block", "block + 1", "several chunks", "Chinese", "code")  # of verify's cases
 CONTROL = "one block"
-
-
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def settings_over(self, transport: str, checks: str) -> Settings: ...
-    def request_of(self, case: Any) -> SequenceRequest: ...
-    def flipped(self, cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]: ...
-    def tell(self, what: str) -> None: ...
 
 
 def expected_beams(model_dir: Path, cases: Sequence[Any], num_output: int) -> list[list[list[int]]]:

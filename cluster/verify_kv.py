@@ -12,10 +12,9 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Verifier
 from kvrelay.errors import KvrelayError
 from kvrelay.types import KvLayout, KvMemory
 
@@ -28,17 +27,6 @@ if TYPE_CHECKING:
 TOLERANCE = 0.4  # standard deviations of the logits; seen: at most 0.25 on tiny families, 0.01 on SmolLM2
 CONTROL = "one block"  # the case that the controls spoil: no window hides its first token
 Damage = Callable[["torch.Tensor"], None]  # to a region's scales' bytes, [vectors, 4], in place
-
-
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def settings_of_fp8(self, transport: str, checks: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +73,9 @@ class Fp8Rows:
     async def _cluster(self, checks: str) -> AsyncIterator["LocalCluster"]:
         from kvrelay.cluster.local import local_cluster
 
-        async with local_cluster(self._verifier.settings_of_fp8(self._transport, checks), self._model_dir) as cluster:
+        async with local_cluster(
+            self._verifier.settings_over(self._transport, checks, kv_dtype="fp8_e4m3"), self._model_dir
+        ) as cluster:
             yield cluster
 
     async def _tokens(self, cluster: "LocalCluster", case: Any, force: str, *, cold: bool = True) -> list[int]:

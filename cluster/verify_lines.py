@@ -6,12 +6,12 @@ workers (its request log), and must be that of docs/scheduling.md. Control: with
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kvrelay.cluster.verify_held_back import held_back, in_line
-from kvrelay.cluster.verify_rows import Row
+from kvrelay.cluster.verify_rows import Verifier
 from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.wire import SequenceRequest
@@ -51,16 +51,14 @@ ARRIVAL = tuple(one.case for one in LOAD)
 _WAYS = (("remote", "over the hop", "reserved"), ("local", "on one worker", "first token"))
 
 
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def expected(self, index: int) -> list[int]: ...
-    def settings_of_one_seat(self, transport: str, credit_tokens: float) -> Settings: ...
-    def request_of(self, case: Any) -> SequenceRequest: ...
-    def tell(self, what: str) -> None: ...
+def with_one_seat(plain: Settings, credit_tokens: float) -> Settings:
+    """One sequence at a time on the decode worker, and nobody in line gives up."""
+    changed = {
+        "decode": plain.decode.model_copy(update={"max_running": 1}),
+        "scheduler": plain.scheduler.model_copy(update={"credit_tokens": credit_tokens}),
+        "router": plain.router.model_copy(update={"reserve_timeout_s": plain.serve.request_timeout_s}),
+    }
+    return plain.model_copy(update=changed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ class LineRows:
         from kvrelay.cluster.local import local_cluster
 
         self._verifier.tell("priorities, deadlines and tenants")
-        settings = self._verifier.settings_of_one_seat(self._transport, self._credit_tokens)
+        settings = with_one_seat(self._verifier.settings_over(self._transport, "full"), self._credit_tokens)
         async with local_cluster(settings, self._model_dir) as cluster:
             for force, where, stage in _WAYS:
                 name = f"priorities, deadlines, tenants {where}"

@@ -6,11 +6,10 @@ the worker's scheduler show that such steps there were. Control: changed KV in s
 
 import asyncio
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from kvrelay.cluster.verify_held_back import Ready, held_back, in_line
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Verifier
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.scheduler import Scheduled, StepPlan
 from kvrelay.errors import KvrelayError
@@ -21,18 +20,6 @@ if TYPE_CHECKING:
 SHORT = ("block - 1", "one block", "block + 1")  # of verify's cases: these decode
 LONG = "several chunks"  # while this one is computed
 _TIMEOUT_S = 300.0
-
-
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def expected(self, index: int) -> list[int]: ...
-    def settings_over(self, transport: str, checks: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
 
 
 def is_mixed(plan: StepPlan) -> bool:

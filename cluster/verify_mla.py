@@ -4,13 +4,13 @@ The pool has one part: a latent and its key's rotary part per token. It must tra
 values do, give Hugging Face's tokens, and every half of it must matter: negative controls change either one in flight.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Row
+from kvrelay.cluster.verify_rows import Case, Expect, Report
 from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.spec import ModelSpec
@@ -30,25 +30,8 @@ _LENGTHS = {"1 token": 1, "one block": BLOCK_SIZE, "block + 1": BLOCK_SIZE + 1, 
 Change = Callable[[Any], None]  # of entries [tokens, width] float32, in place
 
 
-class Rows(Protocol):
-    """The report, as far as rows are added to it."""
-
-    def row(self, name: str) -> Row: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt."""
-
-    name: str
-    token_ids: list[int]
-
-
-Expect = Callable[[Path, Sequence[Any], int], list[list[int]]]  # (folder, prompts, tokens) -> Hugging Face's tokens
-
-
 async def add_latent_rows(
-    report: Rows, scratch: Path, transport: str, *, backend: str, expect: Expect, progress: Callable[[str], None]
+    report: Report, scratch: Path, transport: str, *, backend: str, expect: Expect, progress: Callable[[str], None]
 ) -> None:
     """Make the model below `scratch`, run its rows over `transport`. Raises KvrelayError when a worker cannot start."""
     from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
@@ -61,9 +44,9 @@ async def add_latent_rows(
 class _LatentRows:
     """Runs the rows against one model folder."""
 
-    def __init__(self, report: Rows, folder: Path, transport: str, backend: str, expect: Expect) -> None:
+    def __init__(self, report: Report, folder: Path, transport: str, backend: str, expect: Expect) -> None:
         self._report, self._folder, self._transport, self._backend = report, folder, transport, backend
-        self._prompts = [Prompt(name, [(37 * at + 11) % 250 + 3 for at in range(n)]) for name, n in _LENGTHS.items()]
+        self._prompts = [Case(name, [(37 * at + 11) % 250 + 3 for at in range(n)]) for name, n in _LENGTHS.items()]
         self._expected = expect(folder, self._prompts, NUM_OUTPUT)
         spec = ModelSpec.from_folder(folder)
         assert spec.latent is not None
@@ -103,7 +86,7 @@ class _LatentRows:
             router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
         )  # fmt: skip
 
-    async def _serve(self, cluster: "LocalCluster", prompt: Prompt) -> list[int]:
+    async def _serve(self, cluster: "LocalCluster", prompt: Case) -> list[int]:
         """Prefilled on one worker, decoded on the other."""
         self._ids += 1
         request = SequenceRequest(

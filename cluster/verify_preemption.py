@@ -8,10 +8,9 @@ off they change the answer.
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Verifier
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.preemption import Way
 from kvrelay.engine.scheduler import StepPlan
@@ -23,18 +22,6 @@ if TYPE_CHECKING:
 _AFTER_TOKENS = 4  # of output
 _CONTROL = "3 blocks"  # the case that the controls spoil
 Damage = Callable[[Engine], None]
-
-
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def expected(self, index: int) -> list[int]: ...
-    def settings_preempting(self, transport: str, checks: str, way: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
 
 
 class PreemptionRows:
@@ -61,7 +48,8 @@ class PreemptionRows:
         from kvrelay.cluster.local import local_cluster
 
         self._verifier.tell(f"pre-emption: {way}")
-        settings = self._verifier.settings_preempting(self._transport, checks, str(way))
+        # drafts could end a stream before it is pre-empted
+        settings = self._verifier.settings_over(self._transport, checks, preemption=str(way), speculation="off")
         async with local_cluster(settings, self._model_dir) as cluster:
             yield cluster, cluster.inside[0]
 

@@ -9,28 +9,16 @@ fingerprints, and shown without processes (tests/engine/test_quantized.py).
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from kvrelay.cluster.verify_kv import Answer, gaps
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Verifier
 from kvrelay.errors import KvrelayError
 
 if TYPE_CHECKING:
     from kvrelay.cluster.local import LocalCluster
 
 TOLERANCES = {"int8": 0.05, "int4": 0.4}  # standard deviations of the logits
-
-
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def settings_quantised(self, transport: str, checks: str, quantization: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
 
 
 class QuantizedRows:
@@ -44,7 +32,8 @@ class QuantizedRows:
 
         for name in TOLERANCES:
             self._verifier.tell(f"{name} weights")
-            settings = self._verifier.settings_quantised(self._transport, "full", name)
+            plain = self._verifier.settings_over(self._transport, "full")
+            settings = plain.model_copy(update={"model": plain.model.model_copy(update={"quantization": name})})
             async with local_cluster(settings, self._model_dir) as cluster:
                 answers = await self._same_row(cluster, name)
             await self._tolerance_row(answers, name)

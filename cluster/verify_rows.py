@@ -1,11 +1,95 @@
-"""What the files that add rows to `kvrelay verify` know of the report."""
+"""What the files that add rows to `kvrelay verify` share: prompts, the report and its rows, and what runs a prompt."""
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from kvrelay.config import Settings
+from kvrelay.wire import SequenceRequest
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.local import LocalCluster
 
 
-class Row(Protocol):
-    """One line of the report."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One prompt."""
 
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None: ...
-    def claim(self, *, holds: bool, note: str) -> None: ...
+    name: str
+    token_ids: list[int]
+
+
+Expect = Callable[[Path, Sequence[Case], int], list[list[int]]]
+"""(folder, prompts, tokens) -> Hugging Face's tokens."""
+
+
+@dataclass(slots=True)
+class Row:
+    """One way of serving: how many cases gave the expected tokens, and what went wrong first."""
+
+    name: str
+    passed: int = 0
+    total: int = 0
+    note: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return self.passed == self.total and self.total > 0
+
+    @property
+    def wrong(self) -> int:
+        return self.total - self.passed
+
+    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
+        self.total += 1
+        if list(expected) == list(got):
+            self.passed += 1
+        elif not self.note:
+            at = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
+            self.note = f"{case}: token {at} differs"
+
+    def claim(self, *, holds: bool, note: str) -> None:
+        self.total += 1
+        self.passed += holds
+        if not holds or not self.note:
+            self.note = note
+
+    def claim_changed(self, answers: "Row", *, also: bool = True) -> None:
+        """A control: of `answers`, which count what must not be the same, one is not; and something else holds."""
+        note = f"{answers.wrong} of {answers.total} answers changed"
+        self.claim(holds=also and answers.wrong > 0, note=note if answers.wrong else "UNDETECTED: the same answers")
+
+
+@dataclass(slots=True)
+class Report:
+    """What was compared and what came out."""
+
+    model: str
+    cases: list[str]
+    rows: list[Row] = field(default_factory=list)
+    device: str = "cpu"
+    left_out: dict[str, str] = field(default_factory=dict)  # transports that the pool cannot use, and why
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.rows) and all(row.ok for row in self.rows)
+
+    def row(self, name: str) -> Row:
+        self.rows.append(Row(name))
+        return self.rows[-1]
+
+
+class Verifier(Protocol):
+    """What rows use of verify.Verifier."""
+
+    cases: list[Case]
+
+    def add_row(self, name: str) -> Row: ...
+    def expected(self, index: int) -> list[int]: ...
+    def settings_over(self, transport: str, checks: str, **engine: Any) -> Settings: ...
+    def request_of(self, case: Case) -> SequenceRequest: ...
+    async def tokens_of(self, cluster: "LocalCluster", case: Case, force: Any = ...) -> tuple[list[int], int]: ...
+    def flipped(self, cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]: ...
+    def tell(self, what: str) -> None: ...

@@ -5,14 +5,12 @@ the answers.
 """
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import Settings
+from kvrelay.cluster.verify_rows import Case, Expect, Row, Verifier
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.service import WorkerService
 
@@ -21,33 +19,13 @@ if TYPE_CHECKING:
 
 _PERIODS = (1, 3, 7, 20)  # tokens after which a prompt repeats itself
 _LENGTH = 60  # tokens of a prompt
-Expect = Callable[[Path, Sequence[Any], int], list[list[int]]]
 
 
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def settings_over(self, transport: str, checks: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any, force: Any = ...) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """A case of these rows."""
-
-    name: str
-    token_ids: list[int]
-
-
-def repeating_prompts(cases: Sequence[Any], longest: int) -> list[Prompt]:
+def repeating_prompts(cases: Sequence[Any], longest: int) -> list[Case]:
     """One for each of `_PERIODS`, of at most `longest` tokens."""
     text = max(cases, key=lambda case: len(case.token_ids)).token_ids
     length = min(longest, _LENGTH)
-    return [Prompt(f"repeats {count}", (text[:count] * (length // count + 1))[:length]) for count in _PERIODS]
+    return [Case(f"repeats {count}", (text[:count] * (length // count + 1))[:length]) for count in _PERIODS]
 
 
 class SpeculationRows:
@@ -79,11 +57,13 @@ class SpeculationRows:
                 drafted, accepted = await self._serve(cluster, worker, force, expected, row)
                 note = f"{accepted} of {drafted} drafted tokens were right"
                 row.claim(holds=drafted > accepted > 0, note=note)
-            row, lost = self._verifier.add_row("speculation: drafts that are believed change the answers"), _Tally()
+            row, answers = (
+                self._verifier.add_row("speculation: drafts that are believed change the answers"),
+                Row("not shown"),
+            )
             with _believing(engine):
-                await self._serve(cluster, worker, "remote", expected, lost)
-            note = f"{lost.wrong} of {lost.total} answers changed" if lost.wrong else "UNDETECTED: the same answers"
-            row.claim(holds=lost.wrong > 0, note=note)
+                await self._serve(cluster, worker, "remote", expected, answers)
+            row.claim_changed(answers)
 
     async def _serve(
         self, cluster: "LocalCluster", worker: WorkerService, force: str, expected: list[list[int]], row: Any
@@ -95,18 +75,6 @@ class SpeculationRows:
             row.count(prompt.name, wanted, tokens)
         after = await worker.thread.call(lambda engine: engine.load())
         return after.drafted_tokens - before.drafted_tokens, after.accepted_tokens - before.accepted_tokens
-
-
-@dataclass(slots=True)
-class _Tally:
-    """A row that is not shown."""
-
-    wrong: int = 0
-    total: int = 0
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        self.total += 1
-        self.wrong += list(expected) != list(got)
 
 
 @contextmanager

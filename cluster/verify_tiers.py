@@ -9,10 +9,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Row
-from kvrelay.config import CacheSettings, Settings
+from kvrelay.cluster.verify_rows import Verifier
+from kvrelay.config import CacheSettings
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.service import WorkerService
 from kvrelay.kvcache.tiers import Tiers
@@ -22,18 +22,6 @@ if TYPE_CHECKING:
 
 _SETTLE_S = 30.0
 _OFFERS = 2  # the disk wants to see a block twice
-
-
-class Verifier(Protocol):
-    """What is used of verify.Verifier."""
-
-    cases: list[Any]
-
-    def add_row(self, name: str) -> Row: ...
-    def expected(self, index: int) -> list[int]: ...
-    def settings_with(self, cache: CacheSettings, checks: str) -> Settings: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Any) -> tuple[list[int], int]: ...
-    def tell(self, what: str) -> None: ...
 
 
 class TierRows:
@@ -70,7 +58,7 @@ class TierRows:
         from kvrelay.cluster.local import local_cluster
 
         cache = CacheSettings.model_validate({"host_memory": self._kv_bytes, "prefetch": "wait", **below})
-        settings = self._verifier.settings_with(cache, checks)
+        settings = self._verifier.settings_over("auto", checks).model_copy(update={"cache": cache})
         async with local_cluster(settings, self._model_dir, num_prefill=0) as cluster:
             yield cluster, cluster.inside[0]
 

@@ -11,13 +11,13 @@ from typer.testing import CliRunner
 from kvrelay.cluster import verify as verify_module
 from kvrelay.cluster.verify import (
     TRANSPORTS,
-    Report,
     Verifier,
     flipped_bit,
     pool_memory,
     print_report,
     usable_transports,
 )
+from kvrelay.cluster.verify_rows import Report
 from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint

@@ -4,8 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.cluster.verify import Row, Verifier
+from kvrelay.cluster.verify import Verifier
 from kvrelay.cluster.verify_cascade import CascadeRows, shared_prompts, unlike_prompts
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.kernels.cpu import CpuBackend
 from kvrelay.wire import LoadReport

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from kvrelay.cluster import verify_mixed
-from kvrelay.cluster.verify import Row, Verifier, expected_tokens
+from kvrelay.cluster.verify import Verifier, expected_tokens
 from kvrelay.cluster.verify_lines import ARRIVAL, EXPECTED, LOAD, LineRows, Served
 from kvrelay.cluster.verify_mixed import LONG, SHORT, MixedRows
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 
 

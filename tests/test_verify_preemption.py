@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.cluster.verify import Row, Verifier, expected_tokens
+from kvrelay.cluster.verify import Verifier, expected_tokens
 from kvrelay.cluster.verify_preemption import PreemptionRows
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.preemption import Way
 from kvrelay.wire import LoadReport

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvrelay.cluster.verify import Row, Verifier
+from kvrelay.cluster.verify import Verifier
+from kvrelay.cluster.verify_rows import Row
 from kvrelay.cluster.verify_speculation import SpeculationRows, repeating_prompts
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.wire import LoadReport
