@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.engine import EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.cpu import CpuBackend
 from kvrelay.wire import Beams, Group, Sampling, SequenceRequest
+from tests.engine.tiny import tiny_llama
 
 VOCAB, BLOCK = 97, 8
 PROMPT, TAIL = 330, 25  # tokens
@@ -16,14 +16,12 @@ SAMPLED = {"temperature": 0.9, "top_p": 0.95}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, bos_token_id=1, eos_token_id=2, initializer_range=0.2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_llama(
+        tmp_path_factory.mktemp("tiny-llama"),
+        num_hidden_layers=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+    )
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=lambda threads: f"{threads} threads")

@@ -5,7 +5,6 @@ import time
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from kvrelay.config import CacheSettings
 from kvrelay.engine.engine import EngineConfig, load_engine
@@ -14,6 +13,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.wire import KvHints, Sampling, SequenceRequest
+from tests.engine.tiny import greedy_oracle, tiny_llama
 
 VOCAB, BLOCK = 97, 8
 BLOCK_BYTES = BLOCK * 3 * 2 * 2 * 16 * 4
@@ -21,30 +21,12 @@ BLOCK_BYTES = BLOCK * 3 * 2 * 2 * 16 * 4
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        initializer_range=0.2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="module")
 def oracle(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-
-    def generate(prompt, count=10):
-        ids = torch.tensor([prompt])
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0
-        )
-        return out[0, len(prompt) :].tolist()
-
-    return generate
+    return greedy_oracle(folder)
 
 
 class Driven:

@@ -3,12 +3,13 @@
 import msgspec
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.wire import Beams, Group, Sampling, SequenceRequest, TokenOutput
+from tests.engine.tiny import tiny_llama
 
 VOCAB, EOS, BLOCK = 97, 2, 8
 BLOCK_BYTES = BLOCK * 3 * 2 * 2 * 16 * 4
@@ -18,15 +19,7 @@ PARAMS = {"temperature": 0.9, "top_p": 0.95, "repetition_penalty": 1.1}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1, eos_token_id=EOS,
-        initializer_range=0.2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture(scope="module")

@@ -2,11 +2,11 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
@@ -23,18 +23,11 @@ from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.formats import KvFormat
 from kvrelay.types import Role
 from tests.engine.test_engine import drain, prompt_of, request, tokens
+from tests.engine.tiny import greedy_oracle
 
 WIDTH, RANK = 48, 32  # of the tiny checkpoint: latent and rotary part, latent alone
 BLOCK_BYTES = 4 * 8 * WIDTH * 4  # layers, tokens, numbers, bytes
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Idle torch threads that spin take more time than such small products need."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +37,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def oracle(folder):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    model.generation_config.eos_token_id = None
-
-    def generate(prompt):
-        ids = torch.tensor([prompt])
-        mask = torch.ones_like(ids)
-        out = model.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, pad_token_id=0)
-        return out[0, len(prompt) :].tolist()
-
-    return generate
+    return partial(greedy_oracle(folder), count=12)
 
 
 @pytest.fixture(params=["reference", "cpu"])

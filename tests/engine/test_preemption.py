@@ -5,7 +5,6 @@ import time
 import msgspec
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.tier_setup import make_swap_area
@@ -14,6 +13,7 @@ from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache import swap
 from kvrelay.types import FinishReason
 from kvrelay.wire import Group, Sampling, SequenceRequest
+from tests.engine.tiny import tiny_llama
 
 VOCAB, BLOCK = 97, 8
 BLOCK_BYTES = BLOCK * 3 * 2 * 2 * 16 * 4
@@ -22,15 +22,7 @@ SAMPLINGS = {"greedy": {"temperature": 0.0}, "seeded": {"temperature": 1.0, "see
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        initializer_range=0.2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
 
 
 @pytest.fixture

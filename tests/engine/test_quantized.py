@@ -24,15 +24,8 @@ from kvrelay.kvcache.namespace import namespace_of
 from tests.engine.test_engine import drain, prompt_of, request, tokens
 
 INT4, INT8 = Scheme(4), Scheme(8)
+pytestmark = pytest.mark.usefixtures("one_thread")
 PROMPTS = [prompt_of(length) for length in (1, 8, 9, 50, 90)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

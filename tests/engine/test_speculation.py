@@ -4,7 +4,6 @@ import random
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine import engine as engine_module
 from kvrelay.engine.drafting import PromptLookup
@@ -15,6 +14,7 @@ from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.types import FinishReason
 from kvrelay.wire import Group, Sampling, SequenceRequest
+from tests.engine.tiny import tiny_llama
 
 VOCAB, BLOCK = 61, 8
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 16 * 4
@@ -29,15 +29,7 @@ SAMPLINGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(3)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        initializer_range=0.2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_llama(tmp_path_factory.mktemp("tiny-llama"), seed=3, vocab_size=VOCAB, num_hidden_layers=2)
 
 
 @pytest.fixture

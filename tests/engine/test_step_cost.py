@@ -3,28 +3,28 @@
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.engine import Engine, EngineConfig, _sampling, load_engine
 from kvrelay.engine.sampler import Sampler, uniform, uniforms
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.select import select_backend
 from kvrelay.wire import Sampling, SequenceRequest
+from tests.engine.tiny import tiny_llama
 
 VOCAB = 97
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=96, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        initializer_range=0.2,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("tiny-llama")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return tiny_llama(
+        tmp_path_factory.mktemp("tiny-llama"),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=96,
+    )
 
 
 @pytest.fixture
