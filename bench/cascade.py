@@ -53,6 +53,12 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start_s
 
 
+def compared(rows: int, shared: int, tail: int, alone_s: float, together_s: float) -> dict[str, Any]:
+    """What both tables begin with."""
+    sizes = {"rows": rows, "shared": shared, "own": tail}
+    return {**sizes, "alone ms": 1e3 * alone_s, "together ms": 1e3 * together_s, "x": alone_s / together_s}
+
+
 def attention(backend: CpuBackend, rows: int, shared: int, tail: int, repeats: int) -> dict[str, Any]:
     """One layer's attention of `rows` sequences, both ways."""
     native = backend.native
@@ -80,14 +86,8 @@ def attention(backend: CpuBackend, rows: int, shared: int, tail: int, repeats: i
     for repeat in range(repeats):
         for shares in (repeat % 2 == 0, repeat % 2 == 1):
             times[shares].append(seconds(lambda shares=shares: run(shares)) / count)
-    alone_s, together_s = min(times[False]), min(times[True])
     return {
-        "rows": rows,
-        "shared": shared,
-        "own": tail,
-        "alone ms": 1e3 * alone_s,
-        "together ms": 1e3 * together_s,
-        "x": alone_s / together_s,
+        **compared(rows, shared, tail, min(times[False]), min(times[True])),
         "tokens spared": plans[True].schedule.saved_tokens,
         "finding out us": 1e6 * found_s,
     }
@@ -121,12 +121,7 @@ def run_steps(engine: Engine, rows: int, shared: int, tail: int, output: int) ->
         engine.drain_events()
     alone_s, together_s = (statistics.median(times[shares][2:]) for shares in (False, True))
     return {
-        "rows": rows,
-        "shared": shared,
-        "own": tail,
-        "alone ms": 1e3 * alone_s,
-        "together ms": 1e3 * together_s,
-        "x": alone_s / together_s,
+        **compared(rows, shared, tail, alone_s, together_s),
         "steps": len(times[True]) + len(times[False]),
         "tokens spared": engine.backend.spared_kv_tokens - before,
     }

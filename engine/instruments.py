@@ -52,9 +52,8 @@ class Meter:
         self._num_kernels: Counter[str] = Counter()
         self._num_ops: Counter[str] = Counter()
         self._num_watched: Counter[str] = Counter()
-        self.phase_cost_s = self.kernel_cost_s = self.op_cost_s = self.watch_cost_s = (
-            0.0  # what a wrapper adds to a call
-        )
+        # what a wrapper adds to a call
+        self.phase_cost_s = self.kernel_cost_s = self.op_cost_s = self.watch_cost_s = 0.0
 
     def phase(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """`function`, whose time is `name`'s but for that of phases and kernels within."""

@@ -19,9 +19,8 @@ logger = logging.getLogger(__name__)
 _BLEND = 0.3  # weight of the newest copy in the speeds
 _MAX_JOBS = 1024
 _PROBE_BLOCKS = 16
-_AT_ONCE_S = (
-    0.004  # a load this short is done at once: handing it to a thread and a step that waits for layers cost 8 ms
-)
+_AT_ONCE_S = 0.004
+"""A load this short is done at once: handing it to a thread, and a step that waits for layers, cost 8 ms."""
 _NAMELESS = BlockHash(b"")
 
 

@@ -14,9 +14,8 @@ from kvrelay.router.promises import PassedOver, Prediction, SloAsk, SloVerdict
 from kvrelay.router.slo import judge
 
 MAX_TRIED = 6
-Pair = tuple[
-    str | None, str | None
-]  # (prefill worker or None: the decode worker computes the prompt, decode worker or None)
+Pair = tuple[str | None, str | None]
+"""(prefill worker or None: the decode worker computes the prompt, decode worker or None)."""
 _ORDER = ("admitted", "degraded", "probe", "queued", "refused")
 
 

@@ -192,10 +192,8 @@ def _decoding(ctx: Context, option: Option) -> _Decoding:
 def _decode_parts(ctx: Context, option: Option) -> DecodeTerms:
     request = ctx.request
     grown = request.num_tokens + min(request.max_tokens, ctx.model.expected_output_tokens)
-    block_size, num_others = (
-        option.load.block_size,
-        request.width - 1,
-    )  # of a group: they share the prompt's full blocks
+    block_size = option.load.block_size
+    num_others = request.width - 1  # of a group: they share the prompt's full blocks
     held, shared = option.held_tokens // block_size, request.num_tokens // block_size
     return decode_terms(
         option.load,

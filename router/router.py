@@ -192,21 +192,27 @@ class Router:
     def _admit(self, forecast: Forecast, ctx: Context, ranked: list[Scored], now_s: float) -> Decision | Refusal:
         """The decision with what is predicted of it, or the refusal of a request whose SLO would be missed."""
         request = ctx.request
+        decisions: dict[int, Decision] = {}
+
+        def decision_at(index: int) -> Decision:
+            if index not in decisions:
+                decisions[index] = decision_of(ctx, ranked, index)
+            return decisions[index]
 
         def predict(index: int) -> Prediction:
-            decision = decision_of(ctx, ranked, index)
+            decision = decision_at(index)
             return forecast.predict(request, decision, *self._workers_of(decision), now_s)
 
         def clears_in_s(index: int, prediction: Prediction) -> float | None:
             return self._clears_in_s(forecast, request, ranked[index].way[1], prediction, now_s)
 
         if request.slo is None:
-            decision = replace(decision_of(ctx, ranked), forecast=predict(0))
+            decision = replace(decision_at(0), forecast=predict(0))
         else:
             chosen, verdict = choose_way(request.slo, [one.way for one in ranked], predict, clears_in_s)
             if verdict.kind == "refused":
                 return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
-            decision = replace(decision_of(ctx, ranked, chosen), forecast=verdict.prediction, verdict=verdict)
+            decision = replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
         forecast.assign(request, decision, now_s)
         return decision
 

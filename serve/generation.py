@@ -75,12 +75,6 @@ class Job:
     def num_choices(self) -> int:
         return len(self.prompts) * self.num_samples
 
-    @property
-    def priority(self) -> int:
-        """In line: the body's own, else that of its class of service."""
-        of_class = self.slo.priority if self.slo is not None else None
-        return self.standing.priority if of_class is None else of_class
-
 
 class _Stream:
     """One request to the workers: a sequence, or a group of choices of one prompt. Opened when first asked."""
@@ -137,7 +131,7 @@ class _Stream:
             traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
             hints=job.hints,
-            priority=job.priority,
+            priority=job.standing.priority,
             deadline_s=job.standing.deadline_s,
             tenant=job.standing.tenant,
             group=self._group(seeds),
