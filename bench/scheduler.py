@@ -5,7 +5,7 @@
 
 COMMAND starts a Python that can import vLLM, as for bench/pool.py; without it vLLM is left out. Both run the same batches, each
 in a process of its own; they take turns, batch by batch and round by round, and each keeps its best round. What is timed is
-told in scheduler_side.py. `step` is schedule and apply together.
+told in scheduler_side.py. `step` is schedule and apply together. "drafting" is kvrelay with speculation on, where no draft pays.
 """
 
 import argparse
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    contenders = [Contender("kvrelay", sys.executable, SIDE)]
+    contenders = [Contender(name, sys.executable, SIDE) for name in ("kvrelay", "kvrelay, drafting")]
     if arguments.vllm:
         contenders.append(Contender("vLLM v1", arguments.vllm, SIDE))
     else:

@@ -47,7 +47,7 @@ class Contender(Protocol):
 class Ours:
     """kvrelay's engine without kernels."""
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, draft_tokens: int = 0) -> None:
         import torch
 
         from kvrelay.engine.engine import Engine, EngineConfig
@@ -66,6 +66,7 @@ class Ours:
         )
         config = EngineConfig(
             block_size=BLOCK, kv_memory_bytes=num_blocks * BLOCK * 4, token_budget=BUDGET, max_running=MAX_RUNNING, max_waiting=MAX_RUNNING,
+            draft_tokens=draft_tokens,
         )  # fmt: skip
         self.engine: Any = Engine(model, backend, config)  # type: ignore[arg-type]
         self._runner, self._sampler = self.engine._runner, self.engine._sampler
@@ -92,9 +93,9 @@ class Ours:
     def logits(self, hidden: Any, rows: list[int]) -> None:
         """Nobody looks at them."""
 
-    def sample(self, logits: Any, seqs: list[Any]) -> tuple[list[int], list[None]]:
+    def sample(self, logits: Any, seqs: list[Any], ahead: list[int] | None = None) -> tuple[list[int], list[None]]:
         began = time.thread_time()
-        self._sampler._batch(seqs)
+        self._sampler._batch(seqs, ahead)
         self._batch_s += time.thread_time() - began
         return [7] * len(seqs), [None] * len(seqs)
 
@@ -121,6 +122,25 @@ class Ours:
         schedule, batch = self._schedule_s, self._batch_s
         rows = result.num_decode + (result.num_tokens > result.num_decode)
         return {"schedule": schedule, "apply": whole - schedule - batch, "batch": batch, "rows": rows}
+
+
+class OursDrafting(Ours):
+    """The same with speculation on, as it is by default, where it does not pay: but for a try now and then, nothing is drafted."""
+
+    def __init__(self, num_blocks: int) -> None:
+        from kvrelay.engine.speculation import StepTimes
+
+        class NothingPays(StepTimes):
+            def plain(self, num_sequences: int) -> float:
+                super().plain(num_sequences)
+                return 1.0
+
+            def extra(self, num_sequences: int) -> tuple[float, float]:
+                super().extra(num_sequences)
+                return 0.0, 1.0  # seconds: a drafted token takes as long as a step
+
+        super().__init__(num_blocks, draft_tokens=8)
+        self.engine.drafts.speculation.times = NothingPays()
 
 
 class Vllm:
@@ -237,8 +257,8 @@ def measure(contender: Contender, num_decodes: int, *, is_mixed: bool, steps: in
 
 def main() -> None:
     name = sys.argv[1]
-    kind: type[Ours] | type[Vllm] = Ours
-    if name != "kvrelay":
+    kind: type[Ours] | type[Vllm] = OursDrafting if name == "kvrelay, drafting" else Ours
+    if not name.startswith("kvrelay"):
         import pydantic  # noqa: F401
         import standins
         import transformers  # noqa: F401
