@@ -409,6 +409,9 @@ class CudaBackend:
         return self._plain.widened(x)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return self.sample_on_device(logits, batch).cpu()
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)
 
 
