@@ -15,17 +15,9 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.cuda import (
-    _ATTENTION_KERNELS,
-    CudaBackend,
-    CudaPlan,
-    Variant,
-    has_attention,
-    is_unpacked,
-    paged_index,
-    plan_decode,
-)
+from kvrelay.kernels.cuda import _ATTENTION_KERNELS, CudaBackend
 from kvrelay.kernels.cuda_cascade import EAGER_WORTH_BYTES
+from kvrelay.kernels.cuda_plan import CudaPlan, Variant, has_attention, is_unpacked, paged_index, plan_decode
 
 logger = logging.getLogger(__name__)
 

@@ -36,9 +36,11 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
 
 
 def settings_of(batch: SamplingBatch, device: torch.device) -> Settings:
-    moved = (to_device(x, device) for x in (batch.temperature, batch.top_k, batch.top_p, batch.min_p))
     return Settings(
-        *moved,
+        temperature=to_device(batch.temperature, device),
+        top_k=to_device(batch.top_k, device),
+        top_p=to_device(batch.top_p, device),
+        min_p=to_device(batch.min_p, device),
         draws=bool((batch.temperature > 0).any()),
         has_greedy=bool((batch.temperature <= 0).any()),
         has_top_k=bool((batch.top_k > 0).any()),

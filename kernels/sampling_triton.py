@@ -6,7 +6,7 @@ a time: a pass over the row sums what lies at or above each of 16 numbers. Weigh
 depend on their order.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-decorators=False, disallow-untyped-calls=False
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 
 import torch
 import triton
@@ -16,6 +16,7 @@ from torch import Tensor
 from kvrelay.kernels.sampling_search import Settings, scale_bits
 
 _BLOCK = 2048
+_SMALL = 512  # where each number is compared with 16
 _NUM_WARPS = 8
 
 
@@ -46,7 +47,7 @@ def _kth_place(row, k, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    logits, stride, temperatures, top_ks, weights, totals, tokens, vocab, scale, HAS_TOP_K: tl.constexpr, BLOCK: tl.constexpr
+    logits, stride, temperatures, top_ks, weights, totals, tokens, vocab, scale, SMALL: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """weights [R, V] and their sums, zeros for what top-k leaves out; of rows that draw nothing the token alone."""
     number = tl.program_id(0).to(tl.int64)
@@ -58,10 +59,9 @@ def _weigh(
         largest = tl.maximum(largest, tl.max(tl.load(row + ids, mask=ids < vocab, other=float("-inf"))))
     if temperature > 0:
         least = tl.full((), 0, tl.int64)
-        if HAS_TOP_K:
-            k = tl.load(top_ks + number)
-            if (k > 0) & (k < vocab):
-                least = _kth_place(row, k, vocab, BLOCK)
+        k = tl.load(top_ks + number)
+        if (k > 0) & (k < vocab):
+            least = _kth_place(row, k, vocab, SMALL)
         total = tl.full((), 0, tl.int64)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
@@ -113,25 +113,23 @@ def _kept(w, least, num_equal, floor, num_before):
 
 @triton.jit
 def _choose(
-    weights, totals, temperatures, top_ps, min_ps, uniforms, tokens, vocab, scale, num_digits, HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+    weights, totals, temperatures, top_ps, min_ps, uniforms, tokens, vocab, scale, num_digits, SMALL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The first id whose cumulative kept weight exceeds uniform * total, for rows that draw."""
     number = tl.program_id(0).to(tl.int64)
     row = weights + number * vocab
     if tl.load(temperatures + number) > 0:
         total = tl.load(totals + number)
-        least, num_equal, floor = tl.full((), 0, tl.int64), vocab.to(tl.int64), tl.full((), 0, tl.int64)
-        if HAS_TOP_P:
-            top_p = tl.load(top_ps + number).to(tl.float64)
-            if top_p < 1:
-                need = tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
-                need = tl.maximum(need, 1)
-                least, above = _least_weight(row, need, vocab, num_digits, BLOCK)
-                num_equal = (need - above + least - 1) // tl.maximum(least, 1)
-        if HAS_MIN_P:
-            floor = (tl.load(min_ps + number).to(tl.float64) * scale + 0.5).to(tl.int64)
-        if HAS_TOP_P or HAS_MIN_P:
+        least, num_equal = tl.full((), 0, tl.int64), vocab.to(tl.int64)
+        top_p, min_p = tl.load(top_ps + number).to(tl.float64), tl.load(min_ps + number).to(tl.float64)
+        if top_p < 1:
+            need = tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
+            need = tl.maximum(need, 1)
+            least, above = _least_weight(row, need, vocab, num_digits, SMALL)
+            num_equal = (need - above + least - 1) // tl.maximum(least, 1)
+        floor = (min_p * scale + 0.5).to(tl.int64)
+        if (top_p < 1) | (min_p > 0):
             total = tl.full((), 0, tl.int64)
             num_before = tl.full((), 0, tl.int32)
             for start in range(0, vocab, BLOCK):
@@ -167,10 +165,10 @@ def draw(logits: Tensor, settings: Settings, uniform: Tensor) -> Tensor:
     with torch.cuda.device_of(logits):
         _weigh[(rows,)](
             logits, logits.stride(0), settings.temperature, settings.top_k, weights, totals, tokens, vocab, scale,
-            HAS_TOP_K=settings.has_top_k, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
         _choose[(rows,)](
             weights, totals, settings.temperature, settings.top_p, settings.min_p, uniform, tokens, vocab, scale,
-            bits // 4 + 1, HAS_TOP_P=settings.has_top_p, HAS_MIN_P=settings.has_min_p, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+            bits // 4 + 1, SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
         )  # fmt: skip
     return tokens

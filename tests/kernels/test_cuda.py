@@ -21,9 +21,10 @@ from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.model import load_model
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
-from kvrelay.kernels.cuda import CudaBackend, has_append, paged_index
+from kvrelay.kernels.cuda import CudaBackend
 from kvrelay.kernels.cuda_graphs import DecodeGraphs, padded
 from kvrelay.kernels.cuda_mla import has_latent_attention
+from kvrelay.kernels.cuda_plan import has_append, paged_index
 from kvrelay.kernels.reference import ReferenceBackend, attend, causal_mask
 from kvrelay.kernels.select import why_no_cuda
 from tests.kernels.kernel_cases import Case, Step, make_step, run_attention
