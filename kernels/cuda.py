@@ -14,7 +14,8 @@ not captured.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,8 @@ from kvrelay.kernels.cuda_plan import (
     plan_prefill,
     unpacked,
 )
+from kvrelay.kernels.cuda_prefill import PrefillKernels
+from kvrelay.kernels.cuda_recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda_sampling import DeviceSampler
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
@@ -57,8 +60,7 @@ from kvrelay.kernels.reference import ReferenceBackend
 logger = logging.getLogger(__name__)
 
 _WORKSPACE_BYTES = 256 << 20
-# fa2 serves every processor from sm_80 on, with window and softcap at any block size; "auto" may pick per shape
-_ATTENTION_KERNELS = "fa2"
+DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
 
 
 class CudaBackend:
@@ -88,7 +90,9 @@ class CudaBackend:
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
         self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self.prefill_kernels = PrefillKernels(flashinfer, self._workspace)
         self._current: CudaPlan | None = None
+        self._recorder: Recorder | Rehearsal | None = None
         self._told: set[str] = set()
         self._sampler = DeviceSampler(self.device)
         self._shares_prefixes, self._spared_kv_tokens = True, 0
@@ -110,7 +114,7 @@ class CudaBackend:
             "backend": self.name,
             "device": torch.cuda.get_device_name(self.device),
             "flashinfer": version,
-            "attention": _ATTENTION_KERNELS,
+            "attention": f"decode {DECODE_KERNELS}, prefill {self.prefill_kernels.describe()}",
             "sampling": self._sampler.kernels,
         }
 
@@ -194,6 +198,9 @@ class CudaBackend:
         return slots, torch.zeros_like(slots)
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.store(k, v)
+            return
         slots, zeros = self._slots(slot_mapping)
         kv_layout: KvOrder = "NHD" if kv_layer.is_contiguous() else "HND"
         kv_cache = in_memory_order(kv_layer, kv_layout)
@@ -266,17 +273,21 @@ class CudaBackend:
         numbers = torch.arange(index.indices.shape[0], dtype=torch.int32)
         return replace(index, indices=numbers), index.indices.to(device=self.device, dtype=torch.int64)
 
-    def _wrapper(self, kind: str, kv_layout: KvOrder, variant: Variant) -> Any:
-        """The wrapper of this kind and variant; it is planned anew every step."""
-        key = (kind, kv_layout, variant)
+    def _decode_wrapper(self, kv_layout: KvOrder, variant: Variant) -> Any:
+        """The wrapper of this variant; it is planned anew every step."""
+        key = ("decode", kv_layout, variant)
         if key not in self._wrappers:
-            make = (
-                self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-                if kind == "prefill"
-                else self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
-            )
-            options = {} if kind == "prefill" else {"use_tensor_cores": True}  # any group size
-            self._wrappers[key] = make(self._workspace, kv_layout, backend=_ATTENTION_KERNELS, **options)
+            make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            # tensor cores: any group size
+            self._wrappers[key] = make(self._workspace, kv_layout, backend=DECODE_KERNELS, use_tensor_cores=True)
+        return self._wrappers[key]
+
+    def _prefill_wrapper(self, shape: AttentionShape, variant: Variant) -> Any:
+        kernels = self.prefill_kernels.of(shape, variant)
+        key = (f"prefill {kernels}", shape.kv_layout, variant)
+        if key not in self._wrappers:
+            make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            self._wrappers[key] = make(self._workspace, shape.kv_layout, backend=kernels)
         return self._wrappers[key]
 
     def _planned(self, plan: CudaPlan, variant: Variant) -> tuple[Any, Any]:
@@ -287,11 +298,12 @@ class CudaBackend:
             if plan.levels is not None and variant[1] is None:
                 decode = self._cascade(plan, plan.levels, variant)
             elif plan.decode is not None:
-                decode = self._wrapper("decode", plan.shape.kv_layout, variant)
+                decode = self._decode_wrapper(plan.shape.kv_layout, variant)
                 plan_decode(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
-                prefill = self._wrapper("prefill", plan.shape.kv_layout, variant)
-                plan_prefill(prefill, plan, variant)
+                assert plan.qo_indptr is not None
+                prefill = self._prefill_wrapper(plan.shape, variant)
+                plan_prefill(prefill, plan.qo_indptr, plan.prefill, plan.shape, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
 
@@ -299,9 +311,7 @@ class CudaBackend:
         """Decode rows in two levels, planned for this step. They read what they share once in every layer that asks."""
         key = ("cascade", plan.shape.kv_layout, variant)
         if key not in self._wrappers:
-            self._wrappers[key] = CascadeDecode(
-                self._flashinfer, self._workspace, plan.shape.kv_layout, _ATTENTION_KERNELS
-            )
+            self._wrappers[key] = CascadeDecode(self._flashinfer, self._workspace, plan.shape.kv_layout, DECODE_KERNELS)
         cascade: CascadeDecode = self._wrappers[key]
         cascade.plan(levels, plan.shape, self.device, options_of(variant, plan.shape.dtype))
         self._spared_kv_tokens += levels.spared_tokens
@@ -312,15 +322,36 @@ class CudaBackend:
     ) -> Tensor:
         if plan.fallback is not None:
             return self._plain.attention(q, kv_layer, plan.fallback, scale=scale, window=window, softcap=softcap)
-        decode, prefill = self._planned(plan, (scale, window, softcap))
+        if self._recorder is not None:
+            return self._recorder.attend(q, kv_layer, (scale, window, softcap))
         q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_into(out, q, kv_layer, plan, (scale, window, softcap))
+        return out
+
+    def attend_into(self, out: Tensor, q: Tensor, kv_layer: Tensor, plan: CudaPlan, variant: Variant) -> None:
+        """`attention` where FlashInfer has it; q and out contiguous."""
+        decode, prefill = self._planned(plan, variant)
         n, kv_cache = plan.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
         if decode is not None:
             decode.run(q[:n], unpacked(kv_cache, plan.decode_blocks, q.dtype), out=out[:n])
         if prefill is not None:
             prefill.run(q[n:], unpacked(kv_cache, plan.prefill_blocks, q.dtype), out=out[n:])
-        return out
+
+    @contextmanager
+    def attending_by(self, recorder: Recorder | Rehearsal) -> Iterator[None]:
+        """While this lasts, keys go to and attention is computed by that one, which captures a forward pass."""
+        self._recorder = recorder
+        try:
+            yield
+        finally:
+            self._recorder = None
+
+    def try_out(self, shape: AttentionShape, variants: Collection[Variant]) -> None:
+        """Choose kernels for a model's attention now, before the first request."""
+        if has_attention(shape) and shape.latent_dim is None:
+            for variant in variants:
+                self.prefill_kernels.try_out(shape, variant)
 
     def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         self._plain.store_latent(entries, kv_layer, self._slots(slot_mapping)[0])
@@ -333,7 +364,7 @@ class CudaBackend:
         if variant not in plan.wrappers:
             key = ("latent", plan.shape.kv_layout, variant)
             if key not in self._wrappers:
-                self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, _ATTENTION_KERNELS)
+                self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, DECODE_KERNELS)
             wrapper, index = self._wrappers[key], plan.latent
             plan_latent(self._flashinfer, wrapper, plan.batch, index.indptr, index.indices, plan.shape, scale)
             plan.wrappers[variant] = (wrapper, None)

@@ -129,15 +129,13 @@ def plan_decode(wrapper: Any, index: PagedIndex, shape: AttentionShape, variant:
     )
 
 
-def plan_prefill(wrapper: Any, plan: CudaPlan, variant: Variant) -> None:
-    """Plan a BatchPrefillWithPagedKVCacheWrapper for the step's chunks; causal, bottom-right."""
-    assert plan.prefill is not None
-    shape = plan.shape
+def plan_prefill(wrapper: Any, qo_indptr: Tensor, index: PagedIndex, shape: AttentionShape, variant: Variant) -> None:
+    """Plan a BatchPrefillWithPagedKVCacheWrapper for chunks of queries, qo_indptr [P+1] int32; causal, bottom-right."""
     wrapper.plan(
-        plan.qo_indptr,
-        plan.prefill.indptr,
-        plan.prefill.indices,
-        plan.prefill.last_page_len,
+        qo_indptr,
+        index.indptr,
+        index.indices,
+        index.last_page_len,
         shape.num_heads,
         shape.num_kv_heads,
         shape.head_dim,
