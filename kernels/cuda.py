@@ -14,7 +14,7 @@ not captured.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -346,12 +346,6 @@ class CudaBackend:
             yield
         finally:
             self._recorder = None
-
-    def try_out(self, shape: AttentionShape, variants: Collection[Variant]) -> None:
-        """Choose kernels for a model's attention now, before the first request."""
-        if has_attention(shape) and shape.latent_dim is None:
-            for variant in variants:
-                self.prefill_kernels.try_out(shape, variant)
 
     def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         self._plain.store_latent(entries, kv_layer, self._slots(slot_mapping)[0])

@@ -8,7 +8,7 @@ over the step's own tokens alone, so that padding writes nothing. The model is n
 
 import gc
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,12 +18,17 @@ from torch import Tensor
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
 from kvrelay.kernels.cuda import CudaBackend
 from kvrelay.kernels.cuda_graphs import Forward, capture_all, idle_batch
-from kvrelay.kernels.cuda_plan import CudaPlan, has_attention, is_unpacked
+from kvrelay.kernels.cuda_plan import CudaPlan, Variant, has_attention, is_unpacked
 from kvrelay.kernels.cuda_recorder import Call, Recorder, Rehearsal
 
 logger = logging.getLogger(__name__)
 
 SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # tokens; a longer step keeps the device busy by itself
+
+
+def sizes_up_to(max_tokens: int) -> tuple[int, ...]:
+    """Those of SIZES that steps of at most so many tokens need."""
+    return (*(size for size in SIZES if size < max_tokens), min(max_tokens, SIZES[-1]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,12 @@ class StepPieces:
     def reset(self) -> None:
         """Forget all graphs: something that they read has moved."""
         self._pieces.clear()
+
+    def choose_kernels(self, variants: Collection[Variant]) -> None:
+        """Of prefill attention, among those that there are for these variants."""
+        if self.is_possible:
+            for variant in sorted(variants, key=str):
+                self._backend.prefill_kernels.try_out(self._shape, variant)
 
     def warm_up(self, forward: Forward) -> None:
         """Capture every size now, before the first request."""

@@ -48,7 +48,7 @@ class Capture(TorchDispatchMode):
         assert "_local_scalar_dense" not in str(func), "waits for the device in a capture"
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if not func.is_view:
+        if not (func.is_view and shares_memory(out, args)):  # contiguous() and reshape() may copy
             self._calls.append(lambda: self._again(func, args, kwargs, out))
         return out
 
@@ -60,13 +60,20 @@ class Capture(TorchDispatchMode):
                 old.copy_(new)
 
 
+def shares_memory(out, args) -> bool:
+    """Whether all of out lies in the memory of some of args."""
+    tensors = [[x for x in tree_flatten(tree)[0] if isinstance(x, Tensor)] for tree in (out, args)]
+    new, old = ({x.untyped_storage().data_ptr() for x in group} for group in tensors)
+    return new <= old
+
+
 class FakeGpu:
     """Stands in for torch.cuda and the flashinfer module (its functions are the upper half's names)."""
 
     def __init__(self) -> None:
         self.plain = ReferenceBackend("cpu")
         self.calls: list[Callable[[], object]] | None = None  # of the capture under way
-        self.num_captures = 0
+        self.num_captures = self.num_replays = 0
         self.kernels = {"fa2", "fa3"}  # of attention, which it can build
         self.appended: list[str] = []  # the layouts of append's caches
         self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(FakeDecode, self)
@@ -273,6 +280,7 @@ class FakeGraph:
         self._capture.close()
 
     def replay(self) -> None:
+        self._gpu.num_replays += 1
         for call in self.calls:
             call()
 

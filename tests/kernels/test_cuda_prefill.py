@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.backend import AttentionShape
+from kvrelay.kernels.cuda_pieces import StepPieces
 from kvrelay.kernels.cuda_prefill import PrefillKernels
 from tests.kernels.fake_gpu import fake_gpu  # noqa: F401
 
@@ -29,7 +30,7 @@ def seconds(monkeypatch):
 
 
 def chosen(fake_gpu, variant=VARIANT, of=VARIANT):
-    fake_gpu.try_out(SHAPE, [variant])
+    StepPieces(fake_gpu, SHAPE).choose_kernels([variant])
     return fake_gpu.prefill_kernels.of(SHAPE, of), fake_gpu._prefill_wrapper(SHAPE, of).backend
 
 
