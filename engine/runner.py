@@ -44,11 +44,16 @@ class Runner:
         )
         self._pieces = None if self._graphs is None else _step_pieces(model, backend, max_tokens)
 
+    def choose_kernels(self) -> None:
+        """On a GPU, try attention kernels out for this model."""
+        if self._pieces is not None:
+            self._pieces.choose_kernels(_variants(self._model))
+
     @torch.inference_mode()
     def warm_up(self) -> None:
         """On a GPU, choose kernels and capture steps now rather than in the first requests. No block may be in use yet."""
+        self.choose_kernels()
         if self._pieces is not None:
-            self._pieces.choose_kernels(_variants(self._model))
             cast("CudaDecodeGraphs", self._graphs).warm_up(self._forward)
             self._pieces.warm_up(self._forward)
 
