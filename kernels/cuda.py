@@ -93,6 +93,7 @@ class CudaBackend:
         self.prefill_kernels = PrefillKernels(flashinfer, self._workspace)
         self._current: CudaPlan | None = None
         self._recorder: Recorder | Rehearsal | None = None
+        self._graph_pool: Any = None
         self._told: set[str] = set()
         self._sampler = DeviceSampler(self.device)
         self._shares_prefixes, self._spared_kv_tokens = True, 0
@@ -135,6 +136,13 @@ class CudaBackend:
         if n < 2 or not self.shares_prefixes(shape):
             return None
         return make_levels(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
+
+    @property
+    def graph_pool(self) -> Any:
+        """Of memory, for all captured graphs: no two of them run at a time."""
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        return self._graph_pool
 
     def _tell_once(self, what: str) -> None:
         if what not in self._told:

@@ -95,12 +95,11 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all sizes share: buffers of FlashInfer's indices, int32 for the largest size; memory pool; stream of captures."""
+    """What all sizes share: buffers of FlashInfer's indices, int32 for the largest size; the stream of captures."""
 
     indptr: Tensor
     indices: Tensor
     last_page_len: Tensor
-    pool: Any
     stream: Any
 
 
@@ -220,7 +219,6 @@ class DecodeGraphs:
             torch.zeros(most + 1, dtype=torch.int32, device=device),
             torch.zeros(most * self._max_blocks, dtype=torch.int32, device=device),
             torch.ones(most, dtype=torch.int32, device=device),
-            torch.cuda.graph_pool_handle(),
             torch.cuda.Stream(device),
         )
 
@@ -242,7 +240,9 @@ class DecodeGraphs:
         torch.cuda.current_stream(device).wait_stream(shared.stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, which move KV, may do as they like meanwhile
-        capturing = torch.cuda.graph(graph, pool=shared.pool, stream=shared.stream, capture_error_mode="thread_local")
+        capturing = torch.cuda.graph(
+            graph, pool=self._backend.graph_pool, stream=shared.stream, capture_error_mode="thread_local"
+        )
         with torch.cuda.device(device), capturing:
             hidden = forward(static_ids, batch, plan)
         logger.debug("captured the decode step of %d sequences as a CUDA graph", size)

@@ -54,7 +54,7 @@ class StepPieces:
     def __init__(self, backend: CudaBackend, shape: AttentionShape, *, sizes: Sequence[int] = SIZES) -> None:
         self._backend, self._shape, self._sizes = backend, shape, tuple(sizes)
         self._pieces: dict[int, _Pieces] = {}
-        self._shared: tuple[Any, Any, Tensor] | None = None  # memory pool, stream of captures, out
+        self._shared: tuple[Any, Tensor] | None = None  # stream of captures, out
 
     @property
     def is_possible(self) -> bool:
@@ -103,24 +103,24 @@ class StepPieces:
         assert self._shared is not None
         own = slice(0, num_tokens)
         self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.slot_mapping)
-        self._backend.attend_into(self._shared[2][own], call.q[own], call.kv_layer, plan, call.variant)
+        self._backend.attend_into(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
 
     def _of(self, size: int, forward: Forward) -> _Pieces:
         if size not in self._pieces:
             self._pieces[size] = self._capture(size, forward)
         return self._pieces[size]
 
-    def _make_shared(self) -> tuple[Any, Any, Tensor]:
+    def _make_shared(self) -> tuple[Any, Tensor]:
         device, shape = self._backend.device, self._shape
         out = torch.zeros(self._sizes[-1], shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
-        return torch.cuda.graph_pool_handle(), torch.cuda.Stream(device), out
+        return torch.cuda.Stream(device), out
 
     def _capture(self, size: int, forward: Forward) -> _Pieces:
-        pool, stream, out = self._shared = self._shared or self._make_shared()
+        stream, out = self._shared = self._shared or self._make_shared()
         backend, batch = self._backend, idle_batch(size)
         plan = backend.plan(batch, self._shape)
         token_ids = torch.zeros(size, dtype=torch.int64, device=backend.device)
-        recorder = Recorder(out[:size], pool)
+        recorder = Recorder(out[:size], backend.graph_pool)
         torch.cuda.synchronize(backend.device)
         gc.collect()  # what would be freed during a capture
         stream.wait_stream(torch.cuda.current_stream(backend.device))

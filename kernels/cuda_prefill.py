@@ -39,7 +39,7 @@ class PrefillKernels:
         return self._chosen.get(_key(shape, variant), PLAIN)
 
     def describe(self) -> str:
-        return "/".join(sorted({PLAIN, *self._chosen.values()}))
+        return "/".join(sorted(set(self._chosen.values()))) or PLAIN
 
     def try_out(self, shape: AttentionShape, variant: Variant) -> dict[str, float]:
         """Seconds for a prompt of 2,048 tokens by each kernel that works here; the faster is taken from now on.
@@ -48,6 +48,9 @@ class PrefillKernels:
         """
         if torch.cuda.get_device_capability(self._workspace.device)[0] != _HOPPER:
             return {}
+        logger.info(
+            "trying out prefill kernels for heads of %d; what is not built yet takes minutes, once", shape.head_dim
+        )
         expected, seconds = self._prompt(PLAIN, shape, variant)
         found = {PLAIN: seconds}
         try:
