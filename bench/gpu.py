@@ -56,6 +56,7 @@ SECTIONS = (
     Section("nixl", "transfer_part", "run", 60, "NIXL between two processes"),
     Section("decode", "decode_part", "run", 100, "Decode, Llama-8B shape, bf16"),
     Section("prefill", "prefill_part", "run", 60, "Prefill, Llama-8B shape, bf16"),
+    Section("choices", "choices_part", "run", 75, "Choices between kernels"),
     Section("pair", "pair_part", "run", 120, "One prefill and one decode worker on one device"),
     Section("tests", "programs_part", "run_tests", 100, "pytest -m gpu"),
     Section("verify", "programs_part", "run_verify", 140, "kvrelay verify"),

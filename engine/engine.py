@@ -80,6 +80,7 @@ class EngineConfig:
     headroom: float = 0.0  # see SchedulerLimits
     cascade: bool = True  # decode rows read blocks that they share once, where it pays
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
+    warm_up: bool = False  # on a GPU, choose kernels and capture graphs before the first request
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,7 @@ class Engine:
         self._runner = Runner(
             model, backend, self.storage.layers,
             block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
+            max_tokens=config.token_budget,
         )  # fmt: skip
         backend.share_prefixes(enabled=config.cascade)
         self._eos_ids = tuple(spec.eos_ids)
@@ -236,6 +238,10 @@ class Engine:
     def tiers(self) -> LowerTiers | None:
         """What lies below the pool."""
         return self.scheduler.tiers
+
+    def warm_up(self) -> None:
+        """What a GPU's first steps would stop for: before any request, and before anything is in the KV pool."""
+        self._runner.warm_up()
 
     def attach(self, tiers: LowerTiers) -> None:
         """Keep KV below the pool, too. Before the first request."""
@@ -841,7 +847,7 @@ def load_engine(
         budget = pool_bytes(config.kv_memory_share, backend.device, config.num_workers)
         logger.info("KV pool: %.0f MiB, %.0f%% of the free memory", budget / (1 << 20), 100 * config.kv_memory_share)
         config = replace(config, kv_memory_bytes=budget)
-    return Engine(
+    engine = Engine(
         model,
         backend,
         config,
@@ -849,3 +855,6 @@ def load_engine(
         layer_hook=layer_hook,
         layers_per_hook=layers_per_hook,
     )
+    if config.warm_up:
+        engine.warm_up()
+    return engine

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -17,6 +17,8 @@ from kvrelay.kernels.cpu import CpuBackend
 if TYPE_CHECKING:
     from kvrelay.kernels.cpu_graphs import DecodeGraphs as CpuDecodeGraphs
     from kvrelay.kernels.cuda_graphs import DecodeGraphs as CudaDecodeGraphs
+    from kvrelay.kernels.cuda_pieces import StepPieces
+    from kvrelay.kernels.cuda_plan import Variant
 
 
 class Runner:
@@ -31,12 +33,29 @@ class Runner:
         block_size: int,
         max_running: int,
         max_blocks: int,
+        max_tokens: int = 512,
     ) -> None:
         self._model, self._backend, self._kv_layers = model, backend, kv_layers
         self._block_size = block_size
         self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
         self._free_slots = list(range(max_running - 1, -1, -1))
-        self._graphs = _decode_graphs(model, backend, block_size=block_size, max_blocks=max_blocks)
+        self._graphs = _decode_graphs(
+            model, backend, block_size=block_size, max_blocks=max_blocks, max_running=max_running
+        )
+        self._pieces = None if self._graphs is None else _step_pieces(model, backend, max_tokens)
+
+    def choose_kernels(self) -> None:
+        """On a GPU, try attention kernels out for this model."""
+        if self._pieces is not None:
+            self._pieces.choose_kernels(_variants(self._model))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """On a GPU, choose kernels and capture steps now rather than in the first requests. No block may be in use yet."""
+        self.choose_kernels()
+        if self._pieces is not None:
+            cast("CudaDecodeGraphs", self._graphs).warm_up(self._forward)
+            self._pieces.warm_up(self._forward)
 
     def forget(self, seq: Sequence) -> None:
         """Give back the sequence's row of the block table (it ended or was preempted)."""
@@ -116,8 +135,12 @@ class Runner:
         token_ids, batch = self.batch(plan)
         if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
             self._graphs.reset()
+            if self._pieces is not None:
+                self._pieces.reset()
         if self._graphs is not None and on_layer is None and self._graphs.fits(batch):
             return self._graphs.run(token_ids, batch, self._forward)
+        if self._pieces is not None and self._pieces.fits(batch):
+            return self._pieces.run(token_ids, batch, self._forward, on_layer)
         attention_plan = self._backend.plan(batch, self._model.attention_shape)
         return self._model.forward(token_ids.to(self._backend.device), batch, attention_plan, self._kv_layers, on_layer)
 
@@ -147,7 +170,7 @@ def _then(
 
 
 def _decode_graphs(
-    model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int
+    model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int, max_running: int
 ) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
     """The decode step captured once and replayed, where the backend can. Unverified on a GPU.
 
@@ -166,4 +189,26 @@ def _decode_graphs(
     assert isinstance(backend, cuda.CudaBackend)
     model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
     num_layers = sum(window is None for window in model.spec.layer_windows)
-    return cuda_graphs.DecodeGraphs(backend, model.attention_shape, max_blocks=max_blocks, num_layers=num_layers)
+    return cuda_graphs.DecodeGraphs(
+        backend,
+        model.attention_shape,
+        max_blocks=max_blocks,
+        sizes=cuda_graphs.ladder(max_running),
+        num_layers=num_layers,
+    )
+
+
+def _step_pieces(model: DecoderModel, backend: Backend, max_tokens: int) -> "StepPieces | None":
+    """Steps with prompts captured in pieces, on a GPU, of models whose decode steps are captured. Unverified on a GPU."""
+    if backend.name != "cuda":
+        return None
+    from kvrelay.kernels import cuda, cuda_pieces
+
+    assert isinstance(backend, cuda.CudaBackend)
+    return cuda_pieces.StepPieces(backend, model.attention_shape, sizes=cuda_pieces.sizes_up_to(max_tokens))
+
+
+def _variants(model: DecoderModel) -> "set[Variant]":
+    """Which attention the layers ask for."""
+    spec = model.spec
+    return {(spec.query_scale, window, spec.attention_softcap) for window in spec.layer_windows}

@@ -4,7 +4,6 @@ Random numbers are stateless: token i of an output depends on (seed, i) alone, s
 continued on any worker and a batch's other rows do not matter.
 """
 
-import math
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
@@ -14,6 +13,8 @@ from torch import Tensor
 
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.backend import Backend, SamplingBatch
+from kvrelay.kernels.logit_changes import LogitChanges
+from kvrelay.kernels.logprobs import log_probabilities
 from kvrelay.wire import Sampling, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
@@ -89,14 +90,18 @@ class Sampler:
         ahead: [R], drafted tokens between the sequence's last one and the row's; None: nowhere any.
         Log-probabilities are those of the model, before penalties and temperature.
         """
-        raw, batch = logits, self._batch(seqs, ahead)
+        batch = self._batch(seqs, ahead)
+        tokens = self._backend.sample(self._adjusted(logits, seqs), batch).tolist()
+        return tokens, self._logprobs(logits, tokens)
+
+    def _adjusted(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+        """With bias, penalties and the min_tokens mask."""
+        if not self._last.changed:
+            return logits
+        changes = LogitChanges(logits.shape[1])
         for row in self._last.changed:
-            if self._changes_logits(seqs[row]):
-                if logits is raw:
-                    logits = raw.clone()
-                self._adjust(logits[row], seqs[row])
-        tokens = self._backend.sample(logits, batch).tolist()
-        return tokens, self._logprobs(raw, tokens)
+            self._note_changes(changes, row, seqs[row])
+        return changes.applied(logits)
 
     def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
         params = [seq.request.sampling for seq in seqs]
@@ -122,27 +127,17 @@ class Sampler:
     def _needs_mask(self, seq: Sequence) -> bool:
         return seq.num_output < seq.request.sampling.min_tokens
 
-    def _changes_logits(self, seq: Sequence) -> bool:
-        return _changes_every_row(seq.request.sampling) or self._needs_mask(seq)
-
-    def _adjust(self, row: Tensor, seq: Sequence) -> None:
-        """Apply bias, penalties and the min_tokens mask to one row [vocab], in place."""
+    def _note_changes(self, changes: LogitChanges, row: int, seq: Sequence) -> None:
         p = seq.request.sampling
         if p.repetition_penalty != 1.0:
-            seen = torch.tensor(seq.token_ids, device=row.device).unique()
-            values = row[seen]
-            row[seen] = torch.where(values > 0, values / p.repetition_penalty, values * p.repetition_penalty)
+            changes.penalise(row, seq.token_ids, p.repetition_penalty)
         if seq.num_output and (p.presence_penalty or p.frequency_penalty):
-            output = torch.tensor(seq.token_ids[seq.request.num_prompt_tokens :], device=row.device)
-            seen, counts = output.unique(return_counts=True)
-            row[seen] -= p.presence_penalty + p.frequency_penalty * counts.to(row.dtype)
+            output = seq.token_ids[seq.request.num_prompt_tokens :]
+            changes.lower(row, output, p.presence_penalty, p.frequency_penalty)
         if p.logit_bias:
-            tokens = torch.tensor(list(p.logit_bias), device=row.device)
-            row.index_add_(0, tokens, torch.tensor(list(p.logit_bias.values()), dtype=row.dtype, device=row.device))
+            changes.bias(row, p.logit_bias)
         if self._needs_mask(seq):
-            banned = [*p.stop_token_ids, *self._eos_ids]
-            if banned:
-                row[torch.tensor(banned, device=row.device)] = -math.inf
+            changes.ban(row, (*p.stop_token_ids, *self._eos_ids))
 
     def _logprobs(self, raw: Tensor, tokens: list[int]) -> list[TokenLogprob | None]:
         result: list[TokenLogprob | None] = [None] * len(tokens)
@@ -157,13 +152,8 @@ class Sampler:
 
 def token_logprobs(logits: Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
     """Log-probability of tokens[r] under row r of logits [R, vocab], and of the counts[r] likeliest."""
-    logp = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logp.gather(1, torch.tensor(tokens, device=logp.device).unsqueeze(1)).squeeze(1).tolist()
-    most = max(counts, default=0)
-    values, ids = logp.topk(most, dim=-1) if most else (logp[:, :0], torch.empty(len(tokens), 0, dtype=torch.int64))
+    values, top_values, top_ids = log_probabilities(logits, tokens, max(counts, default=0))
     return [
         TokenLogprob(token, value, list(zip(row_ids[:count], row_values[:count], strict=True)))
-        for token, value, count, row_ids, row_values in zip(
-            tokens, chosen, counts, ids.tolist(), values.tolist(), strict=True
-        )
+        for token, value, count, row_ids, row_values in zip(tokens, values, counts, top_ids, top_values, strict=True)
     ]

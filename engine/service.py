@@ -255,6 +255,7 @@ class WorkerService:
             headroom=settings.headroom,
             cascade=settings.cascade == "auto",
             draft_tokens=settings.draft_tokens if settings.speculation != "off" else 0,
+            warm_up=settings.warm_up,
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,

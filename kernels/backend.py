@@ -205,3 +205,11 @@ class Backend(Protocol):
         k-th value all stay. temperature 0: argmax, lowest id first.
         """
         ...
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """`sample` whose result [R] int64 stays on the device: nothing here waits for it.
+
+        The tensors of `batch` are taken by identity: a caller that hands the same temperature, top_k, top_p and min_p in
+        again does not change them in between. `uniform` may be another one each time.
+        """
+        ...

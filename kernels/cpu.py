@@ -205,3 +205,6 @@ class CpuBackend:
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return (self._native or self._torch).sample(logits, batch)
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return self.sample(logits, batch)

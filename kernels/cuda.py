@@ -9,21 +9,20 @@ a step's plan keeps the metadata and plans each such combination at its first us
 identity: within a step nothing is copied from the host, so that the step can be captured as a CUDA graph.
 
 FlashInfer knows one fp8 scale for a whole cache, not one for each vector. A cache of fp8, or of another dtype than the
-model's, is unpacked block by block before FlashInfer reads it (`_unpacked`): it saves memory, not time, and its steps are
+model's, is unpacked block by block before FlashInfer reads it (`unpacked`): it saves memory, not time, and its steps are
 not captured.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvrelay import fp8
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels import sampling
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
@@ -36,97 +35,32 @@ from kvrelay.kernels.backend import (
 )
 from kvrelay.kernels.cuda_cascade import CascadeDecode, Levels, make_levels
 from kvrelay.kernels.cuda_mla import has_latent_attention, make_wrapper, plan_latent, run_latent
+from kvrelay.kernels.cuda_plan import (
+    HALF,
+    HEAD_DIMS,
+    CudaPlan,
+    PagedIndex,
+    Variant,
+    has_append,
+    has_attention,
+    in_memory_order,
+    is_unpacked,
+    options_of,
+    paged_index,
+    plan_decode,
+    plan_prefill,
+    unpacked,
+)
+from kvrelay.kernels.cuda_prefill import PrefillKernels
+from kvrelay.kernels.cuda_recorder import Recorder, Rehearsal
+from kvrelay.kernels.cuda_sampling import DeviceSampler
 from kvrelay.kernels.quant_scheme import Scheme
-from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan
+from kvrelay.kernels.reference import ReferenceBackend
 
 logger = logging.getLogger(__name__)
 
-_HALF = frozenset((torch.float16, torch.bfloat16))
-_HEAD_DIMS = frozenset((64, 128, 256))
 _WORKSPACE_BYTES = 256 << 20
-_MAX_THREADS = 1024  # of one CUDA block
-# fa2 serves every processor from sm_80 on, with window and softcap at any block size; "auto" may pick per shape
-_ATTENTION_KERNELS = "fa2"
-Variant = tuple[float, int | None, float | None]  # scale, window, softcap
-
-
-@dataclass(frozen=True, slots=True)
-class PagedIndex:
-    """FlashInfer's view of some sequences' blocks: indptr and last_page_len on the CPU, int32.
-
-    indptr: [S+1] into indices [sum of blocks], block ids. last_page_len: [S] tokens in the last block.
-    """
-
-    indptr: Tensor
-    indices: Tensor
-    last_page_len: Tensor
-
-
-@dataclass(slots=True)
-class CudaPlan:
-    """One step: device copies of its rows, and the attention wrappers that were planned for it so far.
-
-    positions, slot_mapping: the batch's own, on the CPU. device_positions: [T] int64, device_slots: [T] int32,
-    device_zeros: [T] int32, on the device. `decode` covers the first `num_decode` sequences, `prefill` the rest,
-    with qo_indptr [P+1] on the CPU. decode_blocks, prefill_blocks: [n] int64 on the device, blocks that are to be unpacked
-    for them; the indices of `decode` and `prefill` then count from the first of these. Latent attention takes all sequences
-    in one: `latent` and `latent_blocks` are theirs.
-    """
-
-    shape: AttentionShape
-    batch: AttentionBatch
-    positions: Tensor
-    slot_mapping: Tensor
-    device_positions: Tensor
-    device_slots: Tensor
-    device_zeros: Tensor
-    num_decode: int
-    decode: PagedIndex | None
-    prefill: PagedIndex | None
-    qo_indptr: Tensor | None
-    fallback: ReferencePlan | None
-    decode_blocks: Tensor | None = None
-    prefill_blocks: Tensor | None = None
-    latent: PagedIndex | None = None
-    latent_blocks: Tensor | None = None
-    levels: Levels | None = None  # of decode rows that share prefixes, for variants without a window
-    wrappers: dict[Variant, tuple[Any, Any]] = field(default_factory=dict)
-
-
-def has_attention(shape: AttentionShape) -> bool:
-    """Whether FlashInfer has attention kernels for this shape; else its steps run in plain torch."""
-    return shape.dtype in _HALF and shape.head_dim in _HEAD_DIMS
-
-
-def is_unpacked(shape: AttentionShape) -> bool:
-    """Whether the cache is of another dtype than FlashInfer is to read."""
-    return shape.kv_dtype not in (None, shape.dtype)
-
-
-def in_memory_order(kv_layer: Tensor, kv_layout: KvOrder) -> Tensor:
-    """The cache as FlashInfer takes it under `kv_layout`: its dimensions in the order in which they lie in memory."""
-    return kv_layer.transpose(2, 3) if kv_layout == "HND" else kv_layer
-
-
-def has_append(k: Tensor, kv_cache: Tensor) -> bool:
-    """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache, given as it lies in memory.
-
-    Its kernel takes one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads for each token.
-    """
-    _, num_heads, head_dim = k.shape
-    if k.dtype not in _HALF or k.dtype != kv_cache.dtype or head_dim not in _HEAD_DIMS or not kv_cache.is_contiguous():
-        return False
-    return num_heads * head_dim // max(8, head_dim // 32) <= _MAX_THREADS
-
-
-def paged_index(context_lens: Tensor, block_tables: Tensor, block_size: int) -> PagedIndex:
-    """Flatten block tables [S, max_blocks] to the blocks in use."""
-    counts = (context_lens + block_size - 1) // block_size
-    indptr = torch.zeros(counts.shape[0] + 1, dtype=torch.int32)
-    indptr[1:] = counts.cumsum(0)
-    used = torch.arange(block_tables.shape[1]).unsqueeze(0) < counts.unsqueeze(1)
-    last = context_lens - (counts - 1) * block_size
-    return PagedIndex(indptr, block_tables[used].to(torch.int32), last.to(torch.int32))
+DECODE_KERNELS = "fa2"  # on every processor from sm_80 on, with window and softcap at any block size
 
 
 class CudaBackend:
@@ -156,8 +90,12 @@ class CudaBackend:
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
         self._whole_caches: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        self.prefill_kernels = PrefillKernels(flashinfer, self._workspace)
         self._current: CudaPlan | None = None
+        self._recorder: Recorder | Rehearsal | None = None
+        self._graph_pool: Any = None
         self._told: set[str] = set()
+        self._sampler = DeviceSampler(self.device)
         self._shares_prefixes, self._spared_kv_tokens = True, 0
         self._try_out()
 
@@ -177,7 +115,8 @@ class CudaBackend:
             "backend": self.name,
             "device": torch.cuda.get_device_name(self.device),
             "flashinfer": version,
-            "attention": _ATTENTION_KERNELS,
+            "attention": f"decode {DECODE_KERNELS}, prefill {self.prefill_kernels.describe()}",
+            "sampling": self._sampler.kernels,
         }
 
     @property
@@ -197,6 +136,13 @@ class CudaBackend:
         if n < 2 or not self.shares_prefixes(shape):
             return None
         return make_levels(batch.context_lens[:n], batch.block_tables[:n], shape.block_size)
+
+    @property
+    def graph_pool(self) -> Any:
+        """Of memory, for all captured graphs: no two of them run at a time."""
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        return self._graph_pool
 
     def _tell_once(self, what: str) -> None:
         if what not in self._told:
@@ -218,14 +164,14 @@ class CudaBackend:
         return self._plain.embed(token_ids, table, scale)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if x.dtype not in _HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
+        if x.dtype not in HALF or weight.dtype != x.dtype or x.dim() not in (2, 3):
             return self._plain.rms_norm(x, weight, eps)
         out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         self._flashinfer.rmsnorm(x, weight, eps, out=out)
         return out
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        if x.dtype not in _HALF or weight.dtype != x.dtype or x.dim() != 2:
+        if x.dtype not in HALF or weight.dtype != x.dtype or x.dim() != 2:
             return self._plain.add_rms_norm(x, residual, weight, eps)
         self._flashinfer.fused_add_rmsnorm(x, residual, weight, eps)
         return x, residual
@@ -237,14 +183,14 @@ class CudaBackend:
         else:  # no planned step: a test
             positions = positions.to(self.device)
         head_dim = q.shape[-1]
-        if q.dtype not in _HALF or head_dim not in _HEAD_DIMS or cos_sin.shape[1] % 16 or not cos_sin.is_contiguous():
+        if q.dtype not in HALF or head_dim not in HEAD_DIMS or cos_sin.shape[1] % 16 or not cos_sin.is_contiguous():
             return self._plain.rope(q, k, cos_sin, positions)
         q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
         self._flashinfer.apply_rope_with_cos_sin_cache_inplace(positions, q, k, head_dim, cos_sin, is_neox=True)
         return q, k
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
-        if gate_up.dtype not in _HALF or gate_up.shape[-1] % 16:
+        if gate_up.dtype not in HALF or gate_up.shape[-1] % 16:
             return self._plain.gated_activation(gate_up, kind)
         fused: Callable[[Tensor], Tensor] = (
             self._flashinfer.silu_and_mul if kind == "silu" else self._flashinfer.gelu_tanh_and_mul
@@ -260,6 +206,9 @@ class CudaBackend:
         return slots, torch.zeros_like(slots)
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        if self._recorder is not None:
+            self._recorder.store(k, v)
+            return
         slots, zeros = self._slots(slot_mapping)
         kv_layout: KvOrder = "NHD" if kv_layer.is_contiguous() else "HND"
         kv_cache = in_memory_order(kv_layer, kv_layout)
@@ -332,17 +281,21 @@ class CudaBackend:
         numbers = torch.arange(index.indices.shape[0], dtype=torch.int32)
         return replace(index, indices=numbers), index.indices.to(device=self.device, dtype=torch.int64)
 
-    def _wrapper(self, kind: str, kv_layout: KvOrder, variant: Variant) -> Any:
-        """The wrapper of this kind and variant; it is planned anew every step."""
-        key = (kind, kv_layout, variant)
+    def _decode_wrapper(self, kv_layout: KvOrder, variant: Variant) -> Any:
+        """The wrapper of this variant; it is planned anew every step."""
+        key = ("decode", kv_layout, variant)
         if key not in self._wrappers:
-            make = (
-                self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
-                if kind == "prefill"
-                else self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
-            )
-            options = {} if kind == "prefill" else {"use_tensor_cores": True}  # any group size
-            self._wrappers[key] = make(self._workspace, kv_layout, backend=_ATTENTION_KERNELS, **options)
+            make = self._flashinfer.BatchDecodeWithPagedKVCacheWrapper
+            # tensor cores: any group size
+            self._wrappers[key] = make(self._workspace, kv_layout, backend=DECODE_KERNELS, use_tensor_cores=True)
+        return self._wrappers[key]
+
+    def _prefill_wrapper(self, shape: AttentionShape, variant: Variant) -> Any:
+        kernels = self.prefill_kernels.of(shape, variant)
+        key = (f"prefill {kernels}", shape.kv_layout, variant)
+        if key not in self._wrappers:
+            make = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper
+            self._wrappers[key] = make(self._workspace, shape.kv_layout, backend=kernels)
         return self._wrappers[key]
 
     def _planned(self, plan: CudaPlan, variant: Variant) -> tuple[Any, Any]:
@@ -353,11 +306,12 @@ class CudaBackend:
             if plan.levels is not None and variant[1] is None:
                 decode = self._cascade(plan, plan.levels, variant)
             elif plan.decode is not None:
-                decode = self._wrapper("decode", plan.shape.kv_layout, variant)
+                decode = self._decode_wrapper(plan.shape.kv_layout, variant)
                 plan_decode(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
-                prefill = self._wrapper("prefill", plan.shape.kv_layout, variant)
-                plan_prefill(prefill, plan, variant)
+                assert plan.qo_indptr is not None
+                prefill = self._prefill_wrapper(plan.shape, variant)
+                plan_prefill(prefill, plan.qo_indptr, plan.prefill, plan.shape, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
 
@@ -365,11 +319,9 @@ class CudaBackend:
         """Decode rows in two levels, planned for this step. They read what they share once in every layer that asks."""
         key = ("cascade", plan.shape.kv_layout, variant)
         if key not in self._wrappers:
-            self._wrappers[key] = CascadeDecode(
-                self._flashinfer, self._workspace, plan.shape.kv_layout, _ATTENTION_KERNELS
-            )
+            self._wrappers[key] = CascadeDecode(self._flashinfer, self._workspace, plan.shape.kv_layout, DECODE_KERNELS)
         cascade: CascadeDecode = self._wrappers[key]
-        cascade.plan(levels, plan.shape, self.device, _options(variant, plan.shape.dtype))
+        cascade.plan(levels, plan.shape, self.device, options_of(variant, plan.shape.dtype))
         self._spared_kv_tokens += levels.spared_tokens
         return cascade
 
@@ -378,15 +330,30 @@ class CudaBackend:
     ) -> Tensor:
         if plan.fallback is not None:
             return self._plain.attention(q, kv_layer, plan.fallback, scale=scale, window=window, softcap=softcap)
-        decode, prefill = self._planned(plan, (scale, window, softcap))
+        if self._recorder is not None:
+            return self._recorder.attend(q, kv_layer, (scale, window, softcap))
         q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.attend_into(out, q, kv_layer, plan, (scale, window, softcap))
+        return out
+
+    def attend_into(self, out: Tensor, q: Tensor, kv_layer: Tensor, plan: CudaPlan, variant: Variant) -> None:
+        """`attention` where FlashInfer has it; q and out contiguous."""
+        decode, prefill = self._planned(plan, variant)
         n, kv_cache = plan.num_decode, in_memory_order(kv_layer, plan.shape.kv_layout)
         if decode is not None:
-            decode.run(q[:n], _unpacked(kv_cache, plan.decode_blocks, q.dtype), out=out[:n])
+            decode.run(q[:n], unpacked(kv_cache, plan.decode_blocks, q.dtype), out=out[:n])
         if prefill is not None:
-            prefill.run(q[n:], _unpacked(kv_cache, plan.prefill_blocks, q.dtype), out=out[n:])
-        return out
+            prefill.run(q[n:], unpacked(kv_cache, plan.prefill_blocks, q.dtype), out=out[n:])
+
+    @contextmanager
+    def attending_by(self, recorder: Recorder | Rehearsal) -> Iterator[None]:
+        """While this lasts, keys go to and attention is computed by that one, which captures a forward pass."""
+        self._recorder = recorder
+        try:
+            yield
+        finally:
+            self._recorder = None
 
     def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         self._plain.store_latent(entries, kv_layer, self._slots(slot_mapping)[0])
@@ -399,62 +366,17 @@ class CudaBackend:
         if variant not in plan.wrappers:
             key = ("latent", plan.shape.kv_layout, variant)
             if key not in self._wrappers:
-                self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, _ATTENTION_KERNELS)
+                self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, DECODE_KERNELS)
             wrapper, index = self._wrappers[key], plan.latent
             plan_latent(self._flashinfer, wrapper, plan.batch, index.indptr, index.indices, plan.shape, scale)
             plan.wrappers[variant] = (wrapper, None)
-        return run_latent(plan.wrappers[variant][0], q, _unpacked(kv_layer, plan.latent_blocks, q.dtype), latent_dim)
+        return run_latent(plan.wrappers[variant][0], q, unpacked(kv_layer, plan.latent_blocks, q.dtype), latent_dim)
 
     def widened(self, x: Tensor) -> Tensor:
         return self._plain.widened(x)
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        return sampling.draw(logits, batch)
+        return self.sample_on_device(logits, batch).cpu()
 
-
-def _unpacked(kv_cache: Tensor, blocks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """These blocks of the cache in another dtype, one after the other; None: the cache itself."""
-    return kv_cache if blocks is None else fp8.loaded(kv_cache[blocks]).to(dtype)
-
-
-def _options(variant: Variant, dtype: torch.dtype) -> dict[str, Any]:
-    scale, window, softcap = variant
-    return {
-        "sm_scale": scale,
-        "window_left": -1 if window is None else window - 1,
-        "logits_soft_cap": softcap,
-        "q_data_type": dtype,
-        "kv_data_type": dtype,
-    }
-
-
-def plan_decode(wrapper: Any, index: PagedIndex, shape: AttentionShape, variant: Variant) -> None:
-    """Plan a BatchDecodeWithPagedKVCacheWrapper for one-token sequences."""
-    wrapper.plan(
-        index.indptr,
-        index.indices,
-        index.last_page_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.block_size,
-        **_options(variant, shape.dtype),
-    )
-
-
-def plan_prefill(wrapper: Any, plan: CudaPlan, variant: Variant) -> None:
-    """Plan a BatchPrefillWithPagedKVCacheWrapper for the step's chunks; causal, bottom-right."""
-    assert plan.prefill is not None
-    shape = plan.shape
-    wrapper.plan(
-        plan.qo_indptr,
-        plan.prefill.indptr,
-        plan.prefill.indices,
-        plan.prefill.last_page_len,
-        shape.num_heads,
-        shape.num_kv_heads,
-        shape.head_dim,
-        shape.block_size,
-        causal=True,
-        **_options(variant, shape.dtype),
-    )
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return self._sampler(logits, batch)

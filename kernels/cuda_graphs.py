@@ -1,12 +1,14 @@
 """Decode steps as CUDA graphs: captured once per batch size of a ladder, replayed with new metadata.
 
-UNVERIFIED ON A GPU. A batch is padded to the next size of the ladder by repeating its first row: the
-copies compute and store what the row itself does, so they change nothing. Shapes whose attention falls back to
+UNVERIFIED ON A GPU. A batch is padded to the next size of the ladder by repeating its row of the least context: the
+copies compute and store what the row itself does, so they change nothing. All sizes share one memory pool and one set of
+buffers for block numbers: only one of them runs at a time. Shapes whose attention falls back to
 plain torch are never captured: that path bakes the step's blocks into its kernels' arguments.
 """
 
 import dataclasses
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,29 +17,44 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.cuda import (
-    _ATTENTION_KERNELS,
-    CudaBackend,
-    CudaPlan,
-    Variant,
-    has_attention,
-    is_unpacked,
-    paged_index,
-    plan_decode,
-)
+from kvrelay.kernels.cuda import DECODE_KERNELS, CudaBackend
 from kvrelay.kernels.cuda_cascade import EAGER_WORTH_BYTES
+from kvrelay.kernels.cuda_plan import CudaPlan, Variant, has_attention, is_unpacked, paged_index, plan_decode
 
 logger = logging.getLogger(__name__)
 
-LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 Forward = Callable[[Tensor, AttentionBatch, CudaPlan], Tensor]  # (token ids, batch, plan) -> hidden [B, H]
+_TELL_EVERY_S = 5.0
 
 
-def padded(token_ids: Tensor, batch: AttentionBatch, size: int) -> tuple[Tensor, AttentionBatch]:
-    """A decode batch of S <= size sequences, made `size` long by repeating row 0."""
-    rows = torch.zeros(size, dtype=torch.int64)
-    rows[: token_ids.shape[0]] = torch.arange(token_ids.shape[0])
-    return token_ids[rows], dataclasses.replace(
+def ladder(most: int) -> tuple[int, ...]:
+    """Batch sizes up to `most`: a step apart that costs the same few percent of padding anywhere."""
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
+    return (*(size for size in sizes if size < most), most)
+
+
+def idle_batch(size: int) -> AttentionBatch:
+    """So many sequences of one token, all in the first slot: what is captured where no request is at hand."""
+    ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+    return AttentionBatch(
+        query_starts=torch.arange(size + 1, dtype=torch.int32),
+        context_lens=ones,
+        block_tables=torch.zeros(size, 1, dtype=torch.int32),
+        slot_mapping=zeros,
+        positions=zeros.clone(),
+        num_decode=size,
+        max_query_len=1,
+        max_context_len=1,
+    )
+
+
+def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
+    """A decode batch of S <= size sequences, made `size` long by repeating the one with the least context; and its row."""
+    num_rows = batch.context_lens.shape[0]
+    shortest = int(batch.context_lens.argmin())
+    rows = torch.full((size,), shortest, dtype=torch.int64)
+    rows[:num_rows] = torch.arange(num_rows)
+    return dataclasses.replace(
         batch,
         query_starts=torch.arange(size + 1, dtype=torch.int32),
         context_lens=batch.context_lens[rows],
@@ -45,6 +62,24 @@ def padded(token_ids: Tensor, batch: AttentionBatch, size: int) -> tuple[Tensor,
         slot_mapping=batch.slot_mapping[rows],
         positions=batch.positions[rows],
         num_decode=size,
+    ), shortest
+
+
+def capture_all(what: str, sizes: Sequence[int], capture: Callable[[int], object], device: torch.device) -> None:
+    """Every size, the largest first, so that smaller ones find room in its memory; tells how far it has got.
+
+    Raises whatever `capture` does.
+    """
+    began_s = told_s = time.monotonic()
+    free, _ = torch.cuda.mem_get_info(device)
+    for number, size in enumerate(sorted(sizes, reverse=True), 1):
+        capture(size)
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            logger.info("%d of %d sizes of %s are captured", number, len(sizes), what)
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    logger.info(
+        "%s are captured in %d sizes: %.1f s, %.0f MiB", what, len(sizes), time.monotonic() - began_s, taken / 2**20
     )
 
 
@@ -56,6 +91,16 @@ class _Graph:
     token_ids: Tensor
     plan: CudaPlan
     hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all sizes share: buffers of FlashInfer's indices, int32 for the largest size; the stream of captures."""
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    stream: Any
 
 
 class DecodeGraphs:
@@ -75,13 +120,14 @@ class DecodeGraphs:
         shape: AttentionShape,
         *,
         max_blocks: int,
-        sizes: Sequence[int] = LADDER,
+        sizes: Sequence[int] = ladder(128),
         num_layers: int = 0,
     ) -> None:
         self._num_layers = num_layers
         self._backend, self._shape, self._max_blocks = backend, shape, max_blocks
         self._sizes = tuple(sizes)
         self._graphs: dict[int, _Graph] = {}
+        self._shared: _Shared | None = None
 
     def fits(self, batch: AttentionBatch) -> bool:
         """Whether the batch is all decode, no larger than the largest graph, and FlashInfer reads the cache itself."""
@@ -115,62 +161,89 @@ class DecodeGraphs:
         """
         num_rows = token_ids.shape[0]
         size = next(size for size in self._sizes if size >= num_rows)
-        token_ids, batch = padded(token_ids, batch, size)
+        batch, repeated = padded(batch, size)
         captured = self._graphs.get(size)
         if captured is None:
-            captured = self._graphs[size] = self._capture(token_ids, batch, forward)
-        self._refill(captured, token_ids, batch)
+            captured = self._graphs[size] = self._capture(batch, forward)
+        captured.token_ids[:num_rows].copy_(
+            token_ids
+        )  # from pageable memory: waits for the device, as CudaBackend.plan
+        captured.token_ids[num_rows:].copy_(captured.token_ids[repeated : repeated + 1].expand(size - num_rows))
+        self._refill(captured, batch)
         captured.graph.replay()
         return captured.hidden[:num_rows]
 
-    def _refill(self, captured: _Graph, token_ids: Tensor, batch: AttentionBatch) -> None:
+    def warm_up(self, forward: Forward) -> None:
+        """Capture every size now, before the first request. The cache's first slot is written: nothing may be in it yet."""
+        if is_unpacked(self._shape) or not has_attention(self._shape):
+            return
+
+        def capture(size: int) -> None:
+            if size not in self._graphs:
+                self._graphs[size] = self._capture(idle_batch(size), forward)
+
+        capture_all("decode steps", self._sizes, capture, self._backend.device)
+
+    def _refill(self, captured: _Graph, batch: AttentionBatch) -> None:
         """New contents for the buffers that the graph reads, attention schedules included."""
         plan = captured.plan
-        captured.token_ids.copy_(token_ids)  # from pageable memory: waits for the device, as in CudaBackend.plan
         plan.device_positions.copy_(batch.positions)
         plan.device_slots.copy_(batch.slot_mapping)
         index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
         for variant, (wrapper, _) in plan.wrappers.items():
             plan_decode(wrapper, index, self._shape, variant)
 
-    def _wrapper(self, batch_size: int) -> Any:
+    def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
         """A decode wrapper whose metadata lives in buffers that never move."""
-        device = self._backend.device
         return self._backend._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._backend._workspace,
             self._shape.kv_layout,
             use_cuda_graph=True,
             use_tensor_cores=True,
-            paged_kv_indptr_buffer=torch.zeros(batch_size + 1, dtype=torch.int32, device=device),
-            paged_kv_indices_buffer=torch.zeros(batch_size * self._max_blocks, dtype=torch.int32, device=device),
-            paged_kv_last_page_len_buffer=torch.ones(batch_size, dtype=torch.int32, device=device),
-            backend=_ATTENTION_KERNELS,
+            paged_kv_indptr_buffer=shared.indptr[: batch_size + 1],
+            paged_kv_indices_buffer=shared.indices,
+            paged_kv_last_page_len_buffer=shared.last_page_len[:batch_size],
+            backend=DECODE_KERNELS,
         )
 
     def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[Variant]:
         """Which attention variants the model uses: run the step once without a graph and look."""
         plan = self._backend.plan(batch, self._shape)
-        forward(token_ids.to(self._backend.device), batch, plan)
+        forward(token_ids, batch, plan)
         torch.cuda.synchronize(self._backend.device)
         return list(plan.wrappers)
 
-    def _capture(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> _Graph:
-        variants = self._variants(token_ids, batch, forward)
+    def _make_shared(self) -> _Shared:
+        most, device = self._sizes[-1], self._backend.device
+        return _Shared(
+            torch.zeros(most + 1, dtype=torch.int32, device=device),
+            torch.zeros(most * self._max_blocks, dtype=torch.int32, device=device),
+            torch.ones(most, dtype=torch.int32, device=device),
+            torch.cuda.Stream(device),
+        )
+
+    def _capture(self, batch: AttentionBatch, forward: Forward) -> _Graph:
+        shared = self._shared = self._shared or self._make_shared()
+        size, device = batch.num_decode, self._backend.device
+        static_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        variants = self._variants(static_ids, batch, forward)
         plan = self._backend.plan(batch, self._shape)
         index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
         for variant in variants:
-            wrapper = self._wrapper(token_ids.shape[0])
+            wrapper = self._wrapper(size, shared)
             plan_decode(wrapper, index, self._shape, variant)
             plan.wrappers[variant] = (wrapper, None)
-        static_ids = token_ids.to(self._backend.device)
-        side = torch.cuda.Stream(self._backend.device)
-        side.wait_stream(torch.cuda.current_stream(self._backend.device))
-        with torch.cuda.stream(side):  # warm up: lazy library handles may not be made during capture
+        shared.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(shared.stream):  # warm up: lazy library handles may not be made during capture
             for _ in range(2):
                 forward(static_ids, batch, plan)
-        torch.cuda.current_stream(self._backend.device).wait_stream(side)
+        torch.cuda.current_stream(device).wait_stream(shared.stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(self._backend.device), torch.cuda.graph(graph):
+        # thread_local: other threads, which move KV, may do as they like meanwhile
+        capturing = torch.cuda.graph(
+            graph, pool=self._backend.graph_pool, stream=shared.stream, capture_error_mode="thread_local"
+        )
+        with torch.cuda.device(device), capturing:
             hidden = forward(static_ids, batch, plan)
-        logger.info("captured the decode step of %d sequences as a CUDA graph", token_ids.shape[0])
+        logger.debug("captured the decode step of %d sequences as a CUDA graph", size)
         return _Graph(graph, static_ids, plan, hidden)

@@ -215,6 +215,9 @@ class ReferenceBackend:
         return out
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return self.sample_on_device(logits, batch).cpu()
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return sampling.draw(logits, batch)
 
 

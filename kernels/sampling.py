@@ -1,6 +1,7 @@
 """Drawing tokens in plain torch, on any device: the rule that every backend's sampler follows.
 
-Owns no random source: the row's one uniform number is an argument, so a draw is a pure function.
+Owns no random source: the row's one uniform number is an argument, so a draw is a pure function. Sorts the vocabulary:
+right and easy to read, not fast. `sampling_search` follows the same rule without sorting.
 """
 
 import torch
@@ -29,40 +30,34 @@ def _keep_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
 def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """Unnormalised float64 probabilities [R, V] after temperature, top-k, top-p and min-p; rows of temperature 0 too.
 
-    `batch` lies on logits' device. A row of temperature 0 is treated as temperature 1.
+    A row of temperature 0 is treated as temperature 1.
     """
+    device = logits.device
     temperature = torch.where(batch.temperature > 0, batch.temperature, 1.0).double()
-    scaled = logits.double() / temperature.unsqueeze(1)
+    scaled = logits.double() / temperature.to(device).unsqueeze(1)
     if bool((batch.top_k > 0).any()):
-        scaled = scaled.masked_fill(~_keep_top_k(scaled, batch.top_k), float("-inf"))
+        scaled = scaled.masked_fill(~_keep_top_k(scaled, batch.top_k.to(device)), float("-inf"))
     probs = scaled.softmax(dim=1)
     if bool((batch.top_p < 1).any()):
-        probs = probs * _keep_top_p(probs, batch.top_p.double())
+        probs = probs * _keep_top_p(probs, batch.top_p.double().to(device))
     if bool((batch.min_p > 0).any()):
-        floor = batch.min_p.double().unsqueeze(1) * probs.amax(dim=1, keepdim=True)
+        floor = batch.min_p.double().to(device).unsqueeze(1) * probs.amax(dim=1, keepdim=True)
         probs = probs * (probs >= floor)
     return probs
 
 
 def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """One token id per row of logits [R, V] -> [R] int64 on the CPU.
+    """One token id per row of logits [R, V] -> [R] int64 on logits' device.
 
     The draw is the first id, in id order, whose cumulative weight exceeds uniform * total.
     """
     device = logits.device
-    moved = SamplingBatch(
-        batch.temperature.to(device),
-        batch.top_k.to(device),
-        batch.top_p.to(device),
-        batch.min_p.to(device),
-        batch.uniform.to(device),
-    )
     greedy = logits.argmax(dim=1)  # the first of equal maxima, as torch documents
     if bool((batch.temperature <= 0).all()):
-        return greedy.cpu()
-    weights = filtered_weights(logits, moved)
+        return greedy
+    weights = filtered_weights(logits, batch)
     cumulative = weights.cumsum(dim=1)
-    target = moved.uniform.unsqueeze(1) * cumulative[:, -1:]
+    target = batch.uniform.to(device).unsqueeze(1) * cumulative[:, -1:]
     drawn = torch.searchsorted(cumulative, target, right=True).squeeze(1)
     last_kept = (weights.shape[1] - 1) - (weights > 0).flip(1).int().argmax(dim=1)
-    return torch.where(moved.temperature > 0, torch.minimum(drawn, last_kept), greedy).cpu()
+    return torch.where((batch.temperature > 0).to(device), torch.minimum(drawn, last_kept), greedy)

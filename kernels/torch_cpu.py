@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvrelay.kernels import sampling, sampling_search
+from kvrelay.kernels.backend import SamplingBatch
 from kvrelay.kernels.reference import ReferenceBackend, ReferencePlan, attend, causal_mask, gather_kv
+from kvrelay.kernels.sampling_search import LastSettings
 
 
 class TorchCpuBackend(ReferenceBackend):
@@ -17,6 +20,7 @@ class TorchCpuBackend(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__("cpu")
+        self._settings = LastSettings(self.device)
 
     def attention(
         self,
@@ -38,6 +42,12 @@ class TorchCpuBackend(ReferenceBackend):
             else:
                 out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
         return out
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        settings = self._settings.of(batch)
+        if settings.has_top_k or settings.has_top_p:  # a sort takes longer than the search
+            return sampling_search.draw(logits, settings, batch.uniform)
+        return sampling.draw(logits, batch)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:

@@ -122,6 +122,11 @@ class EngineSettings(_Settings):
         description="auto: sequences that decode together read blocks that they share (a system prompt, samples, beams) once, "
         "where it pays; off: each for itself",
     )
+    warm_up: bool = Field(
+        True,
+        description="backend cuda: choose attention kernels and capture CUDA graphs before the worker takes requests, rather than "
+        "at the first step of each size",
+    )
     headroom: float = Field(
         1.0, ge=0, le=4,
         description="share of the blocks that running sequences are expected to need, by the lengths of late outputs, which "

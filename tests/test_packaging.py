@@ -61,7 +61,7 @@ CARRIED = {
     "nixl_cu12": "nixl-cu13",
 }
 """Import -> the declared dependency that cannot be installed without it (or, for NIXL, that it stands in for)."""
-OPTIONAL = {"flashinfer"}
+OPTIONAL = {"flashinfer", "triton"}
 
 
 def declared():

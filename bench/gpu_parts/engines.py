@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gpu_parts.section import Context
+from gpu_parts.section import FA3_IS_BUILT, Context
 from kvrelay.engine.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -25,6 +25,8 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
         max_waiting=4 * max_running, prefix_caching=False,
     )  # fmt: skip
     engine = load_engine(folder, backend, torch.bfloat16, config)
+    if (context.scratch / FA3_IS_BUILT).exists():
+        engine._runner.choose_kernels()
     engine.storage.tensor.uniform_(-1.0, 1.0)  # what a context that nobody computed consists of: no zeros
     return engine
 

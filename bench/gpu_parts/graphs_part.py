@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_parts.engines import build, decoding
+from gpu_parts.engines import build, decoding, seconds_of
+from gpu_parts.kernels_part import Step, batch_of
 from gpu_parts.models import folder_of
 from gpu_parts.section import Context
 from kvrelay.engine.engine import Engine
@@ -29,6 +30,8 @@ def run(context: Context) -> None:
         return
     for batch in (1, 3) if context.tiny else (1, 2, 3, 8, 17, 64, 100, 128):
         compare(context, engine, batch, 40 if context.tiny else 500)
+    for tokens in (20,) if context.tiny else (7, 64, 300, 512):
+        compare_mixed(context, engine, tokens)
     profile(context, engine)
     engine.close()
 
@@ -63,6 +66,36 @@ def compare(context: Context, engine: Engine, batch: int, length: int) -> None:
     )  # fmt: skip
 
 
+def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
+    """A step of two decoding sequences and a prompt of so many tokens, plain and in pieces: hidden states and the cache."""
+    runner: Any = engine._runner
+    if runner._pieces is None:
+        context.add(check="a mixed step in pieces", left_out="this backend has none")
+        return
+    model, shape, pieces, cache = engine.model, engine.model.attention_shape, runner._pieces, engine.storage.tensor
+    step = Step("", ((1, 33), (1, 500), (num_tokens - 2, 600 + num_tokens)))
+    batch, num_blocks = batch_of(step, shape.block_size, torch.Generator().manual_seed(num_tokens))
+    ids = torch.randint(3, model.spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
+    ids = ids.to(cache.device)
+
+    def plain() -> Tensor:
+        plan = engine.backend.plan(batch, shape)
+        return model.forward(ids, batch, plan, engine.storage.layers)
+
+    with torch.inference_mode():
+        expected, stored = plain().clone(), cache[:, :num_blocks].clone()
+        found = pieces.run(ids, batch, runner._forward).clone()
+        errors = [error(found, expected), error(cache[:, :num_blocks], stored)]
+        seconds = {
+            name: statistics.median(seconds_of(context, way, _STEPS))
+            for name, way in (("plain", plain), ("pieces", lambda: pieces.run(ids, batch, runner._forward)))
+        }
+    context.add(
+        check=f"a mixed step of {num_tokens} tokens, plain and in pieces", worst_relative_error=max(errors),
+        plain_ms=1e3 * seconds["plain"], graphs_ms=1e3 * seconds["pieces"], ok=max(errors) <= _TOLERANCE,
+    )  # fmt: skip
+
+
 def error(found: Tensor, expected: Tensor) -> float:
     """Largest difference, relative to the largest number."""
     size = max(float(expected.abs().max()), 1e-6)
@@ -79,7 +112,7 @@ def run_steps(engine: Engine, batch: int, length: int, *, with_graphs: bool) -> 
         cache[:, blocks] = noise.uniform_(-1.0, 1.0, generator=generator)
 
     runner: Any = engine._runner
-    graphs, run, seconds = runner._graphs, runner.run, []
+    graphs, pieces, run, seconds = runner._graphs, runner._pieces, runner.run, []
     tokens: list[list[int]] = []
     hidden: list[Tensor] = []
 
@@ -88,7 +121,9 @@ def run_steps(engine: Engine, batch: int, length: int, *, with_graphs: bool) -> 
         hidden.append(out.to(torch.float32, copy=True))  # the next replay overwrites it
         return out
 
-    runner._graphs, runner.run = graphs if with_graphs else None, kept
+    runner.run = kept
+    if not with_graphs:
+        runner._graphs = runner._pieces = None
     try:
         with decoding(engine, batch, length, _STEPS + 2, fill) as step:
             for _ in range(_STEPS):
@@ -97,7 +132,7 @@ def run_steps(engine: Engine, batch: int, length: int, *, with_graphs: bool) -> 
                 seconds.append(time.perf_counter() - begin_s)
                 tokens.append([one.token_ids[0] for one in sorted(result.outputs, key=lambda one: one.request_id)])
     finally:
-        runner._graphs = graphs
+        runner._graphs, runner._pieces = graphs, pieces
         del runner.run
     return Run(tokens, hidden, statistics.median(seconds))
 

@@ -1,34 +1,24 @@
-"""The CUDA backend against the reference, on a GPU; anywhere, its own logic over a fake GPU with a fake FlashInfer.
+"""The CUDA backend against the reference, on a GPU; anywhere, its own logic over a fake GPU with a fake FlashInfer."""
 
-The fake computes on the CPU and is strict where CUDA is: while a graph is captured no kernel may touch host memory,
-nothing may wait for the device, and a replay runs the very calls of the capture over the same buffers.
-"""
+# ruff: noqa: F811
 
-import contextlib
 import dataclasses
-import functools
-import sys
-import types
-from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten
 
 from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.model import load_model
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
-from kvrelay.kernels.cuda import CudaBackend, has_append, paged_index
-from kvrelay.kernels.cuda_graphs import DecodeGraphs, padded
+from kvrelay.kernels.backend import AttentionShape, SamplingBatch
+from kvrelay.kernels.cuda import CudaBackend
+from kvrelay.kernels.cuda_graphs import DecodeGraphs, ladder, padded
 from kvrelay.kernels.cuda_mla import has_latent_attention
-from kvrelay.kernels.reference import ReferenceBackend, attend, causal_mask
+from kvrelay.kernels.cuda_plan import has_append, paged_index
+from kvrelay.kernels.reference import ReferenceBackend
 from kvrelay.kernels.select import why_no_cuda
+from tests.kernels.fake_gpu import HALF, OnHost, fake_gpu, on_host  # noqa: F401
 from tests.kernels.kernel_cases import Case, Step, make_step, run_attention
-
-HALF = [torch.float16, torch.bfloat16]
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +52,20 @@ def test_block_tables_flatten_to_the_blocks_in_use():
     assert index.last_page_len.tolist() == [1, 16, 1]
 
 
-def test_a_decode_batch_is_padded_with_its_first_row():
-    step = make_step(Case(((1, 5), (1, 20))))
-    ids, batch = padded(torch.tensor([11, 12]), step.batch, 4)
-    assert ids.tolist() == [11, 12, 11, 11]
-    assert batch.context_lens.tolist() == [5, 20, 5, 5]
-    assert batch.slot_mapping[2] == batch.slot_mapping[0] and batch.num_decode == 4
+def test_a_decode_batch_is_padded_with_its_shortest_row():
+    step = make_step(Case(((1, 20), (1, 5))))
+    batch, repeated = padded(step.batch, 4)
+    assert repeated == 1 and batch.context_lens.tolist() == [20, 5, 5, 5]
+    assert batch.slot_mapping[2:].tolist() == [batch.slot_mapping[1]] * 2 and batch.num_decode == 4
     assert batch.query_starts.tolist() == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("most", [1, 3, 64, 100, 256, 1000])
+def test_the_ladder_ends_at_the_largest_batch_and_pads_little(most):
+    sizes = ladder(most)
+    assert list(sizes) == sorted(set(sizes)) and sizes[-1] == most
+    for rows in range(1, most + 1):
+        assert next(size for size in sizes if size >= rows) - rows < max(8, rows / 4)
 
 
 @pytest.mark.gpu
@@ -172,278 +169,6 @@ def test_a_mixed_step_of_a_real_model_equals_the_reference(cuda, reference, fold
     torch.testing.assert_close(found.kv.cpu(), expected.kv, **near)
 
 
-class OnHost(Tensor):
-    """A tensor in host memory, for the fake GPU: `.to(device)` copies it, and a capture may not touch it."""
-
-    is_forbidden = False
-
-    @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if OnHost.is_forbidden:
-            raise RuntimeError(f"{func.__name__} touches host memory in a capture")
-        out = super().__torch_function__(func, types, args, kwargs or {})
-        goes_to = [*args[1:], *(kwargs or {}).values()]
-        if func is Tensor.to and any(isinstance(value, torch.device) for value in goes_to):
-            return out.as_subclass(Tensor).clone()
-        return out
-
-
-class Capture(TorchDispatchMode):
-    """Writes torch's operators down, to run them again."""
-
-    def __init__(self, calls: list[Callable[[], object]]) -> None:
-        super().__init__()
-        self._calls = calls
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert "_local_scalar_dense" not in str(func), "waits for the device in a capture"
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        if not func.is_view:
-            self._calls.append(lambda: self._again(func, args, kwargs, out))
-        return out
-
-    @staticmethod
-    def _again(func, args, kwargs, out):
-        found = func(*args, **kwargs)
-        if not func._schema.is_mutable:
-            for old, new in zip(tree_flatten(out)[0], tree_flatten(found)[0], strict=True):
-                old.copy_(new)
-
-
-class FakeGpu:
-    """Stands in for torch.cuda and the flashinfer module (its functions are the upper half's names)."""
-
-    def __init__(self) -> None:
-        self.plain = ReferenceBackend("cpu")
-        self.calls: list[Callable[[], object]] | None = None  # of the capture under way
-        self.num_captures = 0
-        self.appended: list[str] = []  # the layouts of append's caches
-        self.BatchDecodeWithPagedKVCacheWrapper = functools.partial(FakeDecode, self)
-        self.BatchPrefillWithPagedKVCacheWrapper = functools.partial(FakePrefill, self)
-        self.latent_plans = self.not_causal_plans = 0
-        self.mla = types.SimpleNamespace(
-            BatchMLAPagedAttentionWrapper=functools.partial(FakeMla, self),
-            MLAPlanMetadata=types.SimpleNamespace(csr=mla_metadata),
-        )
-
-    def rmsnorm(self, x, weight, eps, out=None):
-        out = torch.empty_like(x) if out is None else out
-        self.kernel(lambda: out.copy_(self.plain.rms_norm(x, weight, eps)))
-        return out
-
-    def merge_state_in_place(self, v, s, v_other, s_other, mask=None):
-        """As in FlashInfer 0.7.2's cascade.py."""
-        assert mask is None and s.dtype == s_other.dtype == torch.float32
-
-        def run():
-            total = torch.logaddexp2(s, s_other)
-            shares = (torch.exp2(s - total).unsqueeze(-1), torch.exp2(s_other - total).unsqueeze(-1))
-            copy_all((v, s), ((v * shares[0] + v_other * shares[1]).to(v.dtype), total))
-
-        self.kernel(run)
-
-    def fused_add_rmsnorm(self, x, residual, weight, eps):
-        self.kernel(lambda: copy_all((x, residual), self.plain.add_rms_norm(x, residual, weight, eps)))
-
-    def apply_rope_with_cos_sin_cache_inplace(self, positions, q, k, head_size, cos_sin, is_neox=True):
-        assert is_neox and head_size == q.shape[-1]
-        self.kernel(lambda: copy_all((q, k), self.plain.rope(q, k, cos_sin, positions)))
-
-    def silu_and_mul(self, x, kind="silu"):
-        out = torch.empty(x.shape[0], x.shape[1] // 2, dtype=x.dtype)
-        self.kernel(lambda: out.copy_(self.plain.gated_activation(x, kind)))
-        return out
-
-    def gelu_tanh_and_mul(self, x):
-        return self.silu_and_mul(x, "gelu_tanh")
-
-    def append_paged_kv_cache(self, k, v, batch_indices, positions, cache, indices, indptr, last_page_len, kv_layout):
-        """As AppendPagedKVCacheKernel in FlashInfer 0.7.2's page.cuh."""
-        assert k.dtype == v.dtype == cache.dtype in HALF
-        self.appended.append(kv_layout)
-        cache = tokens_then_heads(cache, kv_layout)
-        assert all(t.dtype == torch.int32 for t in (batch_indices, positions, indices, indptr, last_page_len))
-        assert len(last_page_len) == len(indptr) - 1
-
-        def run():
-            size = cache.shape[2]
-            at = indptr[batch_indices] * size + positions
-            pages, entries = indices[at // size], at % size
-            cache[pages, 0, entries], cache[pages, 1, entries] = k, v
-
-        self.kernel(run)
-
-    def kernel(self, run: Callable[[], object]) -> None:
-        """One opaque kernel: it reads its buffers when it runs."""
-        with _disable_current_modes():
-            run()
-        if self.calls is not None:
-            self.calls.append(run)
-
-    @contextlib.contextmanager
-    def capture(self, graph):
-        self.calls, OnHost.is_forbidden = graph.calls, True
-        try:
-            with Capture(graph.calls):
-                yield
-        finally:
-            self.calls, OnHost.is_forbidden = None, False
-        self.num_captures += 1
-
-
-def tokens_then_heads(cache, kv_layout):
-    """The cache [blocks, 2, block_size, heads, head_dim], however FlashInfer was told that it lies."""
-    assert cache.is_contiguous() and kv_layout in ("NHD", "HND")
-    return cache if kv_layout == "NHD" else cache.transpose(2, 3)
-
-
-def copy_all(targets, sources):
-    for target, source in zip(targets, sources, strict=True):
-        target.copy_(source)
-
-
-class FakeDecode:
-    """BatchDecodeWithPagedKVCacheWrapper; one for graphs keeps its three buffers."""
-
-    def __init__(self, gpu, workspace, kv_layout, *, backend, use_tensor_cores=False, use_cuda_graph=False, **buffers):
-        assert not workspace.any()
-        self._kv_layout = kv_layout
-        names = ("indptr", "indices", "last_page_len")
-        self._fixed = [buffers[f"paged_kv_{name}_buffer"] for name in names] if use_cuda_graph else None
-        self._gpu, self._starts = gpu, None
-
-    def plan(self, indptr, indices, last, num_heads, num_kv_heads, head_dim, page_size, **options):
-        assert self._gpu.calls is None, "plans may not happen in a capture"
-        index = (indptr, indices, last)
-        assert all(t.dtype == torch.int32 for t in index)
-        if self._fixed is None:
-            self._index = [t.clone() for t in index]
-        else:
-            self._index = self._fixed
-            assert len(last) == len(self._fixed[2]) and len(indices) <= len(self._fixed[1])
-            copy_all([own[: len(new)] for own, new in zip(self._fixed, index, strict=True)], index)
-        self._size, self._options = page_size, options
-
-    def run(self, q, cache, out):
-        cache = tokens_then_heads(cache, self._kv_layout)
-        self._gpu.kernel(lambda: self._run(q, cache, out))
-        return out
-
-    def _run(self, q, cache, out):
-        indptr, indices, last = (t.tolist() for t in self._index)
-        starts = self._starts or range(len(last) + 1)
-        left, cap, scale = (self._options[name] for name in ("window_left", "logits_soft_cap", "sm_scale"))
-        for s in range(len(last)):
-            pages = indices[indptr[s] : indptr[s + 1]]
-            context = (len(pages) - 1) * self._size + last[s]
-            k, v = (cache[pages, i].flatten(0, 1)[:context] for i in (0, 1))
-            rows = slice(starts[s], starts[s + 1])
-            mask = causal_mask(starts[s + 1] - starts[s], context, None if left < 0 else left + 1, q.device)
-            out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=cap).to(q.dtype)
-
-
-class FakePrefill(FakeDecode):
-    """BatchPrefillWithPagedKVCacheWrapper. Without `causal` it attends to all that a sequence has, and has no window."""
-
-    def plan(self, qo_indptr, *index_and_shape, causal, **options):
-        assert qo_indptr.dtype == torch.int32 and (causal or options["window_left"] == -1)
-        super().plan(*index_and_shape, **options)
-        self._starts, self._is_causal = qo_indptr.tolist(), causal
-        self._gpu.not_causal_plans += not causal
-
-    def run(self, q, cache, out=None, return_lse=False):
-        if self._is_causal:
-            assert not return_lse
-            return super().run(q, cache, out)
-        assert len(q) == self._starts[-1]
-        out, sums = torch.empty_like(q), torch.empty(q.shape[:2])
-        cache = tokens_then_heads(cache, self._kv_layout)
-        self._gpu.kernel(lambda: self._run_all(q, cache, out, sums))
-        return (out, sums) if return_lse else out
-
-    def _run_all(self, q, cache, out, sums):
-        indptr, indices, last = (t.tolist() for t in self._index)
-        cap, scale = (self._options[name] for name in ("logits_soft_cap", "sm_scale"))
-        for s in range(len(last)):
-            pages, rows = indices[indptr[s] : indptr[s + 1]], slice(self._starts[s], self._starts[s + 1])
-            context = (len(pages) - 1) * self._size + last[s]
-            k, v = (cache[pages, i].flatten(0, 1)[:context].float() for i in (0, 1))
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-            scores = torch.einsum("qhd,chd->qhc", q[rows].float(), k) * scale
-            scores = scores if cap is None else cap * torch.tanh(scores / cap)
-            out[rows] = torch.einsum("qhc,chd->qhd", scores.softmax(-1), v).to(q.dtype)
-            sums[rows] = scores.logsumexp(-1) / torch.tensor(2.0).log()  # FlashInfer's are to the base of 2
-
-
-class FakeMla:
-    """BatchMLAPagedAttentionWrapper with packed queries and caches, as FlashInfer 0.7.2's fa2 kernel takes them."""
-
-    def __init__(self, gpu, workspace, *, backend):
-        assert backend == "fa2" and not workspace.any()
-        self._gpu = gpu
-
-    def plan(self, *, metadata, num_heads, head_dim_ckv, head_dim_kpe, page_size, causal, sm_scale, **dtypes):
-        assert causal and self._gpu.calls is None and set(dtypes.values()) <= set(HALF)
-        assert all(t.dtype == torch.int32 for t in metadata.values())
-        assert head_dim_ckv % 128 == head_dim_kpe % 64 == 0 and 128 % num_heads == 0
-        self._index = {name: t.tolist() for name, t in metadata.items()}
-        self._sizes, self._scale = (num_heads, head_dim_ckv, head_dim_kpe, page_size), sm_scale
-        self._gpu.latent_plans += 1
-
-    def run(self, *, query, kv_cache, out):
-        heads, ckv, kpe, size = self._sizes
-        assert query.is_contiguous() and kv_cache.is_contiguous() and out.shape == (len(query), heads, ckv)
-        assert query.shape[1:] == (heads, ckv + kpe) and kv_cache.shape[1:] == (size, ckv + kpe)
-        starts, indptr, pages, lengths = self._index.values()
-        for s, context in enumerate(lengths):
-            rows = slice(starts[s], starts[s + 1])
-            entries = kv_cache[pages[indptr[s] : indptr[s + 1]]].flatten(0, 1)[:context].unsqueeze(1)
-            mask = causal_mask(starts[s + 1] - starts[s], context, None, query.device)
-            out[rows] = attend(query[rows], entries, entries[..., :ckv], mask, scale=self._scale, softcap=None).to(out)
-
-
-def mla_metadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr):
-    return {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
-
-
-class FakeGraph:
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], object]] = []
-
-    def replay(self) -> None:
-        for call in self.calls:
-            call()
-
-
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """A CudaBackend over the fake; `fake_gpu.gpu` counts captures."""
-    gpu = FakeGpu()
-    stream = types.SimpleNamespace(wait_stream=lambda other: None)
-    monkeypatch.setitem(sys.modules, "flashinfer", gpu)
-    for name, value in {
-        "is_available": lambda: True,
-        "synchronize": lambda device=None: None,
-        "Stream": lambda device=None: stream,
-        "current_stream": lambda device=None: stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "device": lambda device: contextlib.nullcontext(),
-        "CUDAGraph": FakeGraph,
-        "graph": gpu.capture,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, value)
-    monkeypatch.setattr("kvrelay.kernels.cuda._WORKSPACE_BYTES", 1 << 10)
-    backend = CudaBackend("cpu:0")
-    backend.gpu = gpu
-    return backend
-
-
-def on_host(batch: AttentionBatch) -> AttentionBatch:
-    tensors = {name: getattr(batch, name) for name in batch.__slots__}
-    return AttentionBatch(**{n: t.as_subclass(OnHost) if isinstance(t, Tensor) else t for n, t in tensors.items()})
-
-
 @pytest.fixture(params=["llama", "qwen3", "gemma2"])
 def folder(request, tmp_path, monkeypatch):
     """A tiny checkpoint whose heads are of a size that FlashInfer has."""
@@ -500,6 +225,22 @@ def wrap_ids(wrap, token_ids):
 def test_a_replayed_step_of_a_real_model_equals_the_step_on_a_fake_gpu(fake_gpu, folder, kv_layout):
     assert_graphs_equal_steps(Decoder(fake_gpu, folder, kv_layout=kv_layout), on_host)
     assert fake_gpu.gpu.num_captures == 2  # one for each size
+
+
+def test_sizes_captured_before_the_first_request_replay_as_well(fake_gpu, folder, caplog):
+    decoder = Decoder(fake_gpu, folder)
+    graphs = DecodeGraphs(fake_gpu, decoder.shape, max_blocks=8, sizes=(2, 4))
+    with caplog.at_level("INFO"):
+        graphs.warm_up(decoder.forward)
+    assert fake_gpu.gpu.num_captures == 2 and "decode steps are captured in 2 sizes" in caplog.text
+    for seed, contexts in enumerate(((33, 60, 5), (6,), (80, 1, 2, 3))):
+        token_ids, batch = decoder.step(tuple((1, context) for context in contexts), seed)
+        before = decoder.kv.clone()
+        plain, cache = decoder.plain(token_ids, batch).clone(), decoder.kv.clone()
+        decoder.kv.copy_(before)
+        torch.testing.assert_close(graphs.run(token_ids, batch, decoder.forward), plain, atol=3e-2, rtol=3e-2)
+        torch.testing.assert_close(decoder.kv, cache, atol=3e-2, rtol=3e-2)
+    assert fake_gpu.gpu.num_captures == 2
 
 
 def test_a_forward_that_copies_metadata_by_itself_cannot_be_captured(fake_gpu, folder):
