@@ -244,7 +244,7 @@ static float softmax_row(const tile_state *s, long row, long base, float *scores
 }
 
 /* One tile of context, of the tokens base .. end - 1 in s->table, for `rows` rows from `row` on. */
-INLINE void attend_tile(tile_state *s, long row, long rows, long base, long end)
+static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long rows, long base, long end)
 {
     const long padded = s->j->padded, next = base + TILE, left = end - next, n = left < 0 ? end - base : TILE;
     float carry[rows], *scores = s->scores + row * TILE;
