@@ -14,7 +14,7 @@ import ray
 
 from kvrelay import tracing
 from kvrelay.cluster.autoscaling import UTILISATION, utilisation
-from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share, usable_cores
+from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.health import HUNG_S, StepWatch
 from kvrelay.cluster.registry import WorkerRecord
 from kvrelay.cluster.registry_actor import Terms, connect_registry, follow, keep_listed
@@ -24,6 +24,7 @@ from kvrelay.cluster.store_factory import ClusterStores
 from kvrelay.config import Settings, cache_dir, settings_from
 from kvrelay.errors import EngineFailed, StoreError
 from kvrelay.kvcache.remote import CLUSTER
+from kvrelay.machine import own_cores
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -67,7 +68,7 @@ class WorkerReplica:
 
     async def _lease_cores(self) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
-        cluster, cores = self._settings.cluster, usable_cores()
+        cluster, cores = self._settings.cluster, own_cores()
         engine = self._settings.for_role(Role(self.role)).engine
         if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
             return None
@@ -103,7 +104,7 @@ class WorkerReplica:
             self._stores = ClusterStores(self._settings, terms.secret, worker_id=worker_id, host=host)
         return self._worker_class()(
             self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
-            node_id=node_id, secret=terms.secret, host=host, cores=self._lease.cores if self._lease else None,
+            node_id=node_id, secret=terms.secret, host=host, cores=self._lease.cpus if self._lease else None,
             cluster_store=self._stores, num_workers=self._num_workers,
         )  # fmt: skip
 

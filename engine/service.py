@@ -32,6 +32,7 @@ from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.remote import ClusterStore
 from kvrelay.kvcache.storage import DTYPES
+from kvrelay.machine import physical_cores
 from kvrelay.plane import Connection, Server
 from kvrelay.tls import cluster_tls
 from kvrelay.tracing import Spans, spans_of
@@ -232,7 +233,7 @@ class WorkerService:
         check_fit(ModelSpec.from_folder(self.model_dir), self.settings, self.role)
         own = self.settings.for_role(self.role)
         settings = own.engine
-        num_threads = settings.num_threads or (len(self.cores) if self.cores else None)
+        num_threads = settings.num_threads or (len(physical_cores(self.cores)) if self.cores else None)
         if num_threads:
             torch.set_num_threads(num_threads)
         backend = select_backend(settings.backend, settings.device, num_threads)

@@ -7,7 +7,6 @@ bit. With bfloat16 this holds as long as the linear kernel is the compiled one (
 
 import hashlib
 import logging
-import os
 
 import torch
 from torch import Tensor
@@ -31,6 +30,7 @@ from kvrelay.kernels.quantized import HeadByHead
 from kvrelay.kernels.reference import ReferencePlan
 from kvrelay.kernels.selfcheck import first_wrong_kernel
 from kvrelay.kernels.torch_cpu import TorchCpuBackend
+from kvrelay.machine import own_cores
 from kvrelay.native import processor
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
 
 
 class CpuBackend:
-    """Kernels on `num_threads` cores; None takes those that this process may run on.
+    """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
 
     Sets torch's own thread count (process-wide) to the same number.
     """
@@ -61,7 +61,7 @@ class CpuBackend:
 
     def __init__(self, num_threads: int | None = None) -> None:
         self.device = torch.device("cpu")
-        self.num_threads = num_threads or len(os.sched_getaffinity(0))
+        self.num_threads = num_threads or len(own_cores())
         torch.set_num_threads(self.num_threads)
         self._torch = TorchCpuBackend()
         self._native, self._why_not = _load(self.num_threads)

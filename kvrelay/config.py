@@ -107,7 +107,7 @@ class EngineSettings(_Settings):
     token_budget: int = Field(512, ge=16, description="most tokens in one step")
     max_running: int = Field(64, ge=1, description="most sequences in one batch; at most token_budget")
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
-    num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's cores")
+    num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's physical cores")
     prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")
     preemption: PreemptionMode = Field(
         "auto",
@@ -429,8 +429,8 @@ class ClusterSettings(_Settings):
     cores_per_worker: int | None = Field(
         None,
         ge=1,
-        description="CPU cores each worker is pinned to, its own while there are enough; default: at its start a fair "
-        "share of the node among all workers wanted then, so set this where workers are to be added later",
+        description="physical CPU cores each worker is pinned to, its own and of one NUMA node while there are enough; "
+        "default: at its start a fair share of the node among all workers wanted then, so set this where workers are to be added later",
     )
     num_cpus_per_worker: float | None = Field(None, ge=0, description="Ray CPUs each worker asks for")
     num_gpus_per_worker: float = Field(0.0, ge=0, description="Ray GPUs each worker asks for")

@@ -13,7 +13,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -95,29 +97,42 @@ def _built(name: str, compiler: str, sources: Sequence[Path], headers: Sequence[
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
             logger.info("compiling %s with %s (once)", name, compiler)
+            start_s = time.perf_counter()
             _compile(compiler, sources, headers, target)
+            logger.info("compiled %s in %.1f s", name, time.perf_counter() - start_s)
     return target
 
 
 def _compile(compiler: str, sources: Sequence[Path], headers: Sequence[Path], target: Path) -> None:
     """All sources to `target` for this very processor; falls back to the compiler's default target."""
     folders = [f"-I{folder}" for folder in dict.fromkeys(header.parent for header in headers)]
+    error = ""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         product = Path(scratch) / target.name
         for architecture in _TARGETS:
-            command = [
-                compiler,
-                *_FLAGS,
-                *folders,
-                *architecture,
-                "-shared",
-                *map(str, sources),
-                "-o",
-                str(product),
-                "-lm",
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
-            if done.returncode == 0:
+            command = [compiler, *_FLAGS, *folders, *architecture]
+            error = _build(command, sources, product)
+            if not error:
                 os.replace(product, target)
                 return
-    raise OSError(f"{compiler} failed: {done.stderr.strip()[:500]}")
+    raise OSError(f"{compiler} failed: {error[:500]}")
+
+
+def _build(command: Sequence[str], sources: Sequence[Path], product: Path) -> str:
+    """Compile each source, as many at once as there are CPUs, and link them: the compiler's complaint, "" if there is none."""
+    objects = [product.with_name(f"{index}.o") for index in range(len(sources))]
+
+    def compiled(source: Path, target: Path) -> str:
+        return _complaint([*command, "-c", str(source), "-o", str(target)])
+
+    by_size = sorted(zip(sources, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        complaints = list(pool.map(compiled, *zip(*by_size, strict=True)))
+    return next(filter(None, complaints), "") or _complaint(
+        [*command, "-shared", *map(str, objects), "-o", str(product), "-lm"]
+    )
+
+
+def _complaint(command: Sequence[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"

@@ -18,8 +18,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvrelay.kvtransfer.topology import UNKNOWN_NODE, Gpu, Nic, Topology
+from kvrelay.kvtransfer.topology import Gpu, Nic, Topology
 from kvrelay.kvtransfer.transports.base import host_id
+from kvrelay.machine import UNKNOWN_NODE, entries, node_cpus, node_folders, text
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +61,13 @@ def discover(
         gpu_addresses: PCI address of each GPU, in this process's order.
         fabrics: NVLink domains by PCI address; a GPU without one counts to its host's.
     """
-    distances, node_of = _nodes(root)
+    node_of = node_cpus(root)
     nodes = {node_of.get(core, UNKNOWN_NODE) for core in cores}
     return Topology(
         host=host,
         process=process,
         numa_node=nodes.pop() if len(nodes) == 1 else UNKNOWN_NODE,
-        numa_distances=distances,
+        numa_distances=_distances(root),
         nics=[*_rdma_nics(root), *_ethernet_nics(root, addresses or {})],
         gpus=[_gpu(root, index, address, fabrics or {}, host) for index, address in enumerate(gpu_addresses)],
     )
@@ -75,24 +76,9 @@ def discover(
 # ---- sysfs
 
 
-def _text(path: Path) -> str:
-    """A file's content; "" where it cannot be read."""
-    try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
-def _number(text: str, default: int) -> int:
-    match = re.match(r"-?\d+", text)
+def _number(written: str, default: int) -> int:
+    match = re.match(r"-?\d+", written)
     return int(match.group()) if match else default
-
-
-def _entries(folder: Path) -> list[Path]:
-    try:
-        return sorted(folder.iterdir())
-    except OSError:
-        return []
 
 
 def _pci_path(device: Path) -> list[str]:
@@ -107,53 +93,40 @@ def _numa_node(device: Path) -> int:
     with contextlib.suppress(OSError):
         where = device.resolve()
         while _pci_path(where):
-            node = _number(_text(where / "numa_node"), UNKNOWN_NODE)
+            node = _number(text(where / "numa_node"), UNKNOWN_NODE)
             if node != UNKNOWN_NODE:
                 return node
             where = where.parent
     return UNKNOWN_NODE
 
 
-def _nodes(root: Path) -> tuple[list[list[int]], dict[int, int]]:
-    """(distances between NUMA nodes, node of each core)."""
-    distances: dict[int, list[int]] = {}
-    node_of: dict[int, int] = {}
-    for folder in _entries(root / "devices/system/node"):
-        match = re.fullmatch(r"node(\d+)", folder.name)
-        if match is None:
-            continue
-        node = int(match.group(1))
-        distances[node] = [int(word) for word in _text(folder / "distance").split() if word.isdigit()]
-        node_of |= dict.fromkeys(_cores(_text(folder / "cpulist")), node)
-    return [distances.get(node, []) for node in range(max(distances, default=-1) + 1)], node_of
-
-
-def _cores(listed: str) -> Iterable[int]:
-    """Of "0-3,8": 0, 1, 2, 3, 8."""
-    for part in listed.split(","):
-        first, _, last = part.partition("-")
-        if first.isdigit():
-            yield from range(int(first), int(last if last.isdigit() else first) + 1)
+def _distances(root: Path) -> list[list[int]]:
+    """Between NUMA nodes: [from][to]."""
+    rows = {
+        node: [int(word) for word in text(folder / "distance").split() if word.isdigit()]
+        for node, folder in node_folders(root).items()
+    }
+    return [rows.get(node, []) for node in range(max(rows, default=-1) + 1)]
 
 
 def _rdma_nics(root: Path) -> Iterable[Nic]:
-    for folder in _entries(root / "class/infiniband"):
-        for port in _entries(folder / "ports"):
-            rate = re.match(r"[\d.]+", _text(port / "rate"))
+    for folder in entries(root / "class/infiniband"):
+        for port in entries(folder / "ports"):
+            rate = re.match(r"[\d.]+", text(port / "rate"))
             yield Nic(
                 name=folder.name, kind="rdma", port=_number(port.name, 1),
-                is_up="ACTIVE" in _text(port / "state"), gbit_per_s=float(rate.group()) if rate else 0.0,
+                is_up="ACTIVE" in text(port / "state"), gbit_per_s=float(rate.group()) if rate else 0.0,
                 numa_node=_numa_node(folder / "device"), pci_path=_pci_path(folder / "device"),
             )  # fmt: skip
 
 
 def _ethernet_nics(root: Path, addresses: Mapping[str, Sequence[str]]) -> Iterable[Nic]:
-    for folder in _entries(root / "class/net"):
-        if _text(folder / "type") != _ETHERNET:
+    for folder in entries(root / "class/net"):
+        if text(folder / "type") != _ETHERNET:
             continue
-        mbit_per_s = _number(_text(folder / "speed"), -1)
+        mbit_per_s = _number(text(folder / "speed"), -1)
         yield Nic(
-            name=folder.name, kind="ethernet", is_up=_text(folder / "operstate") == "up",
+            name=folder.name, kind="ethernet", is_up=text(folder / "operstate") == "up",
             gbit_per_s=max(mbit_per_s, 0) / 1000, numa_node=_numa_node(folder / "device"),
             pci_path=_pci_path(folder / "device"), addresses=list(addresses.get(folder.name, ())),
         )  # fmt: skip

@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-UNKNOWN_NODE = -1
+from kvrelay.machine import UNKNOWN_NODE
+
 _SWITCH_DEPTH = 2  # host bridge and root port in common: what lies below is one PCIe switch
 _MULTI_RAIL_RATIO = 2.0  # a NIC this much slower than the fastest is no rail beside it
 

@@ -54,11 +54,10 @@ INLINE v8 load8(const char *p, long i, int kind)
     return (v8)(__builtin_convertvector(*(const h8_mem *)((const bf16 *)p + i), u8) << 16);
 }
 
-/* Eight rows of eight numbers -> columns of `out` (row stride TILE). */
-INLINE void transpose8(const char *const row[8], long i, float *out, int kind)
+/* Eight rows of eight words, transposed. */
+INLINE void transpose8(v8 a[8])
 {
-    v8 a[8], b[8], c[8];
-    UNROLL for (int r = 0; r < 8; r++) a[r] = load8(row[r], i, kind);
+    v8 b[8], c[8];
     UNROLL for (int r = 0; r < 8; r += 2) {
         b[r] = SHUFFLE(a[r], a[r + 1], 0, 8, 1, 9, 4, 12, 5, 13);
         b[r + 1] = SHUFFLE(a[r], a[r + 1], 2, 10, 3, 11, 6, 14, 7, 15);
@@ -70,8 +69,29 @@ INLINE void transpose8(const char *const row[8], long i, float *out, int kind)
         }
     }
     UNROLL for (int r = 0; r < 4; r++) {
-        *(v8_mem *)(out + r * TILE) = SHUFFLE(c[r], c[r + 4], 0, 1, 2, 3, 8, 9, 10, 11);
-        *(v8_mem *)(out + (r + 4) * TILE) = SHUFFLE(c[r], c[r + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+        a[r] = SHUFFLE(c[r], c[r + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+        a[r + 4] = SHUFFLE(c[r], c[r + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+    }
+}
+
+/* Numbers i..i+7 of eight rows -> columns of `out` (row stride TILE). */
+INLINE void columns8(const char *const row[8], long i, float *out, int kind)
+{
+    v8 a[8];
+    UNROLL for (int r = 0; r < 8; r++) a[r] = load8(row[r], i, kind);
+    transpose8(a);
+    UNROLL for (int r = 0; r < 8; r++) *(v8_mem *)(out + r * TILE) = a[r];
+}
+
+/* Numbers i..i+15 of eight rows of bf16: pairs are transposed as one word, and widened then. */
+INLINE void columns16(const char *const row[8], long i, float *out)
+{
+    v8 a[8];
+    UNROLL for (int r = 0; r < 8; r++) a[r] = *(const v8_mem *)((const bf16 *)row[r] + i);
+    transpose8(a);
+    UNROLL for (int r = 0; r < 8; r++) {
+        *(v8_mem *)(out + 2 * r * TILE) = (v8)((u8)a[r] << 16);
+        *(v8_mem *)(out + (2 * r + 1) * TILE) = (v8)((u8)a[r] & 0xffff0000u);
     }
 }
 
@@ -94,7 +114,9 @@ INLINE void gather_as(tile_state *s, long base, long n, const int kind)
             s->key_scale[t] = kv_scale(key[t], j->dim), s->value_scale[t] = kv_scale(key[t] + to_value, j->dim);
     for (long t = 0; t < n; t += 8) {
         long d = 0;
-        for (; d + 8 <= j->dim; d += 8) transpose8(key + t, d, s->keys + d * TILE + t, kind);
+        if (kind == KV_BF16)
+            for (; d + 16 <= j->dim; d += 16) columns16(key + t, d, s->keys + d * TILE + t);
+        for (; d + 8 <= j->dim; d += 8) columns8(key + t, d, s->keys + d * TILE + t, kind);
         for (; d < j->dim; d++)
             for (int r = 0; r < 8; r++) s->keys[d * TILE + t + r] = kv_load_one(key[t + r], d, kind);
     }
@@ -222,7 +244,7 @@ static float softmax_row(const tile_state *s, long row, long base, float *scores
 }
 
 /* One tile of context, of the tokens base .. end - 1 in s->table, for `rows` rows from `row` on. */
-INLINE void attend_tile(tile_state *s, long row, long rows, long base, long end)
+static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long rows, long base, long end)
 {
     const long padded = s->j->padded, next = base + TILE, left = end - next, n = left < 0 ? end - base : TILE;
     float carry[rows], *scores = s->scores + row * TILE;

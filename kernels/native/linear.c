@@ -10,8 +10,8 @@
  *   DOT  (AVX512-BF16, K even) per pair of k, NR words: output n's weights at k (low) and k+1 (high).
  */
 #include <string.h>
+#include "linear_cut.h"
 #include "linear_store.h"
-#include "pool.h"
 #if defined(__AVX512BF16__) && VL == 16
 #include <immintrin.h>
 #define HAS_DOT 1
@@ -22,24 +22,29 @@
 #define F32 0
 #define BF16 1
 #define DOT 2
+/* Bytes of each panel that are fetched before their use where rows are few: of several panels side by side, and of one. */
+#define AHEAD_WIDE 1024
+#define AHEAD 2048
 
 typedef struct {
     int kind;
-    const void *x;    /* F32, BF16: floats; DOT: bf16 */
+    const void *x; /* F32, BF16: floats; DOT: bf16 */
     long ldx;
     void *y;
     const char *w;
     const float *bias;
-    long M, N, K;
-    long panels, panel_bytes, group, groups, rows_per_block;
+    long N, K, panel_bytes;
+    linear_cut cut;
 } linear_job;
+
+typedef void (*linear_tile)(const linear_job *, long row, long panel, long ahead);
 
 long kr_panel_width(void) { return NR; }
 int kr_has_dot(void) { return HAS_DOT; }
 
 INLINE void load_weights(const char *w, vf out[NV], int kind)
 {
-    if (kind == F32) {
+    if (kind != BF16) { /* DOT: pairs, used as they are */
         UNROLL for (int v = 0; v < NV; v++) out[v] = vload((const float *)w + v * VL);
         return;
     }
@@ -50,41 +55,62 @@ INLINE void load_weights(const char *w, vf out[NV], int kind)
     }
 }
 
-#define KIND F32
-#include "linear_kind.h"
-#define KIND BF16
-#include "linear_kind.h"
-#if HAS_DOT
-#define KIND DOT
-#include "linear_kind.h"
-#endif
-
-static long step(const linear_job *j, long row, long panel, long end, int rows)
+/* A float, or a pair of bf16, in every lane. */
+INLINE vf load_input(const char *x)
 {
-    if (j->kind == F32) return step_0(j, row, panel, end, rows);
-#if HAS_DOT
-    if (j->kind == DOT) return step_2(j, row, panel, end, rows);
-#endif
-    return step_1(j, row, panel, end, rows);
+    uint32_t bits;
+    memcpy(&bits, x, 4);
+    return (vf)((vu){0} + bits);
 }
 
-/* One block of rows times one group of panels; rows are cut into tiles of nearly equal height. */
+INLINE vf multiply_add(vf sum, vf a, vf b, int kind)
+{
+#if HAS_DOT
+    if (kind == DOT) return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#endif
+    return sum + a * b;
+}
+
+#define TILE_TYPE linear_tile
+#define TILE_FILE "linear_tile.h"
+#define KIND F32
+#include "tiles.h"
+#define KIND BF16
+#include "tiles.h"
+#if HAS_DOT
+#define KIND DOT
+#include "tiles.h"
+#endif
+
+static const linear_tile *narrow_tiles(int kind)
+{
+#if HAS_DOT
+    if (kind == DOT) return narrow_2;
+#endif
+    return kind == F32 ? narrow_0 : narrow_1;
+}
+
+static const linear_tile *wide_tiles(int kind)
+{
+#if HAS_DOT
+    if (kind == DOT) return wide_2;
+#endif
+    return kind == F32 ? wide_0 : wide_1;
+}
+
 static void linear_task(void *arg, long index)
 {
     const linear_job *j = arg;
-    long first = index % j->groups * j->group, last = first + j->group;
-    if (last > j->panels) last = j->panels;
-    long begin = index / j->groups * j->rows_per_block, end = begin + j->rows_per_block;
-    if (end > j->M) end = j->M;
-    long tiles = (end - begin + MR - 1) / MR;
-    for (long panel = first; panel < last;) {
-        long done = 1;
+    const linear_part part = cut_part(&j->cut, index);
+    const long tiles = part_tiles(&part), rows = part.end - part.begin, np = tiles == 1 ? side_by_side(rows) : 1;
+    const linear_tile *narrow = narrow_tiles(j->kind);
+    long panel = part.first;
+    for (; tiles == 1 && panel + np <= part.last; panel += np) wide_tiles(j->kind)[rows](j, part.begin, panel, AHEAD_WIDE);
+    for (; panel < part.last; panel++)
         for (long t = 0; t < tiles; t++) {
-            long top = begin + (end - begin) * t / tiles, bottom = begin + (end - begin) * (t + 1) / tiles;
-            done = step(j, top, panel, tiles == 1 ? last : panel + 1, (int)(bottom - top));
+            const long top = tile_begin(&part, t), bottom = tile_begin(&part, t + 1);
+            narrow[bottom - top](j, top, panel, tiles == 1 ? AHEAD : j->panel_bytes);
         }
-        panel += done;
-    }
 }
 
 typedef struct {
@@ -97,11 +123,7 @@ static void widen_task(void *arg, long index)
 {
     const widen_job *j = arg;
     long end = (index + 1) * 32 < j->M ? (index + 1) * 32 : j->M;
-    for (long m = index * 32; m < end; m++) {
-        long k = 0;
-        for (; k + VL <= j->K; k += VL) vstore(j->out + m * j->K + k, vload_bf16(j->x + m * j->ldx + k));
-        for (; k < j->K; k++) j->out[m * j->K + k] = to_float(j->x[m * j->ldx + k]);
-    }
+    for (long m = index * 32; m < end; m++) widen_row(j->x, m * j->ldx, j->K, 0, j->out + m * j->K);
 }
 
 /* x [M, K] with row stride ldx, y [M, N] contiguous; both bf16 unless kind is F32. bias: N floats or NULL. */
@@ -109,22 +131,15 @@ void kr_linear(pool *p, int kind, const void *x, long ldx, void *y, const void *
                long K)
 {
     if (M < 1 || N < 1 || K < 1) return;
-    linear_job j = {.kind = kind, .x = x, .ldx = ldx, .y = y, .w = w, .bias = bias, .M = M, .N = N, .K = K};
+    linear_job j = {.kind = kind, .x = x, .ldx = ldx, .y = y, .w = w, .bias = bias, .N = N, .K = K,
+                    .panel_bytes = K * NR * (kind == F32 ? 4 : 2), .cut = cut_linear(p, M, N, K)};
     if (kind == BF16) {
         widen_job widen = {x, pool_scratch(p, 0, M * K * 4), ldx, M, K};
         pool_run(p, widen_task, &widen, (M + 31) / 32);
         j.x = widen.out;
         j.ldx = K;
     }
-    j.panels = (N + NR - 1) / NR;
-    j.panel_bytes = K * NR * (kind == F32 ? 4 : 2);
-    j.rows_per_block = rows_per_block(M, K);
-    long blocks = (M + j.rows_per_block - 1) / j.rows_per_block;
-    long wanted = 8L * pool_threads(p); /* tasks of one block: enough to balance two uneven threads */
-    j.group = pool_threads(p) == 1 ? j.panels : (j.panels + wanted - 1) / wanted;
-    j.group = (j.group + 3) / 4 * 4;
-    j.groups = (j.panels + j.group - 1) / j.group;
-    pool_run(p, linear_task, &j, j.groups * blocks);
+    pool_run(p, linear_task, &j, cut_tasks(&j.cut));
 }
 
 typedef struct {

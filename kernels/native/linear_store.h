@@ -1,11 +1,11 @@
-/* What the linear kernels share: a finished tile to memory, and how many rows a block of them has. */
+/* A finished tile of a linear kernel to memory. */
 #ifndef KVRELAY_LINEAR_STORE_H
 #define KVRELAY_LINEAR_STORE_H
 
 #include "vec.h"
 
-/* A finished tile, [rows][width] floats, to rows `row`.. and columns `first`.. of y [., N]: bias, rounding to bf16
- * unless `wide`, and the panels' padding left out. */
+/* [rows][width] floats to rows `row`.. and columns `first`.. of y [., N]: bias, rounding to bf16 unless `wide`, and the
+ * panels' padding left out. */
 static inline void store_tile(void *y, long N, const float *bias, int wide, long row, long first, int rows, int width,
                               const float *tile)
 {
@@ -22,14 +22,6 @@ static inline void store_tile(void *y, long N, const float *bias, int wide, long
             store_any(y, at + n, bias ? value + bias[n] : value, wide);
         }
     }
-}
-
-/* Rows of x whose float32 form fits half of a 512 KiB second-level cache, in whole tiles. */
-static inline long rows_per_block(long M, long K)
-{
-    long rows = (256 << 10) / (K * 4) / MR * MR;
-    rows = rows < 2 * MR ? 2 * MR : rows > 32 * MR ? 32 * MR : rows;
-    return M <= rows ? M : rows;
 }
 
 #endif

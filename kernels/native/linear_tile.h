@@ -1,46 +1,42 @@
-/* One tile of ROWS rows and NP panels side by side; KIND, ROWS, NP and TILE are defined by the includer. */
-static __attribute__((noinline)) void TILE(const linear_job *j, long row, long panel)
+/* One tile of ROWS rows and NP panels side by side: tile_<KIND>_<ROWS>x<NP>, see tiles.h.
+ *
+ * `ahead`: bytes from a panel's weights to those fetched meanwhile. Near a panel's end that is NP - 1 panels further on,
+ * where the next tile goes on.
+ */
+#define DEPTH (KIND == DOT ? 2 : 1) /* inputs of one step */
+#define STEP_BYTES (NR * DEPTH * (KIND == F32 ? 4 : 2))
+#define STEPS (STEP_BYTES < 64 ? 64 / STEP_BYTES : 1) /* that read one line of a panel, or more */
+#define ADD_STEP(k)                                                                                              \
+    UNROLL for (int p = 0; p < NP; p++) {                                                                        \
+        vf b[NV];                                                                                                \
+        load_weights(w + p * panel_bytes + (k) * STEP_BYTES, b, KIND);                                           \
+        UNROLL for (int r = 0; r < ROWS; r++) {                                                                  \
+            vf a = load_input(x + r * ldx + (k) * 4);                                                            \
+            UNROLL for (int v = 0; v < NV; v++)                                                                  \
+                acc[r][p * NV + v] = multiply_add(acc[r][p * NV + v], a, b[v], KIND);                            \
+        }                                                                                                        \
+    }
+static __attribute__((noinline)) void NAME(ROWS, NP)(const linear_job *j, long row, long panel, long ahead)
 {
     vf acc[ROWS][NP * NV];
     UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NP * NV; v++) acc[r][v] = (vf){0};
     const char *w = j->w + panel * j->panel_bytes;
-    const long panel_bytes = j->panel_bytes, ldx = j->ldx, K = j->K;
-#if KIND == DOT
-    const bf16 *x = (const bf16 *)j->x + row * ldx;
-    for (long k = 0; k < K / 2; k++) {
-        UNROLL for (int p = 0; p < NP; p++) {
-            const uint32_t *at = (const uint32_t *)(w + p * panel_bytes) + k * NR;
-            __builtin_prefetch((const char *)at + 2048);
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                uint32_t pair;
-                memcpy(&pair, x + r * ldx + 2 * k, 4);
-                __m512bh a = (__m512bh)_mm512_set1_epi32((int)pair);
-                UNROLL for (int v = 0; v < NV; v++)
-                    acc[r][p * NV + v] = (vf)_mm512_dpbf16_ps((__m512)acc[r][p * NV + v], a,
-                                                              (__m512bh)_mm512_loadu_si512(at + v * VL));
-            }
-        }
+    const long panel_bytes = j->panel_bytes, ldx = j->ldx * (KIND == DOT ? 2 : 4), count = j->K / DEPTH;
+    const char *x = (const char *)j->x + row * ldx;
+    long k = 0;
+    for (; k + STEPS <= count; k += STEPS) {
+        const char *next = w + k * STEP_BYTES + ahead;
+        if (NP > 1 && k * STEP_BYTES + ahead >= panel_bytes) next += (NP - 1) * panel_bytes;
+        UNROLL for (int p = 0; p < NP; p++) UNROLL for (int line = 0; line < STEPS * STEP_BYTES; line += 64)
+            __builtin_prefetch(next + p * panel_bytes + line);
+        UNROLL for (int s = 0; s < STEPS; s++) ADD_STEP(k + s)
     }
-#else
-    const float *x = (const float *)j->x + row * ldx;
-    const long step = KIND == F32 ? NR * 4 : NR * 2;
-    for (long k = 0; k < K; k++) {
-        UNROLL for (int p = 0; p < NP; p++) {
-            vf b[NV];
-            const char *at = w + p * panel_bytes + k * step;
-            __builtin_prefetch(at + 1024);
-            load_weights(at, b, KIND);
-            UNROLL for (int r = 0; r < ROWS; r++) {
-                vf a = vset(x[r * ldx + k]);
-                UNROLL for (int v = 0; v < NV; v++) acc[r][p * NV + v] += a * b[v];
-            }
-        }
-    }
-#endif
+    for (; k < count; k++) ADD_STEP(k)
     float out[ROWS][NP * NR];
     UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NP * NV; v++) vstore(out[r] + v * VL, acc[r][v]);
     store_tile(j->y, j->N, j->bias, KIND == F32, row, panel * NR, ROWS, NP * NR, out[0]);
 }
-#undef TILE
-#undef ROWS
-#undef NP
+#undef DEPTH
+#undef STEP_BYTES
+#undef STEPS
+#undef ADD_STEP

@@ -8,8 +8,8 @@
  * before. Both are exact, and a mask and a conversion are all that is left to do for it.
  */
 #pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could load again, and spills the sums: 1.4 x */
+#include "linear_cut.h"
 #include "linear_store.h"
-#include "pool.h"
 #include "quant.h"
 
 #define AHEAD 5          /* groups that weights are fetched ahead of their use */
@@ -27,7 +27,8 @@ typedef struct {
     const float *bias;
     long M, N, K, group, groups;
     float unit;
-    long panels, panel_bytes, group_bytes, share, shares, rows_per_block;
+    long panel_bytes, group_bytes;
+    linear_cut cut;
 } quant_job;
 
 typedef void (*quant_tile)(const quant_job *, const float *, const float *, const char *, const float *, long, float *);
@@ -44,12 +45,16 @@ INLINE vf integers(vu words, int i, int bits)
     return __builtin_convertvector((vi)((i + 1) * bits == 32 ? words >> (32 - bits) : words & mask << i * bits), vf);
 }
 
-#define SOURCE 4
-#include "quant_kind.h"
-#define SOURCE 8
-#include "quant_kind.h"
-#define SOURCE 0
-#include "quant_kind.h"
+/* Kinds: 4 or 8 bits, or (0) floats in a scratch panel. */
+#define TILE_TYPE quant_tile
+#define TILE_FILE "quant_tile.h"
+#define KIND 4
+#include "tiles.h"
+#define KIND 8
+#include "tiles.h"
+#define KIND 0
+#define NARROW
+#include "tiles.h"
 
 /* `count` groups at w as floats, [count * group][NR]. */
 static void unpack(const quant_job *j, const char *w, long count, float *out)
@@ -76,9 +81,8 @@ static void finish(const quant_job *j, long row, long panel, long rows, long wid
 /* Rows that fit one tile, against panels first..last. */
 static void few_rows(const quant_job *j, long row, int rows, long first, long last)
 {
-    const long np = rows == 1 ? 4 : rows == 2 ? 2 : 1;
-    const quant_tile *wide = j->bits == 4 ? quant_wide_4 : quant_wide_8;
-    const quant_tile *narrow = j->bits == 4 ? quant_narrow_4 : quant_narrow_8;
+    const long np = side_by_side(rows);
+    const quant_tile *wide = j->bits == 4 ? wide_4 : wide_8, *narrow = j->bits == 4 ? narrow_4 : narrow_8;
     for (long panel = first; panel < last;) {
         const long taken = panel + np <= last ? np : 1;
         float acc[MR * NR] = {0};
@@ -89,45 +93,41 @@ static void few_rows(const quant_job *j, long row, int rows, long first, long la
     }
 }
 
-/* Rows begin..end in tiles of nearly equal height against one panel, whose integers become floats part by part. */
-static void many_rows(const quant_job *j, long begin, long end, long panel)
+/* The part's rows against one panel, whose integers become floats some groups at a time. */
+static void many_rows(const quant_job *j, const linear_part *part, long panel)
 {
-    const long tiles = (end - begin + MR - 1) / MR, at_once = PLAIN_BYTES / (j->group * NR * 4) + 1;
-    float *plain = thread_scratch((at_once * j->group + end - begin) * NR * sizeof(float));
+    const long rows = part->end - part->begin, tiles = part_tiles(part), at_once = PLAIN_BYTES / (j->group * NR * 4) + 1;
+    float *plain = thread_scratch((at_once * j->group + rows) * NR * sizeof(float));
     float *acc = plain + at_once * j->group * NR;
-    for (long i = 0; i < (end - begin) * NR; i++) acc[i] = 0.0f;
+    for (long i = 0; i < rows * NR; i++) acc[i] = 0.0f;
     for (long g = 0; g < j->groups; g += at_once) {
         const long count = g + at_once < j->groups ? at_once : j->groups - g;
         const char *w = j->w + panel * j->panel_bytes + g * j->group_bytes;
         unpack(j, w, count, plain);
         for (long t = 0; t < tiles; t++) {
-            const long top = (end - begin) * t / tiles, bottom = (end - begin) * (t + 1) / tiles;
-            quant_narrow_0[bottom - top](j, j->x + (begin + top) * j->ldx + g * j->group,
-                                         j->sums + (begin + top) * j->groups + g, w, plain, count, acc + top * NR);
+            const long top = tile_begin(part, t), bottom = tile_begin(part, t + 1);
+            narrow_0[bottom - top](j, j->x + top * j->ldx + g * j->group, j->sums + top * j->groups + g, w, plain, count,
+                                   acc + (top - part->begin) * NR);
         }
     }
-    finish(j, begin, panel, end - begin, NR, acc);
+    finish(j, part->begin, panel, rows, NR, acc);
 }
 
-/* One block of rows times one share of the panels. */
 static void quant_task(void *arg, long index)
 {
     const quant_job *j = arg;
-    long first = index % j->shares * j->share, last = first + j->share;
-    if (last > j->panels) last = j->panels;
-    long begin = index / j->shares * j->rows_per_block, end = begin + j->rows_per_block;
-    if (end > j->M) end = j->M;
-    const long rows = end - begin, tiles = (rows + MR - 1) / MR;
+    const linear_part part = cut_part(&j->cut, index);
+    const long tiles = part_tiles(&part);
     if (tiles == 1) {
-        few_rows(j, begin, (int)rows, first, last);
+        few_rows(j, part.begin, (int)(part.end - part.begin), part.first, part.last);
         return;
     }
-    for (long panel = first; panel < last; panel++) {
-        if (tiles > FEW_TILES) many_rows(j, begin, end, panel);
+    for (long panel = part.first; panel < part.last; panel++) {
+        if (tiles > FEW_TILES) many_rows(j, &part, panel);
         else
             for (long t = 0; t < tiles; t++) {
-                const long top = begin + rows * t / tiles, bottom = begin + rows * (t + 1) / tiles;
-                few_rows(j, top, (int)(bottom - top), panel, panel + 1);
+                const long top = tile_begin(&part, t);
+                few_rows(j, top, (int)(tile_begin(&part, t + 1) - top), panel, panel + 1);
             }
     }
 }
@@ -140,10 +140,8 @@ static void prepare_task(void *arg, long index)
     const long padded = j->groups * j->group, end = (index + 1) * 8 < j->M ? (index + 1) * 8 : j->M;
     for (long m = index * 8; m < end; m++) {
         float *x = j->x + m * j->ldx;
-        long k = 0, at = m * j->source_ldx;
-        for (; k + VL <= j->K; k += VL) vstore(x + k, vload_any(j->source, at + k, j->wide));
-        for (; k < j->K; k++) x[k] = load_any(j->source, at + k, j->wide);
-        for (; k < padded; k++) x[k] = 0.0f;
+        widen_row(j->source, m * j->source_ldx, j->K, j->wide, x);
+        for (long k = j->K; k < padded; k++) x[k] = 0.0f;
         for (long g = 0; g < j->groups; g++) {
             vf sum = {0};
             for (float *from = x + g * j->group; from < x + (g + 1) * j->group; from += VL) {
@@ -163,19 +161,12 @@ void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void 
 {
     if (M < 1 || N < 1 || K < 1) return;
     quant_job j = {.bits = bits, .wide = wide, .source = x, .source_ldx = ldx, .y = y, .w = w, .bias = bias, .M = M,
-                   .N = N, .K = K, .group = group, .groups = (K + group - 1) / group, .unit = unit};
+                   .N = N, .K = K, .group = group, .groups = (K + group - 1) / group, .unit = unit,
+                   .group_bytes = quant_group_bytes(bits, group), .cut = cut_linear(p, M, N, K)};
+    j.panel_bytes = j.groups * j.group_bytes;
     j.ldx = j.groups * group;
     j.x = pool_scratch(p, 0, M * (j.ldx + j.groups) * sizeof(float));
     j.sums = j.x + M * j.ldx;
     pool_run(p, prepare_task, &j, (M + 7) / 8);
-    j.panels = (N + NR - 1) / NR;
-    j.group_bytes = quant_group_bytes(bits, group);
-    j.panel_bytes = j.groups * j.group_bytes;
-    j.rows_per_block = rows_per_block(M, K);
-    long blocks = (M + j.rows_per_block - 1) / j.rows_per_block;
-    long wanted = 8L * pool_threads(p); /* tasks of one block: enough to balance two uneven threads */
-    j.share = pool_threads(p) == 1 ? j.panels : (j.panels + wanted - 1) / wanted;
-    j.share = (j.share + 3) / 4 * 4;
-    j.shares = (j.panels + j.share - 1) / j.share;
-    pool_run(p, quant_task, &j, j.shares * blocks);
+    pool_run(p, quant_task, &j, cut_tasks(&j.cut));
 }

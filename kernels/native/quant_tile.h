@@ -1,33 +1,35 @@
-/* One tile of ROWS rows and NP panels side by side; SOURCE, ROWS, NP and TILE are defined by the includer.
+/* One tile of ROWS rows and NP panels side by side: tile_<KIND>_<ROWS>x<NP>, see tiles.h. KIND: bits of the integers, or 0
+ * where they are floats already, in `plain`.
  *
  * Adds `groups` groups to acc [ROWS][NP * NR], in units. A group's products with the bare integers are summed first, in
  * the order of the inputs; then scale times that sum is added, then offset times the sum of the group's activations.
  */
-static __attribute__((noinline)) void TILE(const quant_job *j, const float *x, const float *sums, const char *w,
-                                           const float *plain, long groups, float *acc)
+#define PER (KIND ? 32 / (KIND + !KIND) : 8) /* inputs of one word */
+static __attribute__((noinline)) void NAME(ROWS, NP)(const quant_job *j, const float *x, const float *sums,
+                                                     const char *w, const float *plain, long groups, float *acc)
 {
     const long group = j->group, group_bytes = j->group_bytes, panel_bytes = j->panel_bytes, ldx = j->ldx;
     const long scale_bytes = quant_scale_bytes(j->bits);
     for (long g = 0; g < groups; g++, w += group_bytes, x += group) {
         vf part[ROWS][NP * NV];
         UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NP * NV; v++) part[r][v] = (vf){0};
+#if KIND
         const char *at = w + scale_bytes;
-#if SOURCE
         /* where these panels end, the next ones begin NP - 1 further on */
         const long ahead = AHEAD * group_bytes + (g + AHEAD < groups ? 0 : (NP - 1) * panel_bytes);
 #endif
         for (long k = 0; k < group; k += PER) {
             UNROLL for (int p = 0; p < NP; p++) {
-#if SOURCE
-                const char *from = at + p * panel_bytes + k * SOURCE / 8 * NR;
+#if KIND
+                const char *from = at + p * panel_bytes + k * KIND / 8 * NR;
                 UNROLL for (int line = 0; line < NR * 4; line += 64) __builtin_prefetch(from + ahead + line);
                 vu words[NV];
                 UNROLL for (int v = 0; v < NV; v++) words[v] = *(const vu_mem *)(from + v * VL * 4);
 #endif
                 UNROLL for (int i = 0; i < PER; i++) {
                     vf b[NV];
-#if SOURCE
-                    UNROLL for (int v = 0; v < NV; v++) b[v] = integers(words[v], i, SOURCE);
+#if KIND
+                    UNROLL for (int v = 0; v < NV; v++) b[v] = integers(words[v], i, KIND);
 #else
                     UNROLL for (int v = 0; v < NV; v++) b[v] = vload(plain + (k + i) * NR + v * VL);
 #endif
@@ -38,7 +40,7 @@ static __attribute__((noinline)) void TILE(const quant_job *j, const float *x, c
                 }
             }
         }
-#if SOURCE == 0
+#if !KIND
         plain += group * NR;
 #endif
         UNROLL for (int p = 0; p < NP; p++) UNROLL for (int v = 0; v < NV; v++) {
@@ -55,6 +57,4 @@ static __attribute__((noinline)) void TILE(const quant_job *j, const float *x, c
         }
     }
 }
-#undef TILE
-#undef ROWS
-#undef NP
+#undef PER

@@ -50,9 +50,8 @@ static void encode_fp8(const float *row, long dim, long padded, uint8_t *out)
 static void store_row(const void *from, long first, int wide, char *to, int kind, long dim, long padded)
 {
     float row[padded];
-    long i = 0;
-    for (; i + VL <= dim; i += VL) vstore(row + i, vload_any(from, first + i, wide));
-    for (; i < dim; i++) row[i] = load_any(from, first + i, wide);
+    long i = dim;
+    widen_row(from, first, dim, wide, row);
     for (; i < padded; i++) row[i] = 0;
     if (kind == KV_FP8) encode_fp8(row, dim, padded, (uint8_t *)to);
     else

@@ -88,6 +88,14 @@ INLINE void store_any(void *p, long i, float x, int wide)
     else ((bf16 *)p)[i] = to_bf16(x);
 }
 
+/* out[0..n-1] = p[i..], exactly. */
+INLINE void widen_row(const void *p, long i, long n, int wide, float *out)
+{
+    long k = 0;
+    for (; k + VL <= n; k += VL) vstore(out + k, vload_any(p, i + k, wide));
+    for (; k < n; k++) out[k] = load_any(p, i + k, wide);
+}
+
 INLINE float vsum(vf x) /* pairs, in one fixed order */
 {
     float lane[VL];

@@ -14,8 +14,7 @@ static void widen_task(void *arg, long index)
 {
     const widen_job *j = arg;
     long i = index * CHUNK, end = i + CHUNK < j->count ? i + CHUNK : j->count;
-    for (; i + VL <= end; i += VL) vstore(j->out + i, vload_bf16(j->x + i));
-    for (; i < end; i++) j->out[i] = to_float(j->x[i]);
+    widen_row(j->x, i, end - i, 0, j->out + i);
 }
 
 /* out[count] = x[count], exactly. */

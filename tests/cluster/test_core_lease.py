@@ -11,20 +11,23 @@ import pytest
 from kvrelay.cluster import worker_deployment
 from kvrelay.cluster.cores import acquire_cores
 from kvrelay.config import settings_from
+from kvrelay.machine import Core
+
+TWO = (Core(0, (0,)), Core(1, (1,)))
 
 
 def test_a_killed_holders_cores_are_free_at_once(tmp_path: Path):
     program = (
-        "import sys, pathlib; from kvrelay.cluster.cores import acquire_cores;"
-        f"acquire_cores(pathlib.Path({str(tmp_path)!r}), (0, 1), 1); print('held', flush=True); sys.stdin.read()"
+        "import sys, pathlib; from kvrelay.cluster.cores import acquire_cores; from kvrelay.machine import Core;"
+        f"acquire_cores(pathlib.Path({str(tmp_path)!r}), {TWO!r}, 1); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None and holder.stdout.readline() == b"held\n"
-        other = acquire_cores(tmp_path, (0, 1), 1)
-        assert other.cores == (1,)
+        other = acquire_cores(tmp_path, TWO, 1)
+        assert other.cpus == (1,)
         holder.kill()
-    again = acquire_cores(tmp_path, (0, 1), 1)
-    assert again.cores == (0,)
+    again = acquire_cores(tmp_path, TWO, 1)
+    assert again.cpus == (0,)
     other.release()
     again.release()
 
@@ -45,7 +48,7 @@ async def test_a_worker_takes_a_fair_share_among_those_that_serve_means_to_run(
 
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
     monkeypatch.setattr(worker_deployment, "deployed_workers", deployed_workers)
-    monkeypatch.setattr(worker_deployment, "usable_cores", lambda: tuple(range(16)))
+    monkeypatch.setattr(worker_deployment, "own_cores", lambda: [Core(cpu, (cpu,)) for cpu in range(16)])
     replica: Any = SimpleNamespace(role="decode", _settings=settings_from({"cluster": settings}))
     lease = await worker_deployment.WorkerReplica._lease_cores(replica)
     assert (lease and len(lease.cores)) == num_cores

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -50,6 +51,24 @@ def test_idle_threads_sleep(compiled):
     used = [path.read_text().rsplit(")", 1)[1].split()[11:13] for path in states]
     time.sleep(0.1)
     assert used == [path.read_text().rsplit(")", 1)[1].split()[11:13] for path in states]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
+def test_threads_stay_on_the_cores_of_whoever_made_the_pool(compiled):
+    core = min(os.sched_getaffinity(0))
+    found = []
+
+    def engine():
+        os.sched_setaffinity(0, {core})
+        before = threads()
+        kernels = NativeKernels(3)
+        found.extend(os.sched_getaffinity(thread) for thread in threads() - before)
+        del kernels
+
+    pinned = threading.Thread(target=engine)
+    pinned.start()
+    pinned.join()
+    assert found == [{core}] * 2
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")

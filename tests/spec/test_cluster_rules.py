@@ -22,6 +22,7 @@ from kvrelay.cluster.settings_flags import settings_from_flags
 from kvrelay.cluster.status_command import endpoints, others, render
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
+from kvrelay.machine import Core
 
 Lease = Callable[[tuple[int, ...], int], CoreLease]
 
@@ -31,8 +32,8 @@ def lease(tmp_path: Path) -> Iterator[Lease]:
     """Takes cores as different workers would; gives all back in the end."""
     with ExitStack() as stack:
 
-        def take(cores: tuple[int, ...], want: int) -> CoreLease:
-            taken = acquire_cores(tmp_path, cores, want)
+        def take(cpus: tuple[int, ...], want: int) -> CoreLease:
+            taken = acquire_cores(tmp_path, [Core(cpu, (cpu,)) for cpu in cpus], want)
             stack.callback(taken.release)
             return taken
 
@@ -40,22 +41,22 @@ def lease(tmp_path: Path) -> Iterator[Lease]:
 
 
 def test_workers_get_disjoint_cores_while_there_are_enough(lease: Lease):
-    assert [lease((0, 1, 2, 3), 2).cores for _ in range(2)] == [(0, 1), (2, 3)]
+    assert [lease((0, 1, 2, 3), 2).cpus for _ in range(2)] == [(0, 1), (2, 3)]
 
 
 def test_with_too_few_cores_the_least_shared_is_taken(lease: Lease):
-    assert [lease((0, 1), 1).cores for _ in range(4)] == [(0,), (1,), (0,), (1,)]
+    assert [lease((0, 1), 1).cpus for _ in range(4)] == [(0,), (1,), (0,), (1,)]
 
 
 def test_released_cores_are_given_again_and_releasing_twice_is_harmless(lease: Lease):
     first, second = lease((0, 1), 1), lease((0, 1), 1)
     second.release()
     second.release()
-    assert (first.cores, lease((0, 1), 1).cores) == ((0,), (1,))
+    assert (first.cpus, lease((0, 1), 1).cpus) == ((0,), (1,))
 
 
 def test_nobody_gets_more_cores_than_there_are(lease: Lease):
-    assert lease((4, 5), 9).cores == (4, 5)
+    assert lease((4, 5), 9).cpus == (4, 5)
 
 
 @pytest.mark.parametrize(("cores", "workers", "share"), [(2, 2, 1), (16, 2, 8), (2, 5, 1), (8, 3, 2), (4, 0, 4)])
@@ -91,9 +92,9 @@ def test_five_workers_that_start_together_share_no_core_and_leave_none_to_one_al
 
 def test_workers_that_are_added_take_free_cores_while_there_are_some(lease: Lease):
     cores = tuple(range(8))
-    first = [lease(cores, 2).cores for _ in range(2)]  # cores_per_worker 2
-    assert (first, lease(cores, 2).cores, lease(cores, 2).cores) == ([(0, 1), (2, 3)], (4, 5), (6, 7))
-    assert lease(cores, 2).cores == (0, 1)
+    first = [lease(cores, 2).cpus for _ in range(2)]  # cores_per_worker 2
+    assert (first, lease(cores, 2).cpus, lease(cores, 2).cpus) == ([(0, 1), (2, 3)], (4, 5), (6, 7))
+    assert lease(cores, 2).cpus == (0, 1)
 
 
 def busy(**changes: float) -> float:

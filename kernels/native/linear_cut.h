@@ -1,0 +1,56 @@
+/* How the products of the linear kernels are cut into tasks: blocks of rows times shares of the weight's panels. */
+#ifndef KVRELAY_LINEAR_CUT_H
+#define KVRELAY_LINEAR_CUT_H
+
+#include "pool.h"
+#include "vec.h"
+
+#define TASKS_PER_THREAD 8 /* of one block of rows: enough to balance two uneven threads */
+
+typedef struct {
+    long rows, panels, rows_per_block, share, shares;
+} linear_cut;
+
+/* Rows begin..end - 1 times panels first..last - 1. */
+typedef struct {
+    long begin, end, first, last;
+} linear_part;
+
+/* Rows of x whose float32 form fits half of a 512 KiB second-level cache, in whole tiles. */
+static inline long rows_per_block(long M, long K)
+{
+    long rows = (256 << 10) / (K * 4) / MR * MR;
+    rows = rows < 2 * MR ? 2 * MR : rows > 32 * MR ? 32 * MR : rows;
+    return M <= rows ? M : rows;
+}
+
+static inline linear_cut cut_linear(const pool *p, long M, long N, long K)
+{
+    linear_cut c = {.rows = M, .panels = (N + NR - 1) / NR, .rows_per_block = rows_per_block(M, K)};
+    c.share = pool_threads(p) == 1 ? c.panels : c.panels / (TASKS_PER_THREAD * pool_threads(p));
+    c.share = c.share < 2 ? 2 : c.share > 4 ? (c.share + 3) / 4 * 4 : c.share / 2 * 2; /* tiles take up to four at once */
+    c.shares = (c.panels + c.share - 1) / c.share;
+    return c;
+}
+
+static inline long cut_tasks(const linear_cut *c)
+{
+    return c->shares * ((c->rows + c->rows_per_block - 1) / c->rows_per_block);
+}
+
+static inline linear_part cut_part(const linear_cut *c, long task)
+{
+    linear_part part = {.begin = task / c->shares * c->rows_per_block, .first = task % c->shares * c->share};
+    part.end = part.begin + c->rows_per_block < c->rows ? part.begin + c->rows_per_block : c->rows;
+    part.last = part.first + c->share < c->panels ? part.first + c->share : c->panels;
+    return part;
+}
+
+/* A part's rows in tiles of nearly equal height: how many, and where tile t begins. */
+static inline long part_tiles(const linear_part *part) { return (part->end - part->begin + MR - 1) / MR; }
+static inline long tile_begin(const linear_part *part, long t)
+{
+    return part->begin + (part->end - part->begin) * t / part_tiles(part);
+}
+
+#endif

@@ -1,0 +1,78 @@
+"""Where this machine's cores and memory are, as sysfs tells: physical cores with their hyperthreads, and NUMA nodes.
+
+Whatever cannot be read is unknown: then every CPU counts as a core, of no node. Imports nothing of ours.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+SYSFS = Path("/sys")
+UNKNOWN_NODE = -1
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Core:
+    """A physical core. `index`: its first CPU, which names it whichever of them may be used; `cpus`: those that may."""
+
+    index: int
+    cpus: tuple[int, ...]
+    node: int = UNKNOWN_NODE
+
+
+def physical_cores(cpus: Iterable[int], root: Path = SYSFS) -> tuple[Core, ...]:
+    """The cores that `cpus` are hyperthreads of, in order of their first CPU."""
+    node_of = node_cpus(root)
+    usable: dict[int, list[int]] = {}
+    for cpu in sorted(set(cpus)):
+        siblings = cpu_list(text(root / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list"))
+        usable.setdefault(min([cpu, *siblings]), []).append(cpu)
+    return tuple(Core(index, tuple(own), node_of.get(own[0], UNKNOWN_NODE)) for index, own in sorted(usable.items()))
+
+
+def own_cores(root: Path = SYSFS) -> tuple[Core, ...]:
+    """The cores that this thread may run on."""
+    return physical_cores(os.sched_getaffinity(0), root)
+
+
+def node_cpus(root: Path) -> dict[int, int]:
+    """The NUMA node of each CPU that has one."""
+    return {
+        cpu: node
+        for node, folder in node_folders(root).items()
+        for cpu in cpu_list(text(folder / "cpulist"))
+    }  # fmt: skip
+
+
+def node_folders(root: Path) -> dict[int, Path]:
+    """The folder of each NUMA node, by its number."""
+    found = ((re.fullmatch(r"node(\d+)", path.name), path) for path in entries(root / "devices/system/node"))
+    return {int(match.group(1)): path for match, path in found if match is not None}
+
+
+def cpu_list(listed: str) -> list[int]:
+    """Of "0-3,8": 0, 1, 2, 3, 8."""
+    found: list[int] = []
+    for part in listed.split(","):
+        first, _, last = part.partition("-")
+        if first.isdigit():
+            found += range(int(first), int(last if last.isdigit() else first) + 1)
+    return found
+
+
+def text(path: Path) -> str:
+    """A file's content; "" where it cannot be read."""
+    try:
+        return path.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def entries(folder: Path) -> list[Path]:
+    """What is in a folder, sorted; nothing where it cannot be read."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
