@@ -67,7 +67,8 @@ def chosen_peers(options: argparse.Namespace, files: Mapping[str, str]) -> list[
         elif peer.drafts and options.model in RANDOM and not options.only:
             print(f"left out: {peer.name}: the weights are random")
         else:
-            found.append(peer)
+            env = dict(text.split("=", 1) for text in options.llama_env if peer.name.startswith("llama.cpp"))
+            found.append(dataclasses.replace(peer, env={**peer.env, **env}))
     return found
 
 
@@ -238,6 +239,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--start-s", type=float, default=400.0, help="longest start of a server")
     parser.add_argument("--flash", choices=["on", "off", "auto"], default="auto", help="llama.cpp's flash attention")
+    parser.add_argument(
+        "--llama-env", action="append", default=[], metavar="NAME=VALUE", help="such as OMP_WAIT_POLICY=passive"
+    )
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--seed", type=int, default=time.time_ns() % (1 << 30))
     parser.add_argument("--log", type=Path)

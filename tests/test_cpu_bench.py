@@ -55,7 +55,13 @@ def test_a_cell_has_the_whole_rate_and_the_time_to_first_token():
 
 # ---- goals
 
-WEIGHTS = {"kvrelay": "16 bits", "vllm": "16 bits", "llama.cpp f16": "16 bits", "llama.cpp q8_0": "int8"}
+WEIGHTS = {
+    "kvrelay": "16 bits",
+    "vllm": "16 bits",
+    "llama.cpp f16": "16 bits",
+    "kvrelay int8": "int8",
+    "llama.cpp q8_0": "int8",
+}
 
 
 def decoded(**rates):
@@ -71,18 +77,23 @@ def test_goals_compare_each_peer_with_the_kvrelay_of_its_weights():
     cells += [goals.Cell("kvrelay int8", "decode", 1, decode_rate=91.0)]
     cells += [goals.Cell("llama.cpp q8_0", "decode", 1, decode_rate=90.0)]
     assert verdicts(cells) == {
-        "decode, 1 clients: kvrelay over vllm": "met",  # 1.25 is enough
-        "decode, 1 clients: kvrelay over llama.cpp f16": "missed",  # as fast is not ahead
-        "decode, 1 clients: kvrelay int8 over llama.cpp q8_0": "met",
+        "decode, 1 client: kvrelay over vllm": "met",  # 1.25 is enough
+        "decode, 1 client: kvrelay over llama.cpp f16": "missed",  # as fast is not ahead
+        "decode, 1 client: kvrelay int8 over llama.cpp q8_0": "met",
     }
 
 
 def test_what_has_no_figure_is_neither_met_nor_missed():
-    assert verdicts(decoded(kvrelay=50.0))["decode, 1 clients: kvrelay over vllm"] == "not measured"
+    assert verdicts(decoded(kvrelay=50.0))["decode, 1 client: kvrelay over vllm"] == "not measured"
+
+
+def test_there_are_no_goals_about_peers_that_are_left_out():
+    cells = goals.medians([*decoded(kvrelay=50.0), goals.Cell("llama.cpp q8_0", "decode", 1, decode_rate=90.0)])
+    assert goals.goals(cells, {"kvrelay": "16 bits", "llama.cpp q8_0": "int8"}, None) == []
 
 
 def test_shares_of_the_limits():
-    limits = goals.Limits(20.0, 100.0, {"16 bits": 0.2e9}, {512: 100e9})
+    limits = goals.Limits(20.0, 100.0, {"16 bits": 0.2e9, "int4": 0.1e9}, {512: 100e9})
     cells = [*decoded(kvrelay=75.0), goals.Cell("kvrelay", "prefill", 512, prefill_rate=300.0)]
     found = {goal.text: goal for goal in goals.goals(goals.medians(cells), WEIGHTS, limits)}
     memory = found["decode, 1 client: kvrelay, share of the memory's limit"]

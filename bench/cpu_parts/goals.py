@@ -1,9 +1,8 @@
 """From arrival times to figures, from figures to goals met or missed, from both to Markdown. Pure."""
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from cpu_parts.load import Arrivals, Wave
 
@@ -111,45 +110,56 @@ def ratio(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
+Rates = Callable[[str, str, int], float | None]
+
+
+def ours_of(weights: str) -> str:
+    """The kvrelay that is compared with peers of these weights."""
+    return "kvrelay" if weights == "16 bits" else f"kvrelay {weights}"
+
+
 def goals(found: Mapping[tuple[str, str, int], Cell], weights: Mapping[str, str], limits: Limits | None) -> list[Goal]:
-    """Every claim about the shapes in `found`. `weights`: peer -> whom it is compared with ("16 bits", "int8", "int4")."""
+    """Every claim about the shapes in `found` and the peers in `weights` (peer -> "16 bits", "int8" or "int4")."""
 
     def rate(peer: str, kind: str, size: int) -> float | None:
         cell = found.get((peer, kind, size))
         return None if cell is None else getattr(cell, f"{kind}_rate")
 
-    clients = sorted({size for _, kind, size in found if kind == "decode"})
-    lengths = sorted({size for _, kind, size in found if kind == "prefill"})
+    shapes = sorted({(kind, size) for _, kind, size in found})
+    out = [goal for kind, size in shapes for goal in _over_peers(rate, kind, size, weights)]
+    return out if limits is None else out + _shares(rate, shapes, weights, limits)
+
+
+def _name(kind: str, size: int) -> str:
+    clients = "1 client" if size == 1 else f"{size} clients"
+    return f"decode, {clients}" if kind == "decode" else f"prefill, {size} tokens"
+
+
+def _over_peers(rate: Rates, kind: str, size: int, weights: Mapping[str, str]) -> list[Goal]:
     out = []
-    for size in clients:
-        out.append(_over_vllm(f"decode, {size} clients", rate("kvrelay", "decode", size), rate("vllm", "decode", size)))
-        for peer, kind in weights.items():
-            ours = {"16 bits": "kvrelay"}.get(kind, f"kvrelay {kind}")
-            if peer.startswith("llama.cpp"):
-                figure = ratio(rate(ours, "decode", size), rate(peer, "decode", size))
-                out.append(Goal(f"decode, {size} clients: {ours} over {peer}", figure, 1.0, is_strict=True))
-    for size in lengths:
-        ours, theirs = rate("kvrelay", "prefill", size), rate("vllm", "prefill", size)
-        out.append(_over_vllm(f"prefill, {size} tokens", ours, theirs))
-    if limits is not None:
-        out += _shares(rate, lengths, limits)
+    for peer, held in weights.items():
+        ours = ours_of(held)
+        if ours not in weights:
+            continue
+        text, figure = f"{_name(kind, size)}: {ours} over {peer}", ratio(rate(ours, kind, size), rate(peer, kind, size))
+        if peer.startswith("vllm"):
+            out.append(Goal(text, figure, VLLM_FACTOR))
+        elif peer.startswith("llama.cpp") and kind == "decode":
+            out.append(Goal(text, figure, 1.0, is_strict=True))
     return out
 
 
-def _over_vllm(what: str, ours: float | None, theirs: float | None) -> Goal:
-    return Goal(f"{what}: kvrelay over vllm", ratio(ours, theirs), VLLM_FACTOR)
-
-
-def _shares(rate: Any, lengths: Sequence[int], limits: Limits) -> list[Goal]:
+def _shares(rate: Rates, shapes: Sequence[tuple[str, int]], weights: Mapping[str, str], limits: Limits) -> list[Goal]:
     out = []
-    for kind, read_bytes in limits.step_bytes.items():
-        peer = {"16 bits": "kvrelay"}.get(kind, f"kvrelay {kind}")
-        figure = ratio(rate(peer, "decode", 1), limits.read_gb_s * 1e9 / read_bytes)
-        out.append(Goal(f"decode, 1 client: {peer}, share of the memory's limit", figure, MEMORY_SHARE))
-    for size in lengths:
-        peak = limits.gemm_gflop_s * 1e9 / limits.prompt_operations[size] * size
-        figure = ratio(rate("kvrelay", "prefill", size), peak)
-        out.append(Goal(f"prefill, {size} tokens: kvrelay, share of the GEMM peak", figure, GEMM_SHARE))
+    for held, read_bytes in limits.step_bytes.items():
+        if ours_of(held) in weights and ("decode", 1) in shapes:
+            figure = ratio(rate(ours_of(held), "decode", 1), limits.read_gb_s * 1e9 / read_bytes)
+            out.append(Goal(f"decode, 1 client: {ours_of(held)}, share of the memory's limit", figure, MEMORY_SHARE))
+    for kind, size in shapes:
+        if kind == "prefill" and "kvrelay" in weights:
+            peak = limits.gemm_gflop_s * 1e9 / limits.prompt_operations[size] * size
+            figure = ratio(rate("kvrelay", kind, size), peak)
+            out.append(Goal(f"{_name(kind, size)}: kvrelay, share of the GEMM peak", figure, GEMM_SHARE))
     return out
 
 
