@@ -90,6 +90,7 @@ class RaySession:
 
         self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=temporary_folder()))
         os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # torch's idle threads spin else beside our kernels' threads
         wanted = self._settings.cluster.dashboard_port
         without_log_monitor()
         return ray.init(
