@@ -116,17 +116,18 @@ def load_all(server: Server, shapes: list[Shape], seed: int, options: argparse.N
             yield cell
 
 
-def visit(peer: Peer, values: dict[str, str], seed: int, log: Path, options: argparse.Namespace) -> list[Cell]:
-    """All shapes of one peer, once. What fails is told and leaves a hole."""
-    cells = []
+def visit(
+    peer: Peer, values: dict[str, str], seed: int, log: Path, cells: list[Cell], options: argparse.Namespace
+) -> None:
+    """Add all shapes of one peer to `cells`, once. What fails is told and leaves a hole."""
     for shapes, slots, context in starts(peer, options):
         values |= {"slots": str(slots), "context": str(context)}
         try:
             with running(peer, values, log, limit_s=options.start_s) as server:
-                cells += load_all(server, shapes, seed, options)
+                for cell in load_all(server, shapes, seed, options):
+                    cells.append(cell)  # one by one: Ctrl-C leaves what there is
         except (ServerFailed, LoadFailed) as error:
             print(f"  {peer.name} failed: {error}", flush=True)
-    return cells
 
 
 def measured_limits() -> dict[str, float]:
@@ -174,7 +175,7 @@ def report(
         rates_table(found, names, "decode", "clients"),
         "Prefill: tok/s / TTFT ms",
         rates_table(found, names, "prefill", "tokens"),
-        goals_table(claims),
+        goals_table(claims) if claims else "No goals: a side is missing.",
     ]
     if limits is not None:
         parts.insert(1, f"Memory {limits.read_gb_s:.1f} GB/s read, GEMM {limits.gemm_gflop_s:.0f} GFLOP/s.")
@@ -210,7 +211,7 @@ def run_rounds(
                 continue
             begin_s = time.monotonic()
             print(f"round {number + 1}, {peer.name}", flush=True)
-            cells += visit(peer, dict(values), options.seed + 100_000 * number, log, options)
+            visit(peer, dict(values), options.seed + 100_000 * number, log, cells, options)
             took_s[peer.name] = time.monotonic() - begin_s
 
 

@@ -1,6 +1,8 @@
 """bench/cpu.py's parts: rates from arrival times, goals from rates, and that no process of a server is left."""
 
+import argparse
 import asyncio
+import contextlib
 import json
 import sys
 import textwrap
@@ -11,6 +13,7 @@ from aiohttp import web
 
 BENCH = Path(__file__).resolve().parent.parent / "bench"
 sys.path.insert(0, str(BENCH))
+import cpu  # noqa: E402
 import processes  # noqa: E402
 from cpu_parts import goals, load, servers  # noqa: E402
 from cpu_parts.load import Arrivals, Wave  # noqa: E402
@@ -222,3 +225,62 @@ def test_a_peer_is_left_out_when_a_file_of_it_is_missing(tmp_path):
     files = servers.files_of(tmp_path, None, str(tmp_path / "f16.gguf"))
     found = {one.name: servers.missing(one, files) for one in servers.PEERS}
     assert found["llama.cpp f16"] == "" and "q8_0" in found["llama.cpp q8_0"] and "checkpoint" in found["kvrelay"]
+
+
+# ---- a run
+
+
+@pytest.fixture
+def visit(tmp_path, monkeypatch):
+    """One visit to a server that is none, with shapes measured by the given function; what came of it."""
+
+    def run(measure, cells):
+        async def measured(server, shape, seed, options):
+            return measure(*shape)
+
+        monkeypatch.setattr(cpu, "running", lambda *args, **more: contextlib.nullcontext(argparse.Namespace(peer=one)))
+        monkeypatch.setattr(cpu, "measure", measured)
+        one = peer("")
+        numbers = {"prompt": 128, "output": 64, "repeats": 1, "cell_s": 1.0, "start_s": 1.0}
+        options = argparse.Namespace(clients=[1, 4, 16], lengths=[512], **numbers)
+        cpu.visit(one, {}, 0, tmp_path / "log", cells, options)
+
+    return run
+
+
+def test_ctrl_c_leaves_what_was_measured(visit):
+    def measure(kind, size):
+        if size == 4:
+            raise KeyboardInterrupt
+        return goals.Cell("fake", kind, size, 10.0)
+
+    cells = []
+    with pytest.raises(KeyboardInterrupt):
+        visit(measure, cells)
+    assert [cell.size for cell in cells] == [1]
+
+
+def test_after_a_wave_that_was_cut_off_larger_ones_are_left_out(visit):
+    cells = []
+    visit(lambda kind, size: goals.Cell("fake", kind, size, is_cut=size == 4), cells)
+    assert [(cell.kind, cell.size) for cell in cells] == [("decode", 1), ("decode", 4), ("prefill", 512)]
+
+
+def test_a_failed_request_ends_the_visit_but_not_the_run(visit, capsys):
+    def measure(kind, size):
+        raise load.LoadFailed("HTTP 500")
+
+    cells = []
+    visit(measure, cells)
+    assert cells == [] and "HTTP 500" in capsys.readouterr().out
+
+
+def test_llama_cpp_starts_anew_for_each_shape_with_room_for_its_sequences():
+    options = argparse.Namespace(clients=[1, 32], lengths=[512, 2048], prompt=128, output=64)
+    llama = next(one for one in servers.PEERS if one.name == "llama.cpp f16")
+    assert cpu.starts(llama, options) == [
+        ([("decode", 1)], 1, 256),
+        ([("decode", 32)], 32, 32 * 256),
+        ([("prefill", 512), ("prefill", 2048)], 1, 2304),
+    ]
+    assert len(cpu.starts(servers.PEERS[0], options)) == 1

@@ -149,13 +149,16 @@ class Server:
         same = {pid for pid in processes.pids() if processes.session(pid) == self._process.pid}
         return {pid for pid in same | processes.carrying(MARK, self._mark) if processes.is_alive(pid)}
 
-    def stop(self, patience_s: float = 30.0) -> None:
-        """Ctrl-C, then after `patience_s` the end of whatever carries the mark. Idempotent."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(patience_s)
+    def stop(self, patience_s: float = 20.0) -> None:
+        """Ctrl-C, SIGTERM after `patience_s` (a shell's background jobs ignore Ctrl-C), then SIGKILL to all that is left.
+
+        Idempotent.
+        """
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if self._process.poll() is None:
+                self._process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(patience_s)
         while left := self.members():
             for pid in left:
                 with contextlib.suppress(ProcessLookupError):
