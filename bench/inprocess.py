@@ -78,6 +78,12 @@ def count_weights(folder: Path) -> WeightCount:
     )
 
 
+def operations(count: WeightCount, length: int) -> float:
+    """Floating-point operations of one prompt: linear layers, causal attention, one row of logits."""
+    attention = 2 * 2 * count.num_layers * count.num_heads * count.head_dim * length * (length + 1) / 2
+    return 2 * count.linear_parameters * length + attention
+
+
 def _shapes(file: Path) -> list[tuple[str, list[int]]]:
     with file.open("rb") as data:
         (size,) = struct.unpack("<Q", data.read(8))

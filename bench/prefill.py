@@ -22,12 +22,6 @@ import inprocess  # isort: skip
 from kvrelay.engine.engine import Engine
 
 
-def operations(count: inprocess.WeightCount, length: int) -> float:
-    """Floating-point operations of one prompt: linear layers, causal attention, one row of logits."""
-    attention = 2 * 2 * count.num_layers * count.num_heads * count.head_dim * length * (length + 1) / 2
-    return 2 * count.linear_parameters * length + attention
-
-
 def run_engine(engine: Engine, index: int, length: int) -> float:
     """Seconds from a prompt's arrival to its first token."""
     prompt = inprocess.random_prompt(index, length, engine.model.spec.vocab_size)
@@ -99,7 +93,7 @@ def main() -> None:
         hf_s = statistics.median(theirs) if theirs else None
         for name, times in ours.items():
             seconds = statistics.median(times)
-            rate = operations(count, length) / seconds / 1e9
+            rate = inprocess.operations(count, length) / seconds / 1e9
             rows.append(
                 {
                     "prompt tokens": length,

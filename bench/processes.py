@@ -46,6 +46,12 @@ def parent(pid: int) -> int:
     return int(fields[1]) if len(fields) > 1 else 0
 
 
+def session(pid: int) -> int:
+    """The session it belongs to; 0 when it has gone."""
+    fields = _stat(pid)
+    return int(fields[3]) if len(fields) > 3 else 0
+
+
 def is_alive(pid: int) -> bool:
     """Whether it runs (a zombie does not)."""
     fields = _stat(pid)

@@ -90,6 +90,8 @@ class RaySession:
 
         self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=temporary_folder()))
         os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
+        # else torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         wanted = self._settings.cluster.dashboard_port
         without_log_monitor()
         return ray.init(

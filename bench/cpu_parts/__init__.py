@@ -1,0 +1,1 @@
+"""What bench/cpu.py is made of: the servers, the load, and what the figures must reach."""
