@@ -14,7 +14,8 @@ from torch import Tensor
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.backend import Backend, SamplingBatch
 from kvrelay.kernels.logit_changes import LogitChanges
-from kvrelay.kernels.logprobs import log_probabilities
+from kvrelay.kernels.logprobs import LogProbabilities, packed_log_probabilities, unpacked
+from kvrelay.kernels.sampling_search import to_device
 from kvrelay.wire import Sampling, TokenLogprob
 
 _MASK64 = (1 << 64) - 1
@@ -91,8 +92,10 @@ class Sampler:
         Log-probabilities are those of the model, before penalties and temperature.
         """
         batch = self._batch(seqs, ahead)
-        tokens = self._backend.sample(self._adjusted(logits, seqs), batch).tolist()
-        return tokens, self._logprobs(logits, tokens)
+        tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+        if not self._last.told:
+            return tokens.tolist(), [None] * len(seqs)
+        return self._with_logprobs(logits, tokens)
 
     def _adjusted(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
         """With bias, penalties and the min_tokens mask."""
@@ -139,21 +142,32 @@ class Sampler:
         if self._needs_mask(seq):
             changes.ban(row, (*p.stop_token_ids, *self._eos_ids))
 
-    def _logprobs(self, raw: Tensor, tokens: list[int]) -> list[TokenLogprob | None]:
-        result: list[TokenLogprob | None] = [None] * len(tokens)
+    def _with_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[list[int], list[TokenLogprob | None]]:
+        """tokens: [R] on the device. They come to the host together with the log-probabilities that are asked for."""
         rows = self._last.told
-        if rows:
-            counts = [self._last.params[row].logprobs or 0 for row in rows]
-            chosen = [tokens[row] for row in rows]
-            for row, entry in zip(rows, token_logprobs(raw[rows], chosen, counts), strict=True):
-                result[row] = entry
-        return result
+        counts = [self._last.params[row].logprobs or 0 for row in rows]
+        at = to_device(torch.tensor(rows), raw.device)
+        packed = packed_log_probabilities(raw[at], tokens[at], max(counts))
+        together = torch.cat((tokens.double(), packed.flatten())).cpu()  # ids in float64 are exact
+        drawn: list[int] = together[: len(tokens)].long().tolist()
+        result: list[TokenLogprob | None] = [None] * len(drawn)
+        entries = _entries([drawn[row] for row in rows], counts, unpacked(together[len(tokens) :].view(packed.shape)))
+        for row, entry in zip(rows, entries, strict=True):
+            result[row] = entry
+        return drawn, result
 
 
 def token_logprobs(logits: Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
-    """Log-probability of tokens[r] under row r of logits [R, vocab], and of the counts[r] likeliest."""
-    values, top_values, top_ids = log_probabilities(logits, tokens, max(counts, default=0))
+    """Log-probability of tokens[r] under row r of float32 logits [R, vocab], and of the counts[r] likeliest."""
+    chosen = to_device(torch.tensor(tokens, dtype=torch.int64), logits.device)
+    packed = packed_log_probabilities(logits, chosen, max(counts, default=0))
+    return _entries(tokens, counts, unpacked(packed.cpu()))
+
+
+def _entries(tokens: Rows[int], counts: Rows[int], found: LogProbabilities) -> list[TokenLogprob]:
     return [
         TokenLogprob(token, value, list(zip(row_ids[:count], row_values[:count], strict=True)))
-        for token, value, count, row_ids, row_values in zip(tokens, values, counts, top_ids, top_values, strict=True)
+        for token, value, count, row_ids, row_values in zip(
+            tokens, found.own, counts, found.top_ids, found.top, strict=True
+        )
     ]

@@ -19,7 +19,7 @@ PLAIN, HOPPER = "fa2", "fa3"
 _HOPPER = 9  # compute capability 9.x: fa3 is for these alone
 _TOKENS = 2048  # of the prompt that both are timed with
 _REPEATS = 3
-_NEAR = 2e-2  # as much as two kernels' results may differ, of numbers up to 1
+_NEAR = 2e-2  # of the largest number, as much as two kernels' results may differ
 _Key = tuple[torch.dtype, int, bool, bool]
 
 
@@ -55,7 +55,7 @@ class PrefillKernels:
         found = {PLAIN: seconds}
         try:
             out, found[HOPPER] = self._prompt(HOPPER, shape, variant)
-            if not torch.allclose(out, expected, atol=_NEAR, rtol=_NEAR):
+            if not (out - expected).abs().max() <= _NEAR * expected.abs().max():  # NaN, too
                 raise RuntimeError("its results differ from fa2's")
         except Exception as error:  # whatever its compiler or driver raises
             found.pop(HOPPER, None)
@@ -69,7 +69,7 @@ class PrefillKernels:
         num_blocks = -(-_TOKENS // size)
         generator = torch.Generator().manual_seed(0)
         q, kv = (
-            torch.rand(*sizes, generator=generator).to(device=device, dtype=shape.dtype)
+            (2 * torch.randn(*sizes, generator=generator)).to(device=device, dtype=shape.dtype)  # few keys matter to a query
             for sizes in ((_TOKENS, shape.num_heads, shape.head_dim), (num_blocks, 2, size, shape.num_kv_heads, shape.head_dim))
         )  # fmt: skip
         if shape.kv_layout == "HND":

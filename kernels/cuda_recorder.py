@@ -76,8 +76,11 @@ class Rehearsal:
 
 def borrowed(x: Tensor) -> Tensor:
     """x, on a GPU without holding its memory: later graphs of the pool may use it again once they have run."""
-    if x.device.type != "cuda":
-        return x
+    return lent(x) if x.device.type == "cuda" else x
+
+
+def lent(x: Tensor) -> Tensor:
+    """The same memory, shape and strides, of which this tensor is no owner: whoever has it must know that it stays."""
     storage = x.untyped_storage()
     again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(again, x.storage_offset(), x.shape, x.stride())

@@ -1,25 +1,34 @@
 """Log-probabilities of tokens and of the likeliest ones, where the logits are: a few numbers for each row leave the device."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.sampling_search import to_device
+
+@dataclass(frozen=True, slots=True)
+class LogProbabilities:
+    """Of some rows, on the host: the token's own, and the likeliest ones' with their ids, best first."""
+
+    own: list[float]
+    top: list[list[float]]
+    top_ids: list[list[int]]
 
 
-def log_probabilities(
-    logits: Tensor, tokens: Sequence[int], most: int
-) -> tuple[list[float], list[list[float]], list[list[int]]]:
-    """Of tokens[r] under row r of float32 logits [R, vocab]; then the `most` likeliest ones' of each row, and their ids.
+def packed_log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
+    """For `unpacked`: [R, 1 + 2 most] float64 on the logits' device. Nothing here waits for it.
 
-    All of it comes to the host in one copy.
+    logits: float32 [R, vocab]. tokens: [R] int64, there too. most: how many of the likeliest ones.
     """
-    chosen = logits.gather(1, to_device(torch.tensor(tokens, dtype=torch.int64), logits.device).unsqueeze(1))
+    own = logits.gather(1, tokens.unsqueeze(1))
     norm = logits.logsumexp(dim=1, keepdim=True)
     top = logits.topk(most, dim=1)
-    # ids in float64 are exact
-    numbers = torch.cat((chosen - norm, top.values - norm), dim=1).double()
-    found = torch.cat((numbers, top.indices.double()), dim=1).cpu()
-    values = found[:, : most + 1].tolist()
-    return [row[0] for row in values], [row[1:] for row in values], found[:, most + 1 :].long().tolist()
+    numbers = torch.cat((own - norm, top.values - norm), dim=1).double()
+    return torch.cat((numbers, top.indices.double()), dim=1)  # ids in float64 are exact
+
+
+def unpacked(packed: Tensor) -> LogProbabilities:
+    """packed: on the host."""
+    most = packed.shape[1] // 2
+    values, ids = packed[:, : most + 1].tolist(), packed[:, most + 1 :].long().tolist()
+    return LogProbabilities([row[0] for row in values], [row[1:] for row in values], ids)

@@ -7,7 +7,7 @@ import torch
 
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda_pieces import StepPieces
-from kvrelay.kernels.cuda_recorder import borrowed
+from kvrelay.kernels.cuda_recorder import borrowed, lent
 from tests.kernels.fake_gpu import OnHost, on_host
 from tests.kernels.test_cuda import Decoder, cuda, fake_gpu, folder  # noqa: F401
 
@@ -112,9 +112,15 @@ def test_only_steps_that_flashinfer_attends_to_are_taken_to_pieces(fake_gpu, fol
     assert not StepPieces(fake_gpu, decoder.shape, sizes=(4,)).fits(batch)
 
 
-def test_a_borrowed_tensor_is_the_same_one_on_the_fake_gpu():
-    x = torch.ones(2, 3)
-    assert borrowed(x) is x
+@torch.inference_mode()
+def test_a_borrowed_view_is_the_same_memory_and_does_not_hold_it():
+    heads = torch.randn(5, 7, 8).to(torch.bfloat16)
+    view = heads[:, 2:5]
+    found = lent(view)
+    assert torch.equal(found, view) and found.stride() == view.stride()
+    view[1] = 3.0
+    assert torch.equal(found, view) and found.untyped_storage()._cdata != view.untyped_storage()._cdata
+    assert borrowed(view) is view  # off a GPU memory is nobody's pool's
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import torch
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda_pieces import StepPieces
 from kvrelay.kernels.cuda_prefill import PrefillKernels
-from tests.kernels.fake_gpu import fake_gpu  # noqa: F401
+from tests.kernels.fake_gpu import FakePrefill, fake_gpu  # noqa: F401
 
 # ruff: noqa: F811
 
@@ -66,3 +66,14 @@ def test_both_compute_the_same_prompt(fake_gpu, kv_layout, monkeypatch):
     shape = AttentionShape(2, 1, 64, 16, torch.bfloat16, kv_layout)
     found = fake_gpu.prefill_kernels.try_out(shape, (0.125, 20, 5.0))
     assert set(found) == {"fa2", "fa3"} and all(seconds > 0 for seconds in found.values())
+
+
+def test_a_kernel_that_hides_old_tokens_is_not_taken(fake_gpu, monkeypatch, caplog):
+    monkeypatch.setattr("kvrelay.kernels.cuda_prefill._TOKENS", 40)
+    right = FakePrefill.plan
+
+    def plan(self, *args, window_left, **options):
+        right(self, *args, window_left=20 if self.backend == "fa3" else window_left, **options)
+
+    monkeypatch.setattr(FakePrefill, "plan", plan)
+    assert set(fake_gpu.prefill_kernels.try_out(SHAPE, VARIANT)) == {"fa2"} and "differ" in caplog.text

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.kernels.logit_changes import LogitChanges
-from kvrelay.kernels.logprobs import log_probabilities
+from kvrelay.kernels.logprobs import packed_log_probabilities, unpacked
 
 VOCAB = 12
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=9)
@@ -68,10 +68,10 @@ def test_log_probabilities_equal_a_softmax(most):
     logits = 5 * torch.randn(4, 300, generator=torch.Generator().manual_seed(1))
     logits[2, 7] = -math.inf
     expected = logits.double().log_softmax(dim=1)
-    values, top, ids = log_probabilities(logits, [0, 299, 7, 5], most)
+    found = unpacked(packed_log_probabilities(logits, torch.tensor([0, 299, 7, 5]), most))
     for row, token in enumerate([0, 299, 7, 5]):
-        assert values[row] == pytest.approx(float(expected[row, token]), abs=1e-5)
+        assert found.own[row] == pytest.approx(float(expected[row, token]), abs=1e-5)
         order = expected[row].sort(descending=True)
-        assert ids[row] == order.indices[:most].tolist()
-        assert top[row] == pytest.approx(order.values[:most].tolist(), abs=1e-5)
-    assert values[2] == -math.inf
+        assert found.top_ids[row] == order.indices[:most].tolist()
+        assert found.top[row] == pytest.approx(order.values[:most].tolist(), abs=1e-5)
+    assert found.own[2] == -math.inf

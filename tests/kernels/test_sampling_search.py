@@ -55,7 +55,7 @@ def drawn(logits, batch, draw=sampling_search.draw):
     return draw(logits, settings_of(batch, CPU), batch.uniform)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 1 << 30), rows=st.integers(1, 5), vocab=st.sampled_from(VOCABS))
 def test_what_stays_and_the_token_are_the_rules(seed, rows, vocab):
     logits, batch = mixture(seed, rows, vocab)
@@ -66,7 +66,7 @@ def test_what_stays_and_the_token_are_the_rules(seed, rows, vocab):
     torch.testing.assert_close(shares, expected / expected.sum(dim=1, keepdim=True), atol=1e-12, rtol=1e-9)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, math.inf, -math.inf]), min_size=1),
     st.data(),
