@@ -96,6 +96,13 @@ class Speculation:
         acceptance.observe(num_accepted, num_drafted)
         self._all.observe(num_accepted, num_drafted)
 
+    def comes_next(self, num_sequences: int, drafters: Sequence[Acceptance]) -> bool:
+        """Whether the next step, which has yet to begin, may get drafts. False: it has begun, and is plain."""
+        if not self.begins(num_sequences) or not any(self.lengths(num_sequences, drafters)):
+            return False
+        self._num_steps -= 1
+        return True
+
     def begins(self, num_sequences: int) -> bool:
         """A step of so many sequences. False: it is to be plain, or no draft would pay in it, however good."""
         self._num_steps += 1

@@ -27,6 +27,13 @@ class DraftSteps:
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self.speculation = Speculation(most)
 
+    def comes_next(self, running: list[Sequence]) -> bool:
+        """Whether `widen` is to be asked about a step of these. If not, they have taken a plain one without it."""
+        if any(seq.num_uncomputed > 1 for seq in running):
+            return False
+        count, able = len(running), [seq for seq in running if _may_draft(seq)]
+        return self.speculation.comes_next(count, [_drafter_of(seq).acceptance for seq in able])
+
     def widen(self, plan: StepPlan) -> StepPlan:
         """The same plan, with as many drafted tokens as are expected to pay; not in steps that compute prompts, too."""
         if plan.num_single < len(plan.work) or not self.speculation.begins(len(plan.work)):
