@@ -1,21 +1,17 @@
 """A step that is launched before the last one's tokens are known gives the very same streams, and nothing changes hands early."""
 
-import contextlib
-import itertools
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+
+# from hypothesis import given, settings
+# from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
-from kvrelay.engine.flight import Flight
-from kvrelay.engine.lookahead import Outlook, may_look_ahead
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.reference import ReferenceBackend
 from kvrelay.wire import Beams, Group, Sampling, SequenceRequest
-from tests.late_device import LateBackend, LateTokens, late
+from tests.late_device import LateBackend, late
 
 VOCAB, BLOCK = 97, 8
 BLOCK_BYTES = BLOCK * 2 * 2 * 16 * 4
