@@ -437,7 +437,9 @@ class Engine:
             result.reservations.append(self._reservation(seq, now_s))
 
     def _plan(self, result: StepResult) -> StepPlan:
-        plan = self._verified(self.scheduler.schedule())
+        plan = self.scheduler.schedule()
+        assert self._flight is None or not plan.preempted, "what is being computed was taken away: see lookahead.py"
+        plan = self._verified(plan)
         for seq in plan.preempted:
             self._runner.forget(seq)
         result.handed_back = [seq.request_id for seq in self.scheduler.handed_back]

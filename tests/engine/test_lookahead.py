@@ -1,17 +1,20 @@
 """A step that is launched before the last one's tokens are known gives the very same streams, and nothing changes hands early."""
 
+import random
+
 import pytest
 import torch
-
-# from hypothesis import given, settings
-# from hypothesis import strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.flight import Flight
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.reference import ReferenceBackend
+from kvrelay.types import BlockId
 from kvrelay.wire import Beams, Group, Sampling, SequenceRequest
-from tests.late_device import LateBackend, late
+from tests.late_device import LateBackend, LateTokens, late
 
 VOCAB, BLOCK = 97, 8
 BLOCK_BYTES = BLOCK * 2 * 2 * 16 * 4
@@ -190,3 +193,224 @@ def test_drafts_and_looking_ahead_take_turns(make):
     assert serve(engine, asked, 5) == serve(make(False), asked, 5)
     assert engine.drafts.speculation.num_drafted > 0
     assert_clean(engine)
+
+
+# ---- nothing changes hands early
+
+
+def running(make, *, blocks: int = 20) -> Engine:
+    """Two sequences that decode, with a step under way; "ends" stops with the token that is being drawn."""
+    engine = make(True, blocks=blocks, prefix_caching=False)
+    [[first, second]] = [[out[2][0] for out in drain(alone_with(make, "ends"))["ends"][1:3]]]
+    assert first != second
+    engine.add(request("ends", prompt_of(12, 40), max_tokens=40, stop_token_ids=(second,)))
+    engine.add(request("other", prompt_of(12, 41), max_tokens=40))
+    for _ in range(3):
+        engine.step()
+    assert engine._flight is not None and engine.scheduler.sequences["ends"].num_output == 2
+    return engine
+
+
+def alone_with(make, name: str) -> Engine:
+    engine = make(False)
+    engine.add(request(name, prompt_of(12, 40), max_tokens=3))
+    return engine
+
+
+def write_into_what_is_free(engine: Engine) -> tuple[list[int], torch.Tensor]:
+    """As a transfer does it, beside the device's stream: every block that nobody holds."""
+    lent = engine.lend(99)
+    assert lent
+    return lent, engine.storage.tensor[:, lent].clone()
+
+
+def leave(engine: Engine, how: str) -> None:
+    if how == "abort":
+        assert engine.abort("ends")
+    else:
+        assert any(out.stop_token is not None for out in engine.step().outputs)
+    assert "ends" not in engine.scheduler.sequences and engine._flight is not None
+    engine.check()
+
+
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_blocks_of_who_has_gone_are_nobodys_until_the_step_is_collected(make, how):
+    engine = running(make)
+    leave(engine, how)
+    assert engine.load().quarantined_blocks
+    lent, written = write_into_what_is_free(engine)
+    for _ in range(2):
+        engine.step()
+    assert torch.equal(engine.storage.tensor[:, lent], written)
+    engine.take_back(lent)
+    drain(engine)
+    assert_clean(engine)
+
+
+@pytest.mark.parametrize("how", ["abort", "stop"])
+def test_blocks_that_are_given_away_at_once_are_written_by_the_late_step(make, how, monkeypatch):
+    monkeypatch.setattr(Flight, "keep", lambda self, seq, scheduler: None)
+    engine = running(make)
+    leave(engine, how)
+    lent, written = write_into_what_is_free(engine)
+    for _ in range(2):
+        engine.step()
+    assert not torch.equal(engine.storage.tensor[:, lent], written)
+
+
+def test_a_copied_block_is_kept_until_it_was_copied(make):
+    engine = make(True)
+    shared = prompt_of(24, 50)
+    for name, prompt in (("first", [*shared, 90]), ("second", [*shared[:21], 91, 92])):
+        engine.add(request(name, prompt, max_tokens=2))
+        if name == "first":
+            drain(engine)
+    engine.step()
+    [flight] = [engine._flight]
+    [copy] = flight.plan.copies
+    assert [list(blocks) for blocks in engine.scheduler.quarantined.values()] == [[copy.source]]
+    drain(engine)
+    assert_clean(engine)
+
+
+def test_a_held_prompt_is_complete_when_its_first_token_is_told(make):
+    contents = []
+    for is_late in (False, True):
+        engine = make(is_late)
+        for seed in range(3):
+            engine.add(request(str(seed), prompt_of(30 + seed, seed)), hold=True, output_limit=1)
+        found = {}
+        for _ in range(20):
+            for output in engine.step().outputs:
+                blocks = list(engine.scheduler.held[output.request_id].blocks)
+                kv = engine.storage.tensor[:, blocks].transpose(1, 2).flatten(2, 3)
+                found[output.request_id] = told(output), kv[:, :, : 30 + int(output.request_id)].clone()
+        contents.append(found)
+        for name in list(found):
+            engine.abort(name)
+        assert_clean(engine)
+    for name, (output, kv) in contents[0].items():
+        assert contents[1][name][0] == output and torch.equal(contents[1][name][1], kv)
+    assert len(contents[0]) == len(contents[1]) == 3
+
+
+def test_who_is_taken_off_the_batch_between_steps_has_the_token_that_was_being_drawn(make):
+    def serve_with_preemption(engine: Engine) -> dict[str, list[tuple]]:
+        for one in (ASKED[0], ASKED[2]):
+            engine.add(one)
+        streams = drain(engine, num_steps=4)
+        engine.preempt(tuple(engine.scheduler.running))
+        return drain(engine, streams)
+
+    engine = make(True)
+    assert serve_with_preemption(engine) == serve_with_preemption(make(False))
+    assert engine.scheduler.num_preemptions == 2
+    assert_clean(engine)
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize("part", ["run", "draw", "wait"])
+def test_a_step_that_fails_leaves_nothing_behind(make, part, monkeypatch):
+    engine = running(make)
+    owner = {"run": engine._runner, "draw": engine._sampler, "wait": LateTokens}[part]
+
+    def fail(*args, **options):
+        raise RuntimeError("the device is gone")
+
+    engine.add(request("new", prompt_of(20, 60)))
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, part, fail)
+        with pytest.raises(RuntimeError, match="gone"):
+            engine.step()
+    assert all(0 not in seq.token_ids for seq in engine.scheduler.sequences.values())
+    engine.check()
+    for name in list(engine.scheduler.sequences):
+        engine.abort(name)
+    assert_clean(engine)
+
+
+def test_closing_waits_for_the_step_under_way(make):
+    engine = running(make)
+    engine.close()
+    assert engine._flight is None and engine.backend.stream.num_done == engine.backend.stream.num_launched
+    engine.check()
+
+
+# ---- in any order
+
+
+@pytest.fixture(scope="module")
+def expected(make):
+    """Each request's stream, alone and step by step."""
+    return {one.request_id: drain_one(make(False), one) for one in ASKED + CLOSE}
+
+
+def drain_one(engine: Engine, one: SequenceRequest) -> list[tuple]:
+    engine.add(one)
+    return drain(engine)[one.request_id]
+
+
+def live(engine: Engine, rng: random.Random, expected: dict[str, list[tuple]], num_events: int) -> None:
+    """Requests come, go and are pre-empted between steps; blocks are lent. Raises AssertionError where a stream is not its own."""
+    streams: dict[str, list[tuple]] = {}
+    left, aborted, lent = [*ASKED, *CLOSE], set[str](), list[BlockId]()
+    written = torch.empty(0)
+    for _ in range(num_events):
+        event = rng.choice(["add", "add", "step", "step", "step", "abort", "preempt", "lend", "take back"])
+        here = list(engine.scheduler.sequences)
+        if event == "add" and left:
+            engine.add(left.pop(rng.randrange(len(left))))
+        elif event == "abort" and here and rng.random() < 0.4:
+            aborted.add(name := rng.choice(here))
+            engine.abort(name)
+        elif event == "preempt" and engine.scheduler.running and rng.random() < 0.4:
+            engine.preempt((rng.choice(engine.scheduler.running),))
+        elif event == "lend" and not lent:
+            lent = engine.lend(3)
+            written = engine.storage.tensor[:, lent].clone()
+        elif event == "take back" and lent:
+            assert torch.equal(engine.storage.tensor[:, lent], written), "a late step wrote into lent blocks"
+            engine.take_back(lent)
+            lent = []
+        elif event == "step":
+            drain(engine, streams, 1)
+        engine.check()
+    engine.take_back(lent)
+    drain(engine, streams)
+    for name, stream in streams.items():
+        whole = expected[name]
+        assert stream == whole[: len(stream)] and (name in aborted or len(stream) == len(whole)), name
+    assert_clean(engine)
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), blocks=st.sampled_from([14, 24, 60]), drafts=st.sampled_from([0, 3]))
+def test_whatever_happens_between_steps_each_stream_is_its_own(make, expected, seed, blocks, drafts):
+    live(make(True, blocks=blocks, draft_tokens=drafts), random.Random(seed), expected, num_events=45)
+
+
+def tokens_of_other_rows(monkeypatch):
+    real = Flight.drawn
+
+    def drawn(self):
+        found = real(self)
+        if found is not None and len(found.rows) > 1:
+            rows = list(found.rows.values())
+            found.rows.update(zip(found.rows, rows[1:] + rows[:1], strict=True))
+        return found
+
+    monkeypatch.setattr(Flight, "drawn", drawn)
+
+
+def who_may_have_to_give_way_is_looked_past(monkeypatch):
+    monkeypatch.setattr("kvrelay.engine.engine.may_look_ahead", lambda outlook: not outlook.drafts)
+
+
+@pytest.mark.parametrize("mistake", [tokens_of_other_rows, who_may_have_to_give_way_is_looked_past])
+def test_such_lives_find_mistakes(make, expected, mistake, monkeypatch):
+    mistake(monkeypatch)
+    with pytest.raises((AssertionError, IndexError)):
+        for seed in range(20):
+            live(make(True, blocks=14), random.Random(seed), expected, num_events=45)
