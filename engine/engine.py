@@ -116,6 +116,7 @@ class StepResult:
     num_decode: int = 0
     seconds: float = 0.0
     waited_s: float = 0.0  # of the host, for a device that computes by itself
+    ahead_s: float = 0.0  # of the host, at the next step meanwhile
     is_stuck: bool = False  # nothing was done, and nothing can be until somebody acts on the engine
     events: KvEvents | None = None
     load: LoadReport | None = None
@@ -204,6 +205,11 @@ class Engine:
     @property
     def memory(self) -> KvMemory:
         return self.storage.memory
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step may be launched before the one before it is collected."""
+        return self._ahead is not None
 
     @property
     def tiers(self) -> LowerTiers | None:
@@ -395,6 +401,7 @@ class Engine:
             launched = self._launch(plan, now_s) if plan.work else None
         self._send_unsent(result)
         if self._flight is not None:
+            result.ahead_s = self._clock() - now_s
             self._collect(result, launched)
         if launched is None:
             self.scheduler.copied()

@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.flight import Flight
+from kvrelay.engine.step_profile import StepProfiler, Workload
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.reference import ReferenceBackend
 from kvrelay.types import BlockId
@@ -414,3 +415,18 @@ def test_such_lives_find_mistakes(make, expected, mistake, monkeypatch):
     with pytest.raises((AssertionError, IndexError)):
         for seed in range(20):
             live(make(True, blocks=14), random.Random(seed), expected, num_events=45)
+
+
+# ---- what it is worth
+
+
+def test_the_profile_tells_what_the_host_did_meanwhile(make):
+    for is_late in (False, True):
+        engine = make(is_late, token_budget=64)
+        profiler = StepProfiler(engine, context_tokens=8, num_steps=3)
+        for workload in (Workload(3, 0), Workload(0, 20), Workload(2, 16)):
+            profile = profiler.run(workload)
+            assert (profile.ahead_s is not None) is is_late
+            if is_late:
+                assert 0 < profile.ahead_s < profile.step_s and 0 < profile.waited_s < profile.step_s
+        assert_clean(engine)
