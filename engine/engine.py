@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +25,8 @@ from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
 from kvrelay.engine.flight import Flight, sampled
 from kvrelay.engine.group_steps import GroupSteps
+from kvrelay.engine.layers_out import LayerHook, LayersOut
+from kvrelay.engine.load_report import load_report
 from kvrelay.engine.lookahead import Outlook, may_look_ahead
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.memory import pool_bytes
@@ -122,12 +123,6 @@ class StepResult:
     load: LoadReport | None = None
 
 
-class LayerHook(Protocol):
-    """Told, on the engine thread, that blocks of a held sequence are final for some layers."""
-
-    def __call__(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None: ...
-
-
 class Engine:
     """Owns the model, the pool and all sequences of one worker."""
 
@@ -143,9 +138,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.backend, self.config = model, backend, config
-        self._clock, self._layer_hook = clock, layer_hook
+        self._clock = clock
         shape, spec = model.attention_shape, model.spec
-        self._layers_per_hook = layers_per_hook or max(1, -(-spec.num_layers // 4))
         compute_dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
         dtype = next(name for name, value in KV_DTYPES.items() if value is shape.kv_dtype)
         layout = KvLayout(
@@ -179,6 +173,10 @@ class Engine:
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
         limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting, config.headroom)
         self.scheduler = Scheduler(self.pool, config.block_size, limits, config.rules)
+        step = layers_per_hook or max(1, -(-spec.num_layers // 4))
+        self._layers_out = (
+            None if layer_hook is None else LayersOut(layer_hook, self.scheduler, num_layers=spec.num_layers, step=step)
+        )
         self.scheduler.preemptor.token_bytes = layout.block_bytes / config.block_size
         self.scheduler.preemptor.only = None if config.preemption == "auto" else Way(config.preemption)
         self._runner = Runner(
@@ -463,12 +461,14 @@ class Engine:
             seq.num_chunks += 1
             if seq.scheduled_s is None:
                 seq.scheduled_s = now_s
-                self._announce_cached(item)
+                if self._layers_out is not None:
+                    self._layers_out.announce_cached(item)
         flight = Flight(plan, *sampled(plan), now_s)
         try:
             self._copy_blocks(flight)
             drawn = self._flight.drawn() if self._flight is not None else None
-            hidden = self._runner.run(plan, self._on_layer(plan), self._before_layer(plan), drawn)
+            on_layer = None if self._layers_out is None else self._layers_out.on_layer(plan)
+            hidden = self._runner.run(plan, on_layer, self._before_layer(plan), drawn)
             self._settle_loads(plan)
             tells_prompt = any(item.seq.request.sampling.prompt_logprobs is not None for item in others)
             if self._ahead is not None and not tells_prompt and self._draws_alone(flight):
@@ -725,65 +725,8 @@ class Engine:
 
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""
-        counts, scheduler = self.pool.counts(), self.scheduler
         self._load_seq += 1
-        return LoadReport(
-            seq=self._load_seq,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.reserving),
-            receiving=len(scheduler.receiving),
-            queued_tokens=scheduler.queued_tokens,
-            free_blocks=self.pool.num_available,
-            cached_blocks=counts.cached,
-            used_blocks=counts.used,
-            total_blocks=self.pool.num_blocks,
-            leased_blocks=sum(len(seq.blocks) for seq in scheduler.held.values()),
-            quarantined_blocks=sum(map(len, scheduler.quarantined.values())),
-            lent_blocks=len(scheduler.lent),
-            step_s=self._speed.step_s,
-            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
-            decode_step_s=self._speed.decode_step_s,
-            preemptions=scheduler.num_preemptions,
-            preempted={str(way): count for way, count in scheduler.preemptor.num_by_way.items()},
-            **self._swap_load(),
-            prefix_hit_tokens=scheduler.hit_tokens,
-            prefix_query_tokens=scheduler.query_tokens,
-            tier_hit_tokens=self.tiers.hit_tokens if self.tiers is not None else 0,
-            fetching=len(self.tiers.tiers.fetches) if self.tiers is not None else 0,
-            waiting_by_priority=dict(scheduler.waiting.num_by_priority + scheduler.reserving.num_by_priority),
-            waiting_tenants=len(scheduler.shares.num_waiting),
-            deadline_refusals=scheduler.num_late,
-            displaced=scheduler.num_displaced,
-            tenant_tokens=dict(scheduler.shares.computed_tokens),
-            other_tenant_tokens=scheduler.shares.other_tokens,
-            tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
-            reserving=len(scheduler.reserving),
-            held=len(scheduler.held),
-            pinned_blocks=counts.pinned,
-            steps=self._speed.num_steps,
-            batch_sequences=self._speed.batch_sequences,
-            batch_tokens=self._speed.batch_tokens,
-            spared_kv_tokens=self.backend.spared_kv_tokens,
-            drafted_tokens=self.drafts.speculation.num_drafted,
-            accepted_tokens=self.drafts.speculation.num_accepted,
-        )
-
-    def _swap_load(self) -> dict[str, Any]:
-        """LoadReport's fields about pre-empted sequences."""
-        preemptor = self.scheduler.preemptor
-        found: dict[str, Any] = {
-            "swapped": len(self.scheduler.swapped),
-            "recomputed_tokens": preemptor.recomputed_tokens,
-        }
-        if (area := preemptor.area) is not None:
-            found |= {
-                "swapped_blocks": area.num_held,
-                "swapped_bytes": area.num_held * area.slab.block_bytes,
-                "swap_out_s": area.sums.save_s,
-                "swap_in_s": area.sums.load_s,
-                "swap_corrupt_blocks": area.sums.corrupt,
-            }
-        return found
+        return load_report(self._load_seq, self.scheduler, self._speed, self.drafts, self.backend)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
@@ -796,40 +739,6 @@ class Engine:
         if self.tiers is not None:
             self.tiers.tiers.reset()
         return self.pool.reset_cache()
-
-    # ---- layers going out
-
-    def _announce_cached(self, item: Scheduled) -> None:
-        """Blocks found in the prefix cache are final for every layer before the first step."""
-        seq = item.seq
-        num_in_pool = seq.num_cached // self.config.block_size - seq.num_loaded_blocks
-        if seq.hold and self._layer_hook is not None and num_in_pool:
-            blocks = [BlockId(block) for block in seq.blocks[:num_in_pool]]
-            self._layer_hook(seq.request_id, 0, blocks, range(self.model.spec.num_layers))
-
-    def _brought_up(self, seq: Sequence) -> tuple[str, int, list[BlockId]]:
-        """(request, first index, blocks) of what comes from below the pool: final layer by layer, like what is computed."""
-        end = seq.num_cached // self.config.block_size
-        first = end - seq.num_loaded_blocks
-        return seq.request_id, first, [BlockId(block) for block in seq.blocks[first:end]]
-
-    def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
-        hook = self._layer_hook
-        if hook is None:
-            return None
-        ready = [(item.seq.request_id, *self.scheduler.ready_blocks(item)) for item in plan.work if item.seq.hold]
-        ready += [self._brought_up(item.seq) for item in plan.work if item.seq.hold and item.seq.load is not None]
-        ready = [entry for entry in ready if entry[2]]
-        if not ready:
-            return None
-        last_layer, step = self.model.spec.num_layers - 1, self._layers_per_hook
-
-        def on_layer(layer: int) -> None:
-            if (layer + 1) % step == 0 or layer == last_layer:
-                for request_id, first, blocks in ready:
-                    hook(request_id, first, blocks, range(layer - layer % step, layer + 1))
-
-        return on_layer
 
 
 def _none_drawn(hidden: Tensor) -> Tensor:

@@ -19,8 +19,9 @@ import msgspec
 import torch
 
 from kvrelay.config import EngineSettings, SchedulerSettings, Settings
-from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
+from kvrelay.engine.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout, check_quantization, scheme_of
+from kvrelay.engine.layers_out import LayerHook
 from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.shares import LineRules
 from kvrelay.engine.spec import ModelSpec
