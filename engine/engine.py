@@ -451,6 +451,7 @@ class Engine:
         self.scheduler.handed_back.clear()
         if plan.work and self.config.draft_tokens and self._flight is None and not self.scheduler.groups.by_id:
             plan = self.drafts.widen(plan)
+            self.drafts.note_plan(plan)
         return plan
 
     def _launch(self, plan: StepPlan, now_s: float) -> Flight:

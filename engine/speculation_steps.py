@@ -10,6 +10,8 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.speculation import Acceptance, Speculation
 from kvrelay.kvcache.block_pool import BlockPool
 
+_MOST_IN_VAIN = 5  # then every 32nd step is asked about, as often as one is plain where drafts pay
+
 
 class Drafter:
     """One sequence's: where its drafts come from, and how good they have been."""
@@ -26,13 +28,27 @@ class DraftSteps:
     def __init__(self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int) -> None:
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self.speculation = Speculation(most)
+        self._num_in_vain = 0  # steps, one after the other, that could have had drafts: nothing was found
+        self._num_to_pass = 0  # steps that are not asked about
 
     def comes_next(self, running: list[Sequence]) -> bool:
-        """Whether `widen` is to be asked about a step of these. If not, they have taken a plain one without it."""
+        """Whether `widen` is to be asked about a step of these. If not, they have taken a plain one without it.
+
+        For it to be asked, tokens must be known, which costs the time that the host could have worked ahead. So the more
+        often nothing was found, the more steps pass before it is asked again.
+        """
         if any(seq.num_uncomputed > 1 for seq in running):
+            return False
+        if self._num_to_pass:
+            self._num_to_pass -= 1
             return False
         count, able = len(running), [seq for seq in running if _may_draft(seq)]
         return self.speculation.comes_next(count, [_drafter_of(seq).acceptance for seq in able])
+
+    def note_plan(self, plan: StepPlan) -> None:
+        """What `widen` has made of a plan."""
+        self._num_in_vain = 0 if plan.num_drafted else min(self._num_in_vain + 1, _MOST_IN_VAIN)
+        self._num_to_pass = 2**self._num_in_vain - 1
 
     def widen(self, plan: StepPlan) -> StepPlan:
         """The same plan, with as many drafted tokens as are expected to pay; not in steps that compute prompts, too."""

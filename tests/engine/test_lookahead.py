@@ -196,6 +196,17 @@ def test_drafts_and_looking_ahead_take_turns(make):
     assert_clean(engine)
 
 
+def test_text_that_does_not_repeat_itself_is_seldom_waited_for(make):
+    """Though a draft may come into every step: whether one is found cannot be known before."""
+    engine = make(True, draft_tokens=4)
+    for n in range(3):
+        engine.add(request(str(n), prompt_of(10, 70 + n), max_tokens=70, temperature=3.0, seed=n))
+    drain(engine)
+    assert engine.drafts.speculation.num_drafted < 20
+    assert engine.backend.num_fed > 0.75 * engine._speed.num_steps
+    assert_clean(engine)
+
+
 # ---- nothing changes hands early
 
 
