@@ -32,7 +32,7 @@ from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import LineRules
-from kvrelay.engine.speculation_steps import DraftSteps
+from kvrelay.engine.speculation_steps import DraftModel, DraftSteps
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kernels.quant_scheme import Scheme
@@ -81,6 +81,7 @@ class EngineConfig:
     cascade: bool = True  # decode rows read blocks that they share once, where it pays
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
     warm_up: bool = False  # on a GPU, choose kernels and capture graphs before the first request
+    prompt_lookup: bool = True  # drafts from a sequence's own text
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,8 +224,9 @@ class Engine:
         self.scheduler.groups.eos_ids = self._eos_ids
         self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
         self.drafts = DraftSteps(
-            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len
-        )
+            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len,
+            lookup=config.prompt_lookup,
+        )  # fmt: skip
         self._events = EventLog()
         self._speed = Speed()
         self._load_seq = 0
@@ -251,6 +253,10 @@ class Engine:
         """Where pre-empted sequences' KV may go: started, and closed by `close`. Before the first request."""
         area.probe(range(self.pool.num_blocks))
         self.scheduler.preemptor.area = area
+
+    def attach_draft_model(self, model: DraftModel) -> None:
+        """It drafts tokens from now on. Before the first request."""
+        self.drafts.attach(model, self.scheduler.lengths)
 
     def close(self) -> None:
         """Let go of the tiers below the pool and of the swap area. Blocking."""
@@ -377,7 +383,7 @@ class Engine:
     def preempt(self, group: tuple[Sequence, ...]) -> Way:
         """Take these running sequences off the batch, between two steps."""
         for seq in group:
-            self._runner.forget(seq)
+            self._forget(seq)
         return self.scheduler.preempt_group(group)
 
     def quarantine(self, request_id: str) -> int | None:
@@ -403,8 +409,13 @@ class Engine:
         self.scheduler.take_back(blocks)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._runner.forget(seq)
+        self._forget(seq)
         self.scheduler.finish(seq, reason)
+
+    def _forget(self, seq: Sequence) -> None:
+        """It is off the batch."""
+        self._runner.forget(seq)
+        self.drafts.forget(seq)
 
     # ---- the step
 
@@ -424,7 +435,7 @@ class Engine:
             result.reservations.append(self._reservation(seq, now_s))
         plan = self._verified(self.scheduler.schedule())
         for seq in plan.preempted:
-            self._runner.forget(seq)
+            self._forget(seq)
         result.handed_back = [seq.request_id for seq in self.scheduler.handed_back]
         self.scheduler.handed_back.clear()
         if not plan.work:
@@ -739,8 +750,7 @@ class Engine:
             batch_sequences=self._speed.batch_sequences,
             batch_tokens=self._speed.batch_tokens,
             spared_kv_tokens=self.backend.spared_kv_tokens,
-            drafted_tokens=self.drafts.speculation.num_drafted,
-            accepted_tokens=self.drafts.speculation.num_accepted,
+            **self.drafts.load(),
         )
 
     def _swap_load(self) -> dict[str, Any]:
@@ -763,6 +773,7 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
         self.scheduler.check()
+        self.drafts.check(self.scheduler.running)
         if self.tiers is not None:
             self.tiers.tiers.check()
 

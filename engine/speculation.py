@@ -17,7 +17,7 @@ _FLOOR, _CEILING = 0.02, 0.98  # rates that are believed
 _PLAIN_EVERY = 32  # steps: one without drafts, to see how long that takes
 _TRY_EVERY = 16  # steps: a draft where it is not expected to pay, to see whether it would
 _TRY_TOKENS = 2
-_MARGIN = 1.3  # what drafts are expected to bring, over what their time brings anyway: rates are guesses
+MARGIN = 1.3  # what drafts are expected to bring, over what their time brings anyway: rates are guesses
 _FEW = 1.5  # steps with drafts of one sequence, before anything is concluded
 
 
@@ -96,6 +96,10 @@ class Speculation:
         acceptance.observe(num_accepted, num_drafted)
         self._all.observe(num_accepted, num_drafted)
 
+    def rate(self, acceptance: Acceptance) -> float:
+        """The chance that a drafted token is right, for a sequence with this past."""
+        return acceptance.rate(self._all.rate(0.5))
+
     def begins(self, num_sequences: int) -> bool:
         """A step of so many sequences. False: it is to be plain, or no draft would pay in it, however good."""
         self._num_steps += 1
@@ -103,7 +107,7 @@ class Speculation:
         if plain_s is None or self._num_steps % _PLAIN_EVERY == 0:
             return False
         extra = self.times.extra(num_sequences)
-        return extra is None or self._is_try or _MARGIN * extra[1] * num_sequences / plain_s < _CEILING
+        return extra is None or self._is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING
 
     @property
     def _is_try(self) -> bool:
@@ -117,13 +121,12 @@ class Speculation:
         if (extra := self.times.extra(num_sequences)) is None:
             return self._try(drafters, self.most)
         fixed_s, token_s = extra
-        prior = self._all.rate(0.5)
-        rates = [acceptance.rate(prior) for acceptance in drafters]
+        rates = [self.rate(acceptance) for acceptance in drafters]
         pace = num_sequences / plain_s  # tokens per second without drafts
-        found = [self._length(rate, _MARGIN * token_s * pace) for rate in rates]
+        found = [self._length(rate, MARGIN * token_s * pace) for rate in rates]
         gain = sum(expected(rate, length) for rate, length in zip(rates, found, strict=True))
         cost_s = fixed_s + token_s * sum(found)
-        if gain <= _MARGIN * pace * cost_s:
+        if gain <= MARGIN * pace * cost_s:
             return self._try(drafters, min(_TRY_TOKENS, self.most) * self._is_try)
         return found
 

@@ -1,0 +1,163 @@
+"""A draft model changes how many steps a stream takes, never its tokens; its own blocks come and go, and none is lost."""
+
+import random
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvrelay.engine import engine as engine_module
+from kvrelay.engine.draft_model import DraftConfig, DraftModel
+from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.model import load_model
+from kvrelay.engine.speculation import Speculation
+from kvrelay.engine.speculation_model import ModelSpeculation
+from kvrelay.engine.tier_setup import make_swap_area
+from kvrelay.hashing import block_hashes
+from kvrelay.kernels.select import select_backend
+from kvrelay.wire import Sampling, SequenceRequest
+
+VOCAB, BLOCK = 61, 8
+BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 16 * 4
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "top_k": 30},
+    "biased": {"temperature": 0.8, "seed": 9, "logit_bias": {3: 4.0, 60: 3.0}, "logprobs": 1},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "min_tokens": {"temperature": 0.8, "min_tokens": 9, "seed": 1},
+}
+
+
+def write(folder, *, seed: int, layers: int = 2, vocab: int = VOCAB):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=64, intermediate_size=96, num_hidden_layers=layers, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=256, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        initializer_range=0.2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("draft")
+    return {
+        "itself": write(root / "target", seed=3),
+        "another": write(root / "another", seed=4, layers=1),
+        "fewer tokens": write(root / "fewer", seed=4, layers=1, vocab=60),
+        "more tokens": write(root / "more", seed=4, layers=1, vocab=80),
+    }
+
+
+@pytest.fixture
+def make(folders, monkeypatch):
+    engines: list[Engine] = []
+
+    def build(
+        draft: str | None = None,
+        *,
+        tokens: int = 5,
+        blocks: int = 96,
+        draft_blocks: int = 96,
+        always: bool = True,
+        budget: int = 64,
+        lookup: bool = False,
+    ) -> Engine:
+        if always:
+            monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
+            monkeypatch.setattr(Speculation, "lengths", lambda self, count, drafters: [self.most] * len(drafters))
+            monkeypatch.setattr(
+                ModelSpeculation, "lengths",
+                lambda self, count, candidates, **_: [one.most for one in candidates],
+            )  # fmt: skip
+        backend = select_backend("cpu", "cpu", 1)
+        config = EngineConfig(
+            block_size=BLOCK, kv_memory_bytes=blocks * BLOCK_BYTES, token_budget=budget,
+            draft_tokens=tokens if draft else 0, prompt_lookup=lookup,
+        )  # fmt: skip
+        engine = load_engine(folders["itself"], backend, torch.float32, config)
+        if draft is not None:
+            model = load_model(folders[draft], backend, torch.float32, block_size=BLOCK)
+            block_bytes = BLOCK_BYTES * model.spec.num_layers // 2
+            own = DraftConfig(BLOCK, draft_blocks * block_bytes, 64, 256, VOCAB)
+            engine.attach_draft_model(DraftModel(model, backend, own))
+        engines.append(engine)
+        area = make_swap_area(engine.memory, 64 * BLOCK_BYTES, "full", lambda: None)
+        assert area is not None
+        engine.attach_swap(area)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def prompts() -> list[list[int]]:
+    chance = random.Random(5)
+    return [[chance.randrange(3, VOCAB) for _ in range(size)] for size in (3, 8, 21, 40)]
+
+
+def request(
+    name: str, prompt: list[int], *, max_tokens: int = 40, ignore_eos: bool = True, **sampling
+) -> SequenceRequest:
+    return SequenceRequest(
+        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),
+    )  # fmt: skip
+
+
+def serve(engine: Engine, **sampling) -> tuple[list, int]:
+    """(what each stream said, with log-probabilities and its end), steps."""
+    for index, prompt in enumerate(prompts()):
+        engine.add(request(str(index), prompt, **sampling))
+    said = {str(index): ([], [], []) for index in range(len(prompts()))}
+    steps = 0
+    while engine.scheduler.has_work:
+        steps += 1
+        for output in engine.step().outputs:
+            tokens, logprobs, ends = said[output.request_id]
+            assert output.position == len(tokens)
+            tokens += output.token_ids
+            logprobs += [(one.token_id, round(one.logprob, 4)) for one in output.logprobs]
+            ends += [output.finish_reason] * (output.finish_reason is not None)
+        engine.check()
+    assert engine.pool.counts().used == engine.load().draft_used_blocks == 0
+    return list(said.values()), steps
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+@pytest.mark.parametrize("draft", ["itself", "another"])
+def test_tokens_are_those_of_plain_steps(make, sampling, draft):
+    expected, plain_steps = serve(make(), **sampling)
+    engine = make(draft)
+    got, steps = serve(engine, **sampling)
+    assert got == expected
+    load = engine.load()
+    assert (load.model_drafted_tokens > 0) == ("repetition_penalty" not in sampling)
+    if draft == "itself":  # with the same random numbers nearly all are right, drawn or not
+        assert load.model_accepted_tokens == load.model_drafted_tokens and (
+            steps < plain_steps or not load.model_drafted_tokens
+        )
+    assert load.drafted_tokens == load.model_drafted_tokens
+
+
+@pytest.mark.parametrize("draft", ["fewer tokens", "more tokens"])
+def test_a_vocabulary_that_is_padded_otherwise_does_no_harm(make, draft):
+    for sampling in (SAMPLINGS["greedy"], SAMPLINGS["biased"]):
+        engine = make(draft)
+        assert serve(engine, **sampling)[0] == serve(make(), **sampling)[0]
+        assert (
+            engine.load().model_drafted_tokens > 0 or "logit_bias" in sampling
+        )  # it draws a token that the draft model lacks
+
+
+def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatch):
+    expected, _ = serve(make(), temperature=0.0)
+    take = engine_module.Engine.take_drafted
+
+    def believe(self, item, tokens, logprobs, outputs):
+        take(self, item, [*item.drafts, tokens[-1]], logprobs, outputs)
+
+    monkeypatch.setattr(engine_module.Engine, "take_drafted", believe)
+    assert serve(make("another"), temperature=0.0)[0] != expected
