@@ -33,8 +33,8 @@ class Shadow:
 
     @property
     def num_behind(self) -> int:
-        """Tokens to compute before there is a draft."""
-        return len(self.of.token_ids) - min(self.seq.num_computed, self.num_right())
+        """Tokens to compute before there is a draft: at least the last, even where it was computed as a draft that was cut off."""
+        return max(1, len(self.of.token_ids) - min(self.seq.num_computed, self.num_right()))
 
     @property
     def num_drafted(self) -> int:
@@ -52,7 +52,7 @@ class Shadow:
         """What was drafted is right up to here, and the sequence has gone on."""
         own, right = self.seq, self.num_right()
         own.token_ids[right:] = self.of.token_ids[right:]
-        own.num_computed = min(own.num_computed, right)
+        own.num_computed = min(own.num_computed, right, len(own.token_ids) - 1)
         self.num_sure = len(own.token_ids)
 
 
@@ -135,7 +135,10 @@ class DraftCache:
             self._drop(seq.request_id)
 
     def _drop(self, request_id: str) -> None:
-        own = self._shadows.pop(request_id).seq
+        shadow = self._shadows.pop(request_id)
+        shadow.learn()
+        self._name_full_blocks(shadow)
+        own = shadow.seq
         self._forget(own)
         self.pool.release(own.blocks)
 

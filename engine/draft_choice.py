@@ -8,8 +8,9 @@ All is counted in tokens: what takes time costs the tokens that steps without dr
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-_BLEND = 0.15  # of the newest pass in times
+_BLEND = 0.25  # of the newest pass in times
 _CATCHING_UP = 8  # tokens of a text that take as long as a pass, until it is measured
+_LEAST_SHARE = 0.03  # of a step's time: a pass costs something beside reading weights
 _FEW = 8  # tokens of a pass beyond one for each sequence, from which their time is measured
 
 
@@ -56,7 +57,8 @@ class Pass:
 class PassTimes:
     """What the model's passes take, by the power of two of sequences.
 
-    share: of its weights in the other model's: what a pass takes of a step's time, until it is measured.
+    share: of its weights in the other model's: what a pass is taken to take of a step's time before any was measured. The first one of
+    a size may be slower (it is recorded, and memory is touched), so measurements move away from that estimate little by little.
     """
 
     share: float
@@ -65,7 +67,7 @@ class PassTimes:
 
     def one_pass(self, num_sequences: int, plain_s: float) -> float:
         """Seconds of a pass over so many sequences, a token each. plain_s: of a step of as many."""
-        return self._pass_s.get(num_sequences.bit_length(), self.share * plain_s)
+        return self._pass_s.get(num_sequences.bit_length(), max(_LEAST_SHARE, self.share) * plain_s)
 
     def behind(self, num_sequences: int, plain_s: float) -> float:
         """Seconds for a token of text."""
@@ -76,11 +78,14 @@ class PassTimes:
     def observe(self, one: Pass, plain_s: float) -> None:
         size, more = one.num_sequences.bit_length(), one.num_tokens - one.num_sequences
         if more == 0:
-            old = self._pass_s.get(size, one.seconds)
-            self._pass_s[size] = old + _BLEND * (min(one.seconds, 2 * old) - old)  # a pause of the machine is no pass
+            self._pass_s[size] = _moved(self.one_pass(one.num_sequences, plain_s), one.seconds)
         elif more >= _FEW:
             newest = max(0.0, one.seconds - self.one_pass(one.num_sequences, plain_s)) / more
-            self.behind_s = newest if self.behind_s is None else self.behind_s + _BLEND * (newest - self.behind_s)
+            self.behind_s = _moved(self.behind(one.num_sequences, plain_s), newest)
+
+
+def _moved(old: float, newest: float) -> float:
+    return old + _BLEND * (min(newest, 2 * old) - old)  # a pause of the machine is no pass
 
 
 def choose(candidates: Sequence[Candidate], prices: Prices, most: int) -> list[int]:

@@ -169,3 +169,117 @@ def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatc
 
     monkeypatch.setattr(engine_module.Engine, "take_drafted", believe)
     assert serve(make("another"), temperature=0.0)[0] != expected
+
+
+def run(engine: Engine, *wanted: SequenceRequest) -> tuple[dict[str, list[int]], int]:
+    """(what each stream said, steps)."""
+    said: dict[str, list[int]] = {one.request_id: [] for one in wanted}
+    steps = 0
+    for one in wanted:
+        engine.add(one)
+    while engine.scheduler.has_work:
+        for output in engine.step().outputs:
+            said[output.request_id] += output.token_ids
+        engine.check()
+        steps += 1
+    return said, steps
+
+
+def test_the_model_itself_as_draft_takes_a_fraction_of_the_steps(make):
+    one = request("r", prompts()[2], temperature=0.7, seed=4)
+    assert run(make("itself"), one)[1] < run(make(), one)[1] / 4
+
+
+def test_passes_are_replayed_from_recordings(make):
+    engine = make("itself")
+    run(engine, request("r", prompts()[2], temperature=0.0))
+    graphs = engine.drafts.model._runner._graphs
+    if graphs is None:
+        pytest.skip("no compiler: nothing is recorded")
+    assert graphs.why_not is None and 1 in graphs.sizes
+
+
+@pytest.mark.parametrize("blocks", [14, 20])
+def test_who_is_pre_empted_is_forgotten_and_goes_on_the_same(make, blocks):
+    expected, _ = serve(make(), temperature=0.8, seed=2)
+    engine = make("itself", blocks=blocks)
+    assert serve(engine, temperature=0.8, seed=2)[0] == expected
+    assert engine.load().preemptions > 0 and engine.load().model_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("draft_blocks", [2, 9, 14])
+def test_a_pool_that_is_too_small_for_all_drafts_for_some(make, draft_blocks):
+    expected, _ = serve(make(), temperature=0.0)
+    engine = make("itself", draft_blocks=draft_blocks)
+    assert serve(engine, temperature=0.0)[0] == expected
+    assert engine.load().draft_total_blocks == draft_blocks
+    assert engine.load().model_accepted_tokens > 0
+
+
+def test_a_text_is_caught_up_on_in_chunks(make):
+    engine = make("itself", budget=16)
+    most = []
+    plain = engine.drafts.model._pass
+
+    def noted(work, drafted):
+        most.append(sum(item.num_tokens for item in work))
+        plain(work, drafted)
+
+    engine.drafts.model._pass = noted
+    one = request("r", prompts()[3], temperature=0.0)
+    assert run(engine, one)[0] == run(make(), one)[0]
+    assert max(most) == 16 and engine.load().model_accepted_tokens > 0
+
+
+def test_what_begins_alike_is_not_computed_twice(make):
+    engine = make("itself")
+    prompt = prompts()[3]
+    run(engine, request("first", prompt, temperature=0.0, max_tokens=4))
+    tokens = []
+    plain = engine.drafts.model._pass
+    engine.drafts.model._pass = lambda work, drafted: (
+        tokens.append(sum(item.num_tokens for item in work)), plain(work, drafted),
+    )  # fmt: skip
+    run(engine, request("second", prompt, temperature=0.0, max_tokens=4))
+    assert tokens[0] <= BLOCK
+
+
+def test_an_aborted_sequence_leaves_nothing_behind(make):
+    engine = make("itself")
+    engine.add(request("r", prompts()[2], temperature=0.0))
+    while not engine.load().draft_used_blocks:
+        engine.step()
+    engine.abort("r")
+    engine.check()
+    assert engine.load().draft_used_blocks == 0
+
+
+def test_a_block_that_is_held_by_nobody_is_noticed(make):
+    engine = make("itself")
+    engine.drafts.model.cache.pool.allocate(1)
+    with pytest.raises(AssertionError, match="held by no sequence"):
+        engine.check()
+
+
+def test_a_shadow_that_stays_behind_is_noticed(make):
+    engine = make("itself")
+    engine.add(request("r", prompts()[2], temperature=0.0))
+    while not engine.load().draft_used_blocks:
+        engine.step()
+    engine.drafts.model.forget = lambda seq: None
+    engine.abort("r")
+    with pytest.raises(AssertionError, match="no longer runs"):
+        engine.check()
+
+
+def test_its_own_text_and_the_model_go_together(make):
+    engine = make("itself", lookup=True)
+    wanted = [request("loop", [4] * 12, temperature=0.0), request("open", prompts()[2], temperature=0.0)]
+    assert run(engine, *wanted)[0] == run(make(), *wanted)[0]
+
+
+def test_left_to_itself_it_measures_first(make):
+    engine = make("itself", always=False)
+    expected, _ = serve(make(always=False), temperature=0.8, seed=6)
+    assert serve(engine, temperature=0.8, seed=6)[0] == expected
+    assert engine.drafts.speculation.times.plain_s

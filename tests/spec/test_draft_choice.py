@@ -63,17 +63,19 @@ def test_a_long_text_is_caught_up_on_while_there_is_enough_left_to_say():
 def test_times_of_passes_are_taken_from_the_weights_until_they_are_measured():
     times = PassTimes(share=0.25)
     assert times.one_pass(4, 0.020) == 0.005 and times.behind(1, 0.020) < 0.005
-    times.observe(Pass(4, 4, 0.003), 0.020)
-    times.observe(Pass(4, 104, 0.053), 0.020)
-    assert times.one_pass(5, 0.020) == 0.003 and times.one_pass(8, 0.020) == 0.005
-    assert times.behind(4, 0.020) == pytest.approx(0.0005)
+    for _ in range(40):
+        times.observe(Pass(4, 4, 0.003), 0.020)
+        times.observe(Pass(4, 104, 0.053), 0.020)
+    assert times.one_pass(5, 0.020) == pytest.approx(0.003, rel=0.01) and times.one_pass(8, 0.020) == 0.005
+    assert times.behind(4, 0.020) == pytest.approx(0.0005, rel=0.01)
 
 
 def test_a_pause_of_the_machine_is_no_pass():
     times = PassTimes(share=0.25)
-    times.observe(Pass(1, 1, 0.003), 0.020)
     times.observe(Pass(1, 1, 3.0), 0.020)
-    assert times.one_pass(1, 0.020) < 0.004
+    assert times.one_pass(1, 0.020) < 0.0063
+    times.observe(Pass(1, 101, 90.0), 0.020)
+    assert times.behind(1, 0.020) < 0.001
 
 
 class Device:
