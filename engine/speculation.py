@@ -6,10 +6,14 @@ are more than the step brings anyway. Where the device is busy with many sequenc
 Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023 (the expected tokens).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_BLEND = 0.15  # of the newest step in times
+_LATE = (
+    5  # plain steps whose median counts: with drafts in most steps they are rare, and one slow one would count for long
+)
+_ENOUGH_PLAIN = 3
 _FORGET = 0.97  # of older steps in the fit
 _RECENT = 0.9  # of older drafts in a sequence's rate of acceptance
 _PRIOR = 4.0  # drafted tokens that a new sequence's rate starts with, at the rate of all
@@ -44,6 +48,7 @@ class StepTimes:
     """What steps take without drafts, and what drafts add: a fixed part and a part per token. By the power of two of sequences."""
 
     plain_s: dict[int, float] = field(default_factory=dict)
+    _late: dict[int, deque[float]] = field(default_factory=dict)
     _sums: dict[int, list[float]] = field(default_factory=dict)  # weight, k, k², seconds, k · seconds
 
     @staticmethod
@@ -54,18 +59,26 @@ class StepTimes:
         """Seconds of a step without drafts; None: not measured."""
         return self.plain_s.get(self._class(num_sequences))
 
+    def is_known(self, num_sequences: int) -> bool:
+        """Whether there were plain steps enough: the first of a size is slow, it is recorded or touches memory."""
+        return len(self._late.get(self._class(num_sequences), ())) >= _ENOUGH_PLAIN
+
     def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         if not num_drafted:
             size = self._class(num_sequences)
-            old = self.plain_s.get(size, seconds)
-            self.plain_s[size] = old + _BLEND * (min(seconds, 2 * old) - old)  # a pause of the machine is no step
+            late = self._late.setdefault(size, deque(maxlen=_LATE))
+            late.append(seconds)
+            self.plain_s[size] = sorted(late)[(len(late) - 1) // 2]
             return
         if (plain := self.plain(num_sequences)) is None:
             return
+        if (size := self._class(num_sequences)) not in self._sums:  # the first is recorded, or touches memory
+            self._sums[size] = [0.0] * 5
+            return
         extra = min(max(0.0, seconds - plain), num_drafted * plain)  # a token more takes no longer than a step
         newest = (1.0, num_drafted, num_drafted**2, extra, num_drafted * extra)
-        sums = self._sums.get(self._class(num_sequences), [0.0] * 5)
-        self._sums[self._class(num_sequences)] = [old * _FORGET + new for old, new in zip(sums, newest, strict=True)]
+        sums = self._sums[size]
+        self._sums[size] = [old * _FORGET + new for old, new in zip(sums, newest, strict=True)]
 
     def extra(self, num_sequences: int) -> tuple[float, float] | None:
         """(seconds that any draft adds, seconds per drafted token) to such a step; None: not measured yet."""
@@ -104,7 +117,7 @@ class Speculation:
         """A step of so many sequences. False: it is to be plain, or no draft would pay in it, however good."""
         self._num_steps += 1
         plain_s = self.times.plain(num_sequences)
-        if plain_s is None or self._num_steps % _PLAIN_EVERY == 0:
+        if plain_s is None or not self.times.is_known(num_sequences) or self._num_steps % _PLAIN_EVERY == 0:
             return False
         extra = self.times.extra(num_sequences)
         return extra is None or self._is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING

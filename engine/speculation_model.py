@@ -9,7 +9,7 @@ from kvrelay.engine.draft_choice import Candidate, Pass, PassTimes, Prices, choo
 from kvrelay.engine.speculation import MARGIN, Acceptance, Speculation, expected
 
 _PRIOR_RATE = 0.7  # of a model of which nothing is known
-_TRY_SHARE = 0.02  # of the time goes into seeing whether it would pay, while it is not expected to
+_TRY_SHARE = 0.03  # of the time goes into seeing whether it would pay, while it is not expected to
 _TRY_TOKENS = 2
 
 
