@@ -49,6 +49,7 @@ class StepTimes:
 
     plain_s: dict[int, float] = field(default_factory=dict)
     _late: dict[int, deque[float]] = field(default_factory=dict)
+    _seen: set[tuple[int, int]] = field(default_factory=set)
     _sums: dict[int, list[float]] = field(default_factory=dict)  # weight, k, k², seconds, k · seconds
 
     @staticmethod
@@ -72,12 +73,15 @@ class StepTimes:
             return
         if (plain := self.plain(num_sequences)) is None:
             return
-        if (size := self._class(num_sequences)) not in self._sums:  # the first is recorded, or touches memory
-            self._sums[size] = [0.0] * 5
+        size = self._class(num_sequences)
+        if (
+            kind := (size, num_drafted if num_sequences == 1 else 0)
+        ) not in self._seen:  # it is recorded, or touches memory
+            self._seen.add(kind)
             return
         extra = min(max(0.0, seconds - plain), num_drafted * plain)  # a token more takes no longer than a step
         newest = (1.0, num_drafted, num_drafted**2, extra, num_drafted * extra)
-        sums = self._sums[size]
+        sums = self._sums.get(size, [0.0] * 5)
         self._sums[size] = [old * _FORGET + new for old, new in zip(sums, newest, strict=True)]
 
     def extra(self, num_sequences: int) -> tuple[float, float] | None:
