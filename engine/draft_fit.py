@@ -45,7 +45,7 @@ def check_vocabulary(folder: Path, draft_folder: Path) -> None:
         return
     if ours == theirs:
         return
-    token = min(ours.items() ^ theirs.items(), key=lambda item: item[1])[0]
+    token = min(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
     raise ConfigError(
         f"{_KEY}: {draft_folder.name} has another vocabulary than the model: token {token!r} is {_id(theirs, token)} there, and "
         f"{_id(ours, token)} in the model's; a model of the same family is needed"

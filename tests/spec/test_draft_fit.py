@@ -34,7 +34,7 @@ def test_the_same_words_go_together_whatever_the_special_tokens_and_the_padding(
 
 @pytest.mark.parametrize(
     ("vocab", "told"),
-    [({"a": 0, "c": 1, "b": 2}, "'c' is number 1 there, and number 2"), ({"a": 0, "b": 1}, "'c' is none there"), ([["a", 0.0], ["x", 0.0]], "'b' is none there|'x' is number 1 there, and none")],
+    [({"a": 0, "c": 1, "b": 2}, "'b' is number 2 there, and number 1"), ({"a": 0, "b": 1}, "'c' is none there"), ([["a", 0.0], ["x", 0.0]], "'b' is none there|'x' is number 1 there, and none")],
 )  # fmt: skip
 def test_other_words_do_not(tmp_path, vocab, told):
     with pytest.raises(ConfigError, match=f"engine.draft_model: theirs has another vocabulary.*({told})"):
