@@ -37,7 +37,7 @@ from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import LineRules
-from kvrelay.engine.speculation_steps import DraftSteps
+from kvrelay.engine.speculation_steps import DraftModel, DraftSteps
 from kvrelay.engine.speed import Speed
 from kvrelay.hashing import HASH_SEED
 from kvrelay.kernels.asynchronous import AsyncBackend, PendingTokens
@@ -88,6 +88,7 @@ class EngineConfig:
     cascade: bool = True  # decode rows read blocks that they share once, where it pays
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
     warm_up: bool = False  # on a GPU, choose kernels and capture graphs before the first request
+    prompt_lookup: bool = True  # drafts from a sequence's own text
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +191,9 @@ class Engine:
         self.scheduler.groups.eos_ids = tuple(spec.eos_ids)
         self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
         self.drafts = DraftSteps(
-            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len
-        )
+            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len,
+            lookup=config.prompt_lookup,
+        )  # fmt: skip
         self._events = EventLog()
         self._speed = Speed()
         self._load_seq = 0
@@ -226,6 +228,10 @@ class Engine:
         """Where pre-empted sequences' KV may go: started, and closed by `close`. Before the first request."""
         area.probe(range(self.pool.num_blocks))
         self.scheduler.preemptor.area = area
+
+    def attach_draft_model(self, model: DraftModel) -> None:
+        """It drafts tokens from now on. Before the first request."""
+        self.drafts.attach(model, self.scheduler.lengths)
 
     def close(self) -> None:
         """Let go of the tiers below the pool and of the swap area. Blocking."""
@@ -348,7 +354,7 @@ class Engine:
         self.settle()
         group = tuple(seq for seq in group if seq.state is State.RUNNING)
         for seq in group:
-            self._runner.forget(seq)
+            self._forget(seq)
         return self.scheduler.preempt_group(group)
 
     def quarantine(self, request_id: str) -> int | None:
@@ -376,8 +382,13 @@ class Engine:
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if self._flight is not None:
             self._flight.keep(seq, self.scheduler)
-        self._runner.forget(seq)
+        self._forget(seq)
         self.scheduler.finish(seq, reason)
+
+    def _forget(self, seq: Sequence) -> None:
+        """It is off the batch."""
+        self._runner.forget(seq)
+        self.drafts.forget(seq)
 
     # ---- the step
 
@@ -446,7 +457,7 @@ class Engine:
         assert self._flight is None or not plan.preempted, "what is being computed was taken away: see lookahead.py"
         plan = self._verified(plan)
         for seq in plan.preempted:
-            self._runner.forget(seq)
+            self._forget(seq)
         result.handed_back = [seq.request_id for seq in self.scheduler.handed_back]
         self.scheduler.handed_back.clear()
         if plan.work and self.config.draft_tokens and self._flight is None and not self.scheduler.groups.by_id:
@@ -732,6 +743,7 @@ class Engine:
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
         self.scheduler.check()
+        self.drafts.check(self.scheduler.running)
         if self.tiers is not None:
             self.tiers.tiers.check()
 

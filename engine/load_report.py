@@ -51,8 +51,7 @@ def load_report(seq: int, scheduler: Scheduler, speed: Speed, drafts: DraftSteps
         batch_sequences=speed.batch_sequences,
         batch_tokens=speed.batch_tokens,
         spared_kv_tokens=backend.spared_kv_tokens,
-        drafted_tokens=drafts.speculation.num_drafted,
-        accepted_tokens=drafts.speculation.num_accepted,
+        **drafts.load(),
     )
 
 
