@@ -51,6 +51,9 @@ def serve(
         str | None, typer.Option(help="auto (as --dtype), float32, bfloat16, float16, fp8_e4m3")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="longest prompt and output, tokens")] = None,
+    draft_model: Annotated[
+        str | None, typer.Option(help="small model of the same vocabulary that drafts tokens: as --model")
+    ] = None,
     backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
     checks: Annotated[str | None, typer.Option(help="checksums on transferred blocks: full, off")] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name in the API")] = None,
@@ -65,7 +68,7 @@ def serve(
     flags: dict[str, dict[str, Any]] = {
         "model": {"source": model, "dtype": dtype, "max_model_len": max_model_len, "served_name": served_name,
                   "quantization": quantization},
-        "engine": {"kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend},
+        "engine": {"kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend, "draft_model": draft_model},
         "transfer": {"transport": transport, "checks": checks},
         "serve": {"host": host, "port": port, "api_key": api_key},
         "cluster": {"prefill": prefill, "decode": decode, "ingress": ingress, "dashboard_port": dashboard_port,

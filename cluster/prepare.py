@@ -120,6 +120,7 @@ def _say(message: dict[str, Any]) -> None:
 
 def _check_backend(settings: Settings, role: Role) -> None:
     """Raises BackendUnavailable, ConfigError. Only where there is doubt, for it imports torch, which takes seconds."""
+    from kvrelay.engine.draft_fit import check_draft_quantization
     from kvrelay.engine.fit import check_kv_layout, check_quantization
 
     engine = settings.for_role(role).engine
@@ -127,16 +128,20 @@ def _check_backend(settings: Settings, role: Role) -> None:
         from kvrelay.kernels.select import kv_layouts
 
         check_kv_layout(*kv_layouts(engine.backend, engine.device), settings, role)
-    if settings.model.quantization != "none" and (engine.backend, engine.device) != ("cpu", "auto"):
+    wanted = {settings.model.quantization, settings.engine.draft_quantization}
+    if wanted != {"none"} and (engine.backend, engine.device) != ("cpu", "auto"):
         from kvrelay.kernels.select import quantizes
 
         name, can = quantizes(engine.backend, engine.device)
         check_quantization(name, settings, quantizes=can)
+        if role is Role.DECODE and settings.engine.draft_source is not None:
+            check_draft_quantization(name, settings, quantizes=can)
 
 
 def main() -> int:
     """The child."""
     from kvrelay.engine.checkpoint import model_name, prepare_checkpoint
+    from kvrelay.engine.draft_fit import prepare_draft_model
     from kvrelay.engine.fit import check_fit
     from kvrelay.engine.spec import ModelSpec
     from kvrelay.errors import KvrelayError
@@ -157,6 +162,7 @@ def main() -> int:
         for role in [Role.PREFILL, Role.DECODE] if settings.cluster.prefill else [Role.DECODE]:
             check_fit(spec, settings, role)
             _check_backend(settings, role)
+        prepare_draft_model(settings, folder, report)
         _say({"name": model_name(settings.model), "folder": str(folder)})
     except KvrelayError as error:
         _say({"error": str(error)})

@@ -152,6 +152,9 @@ def _show(console: Console, profiles: "list[StepProfile]", where: str) -> None:
     table.add_row("kernel calls", *(f"{profile.kernel_calls:,.0f}" for profile in profiles))
     if any(profile.host_waits is not None for profile in profiles):
         table.add_row("host waits", *(f"{profile.host_waits or 0:.1f}" for profile in profiles))
+    if any(profile.ahead_s is not None for profile in profiles):
+        table.add_row("host ahead of device", *(_micro(profile.ahead_s or 0.0) for profile in profiles))
+        table.add_row("host waiting", *(_micro(profile.waited_s or 0.0) for profile in profiles))
     console.print(table)
     for profile in profiles:
         if profile.workload == "decode 1" and profile.host_waits is None:

@@ -36,9 +36,11 @@ def plain_value(pair: str, text: str) -> Any:
 
 def with_absolute_source(settings: Settings) -> Settings:
     """Workers run in other folders: a path to a model must not depend on ours."""
-    source = Path(settings.model.source).expanduser()
-    if settings.model.source == DEFAULT_MODEL or not source.exists():
-        return settings
     data = settings.model_dump(exclude_unset=True)
-    data.setdefault("model", {})["source"] = str(source.resolve())
+    for section, key, source in (
+        ("model", "source", settings.model.source),
+        ("engine", "draft_model", settings.engine.draft_model),
+    ):
+        if source is not None and source != DEFAULT_MODEL and (path := Path(source).expanduser()).exists():
+            data.setdefault(section, {})[key] = str(path.resolve())
     return settings_from(data)

@@ -1,7 +1,7 @@
 """`kvrelay verify`'s rows about speculation: prompts whose text repeats, so that the decode worker drafts what comes next.
 
-Their tokens must be Hugging Face's, with drafts kept and drafts thrown away. Control: drafts that are believed unseen change
-the answers.
+Their tokens must be Hugging Face's, with drafts kept and drafts thrown away; so must those that a draft model drafts: the model itself,
+with the last token of each draft made wrong. Control: drafts that are believed unseen change the answers.
 """
 
 import asyncio
@@ -47,18 +47,29 @@ class SpeculationRows:
         settings = self._verifier.settings_over(self._transport, "full")
         async with local_cluster(settings, self._model_dir) as cluster:
             await self.check(cluster, cluster.inside[0], expected)
+        self._verifier.tell("speculation with a draft model")
+        own = {
+            "speculation": "model",
+            "draft_model": str(self._model_dir),
+            "draft_kv_memory": settings.engine.kv_memory,
+        }
+        settings = settings.model_copy(update={"engine": settings.engine.model_copy(update=own)})
+        async with local_cluster(settings, self._model_dir) as cluster:
+            await self.check(cluster, cluster.inside[0], expected, kind="draft model")
 
-    async def check(self, cluster: "LocalCluster", worker: WorkerService, expected: list[list[int]]) -> None:
+    async def check(
+        self, cluster: "LocalCluster", worker: WorkerService, expected: list[list[int]], kind: str = "speculation"
+    ) -> None:
         engine = worker.thread.engine
         assert engine is not None
-        with _always(engine):
+        with _always(engine), _last_wrong(engine):
             for force, name in (("remote", "over the hop"), ("local", "on one worker")):
-                row = self._verifier.add_row(f"speculation {name}")
+                row = self._verifier.add_row(f"{kind} {name}")
                 drafted, accepted = await self._serve(cluster, worker, force, expected, row)
                 note = f"{accepted} of {drafted} drafted tokens were right"
                 row.claim(holds=drafted > accepted > 0, note=note)
             row, answers = (
-                self._verifier.add_row("speculation: drafts that are believed change the answers"),
+                self._verifier.add_row(f"{kind}: drafts that are believed change the answers"),
                 Row("not shown"),
             )
             with _believing(engine):
@@ -84,10 +95,37 @@ def _always(engine: Engine) -> Iterator[None]:
     plain = speculation.begins, speculation.lengths
     speculation.begins = lambda num_sequences: True
     speculation.lengths = lambda num_sequences, drafters: [speculation.most] * len(drafters)
+    by_model: Any = engine.drafts.by_model
+    if by_model is not None:
+        by_model.lengths = lambda num_sequences, candidates, **_: [one.most for one in candidates]
     try:
         yield
     finally:
         speculation.begins, speculation.lengths = plain
+        if by_model is not None:
+            del by_model.lengths
+
+
+@contextmanager
+def _last_wrong(engine: Engine) -> Iterator[None]:
+    """Of each draft of the draft model, which is the model itself, the last token is another one."""
+    model: Any = engine.drafts.model
+    if model is None:
+        yield
+        return
+    plain, size = model.draft, engine.model.spec.vocab_size
+
+    def draft(wanted: Any, *, chunk: int) -> Any:
+        drafted = plain(wanted, chunk=chunk)
+        for tokens in drafted.tokens.values():
+            tokens[-1] = (tokens[-1] + 1) % size
+        return drafted
+
+    model.draft = draft
+    try:
+        yield
+    finally:
+        del model.draft
 
 
 @contextmanager

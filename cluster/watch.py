@@ -66,6 +66,8 @@ _SHOWN = frozenset(
         "recomputed_tokens",
         "drafted_tokens",
         "accepted_tokens",
+        "model_drafted_tokens",
+        "model_accepted_tokens",
         "spared_kv_tokens",
     ]
 ) | frozenset(QUEUES)
@@ -268,7 +270,12 @@ def _preempted(load: View) -> str:
 
 def _drafted(load: View) -> str:
     drafted = load.get("drafted_tokens")
-    return f"{drafted} tokens, {_share(load['accepted_tokens'], drafted)} right" if drafted else ""
+    if not drafted:
+        return ""
+    told = f"{drafted} tokens, {_share(load['accepted_tokens'], drafted)} right"
+    if by_model := load.get("model_drafted_tokens"):
+        told += f"; {by_model} of them by the draft model, {_share(load['model_accepted_tokens'], by_model)} right"
+    return told
 
 
 def _in_line(load: View) -> str:

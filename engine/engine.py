@@ -1,8 +1,10 @@
 """The engine: one model, one KV pool, one thread. Schedule, run, sample, advance.
 
+On a device that computes by itself a step is collected when the next one has been launched: see flight.py.
 Every method is called from the owner's single thread; nothing here knows of networks or Ray.
 """
 
+import contextlib
 import logging
 import math
 import time
@@ -10,19 +12,22 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
 
-import msgspec
 import torch
 from torch import Tensor
 
 from kvrelay import __version__
 from kvrelay.engine.admission import request_fault, why_turned_away
+from kvrelay.engine.appending import Appender, with_first_token_facts
 from kvrelay.engine.beam import Candidates
 from kvrelay.engine.beam_candidates import likeliest
 from kvrelay.engine.checkpoint import model_digest
 from kvrelay.engine.fit import num_blocks_for
+from kvrelay.engine.flight import Flight, sampled
 from kvrelay.engine.group_steps import GroupSteps
+from kvrelay.engine.layers_out import LayerHook, LayersOut
+from kvrelay.engine.load_report import load_report
+from kvrelay.engine.lookahead import Outlook, may_look_ahead
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.memory import pool_bytes
 from kvrelay.engine.model import DecoderModel, load_model
@@ -32,8 +37,10 @@ from kvrelay.engine.sampler import Sampler, token_logprobs
 from kvrelay.engine.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import LineRules
-from kvrelay.engine.speculation_steps import DraftSteps
+from kvrelay.engine.speculation_steps import DraftModel, DraftSteps
+from kvrelay.engine.speed import Speed
 from kvrelay.hashing import HASH_SEED
+from kvrelay.kernels.asynchronous import AsyncBackend, PendingTokens
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kvcache.block_pool import BlockPool
@@ -48,13 +55,13 @@ from kvrelay.wire import (
     KvSnapshot,
     LoadReport,
     SequenceRequest,
-    Timings,
     TokenLogprob,
     TokenOutput,
 )
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = contextlib.nullcontext()
 _PROMPT_LOGPROB_ROWS = 64  # logits of a whole chunk at once would be 100 MB at vocabularies of 50k and 512 tokens
 
 
@@ -81,6 +88,7 @@ class EngineConfig:
     cascade: bool = True  # decode rows read blocks that they share once, where it pays
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
     warm_up: bool = False  # on a GPU, choose kernels and capture graphs before the first request
+    prompt_lookup: bool = True  # drafts from a sequence's own text
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +105,10 @@ class Reservation:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step brought about."""
+    """What a call of `step` brought about. Tokens and seconds are those of the steps that were collected in it.
+
+    seconds: from a step's launch, or the end of the one before if that was later, until its tokens were here.
+    """
 
     outputs: list[TokenOutput] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
@@ -106,56 +117,11 @@ class StepResult:
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
+    waited_s: float = 0.0  # of the host, for a device that computes by itself
+    ahead_s: float = 0.0  # of the host, at the next step meanwhile
     is_stuck: bool = False  # nothing was done, and nothing can be until somebody acts on the engine
     events: KvEvents | None = None
     load: LoadReport | None = None
-
-
-@dataclass(slots=True)
-class Speed:
-    """Moving averages of what steps took, for the router's predictions."""
-
-    step_s: float = 0.0
-    decode_step_s: float = 0.0
-    prefill_tokens_per_s: float = 0.0
-    decode_tokens_per_s: float = 0.0
-    num_steps: int = 0
-    batch_sequences: int = 0  # of the last step
-    batch_tokens: int = 0
-
-    @property
-    def compute_tokens_per_s(self) -> float:
-        """Of a prompt: as measured, or, on a worker that has computed none, at least what its decode steps reach."""
-        return self.prefill_tokens_per_s or self.decode_tokens_per_s
-
-    def observe(self, num_tokens: int, num_decode: int, seconds: float) -> None:
-        self.step_s = _blend(self.step_s, seconds)
-        if num_tokens == num_decode:
-            self.decode_step_s = _blend(self.decode_step_s, seconds)
-            if seconds > 0:
-                self.decode_tokens_per_s = max(0.95 * self.decode_tokens_per_s, num_decode / seconds)
-        elif num_tokens - num_decode >= 64 and seconds > 0:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
-
-    def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
-        """A step that brought several tokens of a sequence counts as so many."""
-        self.step_s = _blend(self.step_s, seconds)
-        if num_output and seconds > 0:
-            self.decode_step_s = _blend(self.decode_step_s, seconds * num_sequences / num_output)
-
-    def note_batch(self, num_sequences: int, num_tokens: int) -> None:
-        self.num_steps += 1
-        self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
-
-
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else 0.8 * old + 0.2 * new
-
-
-class LayerHook(Protocol):
-    """Told, on the engine thread, that blocks of a held sequence are final for some layers."""
-
-    def __call__(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None: ...
 
 
 class Engine:
@@ -173,9 +139,8 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model, self.backend, self.config = model, backend, config
-        self._clock, self._layer_hook = clock, layer_hook
+        self._clock = clock
         shape, spec = model.attention_shape, model.spec
-        self._layers_per_hook = layers_per_hook or max(1, -(-spec.num_layers // 4))
         compute_dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
         dtype = next(name for name, value in KV_DTYPES.items() if value is shape.kv_dtype)
         layout = KvLayout(
@@ -209,6 +174,10 @@ class Engine:
         self.max_running = min(config.max_running, config.token_budget)  # each gets a token in every step
         limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting, config.headroom)
         self.scheduler = Scheduler(self.pool, config.block_size, limits, config.rules)
+        step = layers_per_hook or max(1, -(-spec.num_layers // 4))
+        self._layers_out = (
+            None if layer_hook is None else LayersOut(layer_hook, self.scheduler, num_layers=spec.num_layers, step=step)
+        )
         self.scheduler.preemptor.token_bytes = layout.block_bytes / config.block_size
         self.scheduler.preemptor.only = None if config.preemption == "auto" else Way(config.preemption)
         self._runner = Runner(
@@ -217,22 +186,30 @@ class Engine:
             max_tokens=config.token_budget,
         )  # fmt: skip
         backend.share_prefixes(enabled=config.cascade)
-        self._eos_ids = tuple(spec.eos_ids)
-        self._eos = frozenset(self._eos_ids)
-        self._sampler = Sampler(backend, self._eos_ids)
-        self.scheduler.groups.eos_ids = self._eos_ids
+        self._sampler = Sampler(backend, tuple(spec.eos_ids))
+        self._appender = Appender(self._end, clock, eos_ids=spec.eos_ids, max_model_len=self.max_model_len)
+        self.scheduler.groups.eos_ids = tuple(spec.eos_ids)
         self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
         self.drafts = DraftSteps(
-            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len
-        )
+            self.pool, most=config.draft_tokens, token_budget=config.token_budget, max_model_len=self.max_model_len,
+            lookup=config.prompt_lookup,
+        )  # fmt: skip
         self._events = EventLog()
         self._speed = Speed()
         self._load_seq = 0
         self._unsent: list[TokenOutput] = []  # ends that no step brought about
+        self._ahead = backend if isinstance(backend, AsyncBackend) else None
+        self._flight: Flight | None = None  # launched, to be collected
+        self._collected_s = -math.inf
 
     @property
     def memory(self) -> KvMemory:
         return self.storage.memory
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether a step may be launched before the one before it is collected."""
+        return self._ahead is not None
 
     @property
     def tiers(self) -> LowerTiers | None:
@@ -252,12 +229,19 @@ class Engine:
         area.probe(range(self.pool.num_blocks))
         self.scheduler.preemptor.area = area
 
+    def attach_draft_model(self, model: DraftModel) -> None:
+        """It drafts tokens from now on. Before the first request."""
+        self.drafts.attach(model, self.scheduler.lengths)
+
     def close(self) -> None:
         """Let go of the tiers below the pool and of the swap area. Blocking."""
-        if (area := self.scheduler.preemptor.area) is not None:
-            area.close()
-        if self.tiers is not None:
-            self.tiers.tiers.close()
+        try:
+            self.settle()
+        finally:
+            if (area := self.scheduler.preemptor.area) is not None:
+                area.close()
+            if self.tiers is not None:
+                self.tiers.tiers.close()
 
     def patience_s(self) -> float | None:
         """How long nothing need be done unless somebody acts on the engine; None: for ever."""
@@ -306,7 +290,7 @@ class Engine:
         if is_group:
             self._take_over(seq, token_ids, list(candidates))
             return True
-        self._end_if_too_long(seq)
+        self._end_if_too_long([seq])
         return True
 
     def _take_over(self, leader: Sequence, token_ids: list[int], candidates: Candidates) -> None:
@@ -322,24 +306,13 @@ class Engine:
             self._require_tiers().settle(leader)
             self.scheduler.name_arrived(leader)
         if group.search is None:
-            for member in self._groups.take_over(leader, token_ids):
-                self._end_if_too_long(member)
+            self._end_if_too_long(self._groups.take_over(leader, token_ids))
         else:
             outputs = self._groups.begin_search(group, leader, candidates)
             self._unsent += [output for output in outputs if output.finish_reason is not None]
 
-    def _end_if_too_long(self, seq: Sequence) -> None:
-        if (reason := self._finish_reason(seq)) is not None:  # this engine's context is shorter than the source's
-            self._end(seq, reason)
-            end = TokenOutput(
-                request_id=seq.stream_id, position=seq.num_output, token_ids=[], finish_reason=reason,
-                choice=seq.choice, num_left=self._num_left(seq),
-            )  # fmt: skip
-            self._unsent.append(end)
-
-    @staticmethod
-    def _num_left(seq: Sequence) -> int:
-        return len(seq.group.members) if seq.group is not None else 0
+    def _end_if_too_long(self, seqs: list[Sequence]) -> None:
+        self._unsent += [end for seq in seqs if (end := self._appender.end_if_too_long(seq)) is not None]
 
     def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
         """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
@@ -356,6 +329,8 @@ class Engine:
         seqs = self._sequences_of(request_id)
         for seq in seqs:
             self._end(seq, FinishReason.ABORT)
+        if self._flight is not None and not self._flight.is_wanted:
+            self.settle()
         return bool(seqs)
 
     def _sequences_of(self, request_id: str) -> list[Sequence]:
@@ -375,9 +350,11 @@ class Engine:
             self._end(member, FinishReason.ABORT)
 
     def preempt(self, group: tuple[Sequence, ...]) -> Way:
-        """Take these running sequences off the batch, between two steps."""
+        """Take these running sequences off the batch, between two steps; those that end with the last one apart."""
+        self.settle()
+        group = tuple(seq for seq in group if seq.state is State.RUNNING)
         for seq in group:
-            self._runner.forget(seq)
+            self._forget(seq)
         return self.scheduler.preempt_group(group)
 
     def quarantine(self, request_id: str) -> int | None:
@@ -403,17 +380,69 @@ class Engine:
         self.scheduler.take_back(blocks)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        self._runner.forget(seq)
+        if self._flight is not None:
+            self._flight.keep(seq, self.scheduler)
+        self._forget(seq)
         self.scheduler.finish(seq, reason)
+
+    def _forget(self, seq: Sequence) -> None:
+        """It is off the batch."""
+        self._runner.forget(seq)
+        self.drafts.forget(seq)
 
     # ---- the step
 
     def step(self) -> StepResult:
-        """Grant reservations, then compute one batch. Cheap when there is nothing to do."""
+        """Grant reservations, then compute one batch. Cheap when there is nothing to do.
+
+        On a device that computes by itself: launch that batch and bring the one before.
+        """
         result = StepResult()
-        result.outputs, self._unsent = self._unsent, []
         now_s = self._clock()
         self.pool.tick(now_s)
+        self._send_unsent(result)
+        is_under_way = self._flight is not None
+        if is_under_way and not self._may_look_ahead():
+            self._collect(result)
+        self._begin(result, now_s)
+        with _NOTHING if self._flight is None else self._flight.shown(self._appender.is_last):
+            plan = self._plan(result)
+            launched = self._launch(plan, now_s) if plan.work else None
+        self._send_unsent(result)
+        if self._flight is not None:
+            result.ahead_s = self._clock() - now_s
+            self._collect(result, launched)
+        if launched is None:
+            self.scheduler.copied()
+            result.is_stuck = not (is_under_way or plan.preempted or result.reservations or result.refused)
+            return result
+        self._flight = launched
+        self._advance(launched)
+        if launched.pending is None or not launched.is_wanted:
+            self._collect(result)
+        return result
+
+    def _send_unsent(self, result: StepResult) -> None:
+        if self._unsent:
+            result.outputs += self._unsent
+            self._unsent = []
+
+    def settle(self) -> None:
+        """Collect the step that is under way, if any: the next one brings its outputs."""
+        if self._flight is not None:
+            self._flight.hide()
+            result = StepResult()
+            self._collect(result)
+            self._unsent += result.outputs
+
+    def _may_look_ahead(self) -> bool:
+        scheduler = self.scheduler
+        running, groups = scheduler.running, len(scheduler.groups.by_id)
+        drafts = bool(self.config.draft_tokens) and not groups and self.drafts.comes_next(running)
+        return may_look_ahead(Outlook(len(running), self.pool.num_available, len(scheduler.swapped), groups, drafts))
+
+    def _begin(self, result: StepResult, now_s: float) -> None:
+        """What is due before anything is planned."""
         if self.tiers is not None:
             self.tiers.tiers.poll()
         self.scheduler.turn_late_away(now_s)
@@ -422,46 +451,114 @@ class Engine:
             area.poll()
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
-        plan = self._verified(self.scheduler.schedule())
+
+    def _plan(self, result: StepResult) -> StepPlan:
+        plan = self.scheduler.schedule()
+        assert self._flight is None or not plan.preempted, "what is being computed was taken away: see lookahead.py"
+        plan = self._verified(plan)
         for seq in plan.preempted:
-            self._runner.forget(seq)
+            self._forget(seq)
         result.handed_back = [seq.request_id for seq in self.scheduler.handed_back]
         self.scheduler.handed_back.clear()
-        if not plan.work:
-            self.scheduler.copied()
-            result.is_stuck = not (plan.preempted or result.reservations or result.refused)
-            return result
-        if self.config.draft_tokens and not self.scheduler.groups.by_id:
+        if plan.work and self.config.draft_tokens and self._flight is None and not self.scheduler.groups.by_id:
             plan = self.drafts.widen(plan)
+            self.drafts.note_plan(plan)
+        return plan
+
+    def _launch(self, plan: StepPlan, now_s: float) -> Flight:
+        """Have a plan computed, and its tokens drawn, too, where that needs nothing that is not known yet."""
         others = [item for item in plan.work if not item.seq.plain_until]
         for item in others:
             seq = item.seq
             seq.num_chunks += 1
             if seq.scheduled_s is None:
                 seq.scheduled_s = now_s
-                self._announce_cached(item)
-        self._copy_blocks(plan)
-        hidden = self._runner.run(plan, self._on_layer(plan), self._before_layer(plan))
-        self._settle_loads(plan)
-        if any(item.seq.request.sampling.prompt_logprobs is not None for item in others):
-            self._collect_prompt_logprobs(plan, hidden)
-        self._sample(plan, hidden, result)
-        result.num_tokens, result.num_decode = plan.num_tokens, plan.num_decode
-        self._speed.note_batch(len(plan.work), result.num_tokens)
-        result.seconds = self._clock() - now_s
+                if self._layers_out is not None:
+                    self._layers_out.announce_cached(item)
+        flight = Flight(plan, *sampled(plan), now_s)
+        try:
+            self._copy_blocks(flight)
+            drawn = self._flight.drawn() if self._flight is not None else None
+            on_layer = None if self._layers_out is None else self._layers_out.on_layer(plan)
+            hidden = self._runner.run(plan, on_layer, self._before_layer(plan), drawn)
+            self._settle_loads(plan)
+            tells_prompt = any(item.seq.request.sampling.prompt_logprobs is not None for item in others)
+            if self._ahead is not None and not tells_prompt and self._draws_alone(flight):
+                flight.pending = self._ahead.pending(self._draw(flight, hidden))
+            else:
+                flight.hidden, flight.tells_prompt = hidden, tells_prompt
+        except BaseException:
+            flight.let_go(self.scheduler)
+            raise
+        return flight
+
+    def _draws_alone(self, flight: Flight) -> bool:
+        """Whether its tokens are drawn from its logits alone, and nothing else is wanted of them."""
+        if flight.plan.num_drafted or self.scheduler.groups.by_id:
+            return False
+        return self._sampler.wants_tokens_alone(flight.seqs)
+
+    def _draw(self, flight: Flight, hidden: Tensor) -> Tensor:
+        """One token for each of its rows, [R] int64 on the device."""
+        if not flight.rows:
+            return _none_drawn(hidden)
+        return self._sampler.draw(self._runner.logits(hidden, flight.rows), flight.seqs)
+
+    def _advance(self, flight: Flight) -> None:
+        """The KV of a launched step is as good as there: what follows is computed after it. Its tokens are all known by now."""
+        work = flight.plan.work
+        if self._ahead is not None:  # some may have ended with the step before
+            work = tuple(item for item in work if item.seq.state is State.RUNNING)
+        if flight.plan.num_drafted:
+            work = tuple(item for item in work if not item.drafts)
+        self.scheduler.advance(*work)
+
+    def _collect(self, result: StepResult, launched: Flight | None = None) -> None:
+        """Take the tokens of the step that is under way. launched: the one behind it, which is under way from now on."""
+        flight, self._flight = self._flight, launched
+        assert flight is not None
+        num_outputs = len(result.outputs)
+        try:
+            if flight.pending is None:
+                self._sample(flight, result)
+            else:
+                self._take(flight, self._wait(flight.pending, result), result)
+        finally:
+            flight.let_go(self.scheduler)
+        self._note(flight, result, len(result.outputs) - num_outputs)
+
+    def _wait(self, pending: PendingTokens, result: StepResult) -> list[int]:
+        begin_s = self._clock()
+        tokens = pending.wait()
+        result.waited_s += self._clock() - begin_s
+        return tokens
+
+    def _take(self, flight: Flight, tokens: list[int], result: StepResult) -> None:
+        """Tokens that were drawn at the step's launch. A sequence that has gone meanwhile is told nothing."""
+        drawn = [pair for pair in zip(flight.seqs, tokens, strict=True) if pair[0].state is State.RUNNING]
+        seqs = [seq for seq, _ in drawn]
+        self._appender.append_all(seqs, [token for _, token in drawn], [None] * len(seqs), result.outputs)
+
+    def _note(self, flight: Flight, result: StepResult, num_outputs: int) -> None:
+        """What a step took, for whoever wants to predict the next one."""
+        plan, now_s = flight.plan, self._clock()
+        seconds = now_s - max(flight.launched_s, self._collected_s)
+        self._collected_s = now_s
+        num_tokens, num_decode = plan.num_tokens, plan.num_decode
+        result.num_tokens += num_tokens
+        result.num_decode += num_decode
+        result.seconds += seconds
+        self._speed.note_batch(len(plan.work), num_tokens)
         if plan.num_drafted:
-            self._speed.observe_drafted(
-                len(plan.work), sum(len(out.token_ids) for out in result.outputs), result.seconds
-            )
+            self._speed.observe_drafted(len(plan.work), num_outputs, seconds)
         else:
-            self._speed.observe(result.num_tokens, result.num_decode, result.seconds)
+            self._speed.observe(num_tokens, num_decode, seconds)
         if self.config.draft_tokens:
-            self.drafts.note_step(plan, result.seconds)
+            self.drafts.note_step(plan, seconds)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self._speed.compute_tokens_per_s
         if self.tiers is not None:
             self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
             self.tiers.end_step(self.pool)
-        return result
 
     def _turned_away(self, now_s: float) -> list[tuple[str, str, str]]:
         told, self.scheduler.turned_away = self.scheduler.turned_away, []
@@ -519,11 +616,12 @@ class Engine:
         assert self.tiers is not None
         return self.tiers
 
-    def _copy_blocks(self, plan: StepPlan) -> None:
-        if plan.copies:
-            for copy in plan.copies:
+    def _copy_blocks(self, flight: Flight) -> None:
+        if copies := flight.plan.copies:
+            for copy in copies:
                 self._runner.forget(copy.seq)  # its row of the block table names the shared block
-            self.storage.copy_blocks([(copy.source, copy.target) for copy in plan.copies])
+            flight.keep_blocks((copy.source for copy in copies), self.scheduler)
+            self.storage.copy_blocks([(copy.source, copy.target) for copy in copies])
         self.scheduler.copied()
 
     def _reservation(self, seq: Sequence, now_s: float) -> Reservation:
@@ -537,13 +635,18 @@ class Engine:
             now_s - seq.arrived_s,
         )
 
-    def _sample(self, plan: StepPlan, hidden: Tensor, result: StepResult) -> None:
-        rows, seqs = _sampling(plan)
-        if plan.num_drafted:
-            self.scheduler.advance(*(item for item in plan.work if not item.drafts))
-        else:
-            self.scheduler.advance(*plan.work)
+    def _sample(self, flight: Flight, result: StepResult) -> None:
+        """Draw the tokens of a step that has waited for what came before it."""
+        plan, rows, seqs, hidden = flight.plan, flight.rows, flight.seqs, flight.hidden
+        assert hidden is not None
+        if flight.tells_prompt:
+            self._collect_prompt_logprobs(plan, hidden)
+        if self._ahead is not None and not plan.num_drafted:  # some may have ended with the step before
+            pairs = [pair for pair in zip(rows, seqs, strict=True) if pair[1].state is State.RUNNING]
+            rows, seqs = [row for row, _ in pairs], [seq for _, seq in pairs]
         if not rows:
+            if self._ahead is not None:  # whatever the step uses may go to others next
+                self._wait(self._ahead.pending(_none_drawn(hidden)), result)
             return
         logits = self._runner.logits(hidden, rows)
         if plan.num_drafted:
@@ -552,7 +655,7 @@ class Engine:
             self._sample_groups(seqs, logits, result)
         else:
             tokens, logprobs = self._sampler.sample(logits, seqs)
-            self._append_all(seqs, tokens, logprobs, result.outputs)
+            self._appender.append_all(seqs, tokens, logprobs, result.outputs)
 
     def _sample_groups(self, seqs: list[Sequence], logits: Tensor, result: StepResult) -> None:
         """Some of these sequences may be a group's."""
@@ -564,12 +667,12 @@ class Engine:
         if draws:
             members = [seq for _, seq in draws]
             tokens, logprobs = self._sampler.sample(drawn, members)
-            self._append_all(members, tokens, logprobs, result.outputs)
+            self._appender.append_all(members, tokens, logprobs, result.outputs)
         now_s = self._clock()
         leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
         for output in self._groups.advance_beams(seqs, lambda rows, beams: likeliest(logits[rows], beams)):
             leader = next((seq for seq in leaders if seq.request_id == output.request_id), None)
-            result.outputs.append(output if leader is None else self._with_first_token_facts(output, leader, now_s))
+            result.outputs.append(output if leader is None else with_first_token_facts(output, leader, now_s))
         self._groups.settle(leaders)
 
     def _sample_drafted(self, plan: StepPlan, seqs: list[Sequence], logits: Tensor, result: StepResult) -> None:
@@ -586,7 +689,7 @@ class Engine:
             if item.drafts:
                 self.take_drafted(item, tokens[begin:end], logprobs[begin:end], result.outputs)
             else:
-                self._append_all([item.seq], tokens[begin:end], logprobs[begin:end], result.outputs)
+                self._appender.append_all([item.seq], tokens[begin:end], logprobs[begin:end], result.outputs)
             begin = end
 
     def take_drafted(
@@ -596,79 +699,13 @@ class Engine:
         seq, num_accepted = item.seq, 0
         for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             self.scheduler.advance(Scheduled(seq, item.start + index, 1))
-            self._append_all([seq], [token], [logprob], outputs)
+            self._appender.append_all([seq], [token], [logprob], outputs)
             if index == len(item.drafts) or token != item.drafts[index]:
                 break
             num_accepted += 1
             if seq.state is not State.RUNNING:
                 break
         self.drafts.note(item, num_accepted)
-
-    def _append_all(
-        self, seqs: list[Sequence], tokens: list[int], logprobs: list[TokenLogprob | None], outputs: list[TokenOutput]
-    ) -> None:
-        now_s, send = self._clock(), outputs.append
-        for seq, token, logprob in zip(seqs, tokens, logprobs, strict=True):
-            token_ids = seq.token_ids
-            count = len(token_ids)
-            if count < seq.plain_until and token not in seq.stop_ids:  # as nearly always
-                token_ids.append(token)
-                request = seq.request
-                position = count - request.num_prompt_tokens
-                send(TokenOutput(request_id=request.request_id, position=position, token_ids=[token]))
-            else:
-                send(self._append(seq, token, logprob, now_s))
-
-    def _append(self, seq: Sequence, token: int, logprob: TokenLogprob | None, now_s: float) -> TokenOutput:
-        request, token_ids = seq.request, seq.token_ids
-        position = len(token_ids) - request.num_prompt_tokens
-        is_first = len(token_ids) == len(request.token_ids)
-        token_ids.append(token)
-        reason = self._finish_reason(seq)
-        if reason is not None:
-            seq.hold = False  # nothing is left to decode elsewhere
-            self._end(seq, reason)
-        elif seq.output_limit is not None and seq.num_output >= seq.max_output:
-            self._end(seq, FinishReason.LENGTH)  # a prefill worker's one token: the stream goes on elsewhere
-        elif seq.group is None and request.sampling.logprobs is None and seq.output_limit is None:
-            self._note_plain(seq)
-        wanted = request.sampling.max_tokens > 0
-        output = TokenOutput(
-            request_id=seq.stream_id,
-            choice=seq.choice,
-            num_left=self._num_left(seq),
-            position=position,
-            token_ids=[token] if wanted else [],
-            logprobs=[logprob] if logprob is not None and wanted else [],
-            finish_reason=reason,
-            stop_token=token if reason is FinishReason.STOP else None,
-        )
-        return self._with_first_token_facts(output, seq, now_s) if is_first else output
-
-    @staticmethod
-    def _with_first_token_facts(output: TokenOutput, seq: Sequence, now_s: float) -> TokenOutput:
-        scheduled_s = seq.scheduled_s if seq.scheduled_s is not None else now_s
-        timings = Timings(queue_s=scheduled_s - seq.arrived_s, compute_s=now_s - scheduled_s, num_chunks=seq.num_chunks)
-        return msgspec.structs.replace(
-            output, cached_tokens=seq.num_cached, prompt_logprobs=seq.prompt_logprobs, timings=timings
-        )
-
-    def _note_plain(self, seq: Sequence) -> None:
-        """What follows needs a closer look when it may be the end of the stream, and not before."""
-        params = seq.request.sampling
-        seq.stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-        seq.plain_until = min(seq.request.num_prompt_tokens + params.max_tokens, self.max_model_len) - 1
-
-    def _finish_reason(self, seq: Sequence) -> FinishReason | None:
-        """Why the stream ends with its last token, or None. A prefill worker's own limit is no reason."""
-        params, token, num_tokens = seq.request.sampling, seq.token_ids[-1], len(seq.token_ids)
-        num_output = num_tokens - seq.request.num_prompt_tokens
-        ends = token in params.stop_token_ids or (token in self._eos_ids and not params.ignore_eos)
-        if ends and params.max_tokens > 0 and num_output > params.min_tokens:
-            return FinishReason.STOP
-        if num_output >= params.max_tokens or num_tokens >= self.max_model_len:
-            return FinishReason.LENGTH
-        return None
 
     def _collect_prompt_logprobs(self, plan: StepPlan, hidden: Tensor) -> None:
         begin = 0
@@ -700,69 +737,13 @@ class Engine:
 
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""
-        counts, scheduler = self.pool.counts(), self.scheduler
         self._load_seq += 1
-        return LoadReport(
-            seq=self._load_seq,
-            running=len(scheduler.running),
-            waiting=len(scheduler.waiting) + len(scheduler.reserving),
-            receiving=len(scheduler.receiving),
-            queued_tokens=scheduler.queued_tokens,
-            free_blocks=self.pool.num_available,
-            cached_blocks=counts.cached,
-            used_blocks=counts.used,
-            total_blocks=self.pool.num_blocks,
-            leased_blocks=sum(len(seq.blocks) for seq in scheduler.held.values()),
-            quarantined_blocks=sum(map(len, scheduler.quarantined.values())),
-            lent_blocks=len(scheduler.lent),
-            step_s=self._speed.step_s,
-            prefill_tokens_per_s=self._speed.prefill_tokens_per_s,
-            decode_step_s=self._speed.decode_step_s,
-            preemptions=scheduler.num_preemptions,
-            preempted={str(way): count for way, count in scheduler.preemptor.num_by_way.items()},
-            **self._swap_load(),
-            prefix_hit_tokens=scheduler.hit_tokens,
-            prefix_query_tokens=scheduler.query_tokens,
-            tier_hit_tokens=self.tiers.hit_tokens if self.tiers is not None else 0,
-            fetching=len(self.tiers.tiers.fetches) if self.tiers is not None else 0,
-            waiting_by_priority=dict(scheduler.waiting.num_by_priority + scheduler.reserving.num_by_priority),
-            waiting_tenants=len(scheduler.shares.num_waiting),
-            deadline_refusals=scheduler.num_late,
-            displaced=scheduler.num_displaced,
-            tenant_tokens=dict(scheduler.shares.computed_tokens),
-            other_tenant_tokens=scheduler.shares.other_tokens,
-            tiers=self.tiers.tiers.tier_loads() if self.tiers is not None else [],
-            reserving=len(scheduler.reserving),
-            held=len(scheduler.held),
-            pinned_blocks=counts.pinned,
-            steps=self._speed.num_steps,
-            batch_sequences=self._speed.batch_sequences,
-            batch_tokens=self._speed.batch_tokens,
-            spared_kv_tokens=self.backend.spared_kv_tokens,
-            drafted_tokens=self.drafts.speculation.num_drafted,
-            accepted_tokens=self.drafts.speculation.num_accepted,
-        )
-
-    def _swap_load(self) -> dict[str, Any]:
-        """LoadReport's fields about pre-empted sequences."""
-        preemptor = self.scheduler.preemptor
-        found: dict[str, Any] = {
-            "swapped": len(self.scheduler.swapped),
-            "recomputed_tokens": preemptor.recomputed_tokens,
-        }
-        if (area := preemptor.area) is not None:
-            found |= {
-                "swapped_blocks": area.num_held,
-                "swapped_bytes": area.num_held * area.slab.block_bytes,
-                "swap_out_s": area.sums.save_s,
-                "swap_in_s": area.sums.load_s,
-                "swap_corrupt_blocks": area.sums.corrupt,
-            }
-        return found
+        return load_report(self._load_seq, self.scheduler, self._speed, self.drafts, self.backend)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
         self.scheduler.check()
+        self.drafts.check(self.scheduler.running)
         if self.tiers is not None:
             self.tiers.tiers.check()
 
@@ -772,55 +753,9 @@ class Engine:
             self.tiers.tiers.reset()
         return self.pool.reset_cache()
 
-    # ---- layers going out
 
-    def _announce_cached(self, item: Scheduled) -> None:
-        """Blocks found in the prefix cache are final for every layer before the first step."""
-        seq = item.seq
-        num_in_pool = seq.num_cached // self.config.block_size - seq.num_loaded_blocks
-        if seq.hold and self._layer_hook is not None and num_in_pool:
-            blocks = [BlockId(block) for block in seq.blocks[:num_in_pool]]
-            self._layer_hook(seq.request_id, 0, blocks, range(self.model.spec.num_layers))
-
-    def _brought_up(self, seq: Sequence) -> tuple[str, int, list[BlockId]]:
-        """(request, first index, blocks) of what comes from below the pool: final layer by layer, like what is computed."""
-        end = seq.num_cached // self.config.block_size
-        first = end - seq.num_loaded_blocks
-        return seq.request_id, first, [BlockId(block) for block in seq.blocks[first:end]]
-
-    def _on_layer(self, plan: StepPlan) -> Callable[[int], None] | None:
-        hook = self._layer_hook
-        if hook is None:
-            return None
-        ready = [(item.seq.request_id, *self.scheduler.ready_blocks(item)) for item in plan.work if item.seq.hold]
-        ready += [self._brought_up(item.seq) for item in plan.work if item.seq.hold and item.seq.load is not None]
-        ready = [entry for entry in ready if entry[2]]
-        if not ready:
-            return None
-        last_layer, step = self.model.spec.num_layers - 1, self._layers_per_hook
-
-        def on_layer(layer: int) -> None:
-            if (layer + 1) % step == 0 or layer == last_layer:
-                for request_id, first, blocks in ready:
-                    hook(request_id, first, blocks, range(layer - layer % step, layer + 1))
-
-        return on_layer
-
-
-def _sampling(plan: StepPlan) -> tuple[list[int], list[Sequence]]:
-    """(row of its last token among the step's, sequence) of all whose end the step reaches, as two lists."""
-    singles, chunks = plan.work[: plan.num_single], plan.work[plan.num_single :]
-    seqs = [item.seq for item in singles if item.start + 1 == len(item.seq.token_ids)]
-    rows = list(range(len(singles)))
-    if len(seqs) < len(singles):  # the budget ended in the middle of one
-        rows = [row for row, item in enumerate(singles) if item.samples]
-    end = len(singles)
-    for item in chunks:
-        end += item.num_tokens
-        if item.samples:
-            rows += range(end - 1 - len(item.drafts), end)
-            seqs += [item.seq] * (1 + len(item.drafts))
-    return rows, seqs
+def _none_drawn(hidden: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=hidden.device)
 
 
 def versions() -> str:

@@ -25,7 +25,7 @@ SCHEDULING, METADATA, DRIVING = "scheduling", "batch metadata", "driving model"
 LOGITS, SAMPLING, APPENDING = "logits", "sampling", "appending"
 REST, EVENTS, ENCODING = "rest of step", "events", "encoding"
 PHASES = (SCHEDULING, METADATA, DRIVING, LOGITS, SAMPLING, APPENDING, REST, EVENTS, ENCODING)
-# appending: advancing sequences included; rest of step: of Engine.step; encoding is the event loop's in a worker
+# sampling: waiting for the device included; appending: advancing sequences included; rest of step: of Engine.step; encoding is the event loop's in a worker
 _NOWHERE = ""
 _CALIBRATION_CALLS = 2000
 
@@ -226,7 +226,10 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     seams: list[tuple[Any, str, str]] = [
         (engine, "step", REST),
         (engine, "drain_events", EVENTS),
+        (engine, "_advance", APPENDING),
         (engine, "_sample", APPENDING),
+        (engine, "_take", APPENDING),
+        (engine, "_wait", SAMPLING),
         (scheduler, "turn_late_away", SCHEDULING),
         (scheduler, "grant_reservations", SCHEDULING),
         (scheduler, "schedule", SCHEDULING),
@@ -234,6 +237,7 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
         (runner, "batch", METADATA),
         (runner, "logits", LOGITS),
         (engine._sampler, "sample", SAMPLING),
+        (engine._sampler, "draw", SAMPLING),
     ]
 
     changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch import Tensor
 from kvrelay.engine.model import DecoderModel
 from kvrelay.engine.scheduler import Scheduled, StepPlan
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.asynchronous import AsyncBackend, Feed
 from kvrelay.kernels.backend import AttentionBatch, Backend
 from kvrelay.kernels.cpu import CpuBackend
 
@@ -19,6 +21,14 @@ if TYPE_CHECKING:
     from kvrelay.kernels.cuda_graphs import DecodeGraphs as CudaDecodeGraphs
     from kvrelay.kernels.cuda_pieces import StepPieces
     from kvrelay.kernels.cuda_plan import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Last tokens of some sequences that only the device knows. rows: of `tokens`, by the sequence's id()."""
+
+    tokens: Tensor
+    rows: dict[int, int]
 
 
 class Runner:
@@ -36,6 +46,7 @@ class Runner:
         max_tokens: int = 512,
     ) -> None:
         self._model, self._backend, self._kv_layers = model, backend, kv_layers
+        self._ahead = backend if isinstance(backend, AsyncBackend) else None
         self._block_size = block_size
         self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
         self._free_slots = list(range(max_running - 1, -1, -1))
@@ -124,8 +135,9 @@ class Runner:
         plan: StepPlan,
         on_layer: Callable[[int], None] | None = None,
         before_layer: Callable[[int], None] | None = None,
+        drawn: Drawn | None = None,
     ) -> Tensor:
-        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden].
+        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. drawn: tokens not known here.
 
         `before_layer` may wait for KV of that layer that is still on its way, `on_layer` hears when a layer is done.
         """
@@ -133,6 +145,8 @@ class Runner:
             before_layer(0)
             on_layer = _then(on_layer, before_layer, len(self._kv_layers))
         token_ids, batch = self.batch(plan)
+        if self._ahead is not None:
+            token_ids = self._ahead.place(token_ids, None if drawn is None else _feed(plan, drawn))
         if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
             self._graphs.reset()
             if self._pieces is not None:
@@ -153,6 +167,14 @@ class Runner:
         if len(rows) == hidden.shape[0]:
             return self._model.logits(hidden)
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
+
+
+def _feed(plan: StepPlan, drawn: Drawn) -> Feed:
+    """Whose last token is not known lacks no other one, and comes first in the step."""
+    sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
+    rows = [drawn.rows.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
+    sources[: plan.num_single] = torch.tensor(rows, dtype=torch.int64)
+    return Feed(sources, drawn.tokens)
 
 
 def _then(

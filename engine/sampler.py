@@ -45,6 +45,7 @@ class _Batch:
     """What these requests ask for, which is the same in every step of a batch.
 
     random, changed, told: rows that draw, whose logits may be changed first, and that want log-probabilities.
+    tokens_alone: nothing but the tokens is wanted, and which tokens came before does not matter to any row.
     """
 
     params: list[Sampling]
@@ -56,6 +57,7 @@ class _Batch:
     random: list[int]
     changed: list[int]
     told: list[int]
+    tokens_alone: bool
 
 
 def _batch_of(params: list[Sampling]) -> _Batch:
@@ -69,6 +71,7 @@ def _batch_of(params: list[Sampling]) -> _Batch:
         random=[row for row, p in enumerate(params) if p.temperature > 0],
         changed=[row for row, p in enumerate(params) if _changes_every_row(p) or p.min_tokens > 0],
         told=[row for row, p in enumerate(params) if p.logprobs is not None],
+        tokens_alone=not any(p.logprobs is not None or p.has_penalties for p in params),
     )
 
 
@@ -97,6 +100,21 @@ class Sampler:
             return tokens.tolist(), [None] * len(seqs)
         return self._with_logprobs(logits, tokens)
 
+    def wants_tokens_alone(self, seqs: Rows[Sequence]) -> bool:
+        """Whether `draw` will do for these rows."""
+        self._note(seqs)
+        return self._last.tokens_alone
+
+    def draw(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+        """As `sample`, of rows that want tokens alone: [R] int64, left on the device."""
+        batch = self._batch(seqs)
+        return self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+
+    def _note(self, seqs: Rows[Sequence]) -> None:
+        params = [seq.request.sampling for seq in seqs]
+        if params != self._last.params:  # the very same objects in most steps: quickly seen
+            self._last = _batch_of(params)
+
     def _adjusted(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
         """With bias, penalties and the min_tokens mask."""
         if not self._last.changed:
@@ -107,9 +125,7 @@ class Sampler:
         return changes.applied(logits)
 
     def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
-        params = [seq.request.sampling for seq in seqs]
-        if params != self._last.params:  # the very same objects in most steps: quickly seen
-            self._last = _batch_of(params)
+        self._note(seqs)
         last = self._last
         return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, self._draws(seqs, ahead))
 

@@ -105,7 +105,7 @@ class Scheduler:
         self.swapped: deque[Sequence] = deque()  # in order of arrival
         self.handed_back: list[Sequence] = []  # ended here, to go on elsewhere; the engine takes them
         self.sequences: dict[str, Sequence] = {}  # all of the above
-        self.quarantined: dict[int, BlockTable] = {}  # by arrival: blocks that a transport may still write
+        self.quarantined: dict[int, BlockTable] = {}  # by arrival, or below zero: blocks that others may still write
         self.lent: set[BlockId] = set()  # to the KV plane's probes
         self.num_preemptions = self.num_late = self.num_displaced = 0
         self.hit_tokens = 0
@@ -115,7 +115,7 @@ class Scheduler:
         self.preemptor = Preemptor(pool, block_size)
         self.lengths = OutputLengths()
         self.groups = Groups(self)
-        self._arrivals = 0
+        self._arrivals = self._num_kept = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
         self._sources: list[BlockId] = []  # of copies that are not made yet: held
 
@@ -683,6 +683,14 @@ class Scheduler:
         seq.blocks = array("i")
         self.finish(seq, reason)
         return seq.arrival
+
+    def keep(self, blocks: Iterable[int]) -> int:
+        """These blocks are used by a step that is not over: they stay taken until `unquarantine` of the key."""
+        table = array("i", blocks)
+        self.pool.acquire(table)
+        self._num_kept += 1
+        self.quarantined[-self._num_kept] = table
+        return -self._num_kept
 
     def unquarantine(self, key: int) -> None:
         """Nothing can write those blocks any more: they may be used again."""

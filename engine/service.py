@@ -19,8 +19,10 @@ import msgspec
 import torch
 
 from kvrelay.config import EngineSettings, SchedulerSettings, Settings
-from kvrelay.engine.engine import Engine, EngineConfig, LayerHook, StepResult, load_engine
+from kvrelay.engine.draft_model import DraftModel, make_draft_model
+from kvrelay.engine.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout, check_quantization, scheme_of
+from kvrelay.engine.layers_out import LayerHook
 from kvrelay.engine.prefetch import prefetch
 from kvrelay.engine.shares import LineRules
 from kvrelay.engine.spec import ModelSpec
@@ -224,6 +226,8 @@ class WorkerService:
         engine = self.thread.engine
         describe = getattr(engine.backend, "describe", None) if engine else None
         facts = dict(describe()) if describe else {}
+        if engine is not None and isinstance(draft := engine.drafts.model, DraftModel):
+            facts["draft model"] = draft.describe()
         if engine is not None and (error := engine.model.weight_error) is not None:
             facts["weights"] = f"{engine.config.quantization}, relative RMS error {error.relative:.2%}"
         return facts
@@ -239,6 +243,7 @@ class WorkerService:
         backend = select_backend(settings.backend, settings.device, num_threads)
         check_kv_layout(backend.name, backend.kv_layouts, self.settings, self.role)
         check_quantization(backend.name, self.settings, quantizes=backend.quantizes)
+        draft_model = make_draft_model(own, self.model_dir, backend) if self.role is Role.DECODE else None
         config = EngineConfig(
             block_size=settings.block_size,
             kv_layout=settings.kv_layout,
@@ -257,11 +262,14 @@ class WorkerService:
             cascade=settings.cascade == "auto",
             draft_tokens=settings.draft_tokens if settings.speculation != "off" else 0,
             warm_up=settings.warm_up,
+            prompt_lookup=settings.speculation != "model",
         )
         engine = load_engine(
             self.model_dir, backend, DTYPES[own.model.compute_dtype], config,
             layer_hook=self._layer_hook(), layers_per_hook=self.settings.transfer.layers_per_announce,
         )  # fmt: skip
+        if draft_model is not None:
+            engine.attach_draft_model(draft_model)
         if self.settings.cache.host_bytes:
             namespace = namespace_of(engine.fingerprint, engine.memory.layout)
             tiers = make_lower_tiers(

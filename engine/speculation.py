@@ -6,10 +6,14 @@ are more than the step brings anyway. Where the device is busy with many sequenc
 Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, ICML 2023 (the expected tokens).
 """
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-_BLEND = 0.15  # of the newest step in times
+_LATE = (
+    5  # plain steps whose median counts: with drafts in most steps they are rare, and one slow one would count for long
+)
+_ENOUGH_PLAIN = 3
 _FORGET = 0.97  # of older steps in the fit
 _RECENT = 0.9  # of older drafts in a sequence's rate of acceptance
 _PRIOR = 4.0  # drafted tokens that a new sequence's rate starts with, at the rate of all
@@ -17,7 +21,7 @@ _FLOOR, _CEILING = 0.02, 0.98  # rates that are believed
 _PLAIN_EVERY = 32  # steps: one without drafts, to see how long that takes
 _TRY_EVERY = 16  # steps: a draft where it is not expected to pay, to see whether it would
 _TRY_TOKENS = 2
-_MARGIN = 1.3  # what drafts are expected to bring, over what their time brings anyway: rates are guesses
+MARGIN = 1.3  # what drafts are expected to bring, over what their time brings anyway: rates are guesses
 _FEW = 1.5  # steps with drafts of one sequence, before anything is concluded
 
 
@@ -44,6 +48,8 @@ class StepTimes:
     """What steps take without drafts, and what drafts add: a fixed part and a part per token. By the power of two of sequences."""
 
     plain_s: dict[int, float] = field(default_factory=dict)
+    _late: dict[int, deque[float]] = field(default_factory=dict)
+    _seen: set[tuple[int, int]] = field(default_factory=set)
     _sums: dict[int, list[float]] = field(default_factory=dict)  # weight, k, k², seconds, k · seconds
 
     @staticmethod
@@ -54,18 +60,29 @@ class StepTimes:
         """Seconds of a step without drafts; None: not measured."""
         return self.plain_s.get(self._class(num_sequences))
 
+    def is_known(self, num_sequences: int) -> bool:
+        """Whether there were plain steps enough: the first of a size is slow, it is recorded or touches memory."""
+        return len(self._late.get(self._class(num_sequences), ())) >= _ENOUGH_PLAIN
+
     def observe(self, num_sequences: int, num_drafted: int, seconds: float) -> None:
         if not num_drafted:
             size = self._class(num_sequences)
-            old = self.plain_s.get(size, seconds)
-            self.plain_s[size] = old + _BLEND * (min(seconds, 2 * old) - old)  # a pause of the machine is no step
+            late = self._late.setdefault(size, deque(maxlen=_LATE))
+            late.append(seconds)
+            self.plain_s[size] = sorted(late)[(len(late) - 1) // 2]
             return
         if (plain := self.plain(num_sequences)) is None:
             return
+        size = self._class(num_sequences)
+        if (
+            kind := (size, num_drafted if num_sequences == 1 else 0)
+        ) not in self._seen:  # it is recorded, or touches memory
+            self._seen.add(kind)
+            return
         extra = min(max(0.0, seconds - plain), num_drafted * plain)  # a token more takes no longer than a step
         newest = (1.0, num_drafted, num_drafted**2, extra, num_drafted * extra)
-        sums = self._sums.get(self._class(num_sequences), [0.0] * 5)
-        self._sums[self._class(num_sequences)] = [old * _FORGET + new for old, new in zip(sums, newest, strict=True)]
+        sums = self._sums.get(size, [0.0] * 5)
+        self._sums[size] = [old * _FORGET + new for old, new in zip(sums, newest, strict=True)]
 
     def extra(self, num_sequences: int) -> tuple[float, float] | None:
         """(seconds that any draft adds, seconds per drafted token) to such a step; None: not measured yet."""
@@ -96,14 +113,32 @@ class Speculation:
         acceptance.observe(num_accepted, num_drafted)
         self._all.observe(num_accepted, num_drafted)
 
+    def rate(self, acceptance: Acceptance) -> float:
+        """The chance that a drafted token is right, for a sequence with this past."""
+        return acceptance.rate(self._all.rate(0.5))
+
+    def comes_next(self, num_sequences: int, drafters: Sequence[Acceptance]) -> bool:
+        """Whether the next step, which has yet to begin, may get drafts. False: it has begun, and is plain."""
+        if not self.begins(num_sequences) or not any(self.lengths(num_sequences, drafters)):
+            return False
+        self._num_steps -= 1
+        return True
+
+    def begins_next(self, num_sequences: int) -> bool:
+        """As `begins`, of a step that has yet to begin. False: it has begun."""
+        if not self.begins(num_sequences):
+            return False
+        self._num_steps -= 1
+        return True
+
     def begins(self, num_sequences: int) -> bool:
         """A step of so many sequences. False: it is to be plain, or no draft would pay in it, however good."""
         self._num_steps += 1
         plain_s = self.times.plain(num_sequences)
-        if plain_s is None or self._num_steps % _PLAIN_EVERY == 0:
+        if plain_s is None or not self.times.is_known(num_sequences) or self._num_steps % _PLAIN_EVERY == 0:
             return False
         extra = self.times.extra(num_sequences)
-        return extra is None or self._is_try or _MARGIN * extra[1] * num_sequences / plain_s < _CEILING
+        return extra is None or self._is_try or MARGIN * extra[1] * num_sequences / plain_s < _CEILING
 
     @property
     def _is_try(self) -> bool:
@@ -117,13 +152,12 @@ class Speculation:
         if (extra := self.times.extra(num_sequences)) is None:
             return self._try(drafters, self.most)
         fixed_s, token_s = extra
-        prior = self._all.rate(0.5)
-        rates = [acceptance.rate(prior) for acceptance in drafters]
+        rates = [self.rate(acceptance) for acceptance in drafters]
         pace = num_sequences / plain_s  # tokens per second without drafts
-        found = [self._length(rate, _MARGIN * token_s * pace) for rate in rates]
+        found = [self._length(rate, MARGIN * token_s * pace) for rate in rates]
         gain = sum(expected(rate, length) for rate, length in zip(rates, found, strict=True))
         cost_s = fixed_s + token_s * sum(found)
-        if gain <= _MARGIN * pace * cost_s:
+        if gain <= MARGIN * pace * cost_s:
             return self._try(drafters, min(_TRY_TOKENS, self.most) * self._is_try)
         return found
 

@@ -53,6 +53,8 @@ class StepProfile:
     """One workload. step_s: a plain step; outside_s: of it, what is spent outside kernels, the sum over `phases`.
 
     On a GPU kernels_s is the device's busy time and outside_s the rest of the step, while the phases are the host's time.
+    ahead_s: of the host's, what it does for the next step while the device computes; None: there is no such device.
+    waited_s: what it waits after that.
     """
 
     workload: str
@@ -63,11 +65,22 @@ class StepProfile:
     kernel_calls: float
     phases: tuple[Phase, ...]
     host_waits: float | None = None  # per step; None: there is no device to wait for
+    ahead_s: float | None = None
+    waited_s: float | None = None
 
     @property
     def share(self) -> float:
         """Of the step, what is outside kernels."""
         return self.outside_s / self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One step's seconds; see StepResult."""
+
+    seconds: float
+    ahead_s: float
+    waited_s: float
 
 
 class StepProfiler:
@@ -106,13 +119,13 @@ class StepProfiler:
     def run(self, workload: Workload) -> StepProfile:
         """Measure one workload. Raises ConfigError: see `check`."""
         with self._running(workload, 0):
-            seconds: list[float] = []
+            rounds: list[Round] = []
             times: list[StepTimes] = []
             for _ in range(self._num_steps):
-                seconds.append(self._round(workload))
+                rounds.append(self._round(workload))
                 times.append(self._metered(workload))
             device = self._device(workload)
-        return _summary(workload, seconds, times, device)
+        return _summary(workload, rounds, times, device, looks_ahead=self._engine.looks_ahead)
 
     def sample(self, workload: Workload, num_rounds: int, watch: Callable[[Callable[[], None]], None]) -> None:
         """Hand `watch` a function that runs so many steps of it, kernels in frames of their names; fewer if the
@@ -140,24 +153,31 @@ class StepProfiler:
         self.check(workload, more_rounds)
         with self._sequences(workload, self._longest(workload, more_rounds)):
             for _ in range(_WARM_UP):
-                self._round(workload)
+                self._take_step(workload)
             yield
         self._engine.check()
 
     # ---- one step
 
-    def _round(self, workload: Workload) -> float:
-        """One step as the engine's thread takes it, its outputs encoded; its seconds. The prompt comes in before."""
+    def _take_step(self, workload: Workload) -> tuple[StepResult, Round]:
+        """As the engine's thread does, its outputs encoded. The prompt comes in before.
+
+        An engine that looks ahead brings what the call before has launched.
+        """
         if workload.prompt_tokens:
             self._add(workload.prompt_tokens, max_tokens=1)
         begin_s = time.perf_counter()
         result = self._step()
-        seconds = time.perf_counter() - begin_s
+        return result, Round(time.perf_counter() - begin_s, result.ahead_s, result.waited_s)
+
+    def _round(self, workload: Workload) -> Round:
+        """One step, which must be of this workload."""
+        result, taken = self._take_step(workload)
         if result.num_decode != workload.num_decode + (workload.prompt_tokens == 1):
             raise ConfigError(
                 f"{workload.name}: a step decoded {result.num_decode} sequences; lower --batch or --context"
             )
-        return seconds
+        return taken
 
     def _step(self) -> StepResult:
         engine = self._engine
@@ -202,6 +222,8 @@ class StepProfiler:
         finally:
             for name in names:
                 engine.abort(name)
+            while engine.scheduler.has_work:  # the last prompt
+                engine.step()
 
     def _add(self, num_tokens: int, *, max_tokens: int) -> str:
         """A prompt that no cache knows."""
@@ -227,7 +249,7 @@ class StepProfiler:
 
 
 def _summary(
-    workload: Workload, seconds: list[float], times: list[StepTimes], device: DeviceTimes | None
+    workload: Workload, rounds: list[Round], times: list[StepTimes], device: DeviceTimes | None, *, looks_ahead: bool
 ) -> StepProfile:
     def median(by_phase: list[dict[str, float]], name: str) -> float:
         return statistics.median(one.get(name, 0.0) for one in by_phase)
@@ -236,7 +258,7 @@ def _summary(
         Phase(name, median([one.kernels_s for one in times], name), median([one.outside_s for one in times], name))
         for name in PHASES
     )
-    step_s = statistics.median(seconds)
+    step_s = statistics.median(one.seconds for one in rounds)
     kernels_s = statistics.median(sum(one.kernels_s.values()) for one in times)
     outside_s = sum(
         phase.outside_s for phase in phases
@@ -246,6 +268,8 @@ def _summary(
         kernels_s, calls = device.busy_s, device.num_kernels
         outside_s = max(0.0, step_s - device.busy_s)
     return StepProfile(
-        workload.name, len(seconds), step_s, kernels_s, outside_s, calls, phases,
+        workload.name, len(rounds), step_s, kernels_s, outside_s, calls, phases,
         host_waits=None if device is None else device.num_waits,
+        ahead_s=statistics.median(one.ahead_s for one in rounds) if looks_ahead else None,
+        waited_s=statistics.median(one.waited_s for one in rounds) if looks_ahead else None,
     )  # fmt: skip

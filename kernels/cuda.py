@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
+from kvrelay.kernels.asynchronous import Feed
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
@@ -54,6 +55,7 @@ from kvrelay.kernels.cuda_plan import (
 from kvrelay.kernels.cuda_prefill import PrefillKernels
 from kvrelay.kernels.cuda_recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda_sampling import DeviceSampler
+from kvrelay.kernels.cuda_staging import Staging, TokensOnTheirWay
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
 
@@ -86,6 +88,7 @@ class CudaBackend:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._plain = ReferenceBackend(self.device)
+        self.staging = Staging(self.device)
         # FlashInfer asks for zeros at first use
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
@@ -233,15 +236,13 @@ class CudaBackend:
         return self._whole_caches[key]
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> CudaPlan:
-        # These copies from pageable memory wait for the device. FlashInfer's plan relies on that: it re-uses a
-        # pinned buffer whose copy of the step before must have ended.
-        slots = batch.slot_mapping.to(device=self.device, dtype=torch.int32)
+        slots = self.staging.put(batch.slot_mapping.to(torch.int32))
         plan = CudaPlan(
             shape=shape,
             batch=batch,
             positions=batch.positions,
             slot_mapping=batch.slot_mapping,
-            device_positions=batch.positions.to(self.device),
+            device_positions=self.staging.put(batch.positions),
             device_slots=slots,
             device_zeros=torch.zeros_like(slots),
             num_decode=batch.num_decode,
@@ -261,6 +262,7 @@ class CudaBackend:
             plan.latent = paged_index(batch.context_lens, batch.block_tables, shape.block_size)
             if is_unpacked(shape):
                 plan.latent, plan.latent_blocks = self._in_own_order(plan.latent)
+            plan.latent = self.staged(plan.latent)
             return plan
         n = batch.num_decode
         if n:
@@ -272,14 +274,21 @@ class CudaBackend:
         if is_unpacked(shape):
             plan.decode, plan.decode_blocks = self._in_own_order(plan.decode)
             plan.prefill, plan.prefill_blocks = self._in_own_order(plan.prefill)
+        plan.decode, plan.prefill = self.staged(plan.decode), self.staged(plan.prefill)
         return plan
+
+    def staged(self, index: PagedIndex | None) -> PagedIndex | None:
+        """The same, so that FlashInfer's plan need not wait for the device: it looks at all but the indices on the CPU, too."""
+        if index is None:
+            return None
+        return PagedIndex(index.indptr.pin_memory(), self.staging.put(index.indices), index.last_page_len.pin_memory())
 
     def _in_own_order(self, index: PagedIndex | None) -> tuple[PagedIndex | None, Tensor | None]:
         """The index of a cache that holds these blocks alone, one after the other; and the blocks, on the device."""
         if index is None:
             return None, None
         numbers = torch.arange(index.indices.shape[0], dtype=torch.int32)
-        return replace(index, indices=numbers), index.indices.to(device=self.device, dtype=torch.int64)
+        return replace(index, indices=numbers), self.staging.put(index.indices.to(torch.int64))
 
     def _decode_wrapper(self, kv_layout: KvOrder, variant: Variant) -> Any:
         """The wrapper of this variant; it is planned anew every step."""
@@ -307,11 +316,13 @@ class CudaBackend:
                 decode = self._cascade(plan, plan.levels, variant)
             elif plan.decode is not None:
                 decode = self._decode_wrapper(plan.shape.kv_layout, variant)
-                plan_decode(decode, plan.decode, plan.shape, variant)
+                with self.staging.planning(decode):
+                    plan_decode(decode, plan.decode, plan.shape, variant)
             if plan.prefill is not None:
                 assert plan.qo_indptr is not None
                 prefill = self._prefill_wrapper(plan.shape, variant)
-                plan_prefill(prefill, plan.qo_indptr, plan.prefill, plan.shape, variant)
+                with self.staging.planning(prefill):
+                    plan_prefill(prefill, plan.qo_indptr, plan.prefill, plan.shape, variant)
             plan.wrappers[variant] = (decode, prefill)
         return plan.wrappers[variant]
 
@@ -321,7 +332,8 @@ class CudaBackend:
         if key not in self._wrappers:
             self._wrappers[key] = CascadeDecode(self._flashinfer, self._workspace, plan.shape.kv_layout, DECODE_KERNELS)
         cascade: CascadeDecode = self._wrappers[key]
-        cascade.plan(levels, plan.shape, self.device, options_of(variant, plan.shape.dtype))
+        with self.staging.planning(cascade):
+            cascade.plan(levels, plan.shape, self.staging, options_of(variant, plan.shape.dtype))
         self._spared_kv_tokens += levels.spared_tokens
         return cascade
 
@@ -368,7 +380,8 @@ class CudaBackend:
             if key not in self._wrappers:
                 self._wrappers[key] = make_wrapper(self._flashinfer, self._workspace, DECODE_KERNELS)
             wrapper, index = self._wrappers[key], plan.latent
-            plan_latent(self._flashinfer, wrapper, plan.batch, index.indptr, index.indices, plan.shape, scale)
+            with self.staging.planning(wrapper):
+                plan_latent(self._flashinfer, wrapper, plan.batch, index.indptr, index.indices, plan.shape, scale)
             plan.wrappers[variant] = (wrapper, None)
         return run_latent(plan.wrappers[variant][0], q, unpacked(kv_layer, plan.latent_blocks, q.dtype), latent_dim)
 
@@ -380,3 +393,9 @@ class CudaBackend:
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return self._sampler(logits, batch)
+
+    def pending(self, tokens: Tensor) -> TokensOnTheirWay:
+        return TokensOnTheirWay(tokens)
+
+    def place(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+        return self.staging.place(token_ids, feed)

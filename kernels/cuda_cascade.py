@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionShape
+from kvrelay.kernels.cuda_staging import Staging
 
 FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, taken over unmeasured
 WORTH = 7 * FEWEST_TOKENS  # tokens spared in a step: as eight rows with the shortest prefix (vLLM's fewest) do
@@ -156,9 +157,9 @@ class CascadeDecode:
         self._shared, self._unique, self._alone = (make(workspace, kv_layout, backend=kernels) for _ in range(3))
         self._rows = self._others = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, levels: Levels, shape: AttentionShape, device: torch.device, options: dict[str, Any]) -> None:
+    def plan(self, levels: Levels, shape: AttentionShape, staging: Staging, options: dict[str, Any]) -> None:
         """options: sm_scale and so on, as both wrappers take them; without a window."""
-        self._rows, self._others = levels.rows.to(device), levels.alone.to(device)
+        self._rows, self._others = staging.put(levels.rows), staging.put(levels.alone)
         plans = [(self._shared, levels.shared), (self._unique, levels.unique)]
         if levels.alone.shape[0]:
             plans.append((self._alone, levels.alone_level))

@@ -19,7 +19,15 @@ from torch import Tensor
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
 from kvrelay.kernels.cuda import DECODE_KERNELS, CudaBackend
 from kvrelay.kernels.cuda_cascade import EAGER_WORTH_BYTES
-from kvrelay.kernels.cuda_plan import CudaPlan, Variant, has_attention, is_unpacked, paged_index, plan_decode
+from kvrelay.kernels.cuda_plan import (
+    CudaPlan,
+    PagedIndex,
+    Variant,
+    has_attention,
+    is_unpacked,
+    paged_index,
+    plan_decode,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +165,7 @@ class DecodeGraphs:
     def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
         """Hidden states [S, hidden] of a batch that fits; captures at the first batch of its size.
 
-        token_ids: [S] int64 on the CPU. The result is overwritten by the next run.
+        token_ids: [S] int64 on the device. The result is overwritten by the next run.
         """
         num_rows = token_ids.shape[0]
         size = next(size for size in self._sizes if size >= num_rows)
@@ -165,9 +173,7 @@ class DecodeGraphs:
         captured = self._graphs.get(size)
         if captured is None:
             captured = self._graphs[size] = self._capture(batch, forward)
-        captured.token_ids[:num_rows].copy_(
-            token_ids
-        )  # from pageable memory: waits for the device, as CudaBackend.plan
+        captured.token_ids[:num_rows].copy_(token_ids)
         captured.token_ids[num_rows:].copy_(captured.token_ids[repeated : repeated + 1].expand(size - num_rows))
         self._refill(captured, batch)
         captured.graph.replay()
@@ -187,11 +193,18 @@ class DecodeGraphs:
     def _refill(self, captured: _Graph, batch: AttentionBatch) -> None:
         """New contents for the buffers that the graph reads, attention schedules included."""
         plan = captured.plan
-        plan.device_positions.copy_(batch.positions)
-        plan.device_slots.copy_(batch.slot_mapping)
-        index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
+        staging = self._backend.staging
+        staging.fill(plan.device_positions, batch.positions)
+        staging.fill(plan.device_slots, batch.slot_mapping.to(torch.int32))
+        index = self._index(batch)
         for variant, (wrapper, _) in plan.wrappers.items():
-            plan_decode(wrapper, index, self._shape, variant)
+            with staging.planning(wrapper):
+                plan_decode(wrapper, index, self._shape, variant)
+
+    def _index(self, batch: AttentionBatch) -> PagedIndex:
+        index = self._backend.staged(paged_index(batch.context_lens, batch.block_tables, self._shape.block_size))
+        assert index is not None
+        return index
 
     def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
         """A decode wrapper whose metadata lives in buffers that never move."""
@@ -228,10 +241,11 @@ class DecodeGraphs:
         static_ids = torch.zeros(size, dtype=torch.int64, device=device)
         variants = self._variants(static_ids, batch, forward)
         plan = self._backend.plan(batch, self._shape)
-        index = paged_index(batch.context_lens, batch.block_tables, self._shape.block_size)
+        index = self._index(batch)
         for variant in variants:
             wrapper = self._wrapper(size, shared)
-            plan_decode(wrapper, index, self._shape, variant)
+            with self._backend.staging.planning(wrapper):
+                plan_decode(wrapper, index, self._shape, variant)
             plan.wrappers[variant] = (wrapper, None)
         shared.stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(shared.stream):  # warm up: lazy library handles may not be made during capture

@@ -22,7 +22,7 @@ Variant = tuple[float, int | None, float | None]  # scale, window, softcap
 
 @dataclass(frozen=True, slots=True)
 class PagedIndex:
-    """FlashInfer's view of some sequences' blocks: indptr and last_page_len on the CPU, int32.
+    """FlashInfer's view of some sequences' blocks, int32; indptr and last_page_len on the CPU, where its plan looks at them.
 
     indptr: [S+1] into indices [sum of blocks], block ids. last_page_len: [S] tokens in the last block.
     """

@@ -31,7 +31,7 @@ Compression = Literal["none", "lossless", "int8", "fp8"]
 TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
 PreemptionMode = Literal["auto", "swap", "recompute", "hand-back"]
 CascadeMode = Literal["auto", "off"]
-Speculation = Literal["ngram", "off"]
+Speculation = Literal["auto", "ngram", "model", "off"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -133,15 +133,41 @@ class EngineSettings(_Settings):
         "admission leaves free; 0: one block for each",
     )  # fmt: skip
     speculation: Speculation = Field(
-        "ngram",
-        description="draft next tokens from a sequence's own text and keep those that are right: ngram, while it is measured to "
-        "pay; off. Tokens are the same",
+        "auto",
+        description="draft next tokens and keep those that are right, while it is measured to pay: ngram (from a sequence's own "
+        "text), model (by draft_model), auto (both, where there is a draft_model), off. Tokens are the same",
     )
     draft_tokens: int = Field(8, ge=1, le=32, description="most tokens drafted for a sequence in one step")
+    draft_model: str | None = Field(
+        None,
+        description="a small model of the same vocabulary that drafts on decode workers: whatever model.source takes; it computes in "
+        "model.dtype",
+    )
+    draft_quantization: Quantization = Field(
+        "none", description="the draft model's weights as integers: as model.quantization, in the same groups"
+    )
+    draft_kv_memory: Size = Field(
+        "64MiB", description="the draft model's own KV pool on each decode worker, beside kv_memory"
+    )
 
     @property
     def swap_bytes(self) -> int:
         return parse_bytes(self.swap_memory)
+
+    @property
+    def draft_source(self) -> str | None:
+        """The draft model, where one is to draft."""
+        return self.draft_model if self.speculation in ("auto", "model") else None
+
+    @property
+    def draft_kv_bytes(self) -> int:
+        return parse_bytes(self.draft_kv_memory)
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> Self:
+        if self.speculation == "model" and self.draft_model is None:
+            raise ValueError("speculation: model needs engine.draft_model; ngram drafts without one")
+        return self
 
     @property
     def kv_memory_share(self) -> float | None:

@@ -256,6 +256,10 @@ class LoadReport(_Message, frozen=True, tag="load"):
     spared_kv_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
     drafted_tokens: int = 0  # computed behind sequences' next tokens
     accepted_tokens: int = 0  # of those, right
+    model_drafted_tokens: int = 0  # of the drafted ones, by the draft model; the others are from sequences' own texts
+    model_accepted_tokens: int = 0
+    draft_used_blocks: int = 0  # of the draft model's own KV pool
+    draft_total_blocks: int = 0  # 0: there is no draft model
     is_draining: bool = False  # takes nothing new
 
 

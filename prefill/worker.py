@@ -11,7 +11,8 @@ import threading
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.engine import Engine, LayerHook
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.layers_out import LayerHook
 from kvrelay.engine.lending import BlockLender
 from kvrelay.engine.service import Link, WorkerService
 from kvrelay.errors import BackendUnavailable, TransferError

@@ -110,12 +110,20 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         load.spared_kv_tokens,
     )  # fmt: skip
     table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
-    table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Tokens guessed ahead and computed.", who, load.drafted_tokens)
-    table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Of those, right.", who, load.accepted_tokens)
+    _drafted(who, load, table)
     _line(who, load, table)
     _preempted(who, load, table)
     _tiers(who, load, table)
     _transfers(who, load, table)
+
+
+def _drafted(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+    by_model = load.model_drafted_tokens, load.model_accepted_tokens
+    from_text = load.drafted_tokens - by_model[0], load.accepted_tokens - by_model[1]
+    for source, (drafted, accepted) in (("ngram", from_text), ("model", by_model)):
+        labels = {**who, "source": source}
+        table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Tokens guessed ahead and computed.", labels, drafted)
+        table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Of those, right.", labels, accepted)
 
 
 def _line(who: dict[str, str], load: LoadReport, table: _Table) -> None:

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvrelay.engine.engine import Engine, EngineConfig, _sampling, load_engine
+from kvrelay.engine.appending import Appender
+from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.flight import sampled
 from kvrelay.engine.sampler import Sampler, uniform, uniforms
 from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.select import select_backend
@@ -88,10 +90,10 @@ def _without_times(output) -> tuple[object, ...]:
 
 def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
     closer_looks: list[str] = []
-    real = Engine._append
-    monkeypatch.setattr(Engine, "_append", lambda self, seq, *rest: closer_looks.append("") or real(self, seq, *rest))
+    real = Appender._append
+    monkeypatch.setattr(Appender, "_append", lambda self, seq, *rest: closer_looks.append("") or real(self, seq, *rest))
     short, num_short = serve(make()), len(closer_looks)
-    monkeypatch.setattr(Engine, "_note_plain", lambda self, seq: None)
+    monkeypatch.setattr(Appender, "_note_plain", lambda self, seq: None)
     assert serve(make()) == short
     assert num_short < len(short) / 2, "the short way was not taken"
     assert len(closer_looks) - num_short == len(short)
@@ -99,7 +101,7 @@ def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
 
 def test_a_plain_stream_that_does_not_look_at_its_end_is_found_out(make, monkeypatch):
     right = serve(make())
-    monkeypatch.setattr(Engine, "_note_plain", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
+    monkeypatch.setattr(Appender, "_note_plain", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
     engine = make()
     for number, sampling in enumerate(ASKED[:3]):
         engine.add(request(str(number), number, 5 + 7 * number, **sampling))
@@ -146,5 +148,5 @@ def test_a_single_token_in_the_middle_of_a_prompt_draws_nothing(make):
     engine.add(request("d", 4, 10, ignore_eos=True))  # 24 tokens a step: 1 of it is left over
     plan = engine.scheduler.schedule()
     assert [(item.seq.request_id, item.num_tokens) for item in plan.work] == [("a", 1), ("b", 1), ("d", 1), ("c", 21)]
-    rows, seqs = _sampling(plan)
+    rows, seqs = sampled(plan)
     assert (rows, [seq.request_id for seq in seqs]) == ([0, 1, 23], ["a", "b", "c"])

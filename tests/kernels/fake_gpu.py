@@ -22,9 +22,13 @@ HALF = [torch.float16, torch.bfloat16]
 
 
 class OnHost(Tensor):
-    """A tensor in host memory, for the fake GPU: `.to(device)` copies it, and a capture may not touch it."""
+    """A tensor in host memory, for the fake GPU: `.to(device)` copies it, and a capture may not touch it.
+
+    num_waits: copies to the device from memory that is not pinned.
+    """
 
     is_forbidden = False
+    num_waits = 0
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -32,9 +36,15 @@ class OnHost(Tensor):
             raise RuntimeError(f"{func.__name__} touches host memory in a capture")
         out = super().__torch_function__(func, types, args, kwargs or {})
         goes_to = [*args[1:], *(kwargs or {}).values()]
-        if func is Tensor.to and any(isinstance(value, torch.device) for value in goes_to):
-            return out.as_subclass(Tensor).clone()
-        return out
+        leaves = func is Tensor.to and any(isinstance(value, torch.device) for value in goes_to)
+        is_filled = func is Tensor.copy_ and not isinstance(args[0], OnHost)
+        if (leaves and not isinstance(args[0], Pinned)) or (is_filled and not isinstance(args[1], Pinned)):
+            OnHost.num_waits += 1
+        return out.as_subclass(Tensor).clone() if leaves else out.as_subclass(Tensor) if is_filled else out
+
+
+class Pinned(OnHost):
+    """Host memory from which the device copies by itself."""
 
 
 class Capture(TorchDispatchMode):
@@ -265,6 +275,23 @@ def mla_metadata(qo_indptr, kv_indptr, kv_indices, kv_len_arr):
     return {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
 
 
+class FakeEvent:
+    """Of a device that lags behind as far as it can."""
+
+    is_due = False
+    num_waits = 0
+
+    def record(self) -> None:
+        self.is_due = True
+
+    def query(self) -> bool:
+        return not self.is_due
+
+    def synchronize(self) -> None:
+        assert self.is_due
+        FakeEvent.num_waits, self.is_due = FakeEvent.num_waits + 1, False
+
+
 class FakeGraph:
     """torch.cuda.CUDAGraph."""
 
@@ -303,8 +330,12 @@ def fake_gpu(monkeypatch):
         "mem_get_info": lambda device=None: (1 << 30, 2 << 30),
         "get_device_capability": lambda device=None: (9, 0),
         "graph": gpu.capture,
+        "Event": FakeEvent,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(Tensor, "pin_memory", lambda self: self.clone().as_subclass(Pinned))
+    monkeypatch.setattr(OnHost, "num_waits", 0)
+    monkeypatch.setattr(FakeEvent, "num_waits", 0)
     monkeypatch.setattr("kvrelay.kernels.cuda._WORKSPACE_BYTES", 1 << 10)
     backend = CudaBackend("cpu:0")
     backend.gpu = gpu

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvrelay.engine.lookahead import Outlook, may_look_ahead
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.preemption import Way
 from kvrelay.engine.preemptor import MOST_HAND_BACKS
@@ -42,7 +43,10 @@ class Life(World):
         before = {record.seq: (record.seq.num_computed, record.seq.num_uncomputed) for record in self.running()}
         counts = self.pool.counts()  # what is cached before a named block that is held cannot go either
         is_held = counts.pinned > 0 or self.pool.num_available < counts.free + counts.cached
+        is_ahead = self.may_be_planned_ahead()
         plan = self.sched.schedule()
+        assert not (is_ahead and plan.preempted), "a step that may be planned ahead pre-empts"
+        self.counts["planned ahead"] += is_ahead and bool(plan.work)
         self.check_plan(plan, before)
         self.check_preempted(plan, is_held=is_held)
         self.note_admitted(plan, heads)
@@ -65,6 +69,11 @@ class Life(World):
             for record in self.records.values():  # a search appends to its beams itself
                 while len(record.keys) < record.seq.num_tokens:
                     record.keys.append(key_after(record.keys[-1], record.seq.token_ids[len(record.keys)]))
+
+    def may_be_planned_ahead(self) -> bool:
+        sched, num_available = self.sched, self.pool.num_available
+        groups = len(sched.groups.by_id)
+        return may_look_ahead(Outlook(len(sched.running), num_available, len(sched.swapped), groups, drafts=False))
 
     def running(self) -> list[Record]:
         return [record for record in self.records.values() if record.state is R]

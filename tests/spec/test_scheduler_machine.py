@@ -27,7 +27,7 @@ BURST = 40
 
 happened: Counter = Counter()  # in all lives of this process
 WAYS = {
-    (W, V), (V, R), (W, R), (R, H), (R, W), (R, S), (S, R), (S, F), (V, F), (W, F), "handed back", "gathered", "corrupt",
+    (W, V), (V, R), (W, R), (R, H), (R, W), (R, S), (S, R), (S, F), (V, F), (W, F), "handed back", "gathered", "corrupt", "planned ahead",
 }  # fmt: skip
 
 

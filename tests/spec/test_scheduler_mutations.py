@@ -15,6 +15,7 @@ from kvrelay.engine.scheduler import Scheduler
 from kvrelay.engine.sequence import State
 from kvrelay.engine.shares import Shares
 from kvrelay.kvcache.swap import SwapArea
+from tests.spec import scheduler_step
 from tests.spec.scheduler_setup import Setup
 from tests.spec.scheduler_step import lives
 
@@ -255,6 +256,12 @@ def a_credit_lowers_the_counter(monkeypatch):
     before(monkeypatch, Shares, "give_back", lower)
 
 
+def steps_are_planned_ahead_without_room(monkeypatch):
+    monkeypatch.setattr(
+        scheduler_step, "may_look_ahead", lambda outlook: outlook.num_available >= outlook.num_running // 2
+    )
+
+
 MUTATIONS = {
     a_slot_is_not_given_back: swaps, slots_that_come_back_stay_taken: swaps, rotten_blocks_come_back: swaps,
     the_partial_block_is_not_saved: swaps, blocks_come_back_in_another_order: swaps,
@@ -271,7 +278,7 @@ MUTATIONS = {
     classes_count_the_other_way_round: has_classes, who_was_begun_is_refused_when_it_is_late: has_classes,
     who_is_late_stays: has_classes, a_newcomer_displaces_the_first: has_classes,
     what_was_paid_for_is_charged_again: counts_exactly, what_is_not_computed_is_not_credited: counts_exactly,
-    a_credit_lowers_the_counter: bool,
+    a_credit_lowers_the_counter: bool, steps_are_planned_ahead_without_room: bool,
 }  # fmt: skip
 LATER = {  # found after thousands of steps
     a_slot_is_not_given_back, those_that_are_swapped_come_back_last_first, a_hand_back_is_not_told, rotten_blocks_come_back,

@@ -59,6 +59,18 @@ def test_the_fit_finds_what_a_draft_adds():
     assert fixed == pytest.approx(0.003, rel=0.01) and each == pytest.approx(0.001, rel=0.01)
 
 
+def test_plain_steps_are_seen_before_anything_is_drafted_and_a_slow_one_does_not_count():
+    speculation = Speculation(most=8)
+    for seconds in (0.5, 0.02, 0.021):
+        assert not speculation.begins(1)
+        speculation.times.observe(1, 0, seconds)
+    assert speculation.begins(1) and not speculation.begins(2)
+    assert speculation.times.plain(1) == 0.021
+    for seconds in (9.0, 0.03, 0.03, 0.03):
+        speculation.times.observe(1, 0, seconds)
+    assert speculation.times.plain(1) == 0.03
+
+
 def test_a_fit_from_one_length_charges_all_to_the_tokens():
     times = StepTimes()
     times.observe(4, 0, 0.010)
@@ -116,7 +128,7 @@ def test_a_step_that_does_not_begin_is_one_in_which_no_draft_would_have_paid():
     for token_s, begins in ((0.0005, True), (0.0009, True), (0.0010, False), (0.003, False)):
         speculation = Speculation(most=8)
         assert not speculation.begins(16)
-        for length in (0, 8, 8, 3, 40):
+        for length in (0, 0, 0, 8, 8, 3, 40):
             speculation.times.observe(16, length, 0.020 + token_s * length)
         assert speculation.begins(16) is begins
         assert any(speculation.lengths(16, fine)) is begins

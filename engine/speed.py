@@ -1,0 +1,44 @@
+"""What an engine's steps have taken of late. Pure."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Speed:
+    """Moving averages of what steps took, for the router's predictions."""
+
+    step_s: float = 0.0
+    decode_step_s: float = 0.0
+    prefill_tokens_per_s: float = 0.0
+    decode_tokens_per_s: float = 0.0
+    num_steps: int = 0
+    batch_sequences: int = 0  # of the last step
+    batch_tokens: int = 0
+
+    @property
+    def compute_tokens_per_s(self) -> float:
+        """Of a prompt: as measured, or, on a worker that has computed none, at least what its decode steps reach."""
+        return self.prefill_tokens_per_s or self.decode_tokens_per_s
+
+    def observe(self, num_tokens: int, num_decode: int, seconds: float) -> None:
+        self.step_s = _blend(self.step_s, seconds)
+        if num_tokens == num_decode:
+            self.decode_step_s = _blend(self.decode_step_s, seconds)
+            if seconds > 0:
+                self.decode_tokens_per_s = max(0.95 * self.decode_tokens_per_s, num_decode / seconds)
+        elif num_tokens - num_decode >= 64 and seconds > 0:
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+
+    def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
+        """A step that brought several tokens of a sequence counts as so many."""
+        self.step_s = _blend(self.step_s, seconds)
+        if num_output and seconds > 0:
+            self.decode_step_s = _blend(self.decode_step_s, seconds * num_sequences / num_output)
+
+    def note_batch(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_steps += 1
+        self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
+
+
+def _blend(old: float, new: float) -> float:
+    return new if old == 0.0 else 0.8 * old + 0.2 * new
