@@ -244,7 +244,9 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     if engine.backend.device.type == "cpu":  # elsewhere a call returns before its kernel has run: see device_profile
         library = _library(engine, lambda name, function: meter.kernel(function))
         if _computes_in_torch(engine, has_library=bool(library)):
-            watched = [(model, "forward"), (model, "logits")] + ([] if library else [(engine.backend, "sample_on_device")])
+            watched = [(model, "forward"), (model, "logits")] + (
+                [] if library else [(engine.backend, "sample_on_device")]
+            )
             changes += [(owner, name, meter.with_operators(getattr(owner, name))) for owner, name in watched]
         changes += library
     with _replaced(changes):
