@@ -13,6 +13,15 @@ REFERENCE = ReferenceBackend("cpu")
 BF16 = torch.bfloat16
 
 
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    """Idle torch threads that spin take more time than such small products need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def gate(x):
     return REFERENCE.gated_activation(x, "silu")
 

@@ -11,8 +11,17 @@ from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.quantized import quantize
 
 BF16, F16 = torch.bfloat16, torch.float16
-TOKENS = (0, 1, 2, 5, 13, 61)
+TOKENS = (0, 1, 5, 61)
 TOLERANCE = {torch.float32: 1e-5, BF16: 2e-2, F16: 4e-3}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Idle torch threads that spin take more time than such small products need."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def random(*shape, dtype=torch.float32, seed=0):
@@ -33,21 +42,20 @@ def choices(num_tokens, num_experts, num_chosen, seed=2):
 
 
 def expected(x, weights, chosen, experts, activation="silu"):
-    """Token by token and choice by choice, in float64."""
+    """Every expert over every token in float64, of which each token then takes its own."""
     act = (
         torch.nn.functional.silu if activation == "silu" else lambda g: torch.nn.functional.gelu(g, approximate="tanh")
     )
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for token in range(x.shape[0]):
-        for weight, index in zip(weights[token].double(), chosen[token].tolist(), strict=True):
-            gate, up = (experts[index][0].double() @ x[token].double()).chunk(2)
-            out[token] += weight * (experts[index][1].double() @ (act(gate) * up))
-    return out
+    gate_up, down = (torch.stack(parts).double() for parts in zip(*experts, strict=True))
+    gate, up = torch.einsum("th,efh->tef", x.double(), gate_up).chunk(2, dim=-1)
+    made = torch.einsum("tef,ehf->teh", act(gate) * up, down)
+    own = made.gather(1, chosen.unsqueeze(-1).expand(-1, -1, x.shape[1]))
+    return (own * weights.double().unsqueeze(-1)).sum(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, F16], ids=str)
 @pytest.mark.parametrize(("hidden", "ffn", "num_experts", "k"), [(64, 32, 8, 3), (33, 17, 4, 4), (70, 38, 16, 1)])
-def test_experts_equal_the_sum_token_by_token(cpu, dtype, hidden, ffn, num_experts, k):
+def test_experts_equal_the_weighted_sum(cpu, dtype, hidden, ffn, num_experts, k):
     weights = make_weights(num_experts, hidden, ffn, dtype)
     for activation in ("silu", "gelu_tanh"):
         experts = cpu.pack_experts(iter(weights), activation, dtype)
