@@ -53,6 +53,7 @@ SECTIONS = (
     Section("compile", "compile_part", "run", 200, "Kernels compiled or loaded"),
     Section("kernels", "kernels_part", "run", 110, "Kernels against the reference"),
     Section("graphs", "graphs_part", "run", 75, "Graphs on and off, and where a step's time goes"),
+    Section("experts", "experts_part", "run", 45, "A layer of experts, Qwen3-30B-A3B's sizes, bf16"),
     Section("nixl", "transfer_part", "run", 60, "NIXL between two processes"),
     Section("decode", "decode_part", "run", 100, "Decode, Llama-8B shape, bf16"),
     Section("prefill", "prefill_part", "run", 60, "Prefill, Llama-8B shape, bf16"),

@@ -483,7 +483,7 @@ def _folders(
         settings = ModelSettings(source=model) if model else ModelSettings()
         yield prepare_checkpoint(settings, lambda what, share: tell(f"{what} {share:.0%}"))
         return
-    for name in TINY_CONFIGS if "all" in families else families:
+    for name in TINY_CONFIGS if "all" in families else (family.replace("-", "_") for family in families):
         yield tiny_checkpoint(name, scratch / f"tiny-{name}")
 
 

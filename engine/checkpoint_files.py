@@ -6,12 +6,14 @@ Reads headers only. Pure Python: imports no torch, so a bad folder is refused be
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from kvrelay.engine.checkpoint_shapes import expected_shapes
+from kvrelay.engine.checkpoint_experts import parts_of
+from kvrelay.engine.checkpoint_shapes import Shapes, expected_shapes
 from kvrelay.engine.spec import ModelSpec, read_json
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound
 
@@ -87,23 +89,40 @@ def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for path in safetensors_files(folder):
         for stored, entry in read_header(path).items():
-            name = _plain_name(stored, shapes)
-            if name is None:
-                if not _is_passed_over(stored, spec):
-                    raise CheckpointCorrupt(str(path), f"tensor {stored} has no place in a {spec.architecture} model")
-                continue
-            if entry["dtype"] not in ITEMSIZES:
-                raise CheckpointCorrupt(str(path), f"tensor {stored} is {entry['dtype']}: not plain floating point")
-            if name in found:
-                raise CheckpointCorrupt(str(path), f"tensor {stored} is also in {found[name].path.name}")
-            if list(entry["shape"]) != list(shapes[name]):
-                raise CheckpointCorrupt(
-                    str(path), f"tensor {stored} has shape {entry['shape']}, expected {list(shapes[name])}"
-                )
-            found[name] = StoredTensor(path, stored, entry["dtype"], shapes[name], *entry["data_offsets"])
+            for name, shape, begin, end in _contents(stored, entry, shapes):
+                _place(found, shapes, name, StoredTensor(path, stored, entry["dtype"], shape, begin, end), spec)
     if missing := shapes.keys() - found.keys():
         raise CheckpointCorrupt(str(folder), f"tensor {min(missing)} is missing ({len(missing)} in all)")
     return found
+
+
+def _contents(
+    stored: str, entry: Mapping[str, Any], shapes: Shapes
+) -> Iterator[tuple[str | None, tuple[int, ...], int, int]]:
+    """(name that the decoder knows, shape, begin, end) of the tensors in one stored one, which lie one after the other."""
+    parts = parts_of(stored, tuple(entry["shape"]))
+    begin, end = entry["data_offsets"]
+    size = (end - begin) // len(parts)
+    for index, (name, shape) in enumerate(parts):
+        yield _plain_name(name, shapes), shape, begin + index * size, begin + (index + 1) * size
+
+
+def _place(
+    found: dict[str, StoredTensor], shapes: Shapes, name: str | None, tensor: StoredTensor, spec: ModelSpec
+) -> None:
+    """Enter a tensor under its name. Raises CheckpointCorrupt."""
+    path, stored = str(tensor.path), tensor.name
+    if name is None:
+        if not _is_passed_over(stored, spec):
+            raise CheckpointCorrupt(path, f"tensor {stored} has no place in a {spec.architecture} model")
+        return
+    if tensor.dtype not in ITEMSIZES:
+        raise CheckpointCorrupt(path, f"tensor {stored} is {tensor.dtype}: not plain floating point")
+    if name in found:
+        raise CheckpointCorrupt(path, f"tensor {stored} is also in {found[name].path.name}")
+    if tensor.shape != shapes[name]:
+        raise CheckpointCorrupt(path, f"tensor {stored} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
+    found[name] = tensor
 
 
 def _is_passed_over(name: str, spec: ModelSpec) -> bool:
@@ -114,7 +133,7 @@ def _is_passed_over(name: str, spec: ModelSpec) -> bool:
     return layer is not None and int(layer[1]) >= spec.num_layers
 
 
-def _plain_name(name: str, shapes: dict[str, tuple[int, ...]]) -> str | None:
+def _plain_name(name: str, shapes: Shapes) -> str | None:
     """The name without its prefix where the decoder has such a tensor."""
     for prefix in _PREFIXES:
         if name.startswith(prefix) and name.removeprefix(prefix) in shapes:

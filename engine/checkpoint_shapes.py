@@ -1,7 +1,8 @@
 """Every tensor that a decoder needs: Hugging Face's names without prefix, and shapes. Pure."""
 
 from kvrelay.engine.spec import ModelSpec
-from kvrelay.engine.spec_mla import ExpertSpec, LatentSpec
+from kvrelay.engine.spec_experts import ExpertSpec
+from kvrelay.engine.spec_mla import LatentSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -20,7 +21,7 @@ def expected_shapes(spec: ModelSpec) -> Shapes:
 
 
 def _layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
-    has_experts = spec.experts is not None and layer >= spec.experts.first_layer
+    has_experts = spec.experts is not None and layer in spec.experts.layers
     attention = _head_attention(spec) if spec.latent is None else _latent_attention(spec, spec.latent)
     mlp = _experts(spec, spec.experts) if spec.experts and has_experts else _mlp(spec, "mlp", spec.ffn_size)
     norms = ["input_layernorm", "post_attention_layernorm"]
@@ -69,9 +70,18 @@ def _mlp(spec: ModelSpec, name: str, ffn: int, *, has_bias: bool | None = None) 
 
 
 def _experts(spec: ModelSpec, experts: ExpertSpec) -> Shapes:
-    shapes = _linear("mlp.gate", experts.num_experts, spec.hidden_size)
-    if experts.scoring == "sigmoid":
-        shapes["mlp.gate.e_score_correction_bias"] = (experts.num_experts,)
-    for index in range(experts.num_experts):
+    shapes = _linear("mlp.gate", experts.choice.num_experts, spec.hidden_size)
+    if experts.choice.scoring == "sigmoid":
+        shapes["mlp.gate.e_score_correction_bias"] = (experts.choice.num_experts,)
+    for index in range(experts.choice.num_experts):
         shapes |= _mlp(spec, f"mlp.experts.{index}", experts.ffn_size, has_bias=False)
-    return shapes | _mlp(spec, "mlp.shared_experts", experts.shared_ffn_size)
+    if experts.shared_ffn_size:
+        shapes |= _mlp(spec, f"mlp.{shared_name(experts)}", experts.shared_ffn_size)
+    if experts.has_shared_gate:
+        shapes |= _linear("mlp.shared_expert_gate", 1, spec.hidden_size)
+    return shapes
+
+
+def shared_name(experts: ExpertSpec) -> str:
+    """Qwen's is one expert, DeepSeek's several side by side."""
+    return "shared_expert" if experts.has_shared_gate else "shared_experts"

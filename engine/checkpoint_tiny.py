@@ -91,6 +91,23 @@ TINY_CONFIGS: dict[str, dict[str, Any]] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
         }
     },
+    "qwen3_moe": _BASE
+    | _ROPE
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [2]}
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen2_moe": _BASE
+    | _ROPE
+    | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "head_dim": 16, "decoder_sparse_step": 2}
+    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "mixtral": _BASE
+    | _ROPE
+    | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    | {"sliding_window": 40},
     "deepseek_v2": _BASE
     | _ROPE
     | _DEEPSEEK

@@ -31,6 +31,7 @@ FAMILIES = {
     "llama": GgufFamily("llama", "LlamaForCausalLM", permutes_qk=True),
     "qwen2": GgufFamily("qwen2", "Qwen2ForCausalLM"),
     "qwen3": GgufFamily("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": GgufFamily("qwen3_moe", "Qwen3MoeForCausalLM"),
     "gemma": GgufFamily("gemma", "GemmaForCausalLM", is_gemma=True),
     "gemma2": GgufFamily("gemma2", "Gemma2ForCausalLM", is_gemma=True),
     "gemma3": GgufFamily("gemma3_text", "Gemma3ForCausalLM", is_gemma=True),
@@ -80,8 +81,8 @@ def hf_config(meta: Metadata, shapes: Mapping[str, Sequence[int]], rope_freqs: S
 
     rope_freqs: the values of the tensor rope_freqs.weight (Llama 3's stretched frequencies), if it is there.
     """
-    if int(meta.get("expert_count", 0)):
-        raise UnsupportedModel(meta.source, "mixture-of-experts weights")
+    if int(meta.get("expert_count", 0)) and meta.architecture != "qwen3moe":
+        raise UnsupportedModel(meta.source, f"mixture-of-experts weights of {meta.architecture}")
     hidden, heads = int(meta.need("embedding_length")), int(_one(meta, "attention.head_count"))
     head_dim = int(meta.get("attention.key_length") or meta.get("rope.dimension_count") or hidden // heads)
     if int(meta.get("attention.value_length", head_dim)) != head_dim:
@@ -108,7 +109,7 @@ def hf_config(meta: Metadata, shapes: Mapping[str, Sequence[int]], rope_freqs: S
     }
     if meta.is_gemma:
         return config | _gemma(meta, hidden // heads, head_dim)
-    return config | {"hidden_act": "silu"} | _biases(meta, shapes)
+    return config | {"hidden_act": "silu"} | _biases(meta, shapes) | _experts(meta, shapes)
 
 
 def _one(meta: Metadata, key: str, default: Any = None) -> Any:
@@ -131,6 +132,21 @@ def _biases(meta: Metadata, shapes: Mapping[str, Sequence[int]]) -> Json:
         {"mlp_bias": "blk.0.ffn_up.bias" in shapes} if meta.architecture == "llama" else {"use_sliding_window": False}
     )
     return {"attention_bias": has[0]} | extra
+
+
+def _experts(meta: Metadata, shapes: Mapping[str, Sequence[int]]) -> Json:
+    """llama.cpp has the weights of Qwen 3's chosen experts add up to 1 unless the file says otherwise."""
+    if meta.architecture != "qwen3moe":
+        return {}
+    layers = range(int(meta.need("block_count")))
+    return {
+        "num_experts": int(meta.need("expert_count")),
+        "num_experts_per_tok": int(meta.need("expert_used_count")),
+        "moe_intermediate_size": int(meta.need("expert_feed_forward_length")),
+        "norm_topk_prob": bool(meta.get("expert_weights_norm", True)),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer in layers if f"blk.{layer}.ffn_gate_inp.weight" not in shapes],
+    }
 
 
 def _gemma(meta: Metadata, mean_head: int, head_dim: int) -> Json:

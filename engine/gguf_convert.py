@@ -45,14 +45,20 @@ _SANDWICH_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_EXPERT_NAMES = {  # of qwen3moe, beside the others; the last three are of all experts in one tensor
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 _IGNORED = ("rope_freqs.weight",)
 
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One tensor's way from the GGUF into the safetensors file."""
+    """One tensor's way from the GGUF into the safetensors file, where it may be several, one after the other."""
 
-    name: str
+    names: tuple[str, ...]
     tensor: GgufTensor
     dtype: str  # safetensors' name
     order: npt.NDArray[np.int64] | None  # rows in their new order
@@ -100,12 +106,17 @@ def _rope_freqs(file: GgufFile) -> list[float] | None:
 
 
 def hf_name(name: str, architecture: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor, or None for one that has no place in the model."""
+    """Hugging Face's name of a GGUF tensor, or None for one that has no place in the model.
+
+    Where it holds all experts' weights, {} stands for an expert's number.
+    """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
         return None
     layer, short, kind = match.groups()
     names = _NAMES | _SANDWICH_NAMES if architecture in ("gemma2", "gemma3") else _NAMES
+    if architecture == "qwen3moe":
+        names = names | _EXPERT_NAMES
     if short not in names:
         return None
     return f"{names[short]}.{kind}" if layer is None else f"model.layers.{layer}.{names[short]}.{kind}"
@@ -123,8 +134,15 @@ def _jobs(file: GgufFile, meta: Metadata, config: dict[str, Any]) -> list[_Job]:
             raise UnsupportedModel(meta.source, f"tensor {tensor.name} has no place in a {meta.architecture} model")
         dtype = _STORED.get(tensor.type_name, quantised)
         minus_one = meta.is_gemma and tensor.name.endswith("norm.weight")
-        jobs.append(_Job(name, tensor, dtype, _row_order(tensor, meta, config), minus_one))
+        jobs.append(_Job(_numbered(name, tensor, meta), tensor, dtype, _row_order(tensor, meta, config), minus_one))
     return jobs
+
+
+def _numbered(name: str, tensor: GgufTensor, meta: Metadata) -> tuple[str, ...]:
+    """The names of what the tensor holds. Raises UnsupportedModel where its shape does not fit its name."""
+    if ("{}" in name) != (len(tensor.shape) == 3):
+        raise UnsupportedModel(meta.source, f"tensor {tensor.name} of shape {list(tensor.shape)}")
+    return tuple(name.format(index) for index in range(tensor.shape[0])) if "{}" in name else (name,)
 
 
 def _row_order(tensor: GgufTensor, meta: Metadata, config: dict[str, Any]) -> npt.NDArray[np.int64] | None:
@@ -142,12 +160,10 @@ def _write_safetensors(
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for job in jobs:
-        header[job.name] = {
-            "dtype": job.dtype,
-            "shape": list(job.tensor.shape),
-            "data_offsets": [end, end + job.num_bytes],
-        }
-        end += job.num_bytes
+        shape = job.tensor.shape if len(job.tensor.shape) < 3 else job.tensor.shape[1:]
+        for name in job.names:
+            begin, end = end, end + job.num_bytes // len(job.names)
+            header[name] = {"dtype": job.dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     written = 0

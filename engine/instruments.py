@@ -215,7 +215,7 @@ def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
     in every step, and watching costs more than could be measured in advance.
     """
     spec, head = engine.model.spec, engine.model._lm_head
-    other_parts = spec.latent is not None or spec.experts is not None or spec.final_softcap is not None
+    other_parts = spec.latent is not None or spec.final_softcap is not None
     return not has_library or other_parts or isinstance(head, OneDnnLinear | ReferenceLinear)
 
 

@@ -1,16 +1,11 @@
-"""A layer's MLP: one gated product, or a choice among experts for each token (DeepSeek's MoE).
+"""A layer's MLP: one gated product, or a choice among experts for each token (MoE). All arithmetic is the backend's."""
 
-All arithmetic but the choice goes through the backend. Experts are computed in order of their numbers, each for the
-tokens that chose it, so that a token's result depends on its own choice alone.
-"""
+from collections.abc import Callable
 
-from collections.abc import Callable, Sequence
-
-import torch
 from torch import Tensor
 
-from kvrelay.engine.spec_mla import ExpertSpec
-from kvrelay.kernels.backend import Activation, Backend, Linear
+from kvrelay.kernels.backend import Activation, Backend, Experts, Linear
+from kvrelay.kernels.expert_choice import ExpertChoice
 
 Mlp = Callable[[Tensor], Tensor]  # [T, hidden] -> [T, hidden]
 
@@ -26,44 +21,29 @@ class GatedMlp:
 
 
 class ExpertMlp:
-    """The weighted sum of the experts that each token chooses, and the shared expert.
+    """The weighted sum of the experts that each token chooses, and the shared expert where there is one.
 
     Args:
         router: [T, hidden] float32 -> [T, num_experts].
         correction: [num_experts] float32, added to scores for the choice alone; None: there is none.
+        shared_gate: [T, hidden] float32 -> [T, 1], whose sigmoid multiplies what the shared expert gives.
     """
 
     def __init__(
-        self, spec: ExpertSpec, router: Linear, correction: Tensor | None, experts: Sequence[Mlp], shared: Mlp
+        self,
+        backend: Backend,
+        choice: ExpertChoice,
+        router: Linear,
+        correction: Tensor | None,
+        experts: Experts,
+        shared: Mlp | None,
+        shared_gate: Linear | None,
     ) -> None:
-        self._spec, self._router, self._correction = spec, router, correction
-        self._experts, self._shared = tuple(experts), shared
+        self._backend, self._choice, self._router, self._correction = backend, choice, router, correction
+        self._experts, self._shared, self._shared_gate = experts, shared, shared_gate
 
     def __call__(self, x: Tensor) -> Tensor:
-        weights, chosen = choose_experts(self._router(x.float()), self._correction, self._spec)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for expert in torch.unique(chosen).tolist():
-            rows, places = torch.where(chosen == expert)
-            out.index_add_(0, rows, self._experts[expert](x[rows]).float() * weights[rows, places, None])
-        return out.to(x.dtype) + self._shared(x)
-
-
-def choose_experts(logits: Tensor, correction: Tensor | None, spec: ExpertSpec) -> tuple[Tensor, Tensor]:
-    """(weights [T, num_chosen] float32, experts [T, num_chosen] int64) from the router's logits [T, num_experts].
-
-    Source: DeepSeek-V2 (2024), section 2.2 (softmax, groups by their best); DeepSeek-V3 (2024), section 2.1.2 (sigmoid,
-    corrected scores, groups by the sum of their two best).
-    """
-    scores = logits.softmax(dim=-1) if spec.scoring == "softmax" else logits.sigmoid()
-    ranks = scores if correction is None else scores + correction
-    if spec.num_groups > 1:
-        groups = ranks.unflatten(-1, (spec.num_groups, -1))
-        of_groups = groups.topk(1 if spec.scoring == "softmax" else 2, dim=-1).values.sum(dim=-1)
-        best = of_groups.topk(spec.num_chosen_groups, dim=-1).indices
-        is_out = torch.ones_like(of_groups, dtype=torch.bool).scatter_(-1, best, value=False)
-        ranks = groups.masked_fill(is_out.unsqueeze(-1), float("-inf")).flatten(-2)
-    chosen = ranks.topk(spec.num_chosen, dim=-1).indices
-    weights = scores.gather(-1, chosen)
-    if spec.normalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * spec.scale, chosen
+        wide = self._backend.widened(x)
+        weights, chosen = self._backend.choose_experts(self._router(wide), self._correction, self._choice)
+        base = None if self._shared is None else self._shared(x)
+        return self._experts(x, weights, chosen, base, None if self._shared_gate is None else self._shared_gate(wide))

@@ -1,12 +1,16 @@
 """Reads a layer's tensors and hands them to the backend as packed weights; an original lives only until it is packed."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from kvrelay.engine.checkpoint_shapes import shared_name
 from kvrelay.engine.latent import LatentAttention, halves_of_pairs
 from kvrelay.engine.mlp import ExpertMlp, GatedMlp, Mlp
 from kvrelay.engine.spec import ModelSpec
-from kvrelay.engine.spec_mla import ExpertSpec, LatentSpec
+from kvrelay.engine.spec_experts import ExpertSpec
+from kvrelay.engine.spec_mla import LatentSpec
 from kvrelay.engine.weights import WeightReader
 from kvrelay.kernels.backend import Backend, HeadLinears, Linear
 from kvrelay.kernels.quant_scheme import Scheme, WeightError
@@ -66,7 +70,7 @@ class Packer:
     def mlp(self, at: str, layer: int) -> Mlp:
         """The MLP of layer `layer`, at this name."""
         experts = self._spec.experts
-        if experts is None or layer < experts.first_layer:
+        if experts is None or layer not in experts.layers:
             return self._gated_mlp(at)
         return self._expert_mlp(at, experts)
 
@@ -76,14 +80,31 @@ class Packer:
 
     def _expert_mlp(self, at: str, spec: ExpertSpec) -> ExpertMlp:
         device, correction = self._backend.device, f"{at}.gate.e_score_correction_bias"
-        router = self._reader.read(f"{at}.gate.weight", torch.float32, device)  # chosen in float32, whatever the dtype
-        return ExpertMlp(
-            spec,
-            self._backend.pack_linear(router),
-            self._reader.read(correction, torch.float32, device) if correction in self._reader else None,
-            [self._gated_mlp(f"{at}.experts.{index}") for index in range(spec.num_experts)],
-            self._gated_mlp(f"{at}.shared_experts"),
+        experts = self._backend.pack_experts(
+            self._expert_weights(at, spec), self._spec.activation, self._dtype, self._scheme
         )
+        self.error += experts.error
+        return ExpertMlp(
+            self._backend,
+            spec.choice,
+            self._wide_linear(f"{at}.gate"),
+            self._reader.read(correction, torch.float32, device) if correction in self._reader else None,
+            experts,
+            self._gated_mlp(f"{at}.{shared_name(spec)}") if spec.shared_ffn_size else None,
+            self._wide_linear(f"{at}.shared_expert_gate") if spec.has_shared_gate else None,
+        )
+
+    def _expert_weights(self, at: str, spec: ExpertSpec) -> Iterator[tuple[Tensor, Tensor]]:
+        """By expert, (gate and up, down), each read when it is asked for."""
+        for index in range(spec.choice.num_experts):
+            gate, up, down = (
+                self._weight(f"{at}.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")
+            )
+            yield torch.cat((gate, up)), down
+
+    def _wide_linear(self, name: str) -> Linear:
+        """A product in float32, whatever the dtype: what is decided by it should not hang on rounding."""
+        return self._backend.pack_linear(self._reader.read(f"{name}.weight", torch.float32, self._backend.device))
 
     def latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
         has_down = spec.query_rank is not None

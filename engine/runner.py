@@ -196,9 +196,10 @@ def _decode_graphs(
 ) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
     """The decode step captured once and replayed, where the backend can. Unverified on a GPU.
 
-    Which experts a token chooses cannot be captured, and FlashInfer plans latent attention by another wrapper.
+    FlashInfer plans latent attention by another wrapper. Experts chosen on a GPU are captured where their products are
+    grouped: another way waits for the device.
     """
-    if model.spec.latent is not None or model.spec.experts is not None:
+    if model.spec.latent is not None:
         return None
     if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
         from kvrelay.kernels import cpu_graphs
@@ -207,8 +208,14 @@ def _decode_graphs(
     if backend.name != "cuda":
         return None
     from kvrelay.kernels import cuda, cuda_graphs
+    from kvrelay.kernels.cuda_experts import has_grouped_products
 
     assert isinstance(backend, cuda.CudaBackend)
+    spec = model.spec
+    if spec.experts is not None and not has_grouped_products(
+        backend.device, model.dtype, spec.hidden_size, spec.experts.ffn_size
+    ):
+        return None
     model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
     num_layers = sum(window is None for window in model.spec.layer_windows)
     return cuda_graphs.DecodeGraphs(

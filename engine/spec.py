@@ -11,15 +11,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from kvrelay.engine.spec_mla import (
-    DEEPSEEK_V2,
-    DEEPSEEK_V3,
-    ExpertSpec,
-    LatentSpec,
-    expert_spec,
-    latent_query_scale,
-    latent_spec,
-)
+from kvrelay.engine.spec_experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertSpec, expert_spec
+from kvrelay.engine.spec_mla import DEEPSEEK_V2, DEEPSEEK_V3, LatentSpec, latent_query_scale, latent_spec
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
 
 ActivationName = Literal["silu", "gelu_tanh"]
@@ -141,7 +134,7 @@ class _Family:
     norm_offset: bool = False
     sandwich: bool = False
     scale_embeddings: bool = False
-    window: Literal["none", "all", "upper", "alternate", "pattern"] = "none"
+    window: Literal["none", "all", "asked", "upper", "alternate", "pattern"] = "none"
     has_mlp_bias: bool = False
     is_latent: bool = False
     attention_softcap: bool = False  # Gemma 3 has the key, but neither it nor Hugging Face applies it
@@ -210,6 +203,9 @@ FAMILIES: dict[str, _Family] = {
         _Family("mistral", _COMMON | _LLAMA_IDS | _MISTRAL | {"sliding_window": 4096}, qkv_bias=False, window="all"),
         _Family("qwen2", _COMMON | _QWEN, qkv_bias=True, window="upper"),
         _Family("qwen3", _COMMON | _QWEN | {"head_dim": 128}, qk_norm=True, window="upper"),
+        _Family("qwen2_moe", _COMMON | _QWEN | QWEN2_MOE, qkv_bias=True),
+        _Family("qwen3_moe", _COMMON | _QWEN | QWEN3_MOE, qk_norm=True, window="asked"),
+        _Family("mixtral", _COMMON | _LLAMA_IDS | MIXTRAL, qkv_bias=False, window="all"),
         _Family("gemma", _COMMON | _GEMMA | _GEMMA1, **_GEMMA_PARTS),
         _Family(
             "gemma2",
@@ -232,6 +228,9 @@ _ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
@@ -345,21 +344,21 @@ def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int |
         final_softcap=text.get("final_logit_softcapping"),
         bos_id=bos_id,
         eos_ids=eos_ids,
+        experts=expert_spec(text, num_layers),
     )
     return _with_latent(spec, text) if family.is_latent else spec
 
 
 def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
-    """The same with latent attention, and experts where the config has them."""
+    """The same with latent attention."""
     if not text.get("num_key_value_heads"):
         text = _Text(text.family, {**text.raw, "num_key_value_heads": spec.num_heads})
     if text.name == "deepseek_v2":  # has no such choice
         text = _Text(text.family, {**text.raw, "rope_interleave": True})
     latent, rope = latent_spec(text), spec.ropes[0]
     scale = latent_query_scale(latent, rope_kind=rope.kind, factor=rope.factor, mscale_all_dim=rope.mscale_all_dim)
-    experts = expert_spec(text, spec.num_layers)
     return replace(
-        spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, experts=experts, has_qkv_bias=False
+        spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, has_qkv_bias=False
     )  # fmt: skip
 
 
@@ -378,8 +377,10 @@ def _sliding_layers(text: _Text, num_layers: int) -> tuple[bool, ...]:
     kind, window = text.family.window, text.get("sliding_window")
     if kind == "none" or window is None:
         return (False,) * num_layers
-    if kind == "all":
+    if kind == "all" or (kind == "asked" and text.get("use_sliding_window")):
         return (True,) * num_layers
+    if kind == "asked":
+        return (False,) * num_layers
     if kind == "upper" and not text.get("use_sliding_window"):
         return (False,) * num_layers
     if (types := text.get("layer_types")) is not None:

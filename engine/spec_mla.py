@@ -1,11 +1,12 @@
-"""What DeepSeek's decoders have besides: latent attention (MLA) and a choice among experts (MoE), as data.
+"""DeepSeek's latent attention (MLA) as data, and what their configs may leave out.
 
 Pure, like spec.py, which reads configs with this file's help: imports no torch and no transformers.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 
@@ -79,33 +80,13 @@ class LatentSpec:
         return self.nope_dim + self.rope_dim
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertSpec:
-    """A layer's MLP as `num_chosen` of `num_experts` small ones, and one shared by all tokens.
-
-    first_layer: layers before it have one dense MLP. ffn_size: of each expert. shared_ffn_size: of the shared one.
-    scoring: "sigmoid" scores are corrected by a learnt term for the choice (not for the weights).
-    num_groups, num_chosen_groups: experts are chosen from the best groups; (1, 1): from all.
-    normalise: the chosen experts' weights are made to add up to 1; then all are multiplied by `scale`.
-    """
-
-    first_layer: int
-    num_experts: int
-    num_chosen: int
-    ffn_size: int
-    shared_ffn_size: int
-    scoring: Literal["softmax", "sigmoid"]
-    num_groups: int
-    num_chosen_groups: int
-    normalise: bool
-    scale: float
-
-
 class ConfigText(Protocol):
     """A decoder's config with its family's defaults behind it."""
 
     @property
     def name(self) -> str: ...
+    @property
+    def raw(self) -> Mapping[str, Any]: ...
     def get(self, key: str) -> Any: ...
     def size(self, key: str) -> int: ...
 
@@ -134,54 +115,3 @@ def latent_query_scale(spec: LatentSpec, *, rope_kind: str, factor: float, mscal
     if rope_kind == "default" or not mscale_all_dim or factor <= 1:
         return scale
     return scale * (0.1 * mscale_all_dim * math.log(factor) + 1.0) ** 2
-
-
-def expert_spec(text: ConfigText, num_layers: int) -> ExpertSpec | None:
-    """None where every layer is dense. Raises CheckpointCorrupt, UnsupportedModel."""
-    first_layer = int(text.get("first_k_dense_replace") or 0)
-    if text.get("n_routed_experts") is None or first_layer >= num_layers:
-        return None
-    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if text.get("topk_method") == "noaux_tc" else "softmax"
-    _refuse_unknown(text, scoring)
-    is_grouped = text.get("topk_method") != "greedy"
-    ffn_size = text.size("moe_intermediate_size")
-    spec = ExpertSpec(
-        first_layer=first_layer,
-        num_experts=text.size("n_routed_experts"),
-        num_chosen=text.size("num_experts_per_tok"),
-        ffn_size=ffn_size,
-        shared_ffn_size=ffn_size * text.size("n_shared_experts"),
-        scoring=scoring,
-        num_groups=text.size("n_group") if is_grouped else 1,
-        num_chosen_groups=text.size("topk_group") if is_grouped else 1,
-        normalise=bool(text.get("norm_topk_prob")),
-        scale=float(text.get("routed_scaling_factor")),
-    )
-    _check(spec)
-    return spec
-
-
-def _refuse_unknown(text: ConfigText, scoring: str) -> None:
-    """Each family has its own routers; Hugging Face's code ignores the keys that say otherwise, and we do not guess."""
-    known = ("noaux_tc",) if text.name == "deepseek_v3" else ("greedy", "group_limited_greedy")
-    if text.get("topk_method") not in known:
-        raise UnsupportedModel(text.name, f"topk_method {text.get('topk_method')!r}; known: {', '.join(known)}")
-    if text.get("scoring_func") not in (None, scoring):
-        raise UnsupportedModel(text.name, f"scoring_func {text.get('scoring_func')!r}; known: {scoring}")
-    if text.get("moe_layer_freq") not in (None, 1):
-        raise UnsupportedModel(text.name, "moe_layer_freq other than 1")
-    if scoring == "softmax" and text.get("norm_topk_prob"):
-        raise UnsupportedModel(text.name, "norm_topk_prob with softmax scores")
-
-
-def _check(spec: ExpertSpec) -> None:
-    per_group, left = divmod(spec.num_experts, spec.num_groups)
-    if left or spec.num_chosen_groups > spec.num_groups:
-        raise CheckpointCorrupt(
-            "config.json",
-            f"{spec.num_experts} experts in {spec.num_groups} groups of which {spec.num_chosen_groups} are chosen",
-        )
-    if spec.scoring == "sigmoid" and per_group < 2:
-        raise CheckpointCorrupt("config.json", "a group of experts is scored by its two best, but has one")
-    if spec.num_chosen > per_group * spec.num_chosen_groups:
-        raise CheckpointCorrupt("config.json", f"a token cannot choose {spec.num_chosen} experts of so few")

@@ -14,6 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from kvrelay.engine.checkpoint_experts import stored_name
 from kvrelay.engine.checkpoint_files import locate_tensors
 from kvrelay.engine.checkpoint_shapes import expected_shapes
 from kvrelay.engine.spec import ModelSpec
@@ -78,8 +79,7 @@ def random_weights(config: dict[str, Any], folder: Path, *, seed: int = 0, dtype
     spec = ModelSpec.from_config(config)
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        (name if name == "lm_head.weight" else f"model.{name}"): tensor.to(dtype)
-        for name, tensor in _random_tensors(spec, generator)
+        stored_name(name, spec.architecture): tensor.to(dtype) for name, tensor in _random_tensors(spec, generator)
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

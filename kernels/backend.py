@@ -8,12 +8,14 @@ The cache of latent attention (MLA) has one part and one head: [num_blocks, 1, b
 and then its key's rotary part, which all query heads share.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.expert_choice import ExpertChoice
 from kvrelay.kernels.quant_scheme import Scheme, WeightError
 
 Activation = Literal["silu", "gelu_tanh"]
@@ -95,6 +97,22 @@ class HeadLinears(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
+class Experts(Protocol):
+    """A layer's packed experts, each a gated MLP.
+
+    Calling it with x [T, H], and each token's weights [T, k] float32 and experts [T, k] int64, gives [T, H] in x's dtype:
+    the weighted sum of what the experts make of the token. base [T, H] is added, times the sigmoid of base_logits [T, 1]
+    float32 where they are given. Sums are in float32.
+    """
+
+    @property
+    def error(self) -> WeightError: ...  # of quantised weights
+
+    def __call__(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, base: Tensor | None = None, base_logits: Tensor | None = None
+    ) -> Tensor: ...
+
+
 class Backend(Protocol):
     """Kernels of one device. Stateless but for workspaces; one per engine thread."""
 
@@ -132,6 +150,27 @@ class Backend(Protocol):
         """Prepare weight [out, in], of any floating type, in groups of integers, for products in `dtype`.
 
         Only where `quantizes`; else it raises BackendUnavailable.
+        """
+        ...
+
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        activation: Activation,
+        dtype: torch.dtype,
+        scheme: Scheme | None = None,
+    ) -> Experts:
+        """Prepare experts, given by number as (gate and up stacked [2 F, H], down [H, F]), for products in `dtype`.
+
+        They are taken one by one, so that no more than one need be held as it came. scheme: quantise them; else their
+        weights are of `dtype`. Raises as pack_quantized does.
+        """
+        ...
+
+    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        """(weights [T, k] float32, experts [T, k] int64, best first) from the router's logits [T, num_experts] float32.
+
+        correction: [num_experts] float32, added to the scores for the choice, not for the weights.
         """
         ...
 

@@ -7,6 +7,7 @@ bit. With bfloat16 this holds as long as the linear kernel is the compiled one (
 
 import hashlib
 import logging
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
+    Experts,
     HeadLinears,
     KvOrder,
     Linear,
@@ -23,7 +25,9 @@ from kvrelay.kernels.backend import (
     SamplingBatch,
 )
 from kvrelay.kernels.cpu_linear import Pack, choose_linear
+from kvrelay.kernels.expert_choice import ExpertChoice
 from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativePlan
+from kvrelay.kernels.native_experts import NativeExperts, choose_experts
 from kvrelay.kernels.native_quant import NativeQuantLinear
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.quantized import HeadByHead
@@ -130,6 +134,24 @@ class CpuBackend:
         if native is None:
             return self._torch.pack_quantized(weight, bias, scheme, dtype)
         return NativeQuantLinear(native, weight, bias, scheme, dtype)
+
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        activation: Activation,
+        dtype: torch.dtype,
+        scheme: Scheme | None = None,
+    ) -> Experts:
+        native = self._native_for(dtype)
+        if native is None:
+            return self._torch.pack_experts(experts, activation, dtype, scheme)
+        return NativeExperts(native, experts, activation, scheme, dtype)
+
+    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        native = self._native_for(logits.dtype)
+        if native is None:
+            return self._torch.choose_experts(logits, correction, choice)
+        return choose_experts(native, logits, correction, choice)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         native = self._native_for(table.dtype)

@@ -42,6 +42,9 @@ _KERNELS = (
     "kr_attention",
     "kr_store_kv_as",
     "kr_quant_linear",
+    "kr_widen",
+    "kr_choose",
+    "kr_experts",
 )
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes

@@ -14,7 +14,7 @@ not captured.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -28,6 +28,7 @@ from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
+    Experts,
     HeadLinears,
     KvOrder,
     Linear,
@@ -35,6 +36,7 @@ from kvrelay.kernels.backend import (
     SamplingBatch,
 )
 from kvrelay.kernels.cuda_cascade import CascadeDecode, Levels, make_levels
+from kvrelay.kernels.cuda_experts import CudaExperts
 from kvrelay.kernels.cuda_mla import has_latent_attention, make_wrapper, plan_latent, run_latent
 from kvrelay.kernels.cuda_plan import (
     HALF,
@@ -56,6 +58,7 @@ from kvrelay.kernels.cuda_prefill import PrefillKernels
 from kvrelay.kernels.cuda_recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda_sampling import DeviceSampler
 from kvrelay.kernels.cuda_staging import Staging, TokensOnTheirWay
+from kvrelay.kernels.expert_choice import ExpertChoice
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
 
@@ -162,6 +165,24 @@ class CudaBackend:
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> QuantizedLinear:
         raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
+
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        activation: Activation,
+        dtype: torch.dtype,
+        scheme: Scheme | None = None,
+    ) -> Experts:
+        if scheme is not None:
+            raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
+        packed = CudaExperts(experts, lambda x: self.gated_activation(x, activation), self.device)
+        if not packed.is_grouped and "experts" not in self._told:
+            self._told.add("experts")
+            logger.warning("torch has no grouped product for experts in %s here: one after the other, slower", dtype)
+        return packed
+
+    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        return self._plain.choose_experts(logits, correction, choice)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         return self._plain.embed(token_ids, table, scale)

@@ -45,6 +45,8 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_embed": ([_I, _P, _P, _P, _L, _L, _F], None),
     "kr_replay": ([_P, _L], None),
     "kr_widen": ([_P, _P, _P, _L], None),
+    "kr_choose": ([*[_P] * 5, _L, _L, _L, _I, _L, _L, _I, _F], None),
+    "kr_experts": ([_P, _I, _I, _I, _P, _L, *[_P] * 8, *[_L] * 6], None),
     "kr_sample": ([_P] * 8 + [_L, _L], None),
 }
 KIND_F32, KIND_BF16, KIND_DOT = 0, 1, 2
@@ -89,6 +91,11 @@ class NativeLinear:
         )
         self._bias = None if bias is None else bias.float().contiguous()
         self._args = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+
+    @property
+    def address(self) -> int:
+        """Of the packed weight."""
+        return self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self._dtype:
@@ -257,7 +264,7 @@ class NativeKernels:
 
     def widened(self, x: Tensor) -> Tensor:
         """x (bfloat16, contiguous) as float32, exactly."""
-        out = torch.empty(x.shape, dtype=torch.float32)
+        out = self.empty(x.shape, torch.float32)
         self.lib.kr_widen(self.pool, x.data_ptr(), out.data_ptr(), x.numel())
         return out
 

@@ -24,17 +24,22 @@ class NativeQuantLinear:
         self._kernels, self._scheme, self._dtype = kernels, scheme, dtype
         source = (weight if weight.dtype in SUPPORTED else weight.float()).contiguous()
         lib, bits, shape = kernels.lib, scheme.bits, (self.out_features, self.in_features, scheme.group)
-        self._unit = unit_of(source)
+        self.unit = unit_of(source)
         self._packed = torch.empty(lib.kr_quantized_bytes(bits, *shape), dtype=torch.uint8)
         errors = torch.empty(-(-self.out_features // kernels.panel_width), 2, dtype=torch.float64)
         lib.kr_quantize(
             kernels.pool, bits, source.dtype == torch.float32, source.data_ptr(), self._packed.data_ptr(),
-            errors.data_ptr(), *shape, self._unit,
+            errors.data_ptr(), *shape, self.unit,
         )  # fmt: skip
-        error, squares = (errors.sum(0) * self._unit**2).tolist()
+        error, squares = (errors.sum(0) * self.unit**2).tolist()
         self.error = WeightError(error, squares, weight.numel(), self._packed.numel())
         self._bias = None if bias is None else bias.float().contiguous()
         self._args = (self._packed.data_ptr(), None if self._bias is None else self._bias.data_ptr())
+
+    @property
+    def address(self) -> int:
+        """Of the packed weight."""
+        return self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype != self._dtype:
@@ -46,6 +51,6 @@ class NativeQuantLinear:
         out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_quant_linear(
             kernels.pool, scheme.bits, self._dtype == torch.float32, x.data_ptr(), x.stride(0), out.data_ptr(),
-            *self._args, num_rows, self.out_features, width, scheme.group, self._unit,
+            *self._args, num_rows, self.out_features, width, scheme.group, self.unit,
         )  # fmt: skip
         return out

@@ -3,6 +3,7 @@
 The other backends are compared with this one. It imports no compiled code and no FlashInfer.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,12 +16,15 @@ from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
+    Experts,
     HeadLinears,
     KvOrder,
     Linear,
     QuantizedLinear,
     SamplingBatch,
 )
+from kvrelay.kernels.expert_choice import ExpertChoice
+from kvrelay.kernels.experts import ExpertLoop, choose_experts
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.quantized import TorchQuantLinear
 
@@ -141,6 +145,22 @@ class ReferenceBackend:
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> QuantizedLinear:
         return TorchQuantLinear(weight.to(self.device), None if bias is None else bias.to(self.device), scheme)
+
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        activation: Activation,
+        dtype: torch.dtype,
+        scheme: Scheme | None = None,
+    ) -> Experts:
+        def pack(weight: Tensor) -> Linear:
+            return self.pack_linear(weight) if scheme is None else self.pack_quantized(weight, None, scheme, dtype)
+
+        pairs = ((pack(gate_up), pack(down)) for gate_up, down in experts)
+        return ExpertLoop(pairs, lambda x: self.gated_activation(x, activation))
+
+    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, correction, choice)
 
     def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
         rows = F.embedding(token_ids.to(table.device), table)

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.expert_choice import ExpertChoice
 from kvrelay.kernels.native_cpu import NativeKernels
+from kvrelay.kernels.native_experts import NativeExperts, choose_experts
 from kvrelay.kernels.native_quant import NativeQuantLinear
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
@@ -145,6 +147,18 @@ def _widening(native: NativeKernels, reference: ReferenceBackend, dtype: torch.d
     return torch.equal(native.widened(x), reference.widened(x))
 
 
+def _experts(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(10)
+    logits, choice = _random(generator, torch.float32, 19, 6), ExpertChoice(6, 2, normalise=True)
+    weights, chosen = choose_experts(native, logits, None, choice)
+    want_weights, want_chosen = reference.choose_experts(logits, None, choice)
+    pairs = [(_random(generator, dtype, 74, 70) / 8, _random(generator, dtype, 70, 37) / 6) for _ in range(6)]
+    x, base = _random(generator, dtype, 19, 70), _random(generator, dtype, 19, 70)
+    found = NativeExperts(native, pairs, "silu", None, dtype)(x, weights, chosen, base, logits[:, :1])
+    expected = reference.pack_experts(pairs, "silu", dtype)(x, want_weights, want_chosen, base, logits[:, :1])
+    return torch.equal(chosen, want_chosen) and _near(weights, want_weights) and _near(found, expected)
+
+
 _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool]] = {
     "linear": _linear,
     "quantised linear": _quantized,
@@ -154,6 +168,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "attention": _attention,
     "fp8 cache": _fp8_cache,
     "latent attention": _latent_attention,
+    "experts": _experts,
     "sampling": _sampling,
     "widening": _widening,
 }

@@ -35,7 +35,7 @@ def rows_of(name, scratch, tmp_path):
     return gpu._rows(context.rows_file)
 
 
-@pytest.mark.parametrize("name", ["limits", "compile", "kernels", "choices", "graphs", "decode", "prefill"])
+@pytest.mark.parametrize("name", ["limits", "compile", "kernels", "choices", "graphs", "experts", "decode", "prefill"])
 def test_a_section_runs_here_and_all_that_it_checks_holds(name, scratch, tmp_path):
     rows = rows_of(name, scratch, tmp_path)
     assert rows and [row for row in rows if row.get("ok") is False] == []

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gpu_parts.section import Context, LeftOut
+from kvrelay.engine.checkpoint_experts import stored_name
 from kvrelay.engine.checkpoint_shapes import expected_shapes
 from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, byte_tokenizer
 from kvrelay.engine.spec import ModelSpec
@@ -92,9 +93,7 @@ def folder_of(context: Context, name: str) -> Path:
 
 def _write(config: dict[str, Any], spec: ModelSpec, folder: Path, device: torch.device) -> None:
     """safetensors by hand, tensor by tensor: the whole need not fit the memory. Ends with the rename that makes it visible."""
-    shapes = {
-        (name if name == "lm_head.weight" else f"model.{name}"): shape for name, shape in expected_shapes(spec).items()
-    }
+    shapes = {stored_name(name, spec.architecture): shape for name, shape in expected_shapes(spec).items()}
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

@@ -10,6 +10,7 @@
  *   DOT  (AVX512-BF16, K even) per pair of k, NR words: output n's weights at k (low) and k+1 (high).
  */
 #include <string.h>
+#include "experts.h"
 #include "linear_cut.h"
 #include "linear_store.h"
 #if defined(__AVX512BF16__) && VL == 16
@@ -98,19 +99,24 @@ static const linear_tile *wide_tiles(int kind)
     return kind == F32 ? wide_0 : wide_1;
 }
 
+static void multiply(const linear_job *j, const linear_part *part)
+{
+    const long tiles = part_tiles(part), rows = part->end - part->begin, np = tiles == 1 ? side_by_side(rows) : 1;
+    const linear_tile *narrow = narrow_tiles(j->kind);
+    long panel = part->first;
+    for (; tiles == 1 && panel + np <= part->last; panel += np) wide_tiles(j->kind)[rows](j, part->begin, panel, AHEAD_WIDE);
+    for (; panel < part->last; panel++)
+        for (long t = 0; t < tiles; t++) {
+            const long top = tile_begin(part, t), bottom = tile_begin(part, t + 1);
+            narrow[bottom - top](j, top, panel, tiles == 1 ? AHEAD : j->panel_bytes);
+        }
+}
+
 static void linear_task(void *arg, long index)
 {
     const linear_job *j = arg;
     const linear_part part = cut_part(&j->cut, index);
-    const long tiles = part_tiles(&part), rows = part.end - part.begin, np = tiles == 1 ? side_by_side(rows) : 1;
-    const linear_tile *narrow = narrow_tiles(j->kind);
-    long panel = part.first;
-    for (; tiles == 1 && panel + np <= part.last; panel += np) wide_tiles(j->kind)[rows](j, part.begin, panel, AHEAD_WIDE);
-    for (; panel < part.last; panel++)
-        for (long t = 0; t < tiles; t++) {
-            const long top = tile_begin(&part, t), bottom = tile_begin(&part, t + 1);
-            narrow[bottom - top](j, top, panel, tiles == 1 ? AHEAD : j->panel_bytes);
-        }
+    multiply(j, &part);
 }
 
 typedef struct {
@@ -126,6 +132,16 @@ static void widen_task(void *arg, long index)
     for (long m = index * 32; m < end; m++) widen_row(j->x, m * j->ldx, j->K, 0, j->out + m * j->K);
 }
 
+/* x [M, K] in the form that the tiles take. */
+static void prepare(pool *p, linear_job *j, long M)
+{
+    if (j->kind != BF16) return;
+    widen_job widen = {j->x, pool_scratch(p, 0, M * j->K * 4), j->ldx, M, j->K};
+    pool_run(p, widen_task, &widen, (M + 31) / 32);
+    j->x = widen.out;
+    j->ldx = j->K;
+}
+
 /* x [M, K] with row stride ldx, y [M, N] contiguous; both bf16 unless kind is F32. bias: N floats or NULL. */
 void kr_linear(pool *p, int kind, const void *x, long ldx, void *y, const void *w, const float *bias, long M, long N,
                long K)
@@ -133,13 +149,31 @@ void kr_linear(pool *p, int kind, const void *x, long ldx, void *y, const void *
     if (M < 1 || N < 1 || K < 1) return;
     linear_job j = {.kind = kind, .x = x, .ldx = ldx, .y = y, .w = w, .bias = bias, .N = N, .K = K,
                     .panel_bytes = K * NR * (kind == F32 ? 4 : 2), .cut = cut_linear(p, M, N, K)};
-    if (kind == BF16) {
-        widen_job widen = {x, pool_scratch(p, 0, M * K * 4), ldx, M, K};
-        pool_run(p, widen_task, &widen, (M + 31) / 32);
-        j.x = widen.out;
-        j.ldx = K;
-    }
+    prepare(p, &j, M);
     pool_run(p, linear_task, &j, cut_tasks(&j.cut));
+}
+
+typedef struct {
+    linear_job job;
+    const void *const *weights;
+    const expert_part *parts;
+} grouped_job;
+
+static void grouped_task(void *arg, long index)
+{
+    const grouped_job *g = arg;
+    linear_job j = g->job;
+    j.w = g->weights[g->parts[index].expert];
+    multiply(&j, &g->parts[index].part);
+}
+
+void linear_grouped(pool *p, int kind, const void *x, void *y, const void *const *weights, const expert_part *parts,
+                    long num_parts, long M, long N, long K)
+{
+    grouped_job g = {{.kind = kind, .x = x, .ldx = K, .y = y, .N = N, .K = K,
+                      .panel_bytes = K * NR * (kind == F32 ? 4 : 2)}, weights, parts};
+    prepare(p, &g.job, M);
+    pool_run(p, grouped_task, &g, num_parts);
 }
 
 typedef struct {

@@ -8,6 +8,7 @@
  * before. Both are exact, and a mask and a conversion are all that is left to do for it.
  */
 #pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could load again, and spills the sums: 1.4 x */
+#include "experts.h"
 #include "linear_cut.h"
 #include "linear_store.h"
 #include "quant.h"
@@ -113,23 +114,28 @@ static void many_rows(const quant_job *j, const linear_part *part, long panel)
     finish(j, part->begin, panel, rows, NR, acc);
 }
 
+static void multiply(const quant_job *j, const linear_part *part)
+{
+    const long tiles = part_tiles(part);
+    if (tiles == 1) {
+        few_rows(j, part->begin, (int)(part->end - part->begin), part->first, part->last);
+        return;
+    }
+    for (long panel = part->first; panel < part->last; panel++) {
+        if (tiles > FEW_TILES) many_rows(j, part, panel);
+        else
+            for (long t = 0; t < tiles; t++) {
+                const long top = tile_begin(part, t);
+                few_rows(j, top, (int)(tile_begin(part, t + 1) - top), panel, panel + 1);
+            }
+    }
+}
+
 static void quant_task(void *arg, long index)
 {
     const quant_job *j = arg;
     const linear_part part = cut_part(&j->cut, index);
-    const long tiles = part_tiles(&part);
-    if (tiles == 1) {
-        few_rows(j, part.begin, (int)(part.end - part.begin), part.first, part.last);
-        return;
-    }
-    for (long panel = part.first; panel < part.last; panel++) {
-        if (tiles > FEW_TILES) many_rows(j, &part, panel);
-        else
-            for (long t = 0; t < tiles; t++) {
-                const long top = tile_begin(&part, t);
-                few_rows(j, top, (int)(tile_begin(&part, t + 1) - top), panel, panel + 1);
-            }
-    }
+    multiply(j, &part);
 }
 
 /* Rows of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
@@ -154,6 +160,18 @@ static void prepare_task(void *arg, long index)
     }
 }
 
+/* The sizes of groups and panels, and x in the form that the tiles take. */
+static void prepare(pool *p, quant_job *j)
+{
+    j->groups = (j->K + j->group - 1) / j->group;
+    j->group_bytes = quant_group_bytes(j->bits, j->group);
+    j->panel_bytes = j->groups * j->group_bytes;
+    j->ldx = j->groups * j->group;
+    j->x = pool_scratch(p, 0, j->M * (j->ldx + j->groups) * sizeof(float));
+    j->sums = j->x + j->M * j->ldx;
+    pool_run(p, prepare_task, j, (j->M + 7) / 8);
+}
+
 /* x [M, K] with row stride ldx, y [M, N] contiguous: floats if `wide`, else bf16. bias: N floats or NULL. w, `group`
  * (a multiple of 32) and `unit`: see quant.h. */
 void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void *y, const void *w, const float *bias,
@@ -161,12 +179,33 @@ void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void 
 {
     if (M < 1 || N < 1 || K < 1) return;
     quant_job j = {.bits = bits, .wide = wide, .source = x, .source_ldx = ldx, .y = y, .w = w, .bias = bias, .M = M,
-                   .N = N, .K = K, .group = group, .groups = (K + group - 1) / group, .unit = unit,
-                   .group_bytes = quant_group_bytes(bits, group), .cut = cut_linear(p, M, N, K)};
-    j.panel_bytes = j.groups * j.group_bytes;
-    j.ldx = j.groups * group;
-    j.x = pool_scratch(p, 0, M * (j.ldx + j.groups) * sizeof(float));
-    j.sums = j.x + M * j.ldx;
-    pool_run(p, prepare_task, &j, (M + 7) / 8);
+                   .N = N, .K = K, .group = group, .unit = unit, .cut = cut_linear(p, M, N, K)};
+    prepare(p, &j);
     pool_run(p, quant_task, &j, cut_tasks(&j.cut));
+}
+
+typedef struct {
+    quant_job job;
+    const void *const *weights;
+    const float *units;
+    const expert_part *parts;
+} grouped_job;
+
+static void grouped_task(void *arg, long index)
+{
+    const grouped_job *g = arg;
+    const expert_part *part = g->parts + index;
+    quant_job j = g->job;
+    j.w = g->weights[part->expert];
+    j.unit = g->units[part->expert];
+    multiply(&j, &part->part);
+}
+
+void quant_grouped(pool *p, int bits, int wide, const void *x, void *y, const void *const *weights, const float *units,
+                   const expert_part *parts, long num_parts, long M, long N, long K, long group)
+{
+    grouped_job g = {{.bits = bits, .wide = wide, .source = x, .source_ldx = K, .y = y, .M = M, .N = N, .K = K,
+                      .group = group}, weights, units, parts};
+    prepare(p, &g.job);
+    pool_run(p, grouped_task, &g, num_parts);
 }

@@ -113,6 +113,18 @@ CASES: dict[str, tuple[str, Callable[[int], transformers.PretrainedConfig]]] = {
     ),
     "qwen2": ("qwen2", lambda v: transformers.Qwen2Config(**SIZES, vocab_size=v, tie_word_embeddings=True)),
     "qwen3": ("qwen3", lambda v: transformers.Qwen3Config(**SIZES, vocab_size=v, head_dim=32)),
+    "qwen3moe": (
+        "qwen3moe",
+        lambda v: transformers.Qwen3MoeConfig(
+            **SIZES,
+            vocab_size=v,
+            head_dim=32,
+            moe_intermediate_size=64,
+            num_experts=6,
+            num_experts_per_tok=2,
+            norm_topk_prob=True,
+        ),
+    ),
     "gemma2": (
         "gemma2",
         lambda v: transformers.Gemma2Config(
@@ -154,8 +166,11 @@ def gguf_tensors(model: torch.nn.Module, arch: str) -> dict[str, np.ndarray]:
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        stem, suffix = name.rsplit(".", 1)
         values = tensor.float().numpy()
+        if ".mlp.experts." in name:
+            tensors |= expert_tensors(name, values)
+            continue
+        stem, suffix = name.rsplit(".", 1)
         if arch == "llama" and "q_proj" in name:
             values = interleaved(values, config.num_attention_heads)
         if arch == "llama" and "k_proj" in name:
@@ -164,6 +179,15 @@ def gguf_tensors(model: torch.nn.Module, arch: str) -> dict[str, np.ndarray]:
             values = values + 1.0
         tensors[f"{name_map.get_name(stem)}.{suffix}"] = np.ascontiguousarray(values)
     return tensors
+
+
+def expert_tensors(name: str, values: np.ndarray) -> dict[str, np.ndarray]:
+    """GGUF's tensors of all experts of a layer, from those that transformers fuses."""
+    at = f"blk.{name.split('.')[2]}"
+    if name.endswith("down_proj"):
+        return {f"{at}.ffn_down_exps.weight": values}
+    gate, up = (np.ascontiguousarray(half) for half in np.split(values, 2, axis=1))
+    return {f"{at}.ffn_gate_exps.weight": gate, f"{at}.ffn_up_exps.weight": up}
 
 
 def llama3_divisors(config: transformers.PretrainedConfig) -> np.ndarray:
@@ -203,13 +227,17 @@ def write_gguf(
     if arch == "gemma2":
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if arch == "qwen3moe":
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", llama3_divisors(config))
     add_vocab(writer, vocab, pre)
     if extra is not None:
         extra(writer)
     for name, values in gguf_tensors(model, arch).items():
-        if quantised and values.ndim == 2:
+        if quantised and values.ndim > 1:
             writer.add_tensor(name, quantize(values, Q8), raw_dtype=Q8)
         else:
             writer.add_tensor(name, values)
@@ -289,7 +317,7 @@ def test_the_converted_model_computes_what_the_original_does(case: str, tmp_path
     torch.testing.assert_close(theirs, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["llama", "llama-tied-biased", "qwen2", "qwen3", "gemma2", "gemma3"])
+@pytest.mark.parametrize("case", ["llama", "llama-tied-biased", "qwen2", "qwen3", "qwen3moe", "gemma2", "gemma3"])
 def test_quantised_weights_equal_what_transformers_reads(case: str, tmp_path: Path) -> None:
     """Bit for bit, rows re-ordered before they are dequantised."""
     model, path = make(tmp_path, case, quantised=True)
@@ -298,9 +326,23 @@ def test_quantised_weights_equal_what_transformers_reads(case: str, tmp_path: Pa
     from safetensors.torch import load_file
 
     ours = load_file(folder / "model.safetensors")
+    theirs = {part: row for name, tensor in theirs.items() for part, row in one_by_one(name, tensor)}
     assert ours.keys() == set(theirs)
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name].float(), tensor.float(), atol=0, rtol=0)
+
+
+def one_by_one(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+    """A tensor of all experts as one tensor for each."""
+    if ".experts." not in name:
+        return [(name, tensor)]
+    at, part = name.removesuffix(".weight").rsplit(".", 1)
+    parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+    return [
+        (f"{at}.{index}.{piece}.weight", rows)
+        for index, expert in enumerate(tensor)
+        for piece, rows in zip(parts, expert.chunk(len(parts)), strict=True)
+    ]
 
 
 def test_an_original_and_a_quantised_model_are_not_the_same(tmp_path: Path) -> None:
@@ -493,3 +535,4 @@ def test_every_known_tensor_name_maps_to_one_that_the_decoder_has() -> None:
     assert hf_name("blk.3.ffn_norm.weight", "gemma3") == "model.layers.3.pre_feedforward_layernorm.weight"
     assert hf_name("output.weight", "qwen2") == "lm_head.weight"
     assert hf_name("blk.0.ffn_gate_exps.weight", "llama") is None
+    assert hf_name("blk.0.ffn_gate_exps.weight", "qwen3moe") == "model.layers.0.mlp.experts.{}.gate_proj.weight"

@@ -1,9 +1,11 @@
 """The published config.json of real models (their facts, as uploaded) and what we must read out of them."""
 
+import math
 from typing import Any
 
 import pytest
 
+from kvrelay.engine.checkpoint_shapes import expected_shapes
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.errors import UnsupportedModel
 
@@ -272,6 +274,55 @@ def test_every_end_is_known(name: str) -> None:
     assert set(spec_of(name).eos_ids) == EOS[name]
 
 
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_act": "silu", "head_dim": 128} | {
+    "attention_bias": False, "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 6144,
+    "max_position_embeddings": 40960, "max_window_layers": 48, "mlp_only_layers": [], "moe_intermediate_size": 768,
+    "norm_topk_prob": True, "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 48, "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+    "sliding_window": None, "use_sliding_window": False, "tie_word_embeddings": False, "vocab_size": 151936,
+}  # fmt: skip
+QWEN15_MOE = {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "hidden_act": "silu"} | {
+    "decoder_sparse_step": 1, "hidden_size": 2048, "intermediate_size": 5632, "max_position_embeddings": 8192,
+    "max_window_layers": 21, "moe_intermediate_size": 1408, "norm_topk_prob": False, "num_attention_heads": 16,
+    "num_experts": 60, "num_experts_per_tok": 4, "num_hidden_layers": 24, "num_key_value_heads": 16,
+    "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+    "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_act": "silu"} | {
+    "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+    "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "sliding_window": None, "tie_word_embeddings": False,
+    "vocab_size": 32000,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "layers", "num_experts", "num_chosen", "ffn", "shared", "billions"),
+    [
+        (QWEN3_MOE, 48, 128, 8, 768, 0, 30.5),
+        (QWEN15_MOE, 24, 60, 4, 1408, 5632, 14.3),
+        (MIXTRAL, 32, 8, 2, 14336, 0, 46.7),
+    ],
+    ids=["Qwen3-30B-A3B", "Qwen1.5-MoE-A2.7B", "Mixtral-8x7B"],
+)
+def test_mixtures_of_experts_have_the_sizes_that_they_are_named_for(
+    config: dict[str, Any], layers: int, num_experts: int, num_chosen: int, ffn: int, shared: int, billions: float
+) -> None:
+    spec = ModelSpec.from_config(config)
+    assert spec.experts is not None and spec.experts.layers == frozenset(range(layers))
+    choice = spec.experts.choice
+    assert (choice.num_experts, choice.num_chosen, choice.normalise) == (num_experts, num_chosen, ffn != 1408)
+    assert (spec.experts.ffn_size, spec.experts.shared_ffn_size, spec.experts.has_shared_gate) == (
+        ffn,
+        shared,
+        shared > 0,
+    )
+    assert (spec.has_qk_norm, spec.has_qkv_bias) == (ffn == 768, ffn == 1408)
+    assert set(spec.layer_windows) == {None}
+    total = sum(math.prod(shape) for shape in expected_shapes(spec).values())
+    assert round(total / 1e9, 1) == billions
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "SmolLM3-3B": {
         "architectures": ["SmolLM3ForCausalLM"],
@@ -282,8 +333,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "Phi-3-mini-4k-instruct": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
     "Phi-3.5-MoE-instruct": {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe"},
-    "Mixtral-8x7B": {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"},
-    "Qwen3-30B-A3B": {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+    "Qwen3-Next-80B-A3B": {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
     "Qwen2.5-VL-3B": {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl"},
     "gemma-3n-E2B-it": {"architectures": ["Gemma3nForConditionalGeneration"], "model_type": "gemma3n"},
     "embeddinggemma-300m": {"architectures": ["Gemma3TextModel"], "model_type": "gemma3_text"},

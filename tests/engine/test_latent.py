@@ -13,10 +13,8 @@ from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.engine import EngineConfig, load_engine
 from kvrelay.engine.exchange import export_prompt, import_prompt
 from kvrelay.engine.fit import check_fit
-from kvrelay.engine.mlp import choose_experts
 from kvrelay.engine.model import load_model
 from kvrelay.engine.spec import ModelSpec
-from kvrelay.engine.spec_mla import ExpertSpec
 from kvrelay.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, UnsupportedModel
 from kvrelay.kernels.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
@@ -124,7 +122,7 @@ def test_a_pool_of_fp8_latents_has_a_scale_for_each_entry_and_serves(make):
     assert streams[0] == streams[1] and len(streams[0]) == 12
 
 
-def test_decode_steps_with_experts_are_not_recorded(make):
+def test_decode_steps_with_latent_attention_are_not_recorded(make):
     assert make()._runner._graphs is None
 
 
@@ -135,36 +133,6 @@ def test_latents_need_half_the_memory_of_keys_and_values():
     check_fit(spec, settings_from(budget), Role.DECODE)
     with pytest.raises(ConfigError, match="hold 1 blocks"):
         check_fit(dataclasses.replace(spec, latent=None), settings_from(budget), Role.DECODE)
-
-
-# ---- which experts
-
-
-def expert_spec(**changes):
-    plain = ExpertSpec(0, 4, 2, 8, 8, "softmax", 1, 1, normalise=False, scale=1.0)
-    return dataclasses.replace(plain, **changes)
-
-
-LOGITS = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
-
-
-def test_the_best_experts_are_chosen_with_their_scores_as_weights():
-    weights, chosen = choose_experts(LOGITS, None, expert_spec(scale=2.0))
-    assert chosen.tolist() == [[1, 2]]
-    torch.testing.assert_close(weights, 2 * LOGITS.softmax(-1)[:, 1:3])
-
-
-def test_experts_outside_of_the_best_groups_are_not_chosen():
-    groups = expert_spec(num_groups=2, num_chosen_groups=1)
-    assert choose_experts(LOGITS, None, groups)[1].tolist() == [[1, 0]]  # by the best of a group: 3 > 2
-    sums = dataclasses.replace(groups, scoring="sigmoid")
-    assert sorted(choose_experts(LOGITS, torch.zeros(4), sums)[1][0].tolist()) == [2, 3]  # by the sum of its two best
-
-
-def test_a_correction_decides_the_choice_and_not_the_weights():
-    spec = expert_spec(scoring="sigmoid", normalise=True, num_chosen=1)
-    weights, chosen = choose_experts(LOGITS, torch.tensor([9.0, 0.0, 0.0, 0.0]), spec)
-    assert chosen.tolist() == [[0]] and weights.tolist() == [[1.0]]
 
 
 # ---- what is refused
