@@ -3,6 +3,9 @@
 Runs real worker processes on this machine, in float32. A negative control flips one bit of a block
 in flight: with checks on it must be refused, with checks off it must change the answer.
 
+In a 16-bit dtype, what the model says of a fixed text is held against Hugging Face (verify_dtypes.py), and the tokens of
+every way of serving against those of one worker in that dtype.
+
 On CUDA, float32 proves paging, scheduling and transfer between pools in GPU memory, not FlashInfer's
 kernels: those exist in half precision only, where tokens need not equal Hugging Face's.
 """
@@ -22,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.cluster.verify_cascade import CascadeRows
+from kvrelay.cluster.verify_dtypes import DtypeRows, rows_stand_alone
 from kvrelay.cluster.verify_groups import GroupRows
 from kvrelay.cluster.verify_kv import Fp8Rows
 from kvrelay.cluster.verify_lines import LineRows
@@ -50,11 +54,13 @@ from kvrelay.wire import Sampling, SequenceRequest
 
 if TYPE_CHECKING:
     from kvrelay.cluster.local import LocalCluster
+    from kvrelay.kernels.backend import Backend
     from kvrelay.kvtransfer.target import KvTarget
 
 logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
+DTYPES = ("float32", "bfloat16", "float16")
 TRANSPORTS = ("shm", "vmread", "unix", "tcp", "nixl")
 CUDA_NOTE = (
     "float32 on cuda: attention, norms and cache writes run in torch here, FlashInfer's kernels exist in half precision "
@@ -151,25 +157,26 @@ class Verifier:
         max_model_len: int,
         num_output: int,
         backend: str = "auto",
+        dtype: str = "float32",
         progress: Callable[[str], None] = print,
     ) -> None:
         from kvrelay.serve.tokenizer import Tokenizer
 
         self._model_dir, self._num_output, self._progress = model_dir, num_output, progress
         self._chunk = 64
-        self._max_model_len, self._backend = max_model_len, backend
+        self._max_model_len, self._backend, self._dtype = max_model_len, backend, dtype
         encode = Tokenizer(model_dir).encode
         self.cases = make_cases(encode, max_model_len=max_model_len, chunk=self._chunk, num_output=num_output)
-        self.report = Report(model_dir.name, [case.name for case in self.cases])
+        self.report = Report(model_dir.name, [case.name for case in self.cases], dtype=dtype)
         self._expected: list[list[int]] = []
         self._ids = 0
 
     def _settings(
         self, transport: str, checks: str = "full", prefill: dict[str, Any] | None = None, **engine: Any
     ) -> Settings:
-        """Float32, small chunks so that prompts take several, a pool that holds every case at once."""
+        """Small chunks so that prompts take several, a pool that holds every case at once."""
         return Settings(
-            model=ModelSettings(source=str(self._model_dir), dtype="float32", max_model_len=self._max_model_len),
+            model=ModelSettings(source=str(self._model_dir), dtype=self._dtype, max_model_len=self._max_model_len),
             engine=EngineSettings.model_validate(
                 {"backend": self._backend, "block_size": BLOCK_SIZE, "kv_memory": self._kv_memory(), "token_budget": self._chunk,
                  "num_threads": 1, **engine}
@@ -189,13 +196,35 @@ class Verifier:
 
     async def run(self, transports: Sequence[str]) -> Report:
         """All rows. Raises KvrelayError when a worker cannot start."""
-        self._progress("Hugging Face generate (float32)")
-        self._expected = await asyncio.to_thread(expected_tokens, self._model_dir, self.cases, self._num_output)
+        self._progress("Hugging Face generate (float32)" if self._dtype == "float32" else "one worker")
+        self._expected = await asyncio.to_thread(self.expect, self._model_dir, self.cases, self._num_output)
         for index, transport in enumerate(transports):
             await self._transport_rows(transport, is_first=index == 0)
         await self._unequal_row(transports[0])
         await self._unchecked_row(transports[0])
         return self.report
+
+    async def run_dtype(self, transport: str, *, stands_alone: bool) -> None:
+        """The rows about the model's dtype, one of 16 bits. stands_alone: see DtypeRows."""
+        near = self._max_model_len - self._num_output
+        await DtypeRows(
+            self, self._model_dir, transport, dtype=self._dtype, most_tokens=near, stands_alone=stands_alone
+        ).run()
+
+    def expect(self, model_dir: Path, cases: Sequence[Case], num_output: int) -> list[list[int]]:
+        """Hugging Face's tokens in float32; in another dtype, those of one worker, one prompt after the other."""
+        if self._dtype == "float32":
+            return expected_tokens(model_dir, cases, num_output)
+        return asyncio.run(self._own_tokens(model_dir, cases))
+
+    async def _own_tokens(self, model_dir: Path, cases: Sequence[Case]) -> list[list[int]]:
+        from kvrelay.cluster.local import local_cluster
+
+        answers = []
+        async with local_cluster(self._settings("auto", prefix_caching=False), model_dir) as cluster:
+            for case in cases:
+                answers.append((await self._serve(cluster, case, "local"))[0])
+        return answers
 
     async def run_tiers(self) -> None:
         """The rows of the tiers below the pool, after `run`."""
@@ -232,12 +261,51 @@ class Verifier:
     async def run_cascade(self, transport: str) -> None:
         """The rows about decode rows that share a prefix, after `run`."""
         near = self._max_model_len - self._num_output
-        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(expected_tokens)
+        await CascadeRows(self, self._model_dir, transport, near, self._num_output).run(self.expect)
 
     async def run_speculation(self, transport: str) -> None:
         """The rows about drafted tokens, after `run`."""
         near = self._max_model_len - self._num_output
-        await SpeculationRows(self, self._model_dir, transport, near, self._num_output).run(expected_tokens)
+        await SpeculationRows(self, self._model_dir, transport, near, self._num_output).run(self.expect)
+
+    def run_kernels(self) -> None:
+        """The row about the backend's kernels by themselves: each against its definition, over the grid of shapes."""
+        import torch
+
+        from kvrelay.kernels.grid import FAMILIES, judge
+
+        row, backend = (
+            self.report.row(f"kernels in {self._dtype} within rounding of their definitions"),
+            self._kernels(),
+        )
+        num_cases = 0
+        for family in FAMILIES:
+            self._progress(f"kernels: {family}")
+            verdict = judge(family, backend, getattr(torch, self._dtype))
+            num_cases += verdict.num_cases
+            worst = verdict.worst
+            row.claim(
+                holds=verdict.ok or verdict.num_cases == 0,
+                note=f"{num_cases} cases" if worst.ok else f"{family}, {worst.case}: {worst.ratio:.3g} of its bound",
+            )
+            if row.ok:
+                row.note = f"{num_cases} cases"
+
+    def rows_stand_alone(self) -> bool:
+        """Whether this backend promises a row of a batch the same bits whatever else is in it."""
+        import torch
+
+        return rows_stand_alone(self._kernels(), getattr(torch, self._dtype))
+
+    def _kernels(self) -> "Backend":
+        """As a worker has them."""
+        from kvrelay.kernels.select import select_backend
+
+        return select_backend(self._backend, num_threads=1)  # type: ignore[arg-type]
+
+    @property
+    def dtype(self) -> str:
+        return self._dtype
 
     # ---- for rows in files of their own
 
@@ -255,7 +323,7 @@ class Verifier:
         return self.report.row(name)
 
     def expected(self, index: int) -> list[int]:
-        """Hugging Face's tokens for one case."""
+        """What one case must give: see `expect`."""
         return self._expected[index]
 
     def tell(self, what: str) -> None:
@@ -404,7 +472,12 @@ def flipped_bit(target: "KvTarget") -> Iterator[Callable[[], int]]:
 
 def print_report(report: Report, console: Console) -> None:
     """The readable table."""
-    table = Table(title=f"kvrelay verify: {report.model}, float32, greedy, against Hugging Face generate")
+    against = (
+        "Hugging Face generate"
+        if report.dtype == "float32"
+        else "one worker alone, and Hugging Face's log-probabilities"
+    )
+    table = Table(title=f"kvrelay verify: {report.model}, {report.dtype}, greedy, against {against}")
     for column in ("way of serving", "same", "of", "", "note"):
         table.add_column(column)
     for row in report.rows:
@@ -414,7 +487,7 @@ def print_report(report: Report, console: Console) -> None:
     console.print(f"prompts: {', '.join(report.cases)}")
     for name, why in report.left_out.items():
         console.print(f"left out: {name} ({why})")
-    if is_cuda(report.device):
+    if is_cuda(report.device) and report.dtype == "float32":
         console.print(CUDA_NOTE)
 
 
@@ -432,10 +505,17 @@ def command(
         list[str] | None, typer.Option(help="Instead of a model, tiny random weights of a family, or 'all' of them.")
     ] = None,
     backend: Annotated[str, typer.Option(help="Kernel backend: auto, cpu, reference, cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: what the model computes in.")] = "float32",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there.")] = None,
 ) -> None:
-    """Compare every way of serving with Hugging Face, token for token. Exit code 1 on any difference."""
+    """Compare every way of serving with Hugging Face, token for token. Exit code 1 on any difference.
+
+    In 16 bits: every way's tokens with one worker's, and a text's log-probabilities and perplexity with Hugging Face's.
+    """
     console = Console()
+    if dtype not in DTYPES:
+        console.print(f"unknown dtype {dtype!r}; choose from {', '.join(DTYPES)}", style="red")
+        raise typer.Exit(2)
     for name in transport or ():
         if name not in TRANSPORTS:
             console.print(f"unknown transport {name!r}; choose from {', '.join(TRANSPORTS)}", style="red")
@@ -447,20 +527,14 @@ def command(
         with console.status("preparing the model") as status, tempfile.TemporaryDirectory() as scratch:
             for folder in _folders(model, family, Path(scratch), status.update):
                 verifier = Verifier(
-                    folder, max_model_len=max_model_len, num_output=tokens, backend=backend, progress=status.update
-                )
-                verifier.report.device, verifier.report.left_out = memory.device, left_out
-                reports.append(asyncio.run(verifier.run(chosen)))
-                asyncio.run(verifier.run_tiers())
-                asyncio.run(verifier.run_preemption(chosen[0]))
-                asyncio.run(verifier.run_fp8(chosen[0]))
-                asyncio.run(verifier.run_quantized(chosen[0]))
-                asyncio.run(verifier.run_groups(chosen[0]))
-                asyncio.run(verifier.run_lines(chosen[0]))
-                asyncio.run(verifier.run_mixed(chosen[0]))
-                asyncio.run(verifier.run_cascade(chosen[0]))
-                asyncio.run(verifier.run_speculation(chosen[0]))
-                if not family:
+                    folder, max_model_len=max_model_len, num_output=tokens, backend=backend, dtype=dtype, progress=status.update
+                )  # fmt: skip
+                verifier.report.device, verifier.report.left_out = memory.device, dict(left_out)
+                reports.append(verifier.report)
+                if len(reports) == 1:
+                    verifier.run_kernels()
+                _run_all(verifier, chosen)
+                if not family and dtype == "float32":
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)
     except KvrelayError as error:
@@ -470,6 +544,30 @@ def command(
         json_file.write_text(json.dumps([{**asdict(report), "ok": report.ok} for report in reports], indent=1))
     if not all(report.ok for report in reports):
         raise typer.Exit(1)
+
+
+def _run_all(verifier: Verifier, transports: Sequence[str]) -> None:
+    """Every row that has a meaning in the verifier's dtype."""
+    first = transports[0]
+    if verifier.dtype == "float32":
+        asyncio.run(verifier.run(transports))
+        asyncio.run(verifier.run_fp8(first))
+        asyncio.run(verifier.run_quantized(first))
+        asyncio.run(verifier.run_groups(first))
+    else:
+        stands_alone = verifier.rows_stand_alone()
+        asyncio.run(verifier.run_dtype(first, stands_alone=stands_alone))
+        if not stands_alone:
+            why = "a row's bits depend on its batch with these kernels, so that tokens may part where two are close"
+            verifier.report.left_out["tokens of every way"] = why
+            return
+        asyncio.run(verifier.run(transports))
+    asyncio.run(verifier.run_tiers())
+    asyncio.run(verifier.run_preemption(first))
+    asyncio.run(verifier.run_lines(first))
+    asyncio.run(verifier.run_mixed(first))
+    asyncio.run(verifier.run_cascade(first))
+    asyncio.run(verifier.run_speculation(first))
 
 
 def _folders(

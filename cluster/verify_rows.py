@@ -70,7 +70,8 @@ class Report:
     cases: list[str]
     rows: list[Row] = field(default_factory=list)
     device: str = "cpu"
-    left_out: dict[str, str] = field(default_factory=dict)  # transports that the pool cannot use, and why
+    dtype: str = "float32"
+    left_out: dict[str, str] = field(default_factory=dict)  # rows, or transports that the pool cannot use, and why
 
     @property
     def ok(self) -> bool:

@@ -20,7 +20,8 @@ def encoded(values: Tensor) -> Tensor:
     wide = values.float()
     scale = scales(wide)
     numbers = (wide / scale).to(torch.float8_e4m3fn).view(torch.uint8)
-    return torch.cat((numbers, scale.contiguous().view(torch.uint8)), dim=-1)
+    own = scale.clone(memory_format=torch.contiguous_format)  # strides that torch can view as bytes, without rows, too
+    return torch.cat((numbers, own.view(torch.uint8)), dim=-1)
 
 
 def decoded(rows: Tensor) -> Tensor:

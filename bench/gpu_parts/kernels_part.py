@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gpu_parts.section import Context
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, SamplingBatch
+from kvrelay.kernels.grid import DTYPES, FAMILIES, judge
 from kvrelay.kernels.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
 
@@ -241,11 +242,26 @@ class Grid:
                 wrong.append(f"top_k {top_k}, top_p {top_p}, min_p {min_p}")
         self.context.add(kernel="sampling, the same tokens", cases=4, ok=not wrong, wrong="; ".join(wrong))
 
+    def definitions(self) -> None:
+        """The CPUs' grid (kernels/grid.py), attention aside: each kernel against float64, within bounds that follow from rounding."""
+        for family in (name for name in FAMILIES if not name.startswith("attention")):
+            verdicts = [
+                judge(family, self.backend, dtype) for dtype in ([torch.bfloat16] if self.context.tiny else DTYPES)
+            ]
+            worst = max((verdict.worst for verdict in verdicts), key=lambda one: one.ratio)
+            num_cases = sum(verdict.num_cases for verdict in verdicts)
+            if num_cases:
+                self.context.add(
+                    kernel=f"{family}, by its definition", cases=num_cases, worst_share_of_bound=worst.ratio, ok=worst.ok,
+                    wrong="" if worst.ok else worst.case,
+                )  # fmt: skip
+
 
 def run(context: Context) -> None:
     grid = Grid(context)
     with torch.inference_mode():
         grid.control()
+        grid.definitions()
         grid.elementwise()
         grid.rope_and_append()
         grid.sampling()
