@@ -3,3 +3,11 @@
 import pytest
 
 pytest.register_assert_rewrite("tests.kvcache.store_contract")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
