@@ -8,7 +8,7 @@ OpenTelemetry's own.
 import difflib
 import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -50,6 +50,20 @@ BlockSize = Annotated[int, AfterValidator(_checked_block_size)]
 
 class _Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _off_is_no_boolean(cls, data: Any) -> Any:
+        """YAML reads a bare `off` as false."""
+        if not isinstance(data, dict) or False not in data.values():
+            return data
+        names = {name for name, field in cls.model_fields.items() if _may_be_off(field.annotation)}
+        return {name: "off" if value is False and name in names else value for name, value in data.items()}
+
+
+def _may_be_off(annotation: Any) -> bool:
+    parts = get_args(annotation)
+    return "off" in parts or any(map(_may_be_off, parts))
 
 
 class ModelSettings(_Settings):

@@ -142,6 +142,16 @@ def test_yaml_then_overrides(tmp_path):
     assert settings.serve.port == 8000
 
 
+def test_off_needs_no_quotes(tmp_path):
+    path = tmp_path / "kvrelay.yaml"
+    path.write_text("engine: {speculation: off, prefix_caching: off}\ntransfer: {checks: off}\n")
+    settings = load_settings(path, {"engine": {"cascade": False}})
+    assert (settings.engine.speculation, settings.engine.cascade, settings.transfer.checks) == ("off", "off", "off")
+    assert settings.engine.prefix_caching is False
+    with pytest.raises(ConfigError, match="speculation"):
+        load_settings(path, {"engine": {"speculation": True}})
+
+
 def test_an_override_needs_no_file():
     assert load_settings(None, {"serve": {"port": 9000}}).serve.port == 9000
 
