@@ -90,7 +90,9 @@ def _engine(settings: Settings) -> "Engine":
     from kvrelay.types import Role
 
     folder = prepare_checkpoint(settings.model)
-    return make_worker(Role.DECODE, settings, folder, b"", "profile", None).build_engine()
+    # a step that brings several tokens of a sequence is not the next step's like
+    plain = settings.model_copy(update={"engine": settings.engine.model_copy(update={"speculation": "off"})})
+    return make_worker(Role.DECODE, plain, folder, b"", "profile", None).build_engine()
 
 
 def _measure(

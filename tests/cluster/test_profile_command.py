@@ -11,6 +11,7 @@ import pytest
 from kvrelay.cluster import profile_command
 from kvrelay.cluster.cli import _add_lazy_commands, run
 from kvrelay.cluster.flame import below, page, sampled, stack_of, tree_of
+from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 
 
@@ -92,3 +93,11 @@ def test_a_tree_adds_up_and_a_name_cannot_break_out_of_the_page():
 def test_a_stack_is_named_from_the_outside_in():
     names = stack_of(sys._getframe())
     assert names[-1] == "test_profile_command:test_a_stack_is_named_from_the_outside_in"
+
+
+def test_steps_that_are_profiled_carry_no_drafts(tmp_path):
+    source = str(tiny_checkpoint("llama", tmp_path / "llama"))
+    settings = settings_from({"model": {"source": source}, "engine": {"kv_memory": "1MiB", "speculation": "ngram"}})
+    engine = profile_command._engine(settings)
+    assert engine.config.draft_tokens == 0
+    engine.close()
