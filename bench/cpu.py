@@ -1,4 +1,4 @@
-"""kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run, against issue 6's goals.
+"""kvrelay, vLLM and llama.cpp on this machine's CPU: the same prompts over HTTP, in turn, in one run, against stated goals.
 
     python bench/cpu.py smollm2 [--vllm PROGRAM] [--llama llama-server] [--models ~/.cache/kvrelay/peers]
         [--weights 16 int8 int4 | --only kvrelay vllm ...] [--clients 1 4 16 32] [--lengths 512 2048] [--rounds 2] [--minutes 12]
