@@ -15,7 +15,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,7 +33,7 @@ from kvrelay.cluster.verify_mixed import MixedRows
 from kvrelay.cluster.verify_mla import add_latent_rows
 from kvrelay.cluster.verify_preemption import PreemptionRows
 from kvrelay.cluster.verify_quantized import QuantizedRows
-from kvrelay.cluster.verify_rows import Case, Report, Row
+from kvrelay.cluster.verify_rows import Case, Report, Row, tampering, target_of
 from kvrelay.cluster.verify_speculation import SpeculationRows
 from kvrelay.cluster.verify_tiers import TierRows
 from kvrelay.config import (
@@ -44,7 +44,6 @@ from kvrelay.config import (
     Settings,
     TransferSettings,
 )
-from kvrelay.decode.worker import DecodeWorker
 from kvrelay.errors import BackendUnavailable, KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.selection import TRANSPORTS as ALL_TRANSPORTS
@@ -53,6 +52,8 @@ from kvrelay.types import KvLayout, KvMemory
 from kvrelay.wire import Sampling, SequenceRequest
 
 if TYPE_CHECKING:
+    import torch
+
     from kvrelay.cluster.local import LocalCluster
     from kvrelay.kernels.backend import Backend
     from kvrelay.kvtransfer.target import KvTarget
@@ -317,7 +318,7 @@ class Verifier:
         return self._request(case)
 
     def flipped(self, cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]:
-        return flipped_bit(_target(cluster))
+        return flipped_bit(target_of(cluster))
 
     def add_row(self, name: str) -> Row:
         return self.report.row(name)
@@ -416,7 +417,7 @@ class Verifier:
         """One flipped bit in a transferred block must be refused."""
         row = self.report.row(f"flipped bit refused ({transport})")
         case = next(case for case in self.cases if case.name == "one block")
-        with flipped_bit(_target(cluster)) as flips:
+        with flipped_bit(target_of(cluster)) as flips:
             try:
                 tokens, _ = await self._serve(cluster, case, "remote")
             except KvrelayError as error:
@@ -432,7 +433,7 @@ class Verifier:
         row = self.report.row("flipped bit with checks off changes the answer")
         index = next(i for i, case in enumerate(self.cases) if case.name == "one block")
         async with local_cluster(self._settings(transport, "off"), self._model_dir) as cluster:
-            with flipped_bit(_target(cluster)) as flips:
+            with flipped_bit(target_of(cluster)) as flips:
                 tokens, _ = await self._serve(cluster, self.cases[index], "remote")
         changed = tokens != self._expected[index]
         row.claim(
@@ -441,33 +442,14 @@ class Verifier:
         )
 
 
-def _target(cluster: "LocalCluster") -> "KvTarget":
-    worker = cluster.inside[0]
-    assert isinstance(worker, DecodeWorker)
-    return worker.target
-
-
-@contextmanager
-def flipped_bit(target: "KvTarget") -> Iterator[Callable[[], int]]:
+def flipped_bit(target: "KvTarget") -> AbstractContextManager[Callable[[], int]]:
     """Flip the top exponent bit of one number in the first region that `target` receives; yields a counter."""
-    import torch
 
-    flips = 0
+    def flip(region: "torch.Tensor", layout: KvLayout) -> None:
+        # the second half holds the values; byte 3 of a float32 is its sign and exponent
+        region[len(region) // 2 + 3].bitwise_xor_(0x40)
 
-    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
-        nonlocal flips
-        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
-        if flips == 0:
-            with torch.inference_mode():
-                # the second half holds the values; byte 3 of a float32 is its sign and exponent
-                memory.owner.reshape(-1).view(torch.uint8)[offset + num_bytes // 2 + 3].bitwise_xor_(0x40)
-            flips += 1
-
-    target.tamper = tamper
-    try:
-        yield lambda: flips
-    finally:
-        target.tamper = None
+    return tampering(target, flip, most=1)
 
 
 def print_report(report: Report, console: Console) -> None:

@@ -14,18 +14,18 @@ import asyncio
 import json
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvrelay.cluster.verify_rows import Case, Row, Verifier
+from kvrelay.cluster.verify_rows import Case, Row, Verifier, tampering, target_of
 from kvrelay.errors import KvrelayError
 from kvrelay.kernels.backend import Backend
-from kvrelay.types import KvMemory
+from kvrelay.types import KvLayout
 from kvrelay.wire import SequenceRequest, TokenLogprob
 
 if TYPE_CHECKING:
@@ -314,30 +314,13 @@ async def _forget(cluster: "LocalCluster") -> None:
         await cluster.dispatcher.reset_cache(member.worker_id)
 
 
-@contextmanager
-def _other_lowest_bits(cluster: "LocalCluster") -> Iterator[Callable[[], int]]:
+def _other_lowest_bits(cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]:
     """Flip the lowest bit of every number of every region that the decode worker receives; yields a counter of regions."""
-    import torch
 
-    from kvrelay.decode.worker import DecodeWorker
+    def flip(region: "torch.Tensor", layout: KvLayout) -> None:
+        region[:: layout.itemsize].bitwise_xor_(1)
 
-    worker, count = cluster.inside[0], 0
-    assert isinstance(worker, DecodeWorker)
-
-    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
-        nonlocal count
-        assert isinstance(memory.owner, torch.Tensor)
-        with torch.inference_mode():
-            memory.owner.reshape(-1).view(torch.uint8)[
-                offset : offset + num_bytes : memory.layout.itemsize
-            ].bitwise_xor_(1)
-        count += 1
-
-    worker.target.tamper = tamper
-    try:
-        yield lambda: count
-    finally:
-        worker.target.tamper = None
+    return tampering(target_of(cluster), flip)
 
 
 def _spoiled(model_dir: Path, folder: Path, spoil: Callable[[Path], None]) -> Path:

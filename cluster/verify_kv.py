@@ -8,15 +8,15 @@ one bit of one scale's exponent flipped, the same prompt must be further off tha
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Verifier
+from kvrelay.cluster.verify_rows import Verifier, tampering
 from kvrelay.errors import KvrelayError
-from kvrelay.types import KvLayout, KvMemory
+from kvrelay.types import KvLayout
 
 if TYPE_CHECKING:
     import torch
@@ -161,26 +161,9 @@ def _flip_exponent() -> Damage:
     return damage
 
 
-@contextmanager
-def damaged(target: "KvTarget", damage: Damage) -> Iterator[Callable[[], int]]:
+def damaged(target: "KvTarget", damage: Damage) -> AbstractContextManager[Callable[[], int]]:
     """Damage the scales of every region that `target` receives; yields a counter of regions."""
-    import torch
-
-    count = 0
-
-    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
-        nonlocal count
-        assert isinstance(memory.owner, torch.Tensor)
-        with torch.inference_mode():
-            region = memory.owner.reshape(-1).view(torch.uint8)[offset : offset + num_bytes]
-            damage(_scales(region, memory.layout))
-        count += 1
-
-    target.tamper = tamper
-    try:
-        yield lambda: count
-    finally:
-        target.tamper = None
+    return tampering(target, lambda region, layout: damage(_scales(region, layout)))
 
 
 def _scales(region: "torch.Tensor", layout: KvLayout) -> "torch.Tensor":

@@ -4,13 +4,13 @@ The pool has one part: a latent and its key's rotary part per token. It must tra
 values do, give Hugging Face's tokens, and every half of it must matter: negative controls change either one in flight.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvrelay.cluster.verify_rows import Case, Expect, Report
+from kvrelay.cluster.verify_rows import Case, Expect, Report, tampering
 from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.spec import ModelSpec
@@ -18,7 +18,7 @@ from kvrelay.engine.spec_mla import LatentSpec
 from kvrelay.errors import KvrelayError, LayoutMismatch
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.plans import overlap
-from kvrelay.types import KvLayout, KvMemory
+from kvrelay.types import KvLayout
 from kvrelay.wire import Sampling, SequenceRequest
 
 if TYPE_CHECKING:
@@ -165,23 +165,8 @@ def _decode_worker(cluster: "LocalCluster") -> DecodeWorker:
     return worker
 
 
-@contextmanager
-def changed_blocks(worker: DecodeWorker, change: Change) -> Iterator[Callable[[], int]]:
+def changed_blocks(worker: DecodeWorker, change: Change) -> AbstractContextManager[Callable[[], int]]:
     """Change the entries of every region that this worker receives; yields a counter of regions."""
     import torch
 
-    count = 0
-
-    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
-        nonlocal count
-        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
-        with torch.inference_mode():
-            region = memory.owner.reshape(-1).view(torch.uint8)[offset : offset + num_bytes]
-            change(region.view(torch.float32).view(-1, memory.layout.head_dim))
-        count += 1
-
-    worker.target.tamper = tamper
-    try:
-        yield lambda: count
-    finally:
-        worker.target.tamper = None
+    return tampering(worker.target, lambda region, layout: change(region.view(torch.float32).view(-1, layout.head_dim)))

@@ -1,16 +1,21 @@
 """What the files that add rows to `kvrelay verify` share: prompts, the report and its rows, and what runs a prompt."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvrelay.config import Settings
+from kvrelay.decode.worker import DecodeWorker
+from kvrelay.types import KvLayout, KvMemory
 from kvrelay.wire import SequenceRequest
 
 if TYPE_CHECKING:
+    import torch
+
     from kvrelay.cluster.local import LocalCluster
+    from kvrelay.kvtransfer.target import KvTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,3 +99,37 @@ class Verifier(Protocol):
     async def tokens_of(self, cluster: "LocalCluster", case: Case, force: Any = ...) -> tuple[list[int], int]: ...
     def flipped(self, cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]: ...
     def tell(self, what: str) -> None: ...
+
+
+def target_of(cluster: "LocalCluster") -> "KvTarget":
+    """Where the decode worker of this process receives KV."""
+    worker = cluster.inside[0]
+    assert isinstance(worker, DecodeWorker)
+    return worker.target
+
+
+Change = Callable[["torch.Tensor", KvLayout], None]
+"""(bytes of a region, layout of the pool) -> None: changes the bytes in place."""
+
+
+@contextmanager
+def tampering(target: "KvTarget", change: Change, *, most: int | None = None) -> Iterator[Callable[[], int]]:
+    """Change the regions that `target` receives, `most` of them at most; yields a counter of those."""
+    import torch
+
+    count = 0
+
+    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
+        nonlocal count
+        if count == most:
+            return
+        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
+        with torch.inference_mode():
+            change(memory.owner.reshape(-1).view(torch.uint8)[offset : offset + num_bytes], memory.layout)
+        count += 1
+
+    target.tamper = tamper
+    try:
+        yield lambda: count
+    finally:
+        target.tamper = None
