@@ -95,16 +95,12 @@ class StepTimes:
         return max(0.0, (seconds - slope * k) / weight), slope
 
 
-class Speculation:
-    """One engine's: measures, and says how many tokens are worth drafting."""
+class DraftSource:
+    """What one source of drafts has brought. prior: the rate of acceptance before anything is known; overall: of all sequences."""
 
-    def __init__(self, most: int) -> None:
-        """most: tokens drafted for a sequence in one step."""
-        self.most = most
-        self.times = StepTimes()
+    def __init__(self, prior: float, overall: Acceptance) -> None:
+        self._prior, self._all = prior, overall
         self.num_drafted = self.num_accepted = 0
-        self._all = Acceptance(0.5, 1.0)
-        self._num_steps = 0
 
     def observe(self, acceptance: Acceptance, num_accepted: int, num_drafted: int) -> None:
         """What became of one sequence's draft."""
@@ -115,7 +111,18 @@ class Speculation:
 
     def rate(self, acceptance: Acceptance) -> float:
         """The chance that a drafted token is right, for a sequence with this past."""
-        return acceptance.rate(self._all.rate(0.5))
+        return acceptance.rate(self._all.rate(self._prior))
+
+
+class Speculation(DraftSource):
+    """One engine's: measures, and says how many tokens are worth drafting."""
+
+    def __init__(self, most: int) -> None:
+        """most: tokens drafted for a sequence in one step."""
+        self.most = most
+        self.times = StepTimes()
+        super().__init__(0.5, Acceptance(0.5, 1.0))
+        self._num_steps = 0
 
     def comes_next(self, num_sequences: int, drafters: Sequence[Acceptance]) -> bool:
         """Whether the next step, which has yet to begin, may get drafts. False: it has begun, and is plain."""

@@ -6,29 +6,21 @@ Beside `speculation.py`, which knows what verifying costs and what drafts from a
 from collections.abc import Sequence
 
 from kvrelay.engine.draft_choice import Candidate, Pass, PassTimes, Prices, choose
-from kvrelay.engine.speculation import MARGIN, Acceptance, Speculation, expected
+from kvrelay.engine.speculation import MARGIN, Acceptance, DraftSource, Speculation, expected
 
 _PRIOR_RATE = 0.7  # of a model of which nothing is known
 _TRY_SHARE = 0.03  # of the time goes into seeing whether it would pay, while it is not expected to
 _TRY_TOKENS = 2
 
 
-class ModelSpeculation:
+class ModelSpeculation(DraftSource):
     """One engine's. share: of the draft model's weights in the other model's, by bytes."""
 
     def __init__(self, speculation: Speculation, share: float) -> None:
+        super().__init__(_PRIOR_RATE, Acceptance(2 * _PRIOR_RATE, 2.0))
         self._speculation = speculation
         self.times = PassTimes(share)
-        self.num_drafted = self.num_accepted = 0
-        self._all = Acceptance(2 * _PRIOR_RATE, 2.0)
         self._credit_s = 0.0  # for tries
-
-    def observe(self, acceptance: Acceptance, num_accepted: int, num_drafted: int) -> None:
-        """What became of a draft of the model's for one sequence."""
-        self.num_drafted += num_drafted
-        self.num_accepted += num_accepted
-        acceptance.observe(num_accepted, num_drafted)
-        self._all.observe(num_accepted, num_drafted)
 
     def observe_passes(self, num_running: int, passes: Sequence[Pass]) -> None:
         """What the model did before a step of so many sequences."""
@@ -39,10 +31,6 @@ class ModelSpeculation:
 
     def observe_step(self, seconds: float) -> None:
         self._credit_s += _TRY_SHARE * seconds
-
-    def rate(self, acceptance: Acceptance) -> float:
-        """The chance that a token of the model's is right, for a sequence with this past."""
-        return acceptance.rate(self._all.rate(_PRIOR_RATE))
 
     def worth(self, num_sequences: int, acceptance: Acceptance, length: int) -> float:
         """What a draft from a sequence's own text is expected to bring, less what verifying it costs; tokens."""
