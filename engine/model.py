@@ -19,7 +19,7 @@ from kvrelay.engine.packing import Packer
 from kvrelay.engine.rope import cos_sin_table
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.weights import WeightReader
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, KvOrder, Linear
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, KvOrder, Linear, Placement
 from kvrelay.kernels.quant_scheme import Scheme, WeightError
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,7 @@ class HeadAttention:
     """Attention with keys and values of its own for each head, or for each group of heads."""
 
     qkv: Linear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys
     o: Linear
 
 
@@ -157,11 +156,8 @@ class DecoderModel:
         num_q, num_kv = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
         q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q = backend.rms_norm(q, layer.q_norm, spec.norm_eps)
-            k = backend.rms_norm(k, layer.k_norm, spec.norm_eps)
-        q, k = backend.rope(q, k, cos_sin, positions)
-        backend.store_kv(k, v, kv_layer, slots)
+        placement = Placement(layer.head_norms, spec.norm_eps, cos_sin, positions, kv_layer, slots)
+        q = backend.place_heads(q, k, v, placement)
         out = backend.attention(
             q,
             kv_layer,
@@ -211,8 +207,9 @@ def _pack_layer(packer: Packer, spec: ModelSpec, index: int) -> Layer:
 def _pack_heads(packer: Packer, spec: ModelSpec, at: str) -> HeadAttention:
     return HeadAttention(
         qkv=packer.linear(*(f"{at}.self_attn.{name}_proj" for name in "qkv")),
-        q_norm=packer.norm(f"{at}.self_attn.q_norm.weight") if spec.has_qk_norm else None,
-        k_norm=packer.norm(f"{at}.self_attn.k_norm.weight") if spec.has_qk_norm else None,
+        head_norms=(packer.norm(f"{at}.self_attn.q_norm.weight"), packer.norm(f"{at}.self_attn.k_norm.weight"))
+        if spec.has_qk_norm
+        else None,
         o=packer.linear(f"{at}.self_attn.o_proj"),
     )
 

@@ -77,6 +77,21 @@ class SamplingBatch:
     uniform: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """What is done to a layer's heads between their projection and attention.
+
+    norms: weights [head_dim] of queries and of keys, or None. The rest: see Backend.rope and Backend.store_kv.
+    """
+
+    norms: tuple[Tensor, Tensor] | None
+    eps: float
+    cos_sin: Tensor
+    positions: Tensor
+    kv_layer: Tensor
+    slot_mapping: Tensor
+
+
 class Linear(Protocol):
     """A packed weight. Calling it with [T, in] gives [T, out] in the same dtype."""
 
@@ -205,6 +220,13 @@ class Backend(Protocol):
 
     def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
         """Scatter k, v [T, kv_heads, head_dim] into the layer's cache at slot_mapping [T] int64, in place."""
+        ...
+
+    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+        """Norms of queries and keys, rotation, and the cache write; returns the queries for `attention`.
+
+        Equals rms_norm, rope and store_kv one after the other, to the bit. May work in place on q and k.
+        """
         ...
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> Any:

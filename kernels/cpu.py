@@ -21,14 +21,16 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    Placement,
     QuantizedLinear,
     SamplingBatch,
 )
 from kvrelay.kernels.cpu_linear import Pack, choose_linear
 from kvrelay.kernels.expert_choice import ExpertChoice
-from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativePlan
+from kvrelay.kernels.native_cpu import KV_KINDS, SUPPORTED, NativeKernels, NativePlan, places
 from kvrelay.kernels.native_experts import NativeExperts, choose_experts
 from kvrelay.kernels.native_quant import NativeQuantLinear
+from kvrelay.kernels.placing import place_heads
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.quantized import HeadByHead
 from kvrelay.kernels.reference import ReferencePlan
@@ -189,6 +191,11 @@ class CpuBackend:
             self._torch.store_kv(k, v, kv_layer, slot_mapping)
         else:
             native.store_kv(k, v, kv_layer, slot_mapping)
+
+    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+        if self._native is None or not places(q, k, v, placement):
+            return place_heads(self, q, k, v, placement)
+        return self._native.place_heads(q, k, v, placement)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:
         native = self.native_for(shape)

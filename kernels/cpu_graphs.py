@@ -45,6 +45,7 @@ _KERNELS = (
     "kr_widen",
     "kr_choose",
     "kr_experts",
+    "kr_place",
 )
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes

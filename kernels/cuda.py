@@ -32,6 +32,7 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    Placement,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -59,6 +60,7 @@ from kvrelay.kernels.cuda_recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda_sampling import DeviceSampler
 from kvrelay.kernels.cuda_staging import Staging, TokensOnTheirWay
 from kvrelay.kernels.expert_choice import ExpertChoice
+from kvrelay.kernels.placing import place_heads
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
 
@@ -242,6 +244,9 @@ class CudaBackend:
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         indices, indptr, last_page_len = self._whole_cache(kv_layer)
         self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, indices, indptr, last_page_len, kv_layout)
+
+    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+        return place_heads(self, q, k, v, placement)
 
     def _whole_cache(self, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(kv_indices, kv_indptr, kv_last_page_len) of one sequence that fills the whole cache, its blocks in order.

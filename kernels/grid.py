@@ -8,13 +8,14 @@ import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvrelay import fp8
 from kvrelay.kernels import exact
-from kvrelay.kernels.backend import Activation, Backend, SamplingBatch
+from kvrelay.kernels.backend import Activation, Backend, Placement, SamplingBatch
 from kvrelay.kernels.exact import Exact
 from kvrelay.kernels.grid_steps import (
     BLOCK_SIZES,
@@ -27,6 +28,7 @@ from kvrelay.kernels.grid_steps import (
     long_cases,
     make_step,
 )
+from kvrelay.kernels.placing import place_heads
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.reference import ReferenceBackend
 
@@ -178,6 +180,38 @@ def cache_writes(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
         yield _compare(f"latents, {where}", latents, exact.unrounded(due))
 
 
+def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """place_heads: the bits of rms_norm, rope and store_kv one after the other, and no other bytes of the cache."""
+    numbers = _Numbers(backend, dtype)
+    kinds, widths = (dtype, torch.float32, torch.uint8), ((64, 64), (20, 12), (128, 64))
+    for rows, kind, layout, (dim, rotary) in product((0, 1, 7, 70), kinds, backend.kv_layouts, widths):
+        angles = torch.outer(torch.arange(500.0), 1e4 ** -(torch.arange(rotary // 2) / (rotary // 2)))
+        table = torch.cat((angles.cos(), angles.sin()), 1).to(backend.device)
+        slots = torch.randperm(128, generator=torch.Generator().manual_seed(rows))[:rows]
+        row = dim + fp8.SCALE_BYTES * (kind == torch.uint8)
+        empty = torch.full((8, 2, 16, 2, row), 7, dtype=kind, device=backend.device)
+        fused = numbers(rows, 10 * dim)
+        wide, own = (tuple(numbers(dim, dtype=of) for _ in range(2)) for of in (torch.float32, dtype))
+        for norms in (None, wide, own):
+            found, due = (
+                _placed(backend, fused, norms, table, slots, laid_out(empty, layout), whole) for whole in (1, 0)
+            )
+            where = f"{rows} rows, {rotary} of {dim}, {kind}, {layout}, norms {norms and norms[0].dtype}"
+            for name, a, b in zip(("queries", "cache"), found, due, strict=True):
+                yield _compare(f"{name}, {where}", a, exact.unrounded(b))
+
+
+def _placed(
+    backend: Backend, fused: Tensor, norms: Any, table: Tensor, slots: Tensor, cache: Tensor, in_one: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(queries, cache) of six heads of queries, two of keys and two of values side by side, by one kernel or several."""
+    heads, cache = fused.clone().unflatten(1, (10, -1)), cache.clone()
+    placement = Placement(norms, 1e-5, table, slots * 131 % 500, cache, slots)
+    q, k, v = heads.split((6, 2, 2), dim=1)
+    placed = backend.place_heads(q, k, v, placement) if in_one else place_heads(backend, q, k, v, placement)
+    return placed, cache
+
+
 def widening(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
     for rows in ROWS:
         x = _Numbers(backend, dtype, rows)(rows, 331)
@@ -250,6 +284,7 @@ FAMILIES: dict[str, Family] = {
     "rope": rope,
     "gated activations": activations,
     "cache writes": cache_writes,
+    "placement": placements,
     "widening": widening,
     "sampling": sampling,
     **{f"attention, {heads}": _of(heads, _attention) for heads in HEADS},

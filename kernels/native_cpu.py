@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Placement, SamplingBatch
 from kvrelay.kernels.cascade import WORTH, Schedule
 from kvrelay.native import load_native
 
@@ -34,6 +34,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_quant_linear": ([_P, _I, _I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F], None),
     "kr_rms_norm": ([_P, _I, _I, _P, _P, _P, _P, _L, _L, _L, _L, _L, _F], None),
     "kr_rope": ([_P, _I, _P, _P, _P, _P, *[_L] * 8], None),
+    "kr_place": ([_P, _I, _I, _I, *[_P] * 9, *[_L] * 9, _F], None),
     "kr_gate": ([_P, _I, _I, _P, _P, _L, _L, _L], None),
     "kr_store_kv": ([_P, _P, _P, _P, *[_L] * 5], None),
     "kr_attention_tile_tokens": ([_L], _L),
@@ -75,6 +76,22 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 def contiguous_rows(x: Tensor) -> Tensor:
     """x with a contiguous last dimension."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def places(q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> bool:
+    """Whether kr_place takes these: heads that lie side by side, tables and caches without gaps, norms of one type."""
+    side_by_side = all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v))
+    kinds = {norm.dtype for norm in placement.norms or ()}
+    return (
+        side_by_side
+        and q.dtype in SUPPORTED
+        and len(kinds) <= 1
+        and kinds <= SUPPORTED
+        and placement.kv_layer.dtype in KV_KINDS
+        and placement.kv_layer.is_contiguous()
+        and placement.cos_sin.dtype == torch.float32
+        and placement.cos_sin.is_contiguous()
+    )
 
 
 class NativeLinear:
@@ -179,6 +196,19 @@ class NativeKernels:
             q.shape[0], q.shape[1], k.shape[1], q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos_sin.shape[1],
         )  # fmt: skip
         return q, k
+
+    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+        """In place on q and k. What `places` says of them must hold."""
+        cos_sin, kv_layer, (q_norm, k_norm) = placement.cos_sin, placement.kv_layer, placement.norms or (None, None)
+        self.lib.kr_place(
+            self.pool, q.dtype == torch.float32, KV_KINDS[kv_layer.dtype],
+            q_norm is not None and q_norm.dtype == torch.float32, q.data_ptr(), k.data_ptr(), v.data_ptr(),
+            None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
+            cos_sin.data_ptr(), placement.positions.data_ptr(), placement.slot_mapping.data_ptr(), kv_layer.data_ptr(),
+            q.shape[0], q.shape[1], k.shape[1], q.stride(0), k.stride(0), v.stride(0), q.shape[2], cos_sin.shape[1],
+            kv_layer.shape[2], placement.eps,
+        )  # fmt: skip
+        return q
 
     def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
         gate_up = contiguous_rows(gate_up)

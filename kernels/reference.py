@@ -20,11 +20,13 @@ from kvrelay.kernels.backend import (
     HeadLinears,
     KvOrder,
     Linear,
+    Placement,
     QuantizedLinear,
     SamplingBatch,
 )
 from kvrelay.kernels.expert_choice import ExpertChoice
 from kvrelay.kernels.experts import ExpertLoop, choose_experts
+from kvrelay.kernels.placing import place_heads
 from kvrelay.kernels.quant_scheme import Scheme
 from kvrelay.kernels.quantized import TorchQuantLinear
 
@@ -194,6 +196,9 @@ class ReferenceBackend:
         block, offset = slots // block_size, slots % block_size
         kv_layer[block, 0, offset] = fp8.stored(k, kv_layer.dtype)
         kv_layer[block, 1, offset] = fp8.stored(v, kv_layer.dtype)
+
+    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+        return place_heads(self, q, k, v, placement)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> ReferencePlan:
         return plan_sequences(batch, shape, self.device)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, SamplingBatch
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Placement, SamplingBatch
 from kvrelay.kernels.expert_choice import ExpertChoice
 from kvrelay.kernels.native_cpu import NativeKernels
 from kvrelay.kernels.native_experts import NativeExperts, choose_experts
@@ -66,6 +66,20 @@ def _rope(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype
     expected = reference.rope(q, k, table, positions)
     found = native.rope(q.clone(), k.clone(), table, positions)
     return all(_near(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def _placing(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+    generator = torch.Generator().manual_seed(11)
+    heads, table = _random(generator, dtype, 3, 8, 48), torch.rand(8, 40, generator=generator)
+    norms, at = (torch.rand(48, generator=generator), torch.rand(48, generator=generator)), torch.tensor([0, 5, 7])
+    layers = [torch.zeros(2, 2, 16, 2, 48, dtype=dtype) for _ in range(2)]
+
+    def place(kernels: NativeKernels | ReferenceBackend, layer: Tensor) -> Tensor:
+        q, k, v = heads.clone().split((4, 2, 2), 1)
+        return kernels.place_heads(q, k, v, Placement(norms, 1e-5, table, at, layer, 4 * at))
+
+    found, expected = place(native, layers[0]), place(reference, layers[1])
+    return _near(found, expected) and _near(*layers)
 
 
 def _activation(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
@@ -164,6 +178,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "quantised linear": _quantized,
     "norm": _norm,
     "rope": _rope,
+    "placing": _placing,
     "activation": _activation,
     "attention": _attention,
     "fp8 cache": _fp8_cache,

@@ -4,14 +4,7 @@
  */
 #include <string.h>
 #include "pool.h"
-#include "vec.h"
-
-/* Rows per task so that a task moves about 64 KiB; small work runs on the caller alone. */
-static long rows_per_task(long columns)
-{
-    long rows = 16384 / (columns > 0 ? columns : 1);
-    return rows < 1 ? 1 : rows;
-}
+#include "rows.h"
 
 typedef struct {
     const void *x;
@@ -28,30 +21,17 @@ static void norm_row(const norm_job *j, long row)
     const int wide = j->wide;
     const long n = j->columns, at = row / j->inner * j->outer_stride + row % j->inner * j->inner_stride;
     const void *x = j->x;
-    long from = at, i;
+    long from = at;
     if (j->residual) {
         void *r = j->residual;
+        long i;
         for (i = 0; i + VL <= n; i += VL)
             vstore_any(r, row * n + i, vload_any(x, at + i, wide) + vload_any(r, row * n + i, wide), wide);
         for (; i < n; i++) store_any(r, row * n + i, load_any(x, at + i, wide) + load_any(r, row * n + i, wide), wide);
         x = r;
         from = row * n;
     }
-    vf squares[2] = {{0}, {0}};
-    for (i = 0; i + 2 * VL <= n; i += 2 * VL) {
-        vf a = vload_any(x, from + i, wide), b = vload_any(x, from + i + VL, wide);
-        squares[0] += a * a;
-        squares[1] += b * b;
-    }
-    float sum = vsum(squares[0] + squares[1]);
-    for (; i < n; i++) {
-        float a = load_any(x, from + i, wide);
-        sum += a * a;
-    }
-    const float factor = 1.0f / sqrtf(sum / n + j->eps);
-    for (i = 0; i + VL <= n; i += VL)
-        vstore_any(j->out, row * n + i, vload_any(x, from + i, wide) * factor * vload_any(j->weight, i, j->wide_weight), wide);
-    for (; i < n; i++) store_any(j->out, row * n + i, load_any(x, from + i, wide) * factor * load_any(j->weight, i, j->wide_weight), wide);
+    normalise(x, from, j->out, row * n, j->weight, n, j->eps, wide, j->wide_weight);
 }
 
 static void norm_task(void *arg, long index)
@@ -77,21 +57,6 @@ typedef struct {
     long tokens, heads, kv_heads, q_stride, q_head, k_stride, k_head, rotary, chunk;
     int wide;
 } rope_job;
-
-static void rotate(void *x, long at, const float *cos, const float *sin, long half, int wide)
-{
-    long i = 0;
-    for (; i + VL <= half; i += VL) {
-        vf a = vload_any(x, at + i, wide), b = vload_any(x, at + half + i, wide), c = vload(cos + i), s = vload(sin + i);
-        vstore_any(x, at + i, a * c - b * s, wide);
-        vstore_any(x, at + half + i, b * c + a * s, wide);
-    }
-    for (; i < half; i++) {
-        float a = load_any(x, at + i, wide), b = load_any(x, at + half + i, wide);
-        store_any(x, at + i, a * cos[i] - b * sin[i], wide);
-        store_any(x, at + half + i, b * cos[i] + a * sin[i], wide);
-    }
-}
 
 static void rope_task(void *arg, long index)
 {

@@ -16,7 +16,7 @@ typedef struct {
     argument a[25];
 } recorded_call;
 
-enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, STORE_KV, ATTENTION, STORE_KV_AS, QUANT_LINEAR, WIDEN, CHOOSE, EXPERTS };
+enum { EMBED, LINEAR, RMS_NORM, ROPE, GATE, STORE_KV, ATTENTION, STORE_KV_AS, QUANT_LINEAR, WIDEN, CHOOSE, EXPERTS, PLACE };
 
 void kr_embed(int, const int64_t *, const void *, void *, long, long, float);
 void kr_linear(pool *, int, const void *, long, void *, const void *, const float *, long, long, long);
@@ -34,6 +34,8 @@ void kr_widen(pool *, const void *, float *, long);
 void kr_choose(pool *, const float *, const float *, float *, int64_t *, long, long, long, int, long, long, int, float);
 void kr_experts(pool *, int, int, int, const void *, long, const float *, const int64_t *, const void *const *,
                 const void *const *, const float *, const void *, const float *, void *, long, long, long, long, long, long);
+void kr_place(pool *, int, int, int, void *, void *, const void *, const void *, const void *, const float *,
+              const int64_t *, const int64_t *, char *, long, long, long, long, long, long, long, long, long, float);
 
 static void call(int64_t kernel, const argument *a)
 {
@@ -74,6 +76,10 @@ static void call(int64_t kernel, const argument *a)
     case EXPERTS:
         kr_experts(a[0].p, a[1].i, a[2].i, a[3].i, a[4].p, a[5].i, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p,
                    a[12].p, a[13].p, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i);
+        break;
+    case PLACE:
+        kr_place(a[0].p, a[1].i, a[2].i, a[3].i, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].p,
+                 a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].f);
         break;
     }
 }

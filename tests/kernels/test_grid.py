@@ -72,6 +72,10 @@ def next_position(rope, q, k, table, positions):
     return rope(q, k, table, positions + 1)
 
 
+def next_slot(place, q, k, v, placement):
+    return place(q, k, v, dataclasses.replace(placement, slot_mapping=(placement.slot_mapping + 1) % 128))
+
+
 def wrong_block(plan, batch, shape):
     """The last sequence reads its second block where its first is."""
     tables = batch.block_tables.clone()
@@ -97,6 +101,7 @@ WRONG = {
     "rope": {"rope": next_position},
     "gated activations": {"gated_activation": lambda act, x, kind: act(x, "silu" if kind == "gelu_tanh" else "gelu_tanh")},
     "cache writes": {"store_kv": lambda store, k, v, cache, slots: store(k, v, cache, (slots + 1) % 128)},
+    "placement": {"place_heads": next_slot},
     "widening": {"widened": lambda widened, x: widened(x) * (1 + 2.0**-20)},
     "sampling": {"sample": lambda sample, logits, batch: sample(logits.roll(1, -1), batch)},
     **{name: {"plan": wrong_block} for name in FAMILIES if name.startswith("attention")},
