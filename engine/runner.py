@@ -15,9 +15,9 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.kernels.asynchronous import AsyncBackend, Feed
 from kvrelay.kernels.backend import AttentionBatch, Backend
 from kvrelay.kernels.cpu import CpuBackend
+from kvrelay.kernels.cpu_graphs import DecodeGraphs as CpuDecodeGraphs
 
 if TYPE_CHECKING:
-    from kvrelay.kernels.cpu_graphs import DecodeGraphs as CpuDecodeGraphs
     from kvrelay.kernels.cuda_graphs import DecodeGraphs as CudaDecodeGraphs
     from kvrelay.kernels.cuda_pieces import StepPieces
     from kvrelay.kernels.cuda_plan import Variant
@@ -49,6 +49,7 @@ class Runner:
         self._ahead = backend if isinstance(backend, AsyncBackend) else None
         self._block_size = block_size
         self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
+        self._each = np.arange(max_running + 1, dtype=np.int32)  # nobody writes into it
         self._free_slots = list(range(max_running - 1, -1, -1))
         self._graphs = _decode_graphs(
             model, backend, block_size=block_size, max_blocks=max_blocks, max_running=max_running
@@ -92,6 +93,8 @@ class Runner:
         """Token ids [T] int64 and the attention metadata of a plan."""
         work = plan.work
         rows = np.array(self._rows(work), dtype=np.int64)
+        if len(work) == plan.num_single:
+            return self._decode_batch(work, rows)
         lengths = np.array([item.num_tokens for item in work], dtype=np.int32)
         starts = np.array([item.start for item in work], dtype=np.int32)
         contexts = starts + lengths
@@ -111,6 +114,26 @@ class Runner:
             num_decode=plan.num_single,
             max_query_len=int(lengths.max()),
             max_context_len=int(contexts.max()),
+        )
+
+    def _decode_batch(self, work: Rows[Scheduled], rows: np.ndarray) -> tuple[Tensor, AttentionBatch]:
+        """`batch` of sequences with one token each; rows: theirs in the block tables."""
+        token_ids = np.array([item.seq.token_ids[item.start] for item in work], dtype=np.int64)
+        positions = np.array([item.start for item in work], dtype=np.int64)
+        contexts = (positions + 1).astype(np.int32)
+        longest = int(contexts.max())
+        in_block, offsets = np.divmod(positions, self._block_size)
+        tables = self._tables[rows, : -(-longest // self._block_size)]
+        slots = tables[self._each[: len(work)], in_block].astype(np.int64) * self._block_size + offsets
+        return torch.from_numpy(token_ids), AttentionBatch(
+            query_starts=torch.from_numpy(self._each[: len(work) + 1]),
+            context_lens=torch.from_numpy(contexts),
+            block_tables=torch.from_numpy(tables),
+            slot_mapping=torch.from_numpy(slots),
+            positions=torch.from_numpy(positions),
+            num_decode=len(work),
+            max_query_len=1,
+            max_context_len=longest,
         )
 
     @staticmethod
@@ -165,7 +188,8 @@ class Runner:
     def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
         """Float32 logits [R, vocab] of some rows of the step's hidden states."""
         if len(rows) == hidden.shape[0]:
-            return self._model.logits(hidden)
+            known = self._graphs.logits_of(hidden) if isinstance(self._graphs, CpuDecodeGraphs) else None
+            return self._model.logits(hidden) if known is None else known
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
 
 
@@ -202,9 +226,7 @@ def _decode_graphs(
     if model.spec.latent is not None:
         return None
     if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
-        from kvrelay.kernels import cpu_graphs
-
-        return cpu_graphs.DecodeGraphs(native, model.attention_shape, max_blocks=max_blocks)
+        return CpuDecodeGraphs(native, model.attention_shape, max_blocks=max_blocks, head=model.logits)
     if backend.name != "cuda":
         return None
     from kvrelay.kernels import cuda, cuda_graphs

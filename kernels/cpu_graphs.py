@@ -29,7 +29,9 @@ logger = logging.getLogger(__name__)
 
 LARGEST = 64  # sequences; the interpreter's share of larger steps is small
 MOST_TOKENS = 33  # of one sequence that is alone
+MOST_HEADED = 8  # sequences whose logits belong to the recording; each size has its own memory for them
 Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [T, hidden]
+Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] float32
 
 # As enumerated in replay.c.
 _KERNELS = (
@@ -147,20 +149,28 @@ class _Graph:
     batch: AttentionBatch
     plan: NativePlan
     hidden: Tensor
+    logits: Tensor | None  # of all rows, where they belong to the recording
     buffers: _Buffers
+    metadata: tuple[np.ndarray, ...] = ()  # views of token_ids and of the batch's tensors, in the order of `_metadata`
 
     def refill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
         """This step's metadata into the buffers that the calls read."""
-        own, width = self.batch, batch.block_tables.shape[1]
-        self.token_ids.copy_(token_ids)
-        own.context_lens.copy_(batch.context_lens)
-        own.block_tables[:, :width].copy_(batch.block_tables)
-        own.slot_mapping.copy_(batch.slot_mapping)
-        own.positions.copy_(batch.positions)
+        if not self.metadata:
+            self.metadata = _metadata(self.token_ids, self.batch)
+        ids, contexts, slots, positions, tables = self.metadata  # numpy: torch takes microseconds for each of these
+        new_ids, new_contexts, new_slots, new_positions, new_tables = _metadata(token_ids, batch)
+        ids[:], contexts[:], slots[:], positions[:] = new_ids, new_contexts, new_slots, new_positions
+        tables[:, : new_tables.shape[1]] = new_tables
         self.calls[self.attention, _MAX_CONTEXT_WORD] = batch.max_context_len
 
     def replay(self, lib: Any) -> None:
         lib.kr_replay(self.calls.ctypes.data, len(self.calls))
+
+
+def _metadata(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...]:
+    """What changes from step to step, as numpy sees it."""
+    tensors = (token_ids, batch.context_lens, batch.slot_mapping, batch.positions, batch.block_tables)
+    return tuple(tensor.numpy() for tensor in tensors)
 
 
 class DecodeGraphs:
@@ -170,10 +180,14 @@ class DecodeGraphs:
         kernels: whose calls the forward makes.
         shape: of the model's attention layers.
         max_blocks: most blocks that one sequence may have.
+        head: the model's; steps of few sequences that decode compute their logits in the recording.
     """
 
-    def __init__(self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int) -> None:
-        self._kernels, self._shape, self._max_blocks = kernels, shape, max_blocks
+    def __init__(
+        self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int, head: Head | None = None
+    ) -> None:
+        self._kernels, self._shape, self._max_blocks, self._head = kernels, shape, max_blocks, head
+        self._last: _Graph | None = None  # whose buffers hold the last step's results
         self._graphs: dict[tuple[int, int], _Graph] = {}  # by sequences and tokens
         self._why_not: str | None = None
         # one for all sizes, since one replays at a time: what rows share is found anew for every step
@@ -201,6 +215,12 @@ class DecodeGraphs:
     def reset(self) -> None:
         """Forget all recordings: something that they read has moved."""
         self._graphs.clear()
+        self._last = None
+
+    def logits_of(self, hidden: Tensor) -> Tensor | None:
+        """Of all rows of the last run's result, where the recording has computed them. The next run overwrites them."""
+        last = self._last
+        return last.logits if last is not None and last.hidden is hidden else None
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
         """Hidden states [T, hidden] of a batch that fits; records at the first batch of its size.
@@ -215,6 +235,7 @@ class DecodeGraphs:
                 self._schedule, replace(graph.batch, max_context_len=batch.max_context_len), self._shape
             )
             graph.replay(self._kernels.lib)
+            self._last = graph
             return graph.hidden
         graph = self._record(token_ids, batch, forward)
         if self._why_not is None:
@@ -242,13 +263,32 @@ class DecodeGraphs:
         with _recording(self._kernels, buffers) as tape:
             hidden = forward(ids, own, plan)
         self._why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
+        logits = self._recorded_head(hidden, buffers, tape) if self._why_not is None and _decodes_few(batch) else None
         calls = np.stack(tape.calls) if tape.calls else np.zeros((0, _CALL_WORDS), dtype=np.int64)
-        graph = _Graph(calls, np.flatnonzero(calls[:, 0] == _ATTENTION), ids, own, plan, hidden, buffers)
+        graph = _Graph(calls, np.flatnonzero(calls[:, 0] == _ATTENTION), ids, own, plan, hidden, logits, buffers)
         if self._why_not is None:
-            first = hidden.clone()
+            results = [tensor for tensor in (hidden, logits) if tensor is not None]
+            first = [tensor.clone() for tensor in results]
             buffers.spoil()
             graph.replay(self._kernels.lib)
-            if not torch.equal(first, hidden):
+            if not all(map(torch.equal, first, results)):
                 self._why_not = "the replay's result differs"
-                hidden.copy_(first)
+                hidden.copy_(first[0])
+                graph.logits = None
         return graph
+
+    def _recorded_head(self, hidden: Tensor, buffers: _Buffers, tape: _Tape) -> Tensor | None:
+        """The logits, their calls put behind the others; None where something else than compiled kernels computes them."""
+        if self._head is None:
+            return None
+        with _recording(self._kernels, buffers) as own:
+            logits = self._head(hidden)
+        if own.foreign is not None:
+            self._head = None
+            return None
+        tape.calls += own.calls
+        return logits
+
+
+def _decodes_few(batch: AttentionBatch) -> bool:
+    return batch.num_decode == batch.context_lens.shape[0] <= MOST_HEADED

@@ -120,8 +120,13 @@ def test_a_prompt_preempted_halfway_reports_each_prompt_logprob_once(make):
     engine._runner.forget(young)
     engine.scheduler.preempt_group((young,))  # as when the older one needs its blocks
     outputs = drain(engine)["young"]
-    assert [entry.token_id for entry in outputs[0].prompt_logprobs] == long[1:]
-    assert outputs[0].prompt_logprobs == expected
+    found = outputs[0].prompt_logprobs
+    assert [entry.token_id for entry in found] == long[1:]
+    # torch's sums depend on how many rows a chunk has
+    assert [entry.logprob for entry in found] == pytest.approx([entry.logprob for entry in expected], rel=1e-4)
+    assert [[token for token, _ in entry.top] for entry in found] == [
+        [token for token, _ in entry.top] for entry in expected
+    ]
 
 
 def test_a_sequence_that_ends_with_the_token_it_arrived_with_says_so(make):

@@ -11,7 +11,7 @@ from kvrelay.engine.engine import EngineConfig, load_engine
 from kvrelay.engine.model import load_model
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.backend import AttentionBatch
-from kvrelay.kernels.cpu_graphs import LARGEST, DecodeGraphs, _Buffers
+from kvrelay.kernels.cpu_graphs import LARGEST, MOST_HEADED, DecodeGraphs, _Buffers
 from kvrelay.wire import Sampling, SequenceRequest
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 80, 12
@@ -59,7 +59,7 @@ class Decoder:
         self.generator = torch.Generator().manual_seed(3)
         sizes = (self.model.spec.num_layers, NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype)
-        self.graphs = DecodeGraphs(backend.native, shape, max_blocks=max_blocks)
+        self.graphs = DecodeGraphs(backend.native, shape, max_blocks=max_blocks, head=self.model.logits)
 
     def forward(self, token_ids, batch, plan):
         return self.model.forward(token_ids, batch, plan, list(self.kv))
@@ -115,6 +115,31 @@ def test_a_sequence_alone_that_computes_some_tokens_is_replayed_too(backend, fam
         assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)
     assert decoder.graphs.sizes == [1, 2, 5, 33] and decoder.graphs.why_not is None
     assert not decoder.graphs.fits(alone(48, 34, decoder.generator))
+
+
+def test_few_sequences_logits_belong_to_the_recording(backend, tmp_path):
+    decoder = Decoder(backend, tiny_checkpoint("llama", tmp_path), torch.float32)
+    few, many = [5, 9, 1], [3] * (MOST_HEADED + 1)
+    for contexts in (few, [7, 2, 20], many, many):
+        (hidden, _), (replayed, _) = decoder.both(contexts)
+        known = decoder.graphs.logits_of(replayed)
+        if len(contexts) == len(few):
+            expected = known is None if contexts is few else torch.equal(known, decoder.model.logits(hidden))
+            assert expected, "the step that is recorded computes them by itself, those that are replayed tell them"
+        else:
+            assert known is None
+        assert decoder.graphs.logits_of(hidden) is None, "of another tensor than the last run's"
+    decoder.graphs.reset()
+    assert decoder.graphs.logits_of(replayed) is None
+
+
+def test_a_head_that_torch_computes_leaves_the_step_recorded(backend, tmp_path):
+    """Gemma 2 caps its logits."""
+    decoder = Decoder(backend, tiny_checkpoint("gemma2", tmp_path), torch.float32)
+    for _ in range(2):
+        (hidden, _), (replayed, _) = decoder.both([5, 9])
+        assert torch.equal(hidden, replayed) and decoder.graphs.logits_of(replayed) is None
+    assert decoder.graphs.sizes == [2] and decoder.graphs.why_not is None
 
 
 def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
