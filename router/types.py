@@ -55,6 +55,8 @@ class RouteRequest:
     width: int = 1  # sequences that it will decode as: of a group, its members, which share the prompt
     companions: int = 0  # sequences of other requests that come with it and will decode beside it
     slo: SloAsk | None = None  # None: admitted whatever is predicted
+    session: str = ""  # whose requests follow each other; "": none
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""Ways of choosing workers, one class each."""

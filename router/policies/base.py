@@ -1,0 +1,92 @@
+"""What every policy sees and what it answers. Pure: no torch, Ray, sockets, clock or random source.
+
+A policy is a function of what it is shown: it keeps nothing between two calls and changes nothing. What seems to need memory is
+in the columns (`turn`: when a worker was last chosen) or drawn from the request (`Ask.draw`), so that a decision can be told
+again from its inputs, and the simulator runs the very same code.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.router.types import RouteRequest
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+MAX_WAYS = 16
+"""Ways that a policy lists, best first."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Side:
+    """The workers of one role that may take a request, as columns: row i is `names[i]`. Not to be written into.
+
+    Token counts of the prompt (`held`, `coming`, `below`) are whole blocks. Speeds are measured ones, else what is assumed of a
+    worker that has not measured: never 0.
+    """
+
+    names: tuple[str, ...]
+    nodes: Ints  # equal numbers: the same machine
+    held: Ints  # of this prompt's tokens, in the worker's pool, for certain
+    coming: Ints  # at least `held`: and with prompts that are on their way there
+    below: Ints  # at least `held`: and with its own lower tiers
+    queued_tokens: Ints  # of prompts, not yet computed
+    queued_requests: Ints
+    sequences: Ints  # running, waiting or receiving
+    waiting: Ints  # of those, in line
+    free_blocks: Ints
+    num_blocks: Ints
+    block_size: Ints  # tokens
+    prefill_tokens_per_s: Floats
+    decode_step_s: Floats
+    kv_bytes_per_s: Floats  # at which KV arrives there from another process of its machine
+    kv_bytes_per_token: Ints
+    turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
+    age_s: Floats  # of its last report
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is the same for every worker. draw: in [0, 1), made of the request's id and the settings' seed."""
+
+    request: RouteRequest
+    draw: float
+    now_s: float
+    stored: int = 0  # of the prompt's tokens, in the cluster's own store, from where any worker can load them
+
+
+class Way(NamedTuple):
+    """One way to serve a request: rows of the prefill and the decode side; None: there is none (local, or prefill only).
+
+    `score`: the less, the better. `parts`: of the policy's `term_names`, in that order.
+    """
+
+    prefill: int | None
+    decode: int | None
+    score: float
+    parts: tuple[float, ...]
+
+
+class Policy(Protocol):
+    """One way of choosing. Constructed once, with its options; see `router/policies/registry.py`."""
+
+    name: ClassVar[str]
+    term_names: ClassVar[tuple[str, ...]]
+
+    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+        """The best ways, best first, at most MAX_WAYS; empty where there is none.
+
+        Where the request forces it (`request.force`), all are local (prefill None) or all remote; where it needs no decode and
+        there are prefill workers, all have decode None. Without prefill workers every way is local.
+        """
+        ...
+
+
+Options = dict[str, Any]
+"""A policy's own settings, as in `router.policy_options`; unknown names and wrong types raise ConfigError."""

@@ -1,0 +1,57 @@
+"""How long an engine's step takes, by what it computes: the model that the simulator and the planner share. Pure.
+
+A step reads all weights once or multiplies all its tokens with them, whichever takes longer; on top of that prompts attend to what
+came before them and decoding sequences read their context.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """What one step computes.
+
+    prompt_tokens: of chunks. prompt_pairs: (token, earlier token) pairs of chunks, each token with itself. sequences: that
+    decode a token each. context_tokens: that those sequences attend to, in all.
+    """
+
+    prompt_tokens: int = 0
+    prompt_pairs: int = 0
+    sequences: int = 0
+    context_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedCurve:
+    """Seconds. Fitted by `kvrelay profile --fit`, or made of published figures."""
+
+    overhead_s: float  # of a step: everything that does not grow
+    weights_s: float  # to read all weights once
+    token_s: float  # to multiply one token with them
+    pair_s: float  # of attention in prompts, for each pair
+    context_s: float  # of attention in decoding, for each token of context
+    sequence_s: float = 0.0  # of a decoding sequence: sampling, bookkeeping
+
+    def step_s(self, work: StepWork) -> float:
+        """How long a step with that work takes."""
+        tokens = work.prompt_tokens + work.sequences
+        return (
+            self.overhead_s
+            + max(self.weights_s, tokens * self.token_s)
+            + work.prompt_pairs * self.pair_s
+            + work.context_tokens * self.context_s
+            + work.sequences * self.sequence_s
+        )
+
+    def decode_step_s(self, sequences: int, context_tokens: int) -> float:
+        """Of a step that only decodes."""
+        return self.step_s(StepWork(sequences=sequences, context_tokens=context_tokens))
+
+    def prefill_s(self, num_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 512) -> float:
+        """Of one prompt that is computed alone, chunk by chunk, behind what is cached of it."""
+        total, start = 0.0, cached_tokens
+        while start < num_tokens:
+            size = min(chunk_tokens, num_tokens - start)
+            total += self.step_s(StepWork(prompt_tokens=size, prompt_pairs=size * start + size * (size + 1) // 2))
+            start += size
+        return total
