@@ -78,6 +78,14 @@ def contiguous_rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def rows_for(x: Tensor, dtype: torch.dtype, in_features: int) -> Tensor:
+    """Rows [T, in] that a packed weight may be multiplied with. Raises TypeError for those of another type."""
+    if x.dtype != dtype:
+        raise TypeError(f"the weight is for {dtype}, x is {x.dtype}")
+    assert x.shape[1] == in_features
+    return contiguous_rows(x)
+
+
 def places(q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> bool:
     """Whether kr_place takes these: heads that lie side by side, tables and caches without gaps, norms of one type."""
     side_by_side = all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v))
@@ -115,11 +123,8 @@ class NativeLinear:
         return self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != self._dtype:
-            raise TypeError(f"the weight is {self._dtype}, x is {x.dtype}")
-        x = contiguous_rows(x)
+        x = rows_for(x, self._dtype, self.in_features)
         num_rows, width = x.shape
-        assert width == self.in_features
         kernels = self._kernels
         out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_linear(

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.native_cpu import SUPPORTED, NativeKernels, contiguous_rows
+from kvrelay.kernels.native_cpu import SUPPORTED, NativeKernels, rows_for
 from kvrelay.kernels.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.quantized import unit_of
 
@@ -42,11 +42,8 @@ class NativeQuantLinear:
         return self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != self._dtype:
-            raise TypeError(f"the weight is for {self._dtype}, x is {x.dtype}")
-        x = contiguous_rows(x)
+        x = rows_for(x, self._dtype, self.in_features)
         num_rows, width = x.shape
-        assert width == self.in_features
         kernels, scheme = self._kernels, self._scheme
         out = kernels.empty((num_rows, self.out_features), self._dtype)
         kernels.lib.kr_quant_linear(
