@@ -240,12 +240,15 @@ class Verifier:
         """The rows about fp8 KV, after `run`."""
         await Fp8Rows(self, self._model_dir, transport).run()
 
-    async def run_quantized(self, transport: str) -> None:
-        """The rows about quantised weights, after `run`. None where the backend has no products with them."""
+    async def run_quantized(self, transport: str, *, is_random: bool = False) -> None:
+        """The rows about quantised weights, after `run`. None where the backend has no products with them.
+
+        is_random: the model's own weights are noise.
+        """
         from kvrelay.kernels.select import quantizes
 
         if quantizes(self._backend)[1]:  # type: ignore[arg-type]
-            await QuantizedRows(self, self._model_dir, transport).run()
+            await QuantizedRows(self, self._model_dir, transport, is_random=is_random).run()
 
     async def run_groups(self, transport: str) -> None:
         """The rows about n, best_of and beam search, after `run`."""
@@ -515,7 +518,7 @@ def command(
                 reports.append(verifier.report)
                 if len(reports) == 1:
                     verifier.run_kernels()
-                _run_all(verifier, chosen)
+                _run_all(verifier, chosen, is_random=bool(family))
                 if not family and dtype == "float32":
                     asyncio.run(add_latent_rows(reports[-1], Path(scratch), chosen[0], backend=backend, expect=expected_tokens, progress=status.update))  # fmt: skip
                 print_report(reports[-1], console)
@@ -528,13 +531,13 @@ def command(
         raise typer.Exit(1)
 
 
-def _run_all(verifier: Verifier, transports: Sequence[str]) -> None:
+def _run_all(verifier: Verifier, transports: Sequence[str], *, is_random: bool) -> None:
     """Every row that has a meaning in the verifier's dtype."""
     first = transports[0]
     if verifier.dtype == "float32":
         asyncio.run(verifier.run(transports))
         asyncio.run(verifier.run_fp8(first))
-        asyncio.run(verifier.run_quantized(first))
+        asyncio.run(verifier.run_quantized(first, is_random=is_random))
         asyncio.run(verifier.run_groups(first))
     else:
         stands_alone = verifier.rows_stand_alone()

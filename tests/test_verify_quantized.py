@@ -39,5 +39,16 @@ async def test_every_row_of_quantised_weights_can_fail(tmp_path, monkeypatch):
     assert [row.ok for row in verifier.report.rows] == [False, False]
 
 
+@pytest.mark.slow
+async def test_random_weights_are_given_more_room_but_not_that_of_chance(tmp_path, monkeypatch):
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    verifier = verifier_of(folder)
+    for gap, holds in ((1.0, True), (2.5, False)):
+        monkeypatch.setattr("kvrelay.cluster.verify_quantized.gaps", lambda *_, gap=gap: [gap])
+        await QuantizedRows(verifier, folder, "shm", is_random=True)._tolerance_row([], "int4")
+        assert verifier.report.rows[-1].ok is holds
+    assert verifier.report.rows[-1].name == "int4 weights: within 1.2 deviations of float32's choice"
+
+
 async def nothing_to_forget(cluster):
     """There is no cluster."""
