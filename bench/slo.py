@@ -22,7 +22,8 @@ from pathlib import Path
 
 from bench.slo_workers import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, Clock, DecodeModel, Job, PrefillModel, Speeds
 from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
-from kvrelay.cluster.loadgen_traces import MOONCAKE_BUCKET_S, TraceEntry, parse_mooncake, scale_entries, spread_buckets
+from kvrelay.cluster.workloads.readers import parse_mooncake
+from kvrelay.cluster.workloads.trace import MOONCAKE_BUCKET_S, TraceEntry, scale_entries, spread_buckets
 from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.router.promises import SloAsk, SloTarget
 from kvrelay.router.router import Router

@@ -17,18 +17,11 @@ from rich.table import Table
 from kvrelay.cluster.loadgen import Job, Result, Target, require_loopback, run_load, served_model
 from kvrelay.cluster.loadgen_plot import SUFFIXES
 from kvrelay.cluster.loadgen_stats import Distribution, Slo, Summary
-from kvrelay.cluster.loadgen_traces import (
-    MOONCAKE_BUCKET_S,
-    PromptSpec,
-    TraceEntry,
-    parse_trace,
-    poisson_arrivals,
-    scale_entries,
-    spread_buckets,
-    synthetic_prompt,
-    trace_prompt,
-)
+from kvrelay.cluster.loadgen_traces import PromptSpec, synthetic_prompt, trace_prompt
 from kvrelay.cluster.status_command import endpoints
+from kvrelay.cluster.workloads.arrivals import poisson_arrivals
+from kvrelay.cluster.workloads.readers import parse_trace
+from kvrelay.cluster.workloads.trace import MOONCAKE_BUCKET_S, TraceEntry, scale_entries, spread_buckets
 from kvrelay.errors import ConfigError
 
 _WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run

@@ -11,13 +11,13 @@ import json
 import math
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Annotated
 
 import typer
 
-from kvrelay.cluster.loadgen_traces import MOONCAKE_BLOCK_TOKENS, TraceEntry
+from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, TraceEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,7 @@ class _Session:
     def __init__(self, spec: SessionSpec, number: int, systems: list[int], start_s: float) -> None:
         self._spec = spec
         self._draw = random.Random(f"session:{spec.seed}:{number}")
+        self._name = f"session-{number}"
         weights = [1 / rank for rank in range(1, spec.num_apps + 1)]
         self._app = self._draw.choices(range(spec.num_apps), weights)[0]
         self._shared_blocks = systems[self._app] // MOONCAKE_BLOCK_TOKENS
@@ -72,7 +73,7 @@ class _Session:
             self._ids.append(shared if index < self._shared_blocks else next(fresh))
         ids = (*self._ids[:full], next(fresh)) if rest else tuple(self._ids[:full])
         self._output = self._length(self._spec.output_tokens)
-        return TraceEntry(self.at_s, self._tokens, self._output, ids)
+        return TraceEntry(self.at_s, self._tokens, self._output, ids, session=self._name)
 
     def continues(self) -> bool:
         """Whether its reader replies; if so, `at_s` is when."""
@@ -90,24 +91,39 @@ class _Session:
 def generate(spec: SessionSpec, num_requests: int) -> list[TraceEntry]:
     """The first `num_requests` requests, in order of arrival, which is to a millisecond."""
     draw = random.Random(f"sessions:{spec.seed}")
-    lengths = [
-        draw.lognormvariate(math.log(spec.system_tokens[0]), spec.system_tokens[1]) for _ in range(spec.num_apps)
-    ]
-    systems = [min(round(length), 500_000) for length in lengths]
+    systems = _system_lengths(spec, draw)
     fresh = count(0)
     entries = list(islice(_in_order(spec, systems, draw, fresh), num_requests))
     first_shared = next(fresh)
     shared = sorted({block for entry in entries for block in entry.hash_ids if block < 0}, reverse=True)
     names = {block: first_shared + index for index, block in enumerate(shared)}
     return [
-        TraceEntry(
-            round(entry.arrival_s, 3),
-            entry.input_tokens,
-            entry.output_tokens,
-            tuple(names.get(block, block) for block in entry.hash_ids),
+        replace(
+            entry,
+            arrival_s=round(entry.arrival_s, 3),
+            hash_ids=tuple(names.get(block, block) for block in entry.hash_ids),
         )
         for entry in entries
     ]
+
+
+def _system_lengths(spec: SessionSpec, draw: random.Random) -> list[int]:
+    median, sigma = spec.system_tokens
+    return [min(round(draw.lognormvariate(math.log(median), sigma)), 500_000) for _ in range(spec.num_apps)]
+
+
+def requests_per_session(spec: SessionSpec, num_sessions: int = 1000) -> float:
+    """The mean, of so many sessions."""
+    systems = _system_lengths(spec, random.Random(f"sessions:{spec.seed}"))
+    sessions = [_Session(spec, number, systems, 0.0) for number in range(num_sessions)]
+    num_requests = 0
+    for session in sessions:
+        session.request(count())
+        num_requests += 1
+        while session.continues():
+            session.request(count())
+            num_requests += 1
+    return num_requests / num_sessions
 
 
 def _in_order(spec: SessionSpec, systems: list[int], draw: random.Random, fresh: Iterator[int]) -> Iterator[TraceEntry]:
@@ -134,7 +150,8 @@ def as_mooncake(entry: TraceEntry) -> str:
         "output_length": entry.output_tokens,
         "hash_ids": list(entry.hash_ids),
     }
-    return json.dumps(row)
+    named = {"session_id": entry.session, "tenant": entry.tenant}
+    return json.dumps(row | {name: value for name, value in named.items() if value})
 
 
 def main(

@@ -8,7 +8,7 @@ import pytest
 from bench.cache_replay import Belady, Prompt, load_prompts, replay
 from bench.tiers_trace import run
 from kvrelay.cluster.loadgen_sessions import SessionSpec, as_mooncake, generate
-from kvrelay.cluster.loadgen_traces import parse_mooncake
+from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.config import CacheSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain

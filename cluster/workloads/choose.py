@@ -1,0 +1,146 @@
+"""A workload by its name or its file, at a rate. Reads files; all else is pure and seeded."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+
+from kvrelay.cluster.loadgen_sessions import SessionSpec, generate, requests_per_session
+from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
+from kvrelay.cluster.workloads.arrivals import gamma_arrivals, poisson_arrivals, switching_arrivals
+from kvrelay.cluster.workloads.mixes import mixed_entries
+from kvrelay.cluster.workloads.readers import parse_trace
+from kvrelay.cluster.workloads.trace import (
+    MOONCAKE_BUCKET_S,
+    TraceEntry,
+    at_rate,
+    is_rounded,
+    spread_buckets,
+    with_own_blocks,
+)
+from kvrelay.errors import ConfigError
+
+DEFAULT_RATE_PER_S = 1.0
+GAMMA_VARIATION = 3.0
+NO_LIMIT = 1 << 62
+
+
+def _chat(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
+    spec = SessionSpec(seed=seed)
+    return generate(replace(spec, sessions_per_s=rate_per_s / requests_per_session(spec)), num_requests)
+
+
+def _agents(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
+    spec = AgentSpec(seed=seed)
+    return agent_entries(replace(spec, tasks_per_s=rate_per_s / requests_per_task(spec)), num_requests)
+
+
+def _bursty(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
+    return mixed_entries(switching_arrivals(rate_per_s, seed=seed), num_requests, seed=seed)
+
+
+def _gamma(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
+    arrivals = gamma_arrivals(rate_per_s, variation=GAMMA_VARIATION, seed=seed)
+    return mixed_entries(arrivals, num_requests, seed=seed)
+
+
+def _poisson(rate_per_s: float, num_requests: int, seed: int) -> list[TraceEntry]:
+    return mixed_entries(poisson_arrivals(rate_per_s, seed=seed), num_requests, seed=seed)
+
+
+GENERATORS: dict[str, Callable[[float, int, int], list[TraceEntry]]] = {
+    "chat": _chat, "agents": _agents, "bursty": _bursty, "gamma": _gamma, "poisson": _poisson,
+}  # fmt: skip
+"""Name -> (requests per second in the long run, how many, seed) -> entries."""
+
+
+def load_trace(path: Path, *, limit: int | None = None, seed: int = 0) -> list[TraceEntry]:
+    """A trace file's first requests, in order of arrival; times that are whole buckets of 3 s are spread inside them.
+
+    Raises ConfigError: it cannot be read, or holds no requests.
+    """
+    try:
+        with path.open(encoding="utf-8", newline="" if path.suffix == ".csv" else None) as lines:
+            entries = parse_trace(lines, is_csv=path.suffix == ".csv", limit=limit or NO_LIMIT)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not entries:
+        raise ConfigError(f"{path} holds no requests")
+    entries.sort(key=lambda entry: entry.arrival_s)
+    if is_rounded(entries):
+        entries = spread_buckets(entries, bucket_s=MOONCAKE_BUCKET_S, seed=seed)
+    return entries
+
+
+def make_workload(
+    source: str, *, rate_per_s: float | None = None, limit: int | None = None, seed: int = 0
+) -> list[TraceEntry]:
+    """Requests that all name their blocks, in order of arrival.
+
+    Args:
+        source: a name in GENERATORS, or a trace file.
+        rate_per_s: of a generator, in the long run (default 1); a trace is played faster or slower to have it (default: its own).
+        limit: how many; a generator needs it.
+
+    Raises ConfigError.
+    """
+    if rate_per_s is not None and rate_per_s <= 0:
+        raise ConfigError("an arrival rate must be above 0")
+    if limit is not None and limit < 1:
+        raise ConfigError("a workload needs at least one request")
+    if source in GENERATORS:
+        if limit is None:
+            raise ConfigError(f"{source} never ends: say how many requests")
+        return GENERATORS[source](rate_per_s or DEFAULT_RATE_PER_S, limit, seed)
+    path = Path(source)
+    if not path.exists():
+        raise ConfigError(f"{source} is no trace file, and none of {', '.join(GENERATORS)}")
+    entries = load_trace(path, limit=limit, seed=seed)
+    return with_own_blocks(entries if rate_per_s is None else at_rate(entries, rate_per_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What a workload is like. Shares are of 1."""
+
+    num_requests: int
+    span_s: float
+    mean_input_tokens: float
+    mean_output_tokens: float
+    num_sessions: int
+    num_tenants: int
+    repeated_share: (
+        float  # of prompt tokens: in leading blocks that an earlier prompt had; what an endless cache would hold
+    )
+    gap_variation: float  # deviation of gaps over their mean; Poisson: 1
+
+
+def outline(entries: list[TraceEntry]) -> Outline:
+    """Of at least one entry, in order of arrival."""
+    seen: set[int] = set()
+    repeated = 0
+    for entry in entries:
+        leading = next((index for index, block in enumerate(entry.hash_ids) if block not in seen), len(entry.hash_ids))
+        repeated += min(leading * entry.block_tokens, entry.input_tokens)
+        seen.update(entry.hash_ids)
+    total = sum(entry.input_tokens for entry in entries)
+    return Outline(
+        num_requests=len(entries),
+        span_s=entries[-1].arrival_s - entries[0].arrival_s,
+        mean_input_tokens=total / len(entries),
+        mean_output_tokens=sum(entry.output_tokens for entry in entries) / len(entries),
+        num_sessions=len({entry.session for entry in entries} - {""}),
+        num_tenants=len({entry.tenant for entry in entries} - {""}),
+        repeated_share=repeated / max(total, 1),
+        gap_variation=_variation([entry.arrival_s for entry in entries]),
+    )
+
+
+def _variation(times: list[float]) -> float:
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    mean = sum(gaps) / max(len(gaps), 1)
+    if not mean:
+        return 0.0
+    return float((sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5 / mean)

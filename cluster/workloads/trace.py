@@ -1,0 +1,102 @@
+"""One request of a trace, and what can be done to a whole trace: spread, scale, set to a rate, name its blocks. Pure."""
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, groupby
+
+from kvrelay.errors import ConfigError
+
+MOONCAKE_BLOCK_TOKENS = 512
+MOONCAKE_BUCKET_S = 3.0  # its conversation trace's timestamps are rounded down to this
+
+
+@dataclass(frozen=True, slots=True)
+class TraceEntry:
+    """One request of a trace. `hash_ids` name its prompt's blocks of `block_tokens` tokens; equal ids, equal tokens.
+
+    session: of one conversation or agent; tenant: whose it is; empty: not told.
+    """
+
+    arrival_s: float
+    input_tokens: int
+    output_tokens: int
+    hash_ids: tuple[int, ...] = ()
+    block_tokens: int = MOONCAKE_BLOCK_TOKENS
+    session: str = ""
+    tenant: str = ""
+
+
+def spread_buckets(entries: Sequence[TraceEntry], *, bucket_s: float, seed: int) -> list[TraceEntry]:
+    """Undo a timestamp's rounding: entries of one bucket get uniform times inside it, in their order."""
+    spread: list[TraceEntry] = []
+    for start_s, group in groupby(entries, key=lambda entry: entry.arrival_s):
+        bucket = list(group)
+        draw = random.Random(f"{seed}:{start_s}")
+        offsets = sorted(draw.random() * bucket_s for _ in bucket)
+        spread += [replace(entry, arrival_s=start_s + offset) for entry, offset in zip(bucket, offsets, strict=True)]
+    return spread
+
+
+def is_rounded(entries: Sequence[TraceEntry], bucket_s: float = MOONCAKE_BUCKET_S) -> bool:
+    """Whether all times are whole buckets, and there are several."""
+    times = {entry.arrival_s for entry in entries}
+    return len(times) > 1 and all(time_s % bucket_s == 0 for time_s in times)
+
+
+def scale_entries(
+    entries: Iterable[TraceEntry],
+    *,
+    time_scale: float = 1.0,
+    length_scale: float = 1.0,
+    max_input: int | None = None,
+    max_output: int | None = None,
+) -> list[TraceEntry]:
+    """Fit a trace to a machine.
+
+    Args:
+        time_scale: arrival times are multiplied by it: 0.5 replays twice as fast.
+        length_scale: prompts, outputs and prefix blocks shrink alike, so the shared part stays the same share.
+        max_input, max_output: cut after scaling; a prompt loses its end, never its prefix.
+    """
+
+    def scaled(length: int, limit: int | None) -> int:
+        return max(1, min(round(length * length_scale), limit or round(length * length_scale)))
+
+    return [
+        replace(
+            entry,
+            arrival_s=entry.arrival_s * time_scale,
+            input_tokens=scaled(entry.input_tokens, max_input),
+            output_tokens=scaled(entry.output_tokens, max_output),
+            block_tokens=max(1, round(entry.block_tokens * length_scale)),
+        )
+        for entry in entries
+    ]
+
+
+def rate_of(entries: Sequence[TraceEntry]) -> float:
+    """Requests per second between the first and the last. Raises ConfigError: there are no two times."""
+    span_s = entries[-1].arrival_s - entries[0].arrival_s if entries else 0.0
+    if span_s <= 0:
+        raise ConfigError("a trace needs two requests at different times to have a rate")
+    return (len(entries) - 1) / span_s
+
+
+def at_rate(entries: Sequence[TraceEntry], rate_per_s: float) -> list[TraceEntry]:
+    """The same requests in the same rhythm, faster or slower; the first arrives at 0. Raises ConfigError."""
+    if rate_per_s <= 0:
+        raise ConfigError("an arrival rate must be above 0")
+    scale, first_s = rate_of(entries) / rate_per_s, entries[0].arrival_s
+    return [replace(entry, arrival_s=(entry.arrival_s - first_s) * scale) for entry in entries]
+
+
+def with_own_blocks(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
+    """Entries that name fewer blocks than their prompts have get ids that no other has for the rest."""
+    fresh = count(1 + max((max(entry.hash_ids, default=-1) for entry in entries), default=-1))
+    named: list[TraceEntry] = []
+    for entry in entries:
+        missing = -(-entry.input_tokens // entry.block_tokens) - len(entry.hash_ids)
+        own = tuple(next(fresh) for _ in range(missing))
+        named.append(replace(entry, hash_ids=entry.hash_ids + own) if own else entry)
+    return named
