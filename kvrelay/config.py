@@ -367,6 +367,9 @@ class TransferSettings(_Settings):
 class RouterSettings(_Settings):
     """How workers are chosen. Costs are in seconds of predicted time to first token."""
 
+    policy: str = Field("joint", description="who chooses the workers of a request; see docs/routing.md for the others")
+    policy_options: dict[str, bool | int | float | str] = Field({}, description="that policy's own settings, by name")
+    seed: int = Field(0, description="of the draws that some policies make; a request's id is drawn with it")
     local_prefill_tokens: int = Field(
         32, ge=0, description="at most this many uncached prompt tokens are prefilled on the decode worker"
     )

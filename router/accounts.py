@@ -3,15 +3,29 @@
 Owns the accounts; never imports torch, Ray, sockets or a clock. A request counts from the moment it is
 assigned, before any report can show it, so that a burst spreads. When a report comes, what it
 shows beyond our own assignments is other routers' work ("foreign"): own and foreign are added, so
-nothing counts twice.
+nothing counts twice. Each change is written into the account's row of its role's columns at once.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from kvrelay.router.columns import (
+    DECODE_STEP,
+    FREE_BLOCKS,
+    KV_RATE,
+    PREFILL_RATE,
+    QUEUED_REQUESTS,
+    QUEUED_TOKENS,
+    REPORTED_AT,
+    SEQUENCES,
+    TURN,
+    WAITING,
+    Columns,
+)
+from kvrelay.router.cost import CostModel
 from kvrelay.router.types import WorkerLoad
+from kvrelay.types import Role
 from kvrelay.wire import LoadReport, WorkerInfo
 
 _BUCKET = math.log(1.25)
@@ -33,10 +47,11 @@ class WorkerAccount:
     """One incarnation of one worker. Mutable; written only by Ledger and Router."""
 
     __slots__ = (
+        "_columns",
         "_foreign_prefills",
         "_foreign_sequences",
         "_foreign_tokens",
-        "_view",
+        "_model",
         "info",
         "own_prefills",
         "own_requests",
@@ -46,11 +61,15 @@ class WorkerAccount:
         "own_unconfirmed_blocks",
         "report",
         "reported_at_s",
+        "role",
+        "row",
         "turn",
     )
 
-    def __init__(self, info: WorkerInfo) -> None:
-        self.info = info
+    def __init__(self, info: WorkerInfo, model: CostModel) -> None:
+        self.info, self._model = info, model
+        self.role = Role(info.role)
+        self.row = 0  # in the columns of its role
         self.report: LoadReport | None = None
         self.reported_at_s: float | None = None
         self.own_tokens = 0  # assigned prompt tokens not yet computed
@@ -62,17 +81,25 @@ class WorkerAccount:
         self._foreign_tokens = 0
         self._foreign_prefills = 0
         self._foreign_sequences = 0
-        self.turn = 0
-        self._view: WorkerLoad | None = None
+        self.turn = 0  # when it was last chosen
+        self._columns: Columns | None = None
+
+    def place(self, columns: Columns | None, row: int = 0) -> None:
+        """From now on this is its row; None: it has none, for it is gone."""
+        self._columns, self.row = columns, row
+        self._write_report()
+        self._write_load()
 
     def apply_report(self, report: LoadReport, now_s: float) -> None:
         """Take the newest report. Reports of one connection come in order."""
-        self.report, self.reported_at_s, self._view = report, now_s, None
+        self.report, self.reported_at_s = report, now_s
         self._foreign_tokens = max(0, report.queued_tokens - self.own_tokens)
         waiting_elsewhere = max(1, report.waiting - self.own_prefills)
         self._foreign_prefills = waiting_elsewhere if self._foreign_tokens else 0
         shown = report.running + report.waiting + report.receiving
         self._foreign_sequences = max(0, shown - self.own_shown)
+        self._write_report()
+        self._write_load()
 
     @property
     def foreign_tokens(self) -> int:
@@ -82,6 +109,11 @@ class WorkerAccount:
     @property
     def foreign_sequences(self) -> int:
         return self._foreign_sequences
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """As it measured; 0: not yet."""
+        return _bucketed(self.report.prefill_tokens_per_s) if self.report is not None else 0.0
 
     def add(
         self,
@@ -102,24 +134,13 @@ class WorkerAccount:
         self.own_unconfirmed_blocks += blocks
         assert min(self.own_tokens, self.own_prefills, self.own_requests, self.own_unconfirmed_blocks) >= 0
         assert self.own_requests <= self.own_shown <= self.own_sequences
-        self._view = None
-
-    def take_turn(self, turn: int) -> None:
-        """Remember when it was last chosen."""
-        self.turn, self._view = turn, None
+        self._write_load()
 
     def load(self) -> WorkerLoad:
-        """The frozen view for the cost; kept until something changes."""
-        if self._view is None:
-            self._view = self._build()
-        return self._view
-
-    def _build(self) -> WorkerLoad:
-        info, report = self.info, self.report or _UNREPORTED
-        sequences = self._foreign_sequences + self.own_sequences
-        queued_tokens = self._foreign_tokens + self.own_tokens
-        free = report.free_blocks if self.report is not None else info.num_blocks
-        moved = report.kv_bytes if report.kv_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES else 0
+        """All of it as one record, for people and for refusals."""
+        info = self.info
+        rate, step_s, kv_rate = self._speeds()
+        tokens, requests, sequences, waiting, free = self._counts()
         return WorkerLoad(
             worker_id=info.worker_id,
             node_id=info.node_id,
@@ -127,16 +148,60 @@ class WorkerAccount:
             num_blocks=info.num_blocks,
             block_size=info.block_size,
             kv_bytes_per_token=info.kv_bytes_per_token,
-            prefill_tokens_per_s=_bucketed(report.prefill_tokens_per_s),
-            decode_step_s=_bucketed(report.decode_step_s or report.step_s),
-            kv_bytes_per_s=_bucketed(moved / report.kv_seconds) if report.kv_seconds > 0 else 0.0,
-            queued_tokens=queued_tokens,
-            queued_requests=self._foreign_prefills + self.own_prefills,
+            prefill_tokens_per_s=rate,
+            decode_step_s=step_s,
+            kv_bytes_per_s=kv_rate,
+            queued_tokens=tokens,
+            queued_requests=requests,
             sequences=sequences,
-            waiting=max(report.waiting, sequences - info.max_running, 0),
-            free_blocks=free - max(0, self.own_unconfirmed_blocks - report.leased_blocks),
+            waiting=waiting,
+            free_blocks=free,
             turn=self.turn,
         )
+
+    def _counts(self) -> tuple[int, int, int, int, int]:
+        """Queued tokens, queued requests, sequences, those of them that wait, free blocks."""
+        report = self.report or _UNREPORTED
+        sequences = self._foreign_sequences + self.own_sequences
+        free = report.free_blocks if self.report is not None else self.info.num_blocks
+        return (
+            self._foreign_tokens + self.own_tokens,
+            self._foreign_prefills + self.own_prefills,
+            sequences,
+            max(report.waiting, sequences - self.info.max_running, 0),
+            free - max(0, self.own_unconfirmed_blocks - report.leased_blocks),
+        )
+
+    def _speeds(self) -> tuple[float, float, float]:
+        """Prompt tokens/s, seconds of a decode step, KV bytes/s; 0: not measured."""
+        report = self.report or _UNREPORTED
+        moved = report.kv_bytes if report.kv_bytes >= MIN_BANDWIDTH_SAMPLE_BYTES else 0
+        return (
+            _bucketed(report.prefill_tokens_per_s),
+            _bucketed(report.decode_step_s or report.step_s),
+            _bucketed(moved / report.kv_seconds) if report.kv_seconds > 0 else 0.0,
+        )
+
+    def _write_load(self) -> None:
+        if self._columns is None:
+            return
+        ints, row = self._columns.ints, self.row
+        (
+            ints[QUEUED_TOKENS, row], ints[QUEUED_REQUESTS, row], ints[SEQUENCES, row], ints[WAITING, row],
+            ints[FREE_BLOCKS, row],
+        ) = self._counts()  # fmt: skip
+        ints[TURN, row] = self.turn
+
+    def _write_report(self) -> None:
+        if self._columns is None:
+            return
+        floats, row = self._columns.floats, self.row
+        rate, step_s, kv_rate = self._speeds()
+        floats[PREFILL_RATE, row] = rate
+        floats[DECODE_STEP, row] = step_s or self._model.default_decode_step_s
+        floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
+        if self.reported_at_s is not None:
+            floats[REPORTED_AT, row] = self.reported_at_s
 
 
 _UNREPORTED = LoadReport(seq=-1)
@@ -192,11 +257,11 @@ class Ledger:
         self._turn += 1
         self._assignments[assignment.request_id] = assignment
         compute, decode = assignment.compute, assignment.decode
+        compute.turn = self._turn
         compute.add(tokens=assignment.compute_tokens, prefills=1, **_seats(int(decode is not compute)))
-        compute.take_turn(self._turn)
         if decode is not None:
+            decode.turn = self._turn
             decode.add(requests=1, sequences=assignment.width, shown=1, blocks=assignment.decode_blocks)
-            decode.take_turn(self._turn)
         if assignment.block_hashes:
             self._pending.setdefault(assignment.block_hashes[0], {})[assignment.request_id] = assignment
 
@@ -236,9 +301,16 @@ class Ledger:
         if assignment.decode is not None:
             assignment.decode.add(sequences=-gone, shown=-gone * assignment.has_first_token)
 
-    def pending_matches(self, hashes: tuple[bytes, ...]) -> Iterator[tuple[WorkerAccount, int]]:
-        """Workers that are about to compute a prefix of `hashes`, with its hashes; newest first, bounded."""
-        if not hashes or hashes[0] not in self._pending:
-            return
-        for assignment in islice(reversed(self._pending[hashes[0]].values()), MAX_PENDING_COMPARED):
-            yield assignment.compute, common_prefix(hashes, assignment.block_hashes)
+    def pending_matches(self, hashes: tuple[bytes, ...]) -> dict[WorkerAccount, int]:
+        """Workers that are about to compute a prefix of `hashes`, and how many of its hashes; the newest, bounded."""
+        found: dict[WorkerAccount, int] = {}
+        bucket = self._pending.get(hashes[0]) if hashes else None
+        if bucket is None:
+            return found
+        for assignment in islice(reversed(bucket.values()), MAX_PENDING_COMPARED):
+            known, chain = found.get(assignment.compute, 0), assignment.block_hashes
+            if (
+                known < len(hashes) and known < len(chain) and hashes[known] == chain[known]
+            ):  # it shares more than is known
+                found[assignment.compute] = common_prefix(hashes, chain)
+        return found

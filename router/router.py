@@ -1,24 +1,30 @@
 """The router: one synchronous call picks workers and counts the request as theirs at once.
 
-Owns the prefix index and the accounts of every worker; the choice itself is policy.rank's, and where an SLO is to be kept
-admission.choose_way's. Pure: the
-caller passes the time. Never imports torch, Ray, sockets, a clock or a random source. Not for use from
-several threads. How many requests may be in flight at all (settings.max_inflight) is the caller's.
+Owns the prefix index and what was sent to whom; the choice itself is the policy's (see policies/), and where an SLO is to be
+kept admission.choose_way's. Pure: the caller passes the time. Never imports torch, Ray, sockets, a clock or a random source. Not
+for use from several threads. How many requests may be in flight at all (settings.max_inflight) is the caller's.
 """
 
 from dataclasses import replace
+from hashlib import blake2b
+
+import numpy as np
 
 from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
 from kvrelay.router.admission import choose_way
+from kvrelay.router.columns import Held
 from kvrelay.router.cost import CostModel
+from kvrelay.router.fleet import Fleet
 from kvrelay.router.forecast import Forecast
-from kvrelay.router.misfits import Misfits, isolated
-from kvrelay.router.policy import MIN_RETRY_S, Context, Option, Scored, decision_of, rank
+from kvrelay.router.misfits import Misfits
+from kvrelay.router.policies.base import Ask, Policy, Side
+from kvrelay.router.policies.registry import policy_of
+from kvrelay.router.policy import MIN_RETRY_S, Scene, refusal
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.promises import Prediction
 from kvrelay.router.slo import why_refused
-from kvrelay.router.types import Decision, IndexState, LeftOut, Refusal, RouteRequest, WorkerView
+from kvrelay.router.types import Decision, IndexState, LeftOut, Ranking, Refusal, RouteRequest, WorkerView
 from kvrelay.types import Role
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 
@@ -41,20 +47,21 @@ class Router:
         max_waiting: int = 256,
         model: CostModel | None = None,
         slo: SloSettings | None = None,
+        policy: Policy | None = None,
     ) -> None:
         """`tokens_per_hash` divides every worker's block size; requests bring one hash for so many tokens.
 
         `max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit). `slo`: while it sets
-        anything, times are predicted and learned from; without, nothing is.
+        anything, times are predicted and learned from; without, nothing is. `policy`: instead of the one that the settings name.
+        Raises ConfigError where they name none.
         """
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
-        self._model = model or CostModel()
-        self._accounts: dict[str, WorkerAccount] = {}
+        self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
+        self._policy = policy or policy_of(settings, self._model)
+        self._fleet = Fleet(self._model)
         self._index = PrefixIndex()
         self._ledger = Ledger()
-        self._prefill_rate = self._model.default_prefill_tokens_per_s
         self._prediction_error_s = 0.0
-        self._misfits: Misfits = {}
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
 
     @property
@@ -66,12 +73,9 @@ class Router:
 
     def worker_up(self, info: WorkerInfo) -> None:
         """A worker connected: new, restarted (new epoch: starts empty), or reconnected (its index is STALE)."""
-        known = self._accounts.get(info.worker_id)
-        if known is not None and known.info.epoch == info.epoch:
-            known.info = info
+        if not self._fleet.up(info):
             self._index.mark_stale(info.worker_id)
             return
-        self._accounts[info.worker_id] = WorkerAccount(info)
         if self.forecast is not None:
             self.forecast.worker_up(info)
         stride, rest = divmod(info.block_size, self._tokens_per_hash)
@@ -80,22 +84,15 @@ class Router:
 
     def worker_down(self, worker_id: str) -> None:
         """Forget a worker; its requests stay counted nowhere, and their `on_end` changes nothing else."""
-        self._accounts.pop(worker_id, None)
+        self._fleet.down(worker_id)
         self._index.remove_worker(worker_id)
         if self.forecast is not None:
             self.forecast.worker_down(worker_id)
 
     def apply_load(self, worker_id: str, report: LoadReport, now_s: float) -> None:
         """A worker's load; what comes after its death is ignored."""
-        account = self._accounts.get(worker_id)
-        if account is None:
-            return
-        account.apply_report(report, now_s)
-        if self.forecast is not None:
+        if self._fleet.report(worker_id, report, now_s) and self.forecast is not None:
             self.forecast.apply_load(worker_id, report, now_s)
-        measured = account.load().prefill_tokens_per_s
-        if measured:
-            self._prefill_rate += _SMOOTHING * (measured - self._prefill_rate)
 
     def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """Blocks stored and removed. False: something is missing, ask the worker for a snapshot."""
@@ -107,34 +104,33 @@ class Router:
 
     def set_misfits(self, misfits: Misfits) -> None:
         """From now on these pairs of live workers are not chosen; any other may be."""
-        self._misfits = dict(misfits)
+        self._fleet.set_misfits(misfits)
 
     # ---- what requests do
 
     def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
         """Choose, and count the request from now on. An earlier attempt of the same id ends first."""
         self.on_end(request.request_id)
-        options = self._options(request)
-        prefills = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.PREFILL]
-        decodes = [o for o in options if self._accounts[o.load.worker_id].info.role == Role.DECODE]
-        if self._misfits:
-            lonely = isolated([o.load.worker_id for o in prefills], [o.load.worker_id for o in decodes], self._misfits)
-            prefills = [o for o in prefills if o.load.worker_id not in lonely]
-            decodes = [o for o in decodes if o.load.worker_id not in lonely]
-            if lonely and not decodes:
-                return Refusal("misfit", "; ".join(sorted(self._misfits.values())), MIN_RETRY_S)
-        ctx = Context(
-            request, self._settings, self._model, self._max_waiting, self._prefill_rate, pressure=0,
-            misfits=self._misfits,
-        )  # fmt: skip
-        ranked = rank(ctx, prefills, decodes)
-        if isinstance(ranked, Refusal):
-            return ranked
-        choice = decision_of(ctx, ranked) if self.forecast is None else self._admit(self.forecast, ctx, ranked, now_s)
+        misfits, lonely = self._fleet.misfits, self._fleet.lonely if self._fleet.misfits else frozenset()
+        if lonely and lonely.issuperset(self._fleet.columns(Role.DECODE).names):
+            return Refusal("misfit", "; ".join(sorted(misfits.values())), MIN_RETRY_S)
+        held = self._held(request)
+        scene = Scene(
+            Ask(request, _draw(request.request_id, self._settings.seed), now_s),
+            self._side(Role.PREFILL, request, held, now_s, lonely),
+            self._side(Role.DECODE, request, held, now_s, lonely),
+            self._policy,
+            self._model,
+        )
+        ranking = scene.ranking(misfits)
+        if not ranking.ways:
+            wants_prefill = request.force == "remote" and (not request.needs_decode or len(scene.decodes) > 0)
+            role = Role.PREFILL if wants_prefill else Role.DECODE
+            return refusal(scene, role, self._fleet.columns(role), lonely, held[role], self._fleet.prefill_rate)
+        choice = scene.decision(ranking) if self.forecast is None else self._admit(self.forecast, scene, ranking, now_s)
         if isinstance(choice, Decision):
-            if self._misfits:
-                left_out = tuple(LeftOut(*pair, why) for pair, why in self._misfits.items())
-                choice = replace(choice, left_out=left_out)
+            if misfits:
+                choice = replace(choice, left_out=tuple(LeftOut(*pair, why) for pair, why in misfits.items()))
             self._reserve(request, choice, now_s)
         return choice
 
@@ -167,36 +163,59 @@ class Router:
 
     def prefill_tokens_per_s(self, worker_id: str | None) -> float:
         """How fast a worker computes prompts, as it measured; the others' average until it has; 0: it is not here."""
-        account = self._accounts.get(worker_id) if worker_id is not None else None
-        return 0.0 if account is None else account.load().prefill_tokens_per_s or self._prefill_rate
+        account = self._fleet.accounts.get(worker_id) if worker_id is not None else None
+        return 0.0 if account is None else account.prefill_tokens_per_s or self._fleet.prefill_rate
 
     def workers(self) -> list[WorkerView]:
         """Every live worker, by id."""
-        return [self._view(worker_id) for worker_id in sorted(self._accounts)]
+        return [self._view(worker_id) for worker_id in sorted(self._fleet.accounts)]
 
-    def _options(self, request: RouteRequest) -> list[Option]:
-        """All live workers with what they hold, and will hold, of the prompt."""
-        matched = self._index.match(request.block_hashes)
-        coming = dict(matched)
-        size = self._tokens_per_hash
-        for account, hashes in self._ledger.pending_matches(request.block_hashes):
+    def _side(
+        self, role: Role, request: RouteRequest, held: dict[Role, Held], now_s: float, lonely: frozenset[str]
+    ) -> Side:
+        """Those of a role that can take it now."""
+        columns = self._fleet.columns(role)
+        rows = columns.usable(
+            request, max_waiting=self._max_waiting, needs_output=role is Role.DECODE, excluded=request.excluded | lonely
+        )
+        return columns.side(rows, held[role], self._fleet.prefill_rate, now_s)
+
+    def _held(self, request: RouteRequest) -> dict[Role, Held]:
+        """What all live workers hold, and will hold, of the prompt."""
+        tables = {role: self._fleet.columns(role) for role in Role}
+        size, accounts = self._tokens_per_hash, self._fleet.accounts
+        held = {role: np.zeros(len(columns), np.int64) for role, columns in tables.items()}
+        for worker_id, hashes in self._index.match(request.block_hashes).items():
+            account = accounts[worker_id]
+            held[account.role][account.row] = hashes * size
+        coming = held
+        if on_the_way := self._on_the_way(request):
+            coming = {role: column.copy() for role, column in held.items()}
+            for account, tokens in on_the_way:
+                column = coming[account.role]
+                column[account.row] = max(column[account.row], tokens)
+        return {role: Held(held[role], coming[role], held[role]) for role in Role}
+
+    def _on_the_way(self, request: RouteRequest) -> list[tuple[WorkerAccount, int]]:
+        """Live workers that are about to compute a beginning of the prompt, and the tokens of it that will be whole blocks."""
+        found, size = [], self._tokens_per_hash
+        for account, hashes in self._ledger.pending_matches(request.block_hashes).items():
             worker_id = account.info.worker_id
-            if self._accounts.get(worker_id) is account and self._index.state(worker_id) is not IndexState.STALE:
-                whole = hashes - hashes % (account.info.block_size // size)  # of its own blocks
-                coming[worker_id] = max(whole, coming.get(worker_id, 0))
-        return [
-            Option(account.load(), matched.get(worker_id, 0) * size, coming.get(worker_id, 0) * size)
-            for worker_id, account in self._accounts.items()
-        ]
+            is_live = self._fleet.accounts.get(worker_id) is account
+            if is_live and self._index.state(worker_id) is not IndexState.STALE:
+                tokens = hashes * size
+                found.append((account, tokens - tokens % account.info.block_size))
+        return found
 
-    def _admit(self, forecast: Forecast, ctx: Context, ranked: list[Scored], now_s: float) -> Decision | Refusal:
+    def _admit(self, forecast: Forecast, scene: Scene, ranking: Ranking, now_s: float) -> Decision | Refusal:
         """The decision with what is predicted of it, or the refusal of a request whose SLO would be missed."""
-        request = ctx.request
+        request = scene.request
         decisions: dict[int, Decision] = {}
+        pairs = [ranking.workers(way) for way in ranking.ways]
 
         def decision_at(index: int) -> Decision:
             if index not in decisions:
-                decisions[index] = decision_of(ctx, ranked, index)
+                decisions[index] = scene.decision(ranking, index)
             return decisions[index]
 
         def predict(index: int) -> Prediction:
@@ -204,12 +223,12 @@ class Router:
             return forecast.predict(request, decision, *self._workers_of(decision), now_s)
 
         def clears_in_s(index: int, prediction: Prediction) -> float | None:
-            return self._clears_in_s(forecast, request, ranked[index].way[1], prediction, now_s)
+            return self._clears_in_s(forecast, request, pairs[index][1], prediction, now_s)
 
         if request.slo is None:
             decision = replace(decision_at(0), forecast=predict(0))
         else:
-            chosen, verdict = choose_way(request.slo, [one.way for one in ranked], predict, clears_in_s)
+            chosen, verdict = choose_way(request.slo, pairs, predict, clears_in_s)
             if verdict.kind == "refused":
                 return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
             decision = replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
@@ -224,12 +243,12 @@ class Router:
         loosest = request.slo.targets[-1].tpot_s or prediction.crowded_tpot_s
         if decode is None or loosest is None or prediction.safe_tpot_s <= loosest:
             return None
-        return forecast.clears_in(self._accounts[decode], request, loosest, now_s)
+        return forecast.clears_in(self._fleet.accounts[decode], request, loosest, now_s)
 
     def _workers_of(self, decision: Decision) -> tuple[WorkerAccount, WorkerAccount | None]:
         """Who computes the prompt, and who decodes."""
-        compute = self._accounts[decision.prefill or decision.decode or ""]
-        return compute, self._accounts[decision.decode] if decision.decode is not None else None
+        compute = self._fleet.accounts[decision.prefill or decision.decode or ""]
+        return compute, self._fleet.accounts[decision.decode] if decision.decode is not None else None
 
     def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
         compute, decode = self._workers_of(decision)
@@ -250,7 +269,7 @@ class Router:
         )
 
     def _view(self, worker_id: str) -> WorkerView:
-        account = self._accounts[worker_id]
+        account = self._fleet.accounts[worker_id]
         return WorkerView(
             worker_id=worker_id,
             role=account.info.role,
@@ -262,3 +281,9 @@ class Router:
             reported_at_s=account.reported_at_s,
             load=account.load(),
         )
+
+
+def _draw(request_id: str, seed: int) -> float:
+    """In [0, 1), the same for the same request and seed."""
+    digest = blake2b(f"{seed}:{request_id}".encode(), digest_size=8).digest()
+    return (int.from_bytes(digest) >> 11) * 2.0**-53

@@ -5,7 +5,7 @@ Never imports torch, Ray, sockets, a clock or a random source.
 
 import enum
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvrelay.router.promises import Prediction, SloAsk, SloVerdict
 
@@ -23,7 +23,7 @@ TERM_NAMES = (
     "decode_wait",  # predicted wait for blocks that are not free yet
     "stall",  # delay that a prefill on the decode worker causes to its running sequences
 )
-"""Every term of a score, in seconds. Which of them are seconds of the request's own TTFT: see TTFT_TERMS."""
+"""Every term of the common cost, in seconds. Which of them are seconds of the request's own TTFT: see TTFT_TERMS."""
 
 TTFT_TERMS = ("prefill_compute", "prefill_queue", "handoff", "decode_wait")
 
@@ -59,19 +59,65 @@ class RouteRequest:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CandidateScore:
-    """One way that was considered. `parts` are the values of TERM_NAMES, in that order; they add up to `score`."""
+class Way(NamedTuple):
+    """One way to serve a request: rows of the prefill and the decode side; None: there is none (local, or prefill only).
+
+    `score`: the less, the better. `parts`: of the policy's `term_names`, in that order.
+    """
+
+    prefill: int | None
+    decode: int | None
+    score: float
+    parts: tuple[float, ...]
+
+    @property
+    def path(self) -> Path:
+        return "prefill_only" if self.decode is None else "local" if self.prefill is None else "disaggregated"
+
+
+class CandidateScore(NamedTuple):
+    """One way that was considered, as the policy sees it: the less the score, the better."""
 
     prefill: str | None
     decode: str | None
     path: Path
     score: float
-    parts: tuple[float, ...]
+    names: tuple[str, ...]  # of the policy's terms
+    parts: tuple[float, ...]  # their values
 
     @property
     def terms(self) -> dict[str, float]:
-        return dict(zip(TERM_NAMES, self.parts, strict=True))
+        return dict(zip(self.names, self.parts, strict=True))
+
+
+class Ranking(NamedTuple):
+    """What a policy answered, best first, with the names that its rows and its terms stand for."""
+
+    ways: tuple[Way, ...]
+    prefills: tuple[str, ...]
+    decodes: tuple[str, ...]
+    term_names: tuple[str, ...]
+
+    def workers(self, way: Way) -> tuple[str | None, str | None]:
+        """(prefill worker, decode worker)."""
+        return (
+            None if way.prefill is None else self.prefills[way.prefill],
+            None if way.decode is None else self.decodes[way.decode],
+        )
+
+    def candidates(self) -> tuple[CandidateScore, ...]:
+        return tuple(
+            CandidateScore(*self.workers(way), way.path, way.score, self.term_names, way.parts) for way in self.ways
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Regret:
+    """What the choice gave away of the best overlap among all workers that could compute the prompt."""
+
+    worker: str  # that holds the most of it, or will; the chosen one if none holds more
+    tokens: int  # that the chosen one holds less
+    seconds: float  # to compute those there
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +133,8 @@ class LeftOut:
 class Decision:
     """Where the request goes, and why. Its load is counted from now until `Router.on_end`.
 
-    `prefill` is None for the local path, `decode` is None for prefill_only. `candidates` holds the
-    best pairs (and local or prefill-only choices) that were scored in full, best first.
+    `prefill` is None for the local path, `decode` is None for prefill_only. `terms` are of the common cost, whatever the
+    policy; `score` and `policy_terms` are the policy's own, as are the `candidates`: the ways that it ranked, best first.
     """
 
     request_id: str
@@ -99,14 +145,18 @@ class Decision:
     cached_tokens_prefill: int  # of the prompt, expected in the computing worker's cache
     cached_tokens_decode: int  # of the prompt, held by the decode worker: not transferred
     terms: dict[str, float]
-    candidates: tuple[CandidateScore, ...]
+    policy: str
+    score: float
+    policy_terms: dict[str, float]
+    regret: Regret
+    ranking: Ranking
     left_out: tuple[LeftOut, ...] = ()
     forecast: Prediction | None = None  # where SLOs are configured
     verdict: SloVerdict | None = None  # for a request with an SLO
 
     @property
-    def score(self) -> float:
-        return sum(self.terms.values())
+    def candidates(self) -> tuple[CandidateScore, ...]:
+        return self.ranking.candidates()
 
 
 @dataclass(frozen=True, slots=True)

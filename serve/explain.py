@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrelay.router.promises import PassedOver, Prediction
-from kvrelay.router.types import CandidateScore, Decision, Refusal
+from kvrelay.router.types import CandidateScore, Decision, Refusal, Regret
 from kvrelay.wire import TokenOutput, Transferred
 
 MAX_CANDIDATES = 16
@@ -85,7 +85,9 @@ class Explain:
 def _decision_fields(decision: Decision) -> dict[str, Any]:
     fields: dict[str, Any] = {"path": decision.path}
     fields |= {name: value for name in ("prefill", "decode") if (value := getattr(decision, name)) is not None}
-    fields |= {"predicted_ttft_us": _us(decision.predicted_ttft_s), "score": decision.score, "terms": decision.terms}
+    fields |= {"predicted_ttft_us": _us(decision.predicted_ttft_s), "terms": decision.terms}
+    fields |= {"policy": decision.policy, "score": decision.score, "policy_terms": decision.policy_terms}
+    fields["regret"] = _regret_fields(decision.regret)
     if decision.forecast is not None:
         fields["forecast"] = _forecast_fields(decision.forecast)
     fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
@@ -94,6 +96,11 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     if decision.left_out:
         fields["left_out"] = [asdict(pair) for pair in decision.left_out]
     return fields
+
+
+def _regret_fields(regret: Regret) -> dict[str, Any]:
+    """Prompt tokens that the best holder has and the chosen worker lacks, and how long it takes to compute those."""
+    return {"worker": regret.worker, "tokens": regret.tokens, "us": _us(regret.seconds)}
 
 
 def _forecast_fields(forecast: Prediction) -> dict[str, Any]:

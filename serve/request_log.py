@@ -63,7 +63,7 @@ class RequestRecord:
     # ---- what happens to it
 
     def routed(self, decision: Decision, now_s: float) -> None:
-        """The router has chosen. `why`: every term of the score that counts, seconds."""
+        """The router has chosen. `why`: every term of the policy's score that counts."""
         self.attempts += 1
         self.path, self.prefill, self.decode = decision.path, decision.prefill, decision.decode
         others = [
@@ -74,7 +74,7 @@ class RequestRecord:
             "routed", now_s, path=decision.path, prefill=decision.prefill, decode=decision.decode,
             predicted_ttft_s=decision.predicted_ttft_s, cached_tokens=decision.cached_tokens_prefill,
             held_tokens=decision.cached_tokens_decode, score_s=decision.score,
-            why={name: value for name, value in decision.terms.items() if value}, candidates=others,
+            why={name: value for name, value in decision.policy_terms.items() if value}, candidates=others,
         )  # fmt: skip
 
     def asked(self, worker_id: str, message: object, now_s: float) -> None:

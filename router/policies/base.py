@@ -5,16 +5,19 @@ in the columns (`turn`: when a worker was last chosen) or drawn from the request
 again from its inputs, and the simulator runs the very same code.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.router.types import RouteRequest
+from kvrelay.router.types import RouteRequest, Way
+
+__all__ = ["MAX_WAYS", "Ask", "Bools", "Floats", "Ints", "Options", "Policy", "Side", "Way", "taken"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 MAX_WAYS = 16
 """Ways that a policy lists, best first."""
@@ -45,10 +48,16 @@ class Side:
     kv_bytes_per_s: Floats  # at which KV arrives there from another process of its machine
     kv_bytes_per_token: Ints
     turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
-    age_s: Floats  # of its last report
+    age_s: Floats  # of its last report; infinite before the first
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def taken(side: Side, rows: Ints) -> Side:
+    """Only these rows of it, in that order."""
+    columns = (getattr(side, field.name)[rows] for field in fields(side) if field.name != "names")
+    return Side(tuple(side.names[row] for row in rows), *columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +68,6 @@ class Ask:
     draw: float
     now_s: float
     stored: int = 0  # of the prompt's tokens, in the cluster's own store, from where any worker can load them
-
-
-class Way(NamedTuple):
-    """One way to serve a request: rows of the prefill and the decode side; None: there is none (local, or prefill only).
-
-    `score`: the less, the better. `parts`: of the policy's `term_names`, in that order.
-    """
-
-    prefill: int | None
-    decode: int | None
-    score: float
-    parts: tuple[float, ...]
 
 
 class Policy(Protocol):

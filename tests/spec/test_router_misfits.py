@@ -4,7 +4,7 @@ import pytest
 
 from kvrelay.config import RouterSettings
 from kvrelay.router.misfits import isolated
-from kvrelay.router.policy import SHORTLIST
+from kvrelay.router.policies.joint import SHORTLIST
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, LeftOut, Refusal, RouteRequest
 from kvrelay.wire import KvSnapshot, LoadReport, WorkerInfo

@@ -1,0 +1,92 @@
+"""The accounts of one role's workers as columns: row i is the worker `names[i]`, in the order of their ids.
+
+Owns the arrays; an account writes its own row whenever it changes, so that a decision reads all workers in a few numpy calls.
+Rows are laid out anew when a worker comes or goes. Pure: never imports torch, Ray, sockets, a clock or a random source.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kvrelay.router.policies.base import Floats, Ints, Side
+from kvrelay.router.types import RouteRequest
+from kvrelay.wire import WorkerInfo
+
+# rows of `Columns.ints`: first what changes, in the order in which an account writes it
+QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
+NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
+# rows of `Columns.floats`; the first is 0 while it is not measured
+PREFILL_RATE, DECODE_STEP, KV_RATE, REPORTED_AT = range(4)
+
+
+class Held(NamedTuple):
+    """Tokens of one prompt, by row of a `Columns`: see Side for the meanings."""
+
+    held: Ints
+    coming: Ints
+    below: Ints
+
+
+class Columns:
+    """All live workers of one role. Written by their accounts."""
+
+    __slots__ = ("_least_longest", "_least_room", "floats", "ints", "names", "row_of")
+
+    def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int]) -> None:
+        """`infos` in the order of their ids, each on the machine of that number in `nodes`."""
+        self.names = tuple(info.worker_id for info in infos)
+        self.row_of = {name: row for row, name in enumerate(self.names)}
+        self.ints: Ints = np.zeros((ROOM + 1, len(infos)), np.int64)
+        self.floats: Floats = np.zeros((REPORTED_AT + 1, len(infos)))
+        self.floats[REPORTED_AT] = -np.inf
+        self.ints[NODE] = nodes
+        self.ints[NUM_BLOCKS] = [info.num_blocks for info in infos]
+        self.ints[BLOCK_SIZE] = [info.block_size for info in infos]
+        self.ints[KV_BYTES_PER_TOKEN] = [info.kv_bytes_per_token for info in infos]
+        self.ints[LONGEST] = [info.max_model_len for info in infos]
+        self.ints[ROOM] = self.ints[NUM_BLOCKS] * self.ints[BLOCK_SIZE]
+        self._least_longest, self._least_room = (
+            int(self.ints[which].min(initial=1 << 62)) for which in (LONGEST, ROOM)
+        )
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def fitting(self, request: RouteRequest, *, needs_output: bool) -> Ints | None:
+        """Rows of the workers that could hold it if they were empty; None: all. Output beyond the context is theirs to cut."""
+        least = request.num_tokens + (request.max_tokens > 1)
+        most = request.num_tokens + (request.max_tokens if needs_output and request.needs_decode else 1)
+        if least <= self._least_longest and most <= self._least_room:
+            return None
+        longest, room = self.ints[LONGEST], self.ints[ROOM]
+        return np.flatnonzero((longest >= least) & (np.minimum(longest, most) <= room))
+
+    def usable(
+        self, request: RouteRequest, *, max_waiting: int, needs_output: bool, excluded: Collection[str]
+    ) -> Ints | None:
+        """Rows of those that can take it now: not excluded, a place in line, room. None: all of them."""
+        rows = self.fitting(request, needs_output=needs_output)
+        without = [row for name in excluded if (row := self.row_of.get(name)) is not None]
+        is_free = self.ints[WAITING] < max_waiting
+        if rows is None and not without and is_free.all():
+            return None
+        if without:
+            is_free[without] = False
+        return np.flatnonzero(is_free) if rows is None else rows[is_free[rows]]
+
+    def side(self, rows: Ints | None, held: Held, prefill_rate: float, now_s: float) -> Side:
+        """What a policy sees of these rows (None: of all). `held` has a value for each row of this table.
+
+        `prefill_rate`: prompt tokens/s assumed of a worker that has not measured.
+        """
+        names, ints, floats = self.names, self.ints, self.floats
+        if rows is not None:
+            names = tuple(map(names.__getitem__, rows.tolist()))
+            ints, floats, held = ints[:, rows], floats[:, rows], Held(*(column[rows] for column in held))
+        tokens, requests, sequences, waiting, free, turn, nodes, blocks, size, per_token, _, _ = ints
+        rate, step_s, kv_rate, reported_at_s = floats
+        return Side(
+            names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,
+            np.where(rate, rate, prefill_rate), step_s, kv_rate, per_token, turn, now_s - reported_at_s,
+        )  # fmt: skip

@@ -1,0 +1,88 @@
+"""All live workers: their accounts, and those as columns, one table for each role.
+
+Owns both, and the average speed that is assumed of a worker before its own first measurement. Pure: never imports torch, Ray,
+sockets, a clock or a random source.
+"""
+
+from kvrelay.router.accounts import WorkerAccount
+from kvrelay.router.columns import Columns
+from kvrelay.router.cost import CostModel
+from kvrelay.router.misfits import Misfits, isolated
+from kvrelay.types import Role
+from kvrelay.wire import LoadReport, WorkerInfo
+
+_SMOOTHING = 0.2  # of the newest speed in the average
+
+
+class Fleet:
+    """Accounts by worker, and tables that are laid out when they are next looked at."""
+
+    def __init__(self, model: CostModel) -> None:
+        self.accounts: dict[str, WorkerAccount] = {}
+        self.misfits: Misfits = {}
+        self._prefill_rate = model.default_prefill_tokens_per_s
+        self._model = model
+        self._tables: dict[str, Columns] | None = None
+        self._lonely: frozenset[str] | None = None
+
+    @property
+    def prefill_rate(self) -> float:
+        """Moving average over all workers' measurements, prompt tokens/s."""
+        return self._prefill_rate
+
+    def up(self, info: WorkerInfo) -> bool:
+        """True: it is new, or anew (another epoch). False: it has only connected again."""
+        known = self.accounts.get(info.worker_id)
+        self._tables = self._lonely = None
+        if known is not None and known.info.epoch == info.epoch:
+            known.info = info
+            return False
+        if known is not None:
+            known.place(None)
+        self.accounts[info.worker_id] = WorkerAccount(info, self._model)
+        return True
+
+    def down(self, worker_id: str) -> None:
+        """Forget it. What its requests still count is counted nowhere."""
+        if (account := self.accounts.pop(worker_id, None)) is not None:
+            account.place(None)
+            self._tables = self._lonely = None
+
+    def report(self, worker_id: str, report: LoadReport, now_s: float) -> bool:
+        """A worker's load. False: it is not here."""
+        account = self.accounts.get(worker_id)
+        if account is None:
+            return False
+        account.apply_report(report, now_s)
+        if measured := account.prefill_tokens_per_s:
+            self._prefill_rate += _SMOOTHING * (measured - self._prefill_rate)
+        return True
+
+    def set_misfits(self, misfits: Misfits) -> None:
+        """From now on no KV can travel between these pairs."""
+        self.misfits, self._lonely = dict(misfits), None
+
+    @property
+    def lonely(self) -> frozenset[str]:
+        """Workers that fit nobody of the other role."""
+        if self._lonely is None:
+            self._lonely = isolated(self.columns(Role.PREFILL).names, self.columns(Role.DECODE).names, self.misfits)
+        return self._lonely
+
+    def columns(self, role: Role) -> Columns:
+        """The table of one role's workers."""
+        if self._tables is None:
+            self._tables = self._laid_out()
+        return self._tables[role]
+
+    def _laid_out(self) -> dict[str, Columns]:
+        ordered = sorted(self.accounts.items())
+        nodes: dict[str, int] = {}
+        tables = {}
+        for role in Role:
+            accounts = [account for _, account in ordered if account.role is role]
+            numbers = [nodes.setdefault(account.info.node_id, len(nodes)) for account in accounts]
+            tables[role.value] = table = Columns([account.info for account in accounts], numbers)
+            for row, account in enumerate(accounts):
+                account.place(table, row)
+        return tables
