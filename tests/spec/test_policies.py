@@ -522,8 +522,8 @@ def test_the_best_rows_are_those_of_a_full_sort(score, seed):
 
 def test_numbers_of_one_draw_are_spread_evenly():
     numbers = unit(draws(0.25, 10_000, 1))
-    assert 0 < numbers.min() and numbers.max() < 1
-    assert 0 < unit(np.array([0], dtype=np.uint64))[0] and unit(np.array([2**64 - 1], dtype=np.uint64))[0] < 1
+    assert numbers.min() > 0 and numbers.max() < 1
+    assert unit(np.array([0], dtype=np.uint64))[0] > 0 and unit(np.array([2**64 - 1], dtype=np.uint64))[0] < 1
     assert np.histogram(numbers, bins=10, range=(0, 1))[0] == pytest.approx([1000] * 10, abs=130)
     assert len(set(draws(0.25, 1000, 1)) & set(draws(0.25, 1000, 2))) == 0
     assert len(set(draws(0.25, 1000, 1)) & set(draws(0.2500001, 1000, 1))) == 0
