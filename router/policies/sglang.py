@@ -1,7 +1,6 @@
 """SGLang's cache-aware routing: the longest prefix where it is long enough and load is even, else the fewest requests. Pure.
 
-Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit 053b63f; the gateway that follows 0.3), defaults of
-src/main.rs: load is uneven when the most loaded worker has over 64 requests and over 1.5 times as many more than the least loaded
+Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its launcher: load is uneven when the most loaded worker has over 64 requests and over 1.5 times as many more than the least loaded
 one; a match counts above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs) both are chosen by the
 same policy unless told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`Side.coming`).
 """
@@ -27,7 +26,7 @@ class SglangOptions(Checked):
 
 
 class Sglang(TwoChoices):
-    """The worker with the longest prefix, guarded against uneven load; equal ones by row."""
+    """The worker with the longest prefix, guarded against uneven load."""
 
     name: ClassVar[str] = "sglang"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_matched", "prefill_requests", "decode_matched", "decode_requests")
@@ -50,11 +49,11 @@ class Sglang(TwoChoices):
         return ranked(rows, score, (0.0, 0.0, _matched(ask, side), side.sequences))
 
     def _cache_aware(self, ask: Ask, side: Side) -> tuple[Ints, Floats | Ints]:
-        """The best rows, best first, and what ordered them: requests, or minus the share matched."""
-        load, matched, rows = side.sequences, _matched(ask, side), np.arange(len(side))
+        """The best rows, best first, and what ordered them: requests (equal ones in turn), or minus the share matched."""
+        load, matched = side.sequences, _matched(ask, side)
         if self._is_uneven(load) or matched.max() <= self._options.cache_threshold:
-            return best_rows(load, rows), load
-        return best_rows(-matched, rows), -matched
+            return best_rows(load, side.turn), load
+        return best_rows(-matched, np.arange(len(side))), -matched
 
     def _is_uneven(self, load: Ints) -> bool:
         most, least = int(load.max()), int(load.min())

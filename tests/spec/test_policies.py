@@ -178,6 +178,7 @@ def test_sglang_follows_a_prefix_of_more_than_three_tenths():
     assert prefill_of(policy, side(held=[0, 64], sequences=[0, 60]), tokens=160) == 1
     assert prefill_of(policy, side(held=[0, 48], sequences=[0, 60]), tokens=160) == 0  # exactly three tenths
     assert decode_of(policy, side(held=[0, 64], sequences=[0, 60])) == 1
+    assert prefill_of(policy, side(held=[0, 0], turn=[2, 1])) == 1
 
 
 @pytest.mark.parametrize(
