@@ -1,0 +1,107 @@
+"""NVIDIA Dynamo's cost: blocks that would have to be computed, and blocks in use. Pure.
+
+Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (commit 01690d4), with the defaults of ai-dynamo-runtime 1.6.1:
+
+    prefill_load_scale * max(0, queue + prompt - credit * held - 0.75 * lower tiers - shared) + blocks in use, after admission
+
+in blocks, least first, equal ones by chance. With prefill and decode pools (lib/llm/src/kv_router/prefill_router.rs) the prefill pool
+is chosen without the blocks in use, the decode pool by those alone.
+A temperature above 0 draws from the softmax of the costs over their range: with Gumbel noise the least is such a draw.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from kvrelay.router.policies.base import Ask, Floats, Options, Side
+from kvrelay.router.policies.checked import Checked, checked
+from kvrelay.router.policies.picking import (
+    DECODE_STREAM,
+    PREFILL_STREAM,
+    Ranked,
+    TwoChoices,
+    best_rows,
+    draws,
+    ranked,
+    unit,
+)
+
+
+class DynamoOptions(Checked):
+    """Dynamo's names without `router_` and `overlap_score_`. predicted: count prefixes that are on their way, too."""
+
+    credit: float = Field(1.0, ge=0)
+    credit_decay: float = Field(0.0, ge=0)
+    prefill_load_scale: float = Field(1.0, ge=0)
+    host_cache_hit_weight: float = Field(0.75, ge=0, le=1)
+    shared_cache_multiplier: float = Field(0.0, ge=0, le=1)
+    decode_active_request_weight: float = Field(0.0, ge=0)
+    temperature: float = Field(0.0, ge=0)
+    predicted: bool = False
+
+
+class Dynamo(TwoChoices):
+    """The least cost in blocks."""
+
+    name: ClassVar[str] = "dynamo"
+    term_names: ClassVar[tuple[str, ...]] = (
+        "prefill_blocks",  # in the queue and of the prompt
+        "overlap_credit",  # at most as much, negative
+        "decode_blocks",
+        "active_requests",
+        "noise",
+    )
+
+    def __init__(self, options: Options) -> None:
+        self._options = checked(DynamoOptions, self.name, options)
+
+    def prefill(self, ask: Ask, side: Side) -> Ranked:
+        return self._least(ask, (*self._prefill_terms(ask, side), 0.0, 0.0), PREFILL_STREAM)
+
+    def decode(self, ask: Ask, side: Side) -> Ranked:
+        return self._least(ask, (0.0, 0.0, *self._decode_terms(ask, side)), DECODE_STREAM)
+
+    def alone(self, ask: Ask, side: Side) -> Ranked:
+        return self._least(ask, (*self._prefill_terms(ask, side), *self._decode_terms(ask, side)), DECODE_STREAM)
+
+    def _least(
+        self, ask: Ask, terms: tuple[Floats | float, Floats | float, Floats | float, Floats | float], stream: int
+    ) -> Ranked:
+        cost = np.asarray(sum(terms))
+        keys = draws(ask.draw, len(cost), stream)
+        noise: Floats | float = 0.0
+        if self._options.temperature:
+            gumbel = -np.log(-np.log(unit(keys)))
+            noise = -self._options.temperature * np.ptp(cost) * gumbel
+        score = cost + noise
+        return ranked(best_rows(score, keys), score, (*terms, noise))
+
+    def _prefill_terms(self, ask: Ask, side: Side) -> tuple[Floats, Floats]:
+        """The work there, and what is taken off it for what is cached."""
+        options, num_tokens = self._options, ask.request.num_tokens
+        device = side.coming if options.predicted else side.held
+        host = np.maximum(side.below - device, 0)
+        shared = np.maximum(ask.stored - device, 0)
+        credit = (
+            self._credit(side, num_tokens) * device
+            + options.host_cache_hit_weight * host
+            + options.shared_cache_multiplier * shared
+        )
+        work = options.prefill_load_scale * (side.queued_tokens + num_tokens) / side.block_size
+        return work, -np.minimum(work, options.prefill_load_scale * credit / side.block_size)
+
+    def _credit(self, side: Side, num_tokens: int) -> Floats | float:
+        """For a cached token; less where the queue is longer than the shortest, if it is to decay."""
+        options = self._options
+        if not options.credit_decay:
+            return options.credit
+        request_blocks = -(-num_tokens // side.block_size)
+        excess = (side.queued_tokens - side.queued_tokens.min()) / side.block_size / request_blocks
+        credit: Floats = options.credit / (1 + options.credit_decay * excess)
+        return credit
+
+    def _decode_terms(self, ask: Ask, side: Side) -> tuple[Floats, Floats]:
+        blocks = side.num_blocks - side.free_blocks + ask.request.num_tokens // side.block_size
+        weight = self._options.decode_active_request_weight
+        return blocks.astype(np.float64), weight * side.sequences.astype(np.float64)

@@ -1,0 +1,84 @@
+"""Mooncake's Conductor: the prefill worker with the least time to first token, prefixes fetched from who has more. Pure.
+
+Source: Qin et al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025), algorithm 1. Where the longest prefix anywhere
+is more than `balancing_threshold` times the worker's own, the rest of it is fetched; then queue, transfer and computation add up,
+and the least sum wins. A request whose TTFT or TBT is predicted beyond its limit is rejected: no way is listed.
+
+The paper gives no threshold (it is "adjusted manually"): 1 here, to fetch whatever somebody has more of. It does not say how the
+decode worker is chosen beyond balancing load under the limit of its memory: here the least share of KV blocks in use. Its prefill
+time is a fitted function of both lengths; here it is tokens at the measured speed.
+"""
+
+from typing import ClassVar
+
+import numpy as np
+from pydantic import Field
+
+from kvrelay.router.policies.base import Ask, Floats, Options, Side, Way
+from kvrelay.router.policies.checked import Checked, checked
+from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked, uncached
+
+
+class MooncakeOptions(Checked):
+    """balancing_threshold: infinite never fetches. other_node_share: of a link's speed, between machines. Limits in seconds."""
+
+    balancing_threshold: float = Field(1.0, ge=0)
+    other_node_share: float = Field(0.25, gt=0, le=1)
+    ttft_slo_s: float | None = Field(None, gt=0)
+    tbt_slo_s: float | None = Field(None, gt=0)
+
+
+class Mooncake(TwoChoices):
+    """The least predicted TTFT; equal ones in turn."""
+
+    name: ClassVar[str] = "mooncake"
+    term_names: ClassVar[tuple[str, ...]] = ("transfer_s", "queue_s", "prefill_s", "decode_share")
+
+    def __init__(self, options: Options) -> None:
+        self._options = checked(MooncakeOptions, self.name, options)
+
+    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+        """See base.Policy. Empty, too, where the chosen way is predicted to miss a limit."""
+        ways = super().rank(ask, prefills, decodes)
+        return [] if ways and self._is_late(ways[0], decodes) else ways
+
+    def prefill(self, ask: Ask, side: Side) -> Ranked:
+        terms = self._ttft_terms(ask, side)
+        ttft = terms[0] + terms[1] + terms[2]
+        return ranked(best_rows(ttft, side.turn), ttft, (*terms, 0.0))
+
+    def decode(self, ask: Ask, side: Side) -> Ranked:
+        share = _share(ask, side)
+        return ranked(best_rows(share, side.turn), share, (0.0, 0.0, 0.0, share))
+
+    def alone(self, ask: Ask, side: Side) -> Ranked:
+        terms, share = self._ttft_terms(ask, side), _share(ask, side)
+        score = terms[0] + terms[1] + terms[2] + share
+        return ranked(best_rows(score, side.turn), score, (*terms, share))
+
+    def _ttft_terms(self, ask: Ask, side: Side) -> tuple[Floats, Floats, Floats]:
+        """Seconds: to fetch what others have more of, in the queue, to compute the rest."""
+        own = side.below
+        longest = max(int(own.max()), ask.stored)
+        is_fetched = (longest > self._options.balancing_threshold * own) & (longest > own)
+        prefix = np.where(is_fetched, longest, own)
+        holders = side.nodes[own == longest]
+        share = np.where(np.isin(side.nodes, holders), 1.0, self._options.other_node_share)
+        transfer_s = (prefix - own) * side.kv_bytes_per_token / (side.kv_bytes_per_s * share)
+        rate = side.prefill_tokens_per_s
+        return transfer_s, side.queued_tokens / rate, uncached(ask, side, prefix) / rate
+
+    def _is_late(self, way: Way, decodes: Side) -> bool:
+        options = self._options
+        if options.ttft_slo_s is not None and sum(way.parts[:3]) > options.ttft_slo_s:
+            return True
+        if options.tbt_slo_s is None or way.decode is None:
+            return False
+        return bool(decodes.decode_step_s[way.decode] > options.tbt_slo_s)
+
+
+def _share(ask: Ask, side: Side) -> Floats:
+    """Of the pool's blocks, in use when the prompt is there; above 1: it does not fit now."""
+    needed = -(-ask.request.num_tokens // side.block_size)
+    share: Floats = (side.num_blocks - side.free_blocks + needed) / side.num_blocks
+    return share

@@ -1,0 +1,66 @@
+"""SGLang's cache-aware routing: the longest prefix where it is long enough and load is even, else the fewest requests. Pure.
+
+Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its launcher: load is
+uneven when the most loaded worker has over 64 requests more than the least loaded one, and over 1.5 times as many; a match counts
+above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs) both are chosen by the same policy unless
+told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`Side.coming`).
+"""
+
+from typing import ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from kvrelay.router.policies.base import Ask, Floats, Ints, Options, Side
+from kvrelay.router.policies.checked import Checked, checked
+from kvrelay.router.policies.picking import DECODE_STREAM, Ranked, TwoChoices, best_rows, ranked
+from kvrelay.router.policies.power_of_two import places, two_by_two
+
+
+class SglangOptions(Checked):
+    """cache_threshold: share of the prompt. balance_abs_threshold: requests; balance_rel_threshold: times the least load."""
+
+    cache_threshold: float = Field(0.3, ge=0, le=1)
+    balance_abs_threshold: int = Field(64, ge=0)
+    balance_rel_threshold: float = Field(1.5, ge=1)
+    decode: Literal["cache_aware", "power_of_two"] = "cache_aware"
+
+
+class Sglang(TwoChoices):
+    """The worker with the longest prefix, guarded against uneven load."""
+
+    name: ClassVar[str] = "sglang"
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_matched", "prefill_requests", "decode_matched", "decode_requests")
+
+    def __init__(self, options: Options) -> None:
+        self._options = checked(SglangOptions, self.name, options)
+
+    def prefill(self, ask: Ask, side: Side) -> Ranked:
+        rows, score = self._cache_aware(ask, side)
+        return ranked(rows, score, (_matched(ask, side), side.sequences, 0.0, 0.0))
+
+    def decode(self, ask: Ask, side: Side) -> Ranked:
+        if self._options.decode == "cache_aware":
+            return self.alone(ask, side)
+        rows = two_by_two(ask, side.sequences, DECODE_STREAM)
+        return ranked(rows, places(rows, len(side)), (0.0, 0.0, _matched(ask, side), side.sequences))
+
+    def alone(self, ask: Ask, side: Side) -> Ranked:
+        rows, score = self._cache_aware(ask, side)
+        return ranked(rows, score, (0.0, 0.0, _matched(ask, side), side.sequences))
+
+    def _cache_aware(self, ask: Ask, side: Side) -> tuple[Ints, Floats | Ints]:
+        """The best rows, best first, and what ordered them: requests (equal ones in turn), or minus the share matched."""
+        load, matched = side.sequences, _matched(ask, side)
+        if self._is_uneven(load) or matched.max() <= self._options.cache_threshold:
+            return best_rows(load, side.turn), load
+        return best_rows(-matched, np.arange(len(side))), -matched
+
+    def _is_uneven(self, load: Ints) -> bool:
+        most, least = int(load.max()), int(load.min())
+        options = self._options
+        return most - least > options.balance_abs_threshold and most > least * options.balance_rel_threshold
+
+
+def _matched(ask: Ask, side: Side) -> Floats:
+    return side.coming / ask.request.num_tokens
