@@ -20,6 +20,7 @@ _LAZY = {  # command -> module and what its `command` function does
     "kv": ("kvrelay.cluster.kv_command", "Write a prompt's KV to a file, or read one and go on from it."),
     "profile": ("kvrelay.cluster.profile_command", "Measure what a step of the engine costs outside its kernels."),
     "trace": ("kvrelay.cluster.trace_command", "Write a load as a trace file, or say what it is like."),
+    "simulate": ("kvrelay.cluster.simulate_command", "Simulate a cluster of any size under a load."),
     "bench": ("kvrelay.cluster.loadgen_cli", "Load an OpenAI server and report latency and throughput."),
 }
 

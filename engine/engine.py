@@ -738,7 +738,9 @@ class Engine:
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""
         self._load_seq += 1
-        return load_report(self._load_seq, self.scheduler, self._speed, self.drafts, self.backend)
+        return load_report(
+            self._load_seq, self.scheduler, self._speed, self.drafts.load(), self.backend.spared_kv_tokens
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""

@@ -1,17 +1,18 @@
 """An engine's load as the router hears it. Reads; changes nothing."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from kvrelay.engine.preemptor import Preemptor
 from kvrelay.engine.scheduler import Scheduler
-from kvrelay.engine.speculation_steps import DraftSteps
 from kvrelay.engine.speed import Speed
-from kvrelay.kernels.backend import Backend
 from kvrelay.wire import LoadReport
 
 
-def load_report(seq: int, scheduler: Scheduler, speed: Speed, drafts: DraftSteps, backend: Backend) -> LoadReport:
-    """The load now, as report number `seq`; the transfer fields are the worker's to fill."""
+def load_report(
+    seq: int, scheduler: Scheduler, speed: Speed, drafts: Mapping[str, Any], spared_kv_tokens: int = 0
+) -> LoadReport:
+    """The load now, as report number `seq`; the transfer fields are the worker's to fill. drafts: see `DraftSteps.load`."""
     pool, tiers = scheduler.pool, scheduler.tiers
     counts = pool.counts()
     return LoadReport(
@@ -50,8 +51,8 @@ def load_report(seq: int, scheduler: Scheduler, speed: Speed, drafts: DraftSteps
         steps=speed.num_steps,
         batch_sequences=speed.batch_sequences,
         batch_tokens=speed.batch_tokens,
-        spared_kv_tokens=backend.spared_kv_tokens,
-        **drafts.load(),
+        spared_kv_tokens=spared_kv_tokens,
+        **drafts,
     )
 
 

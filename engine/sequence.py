@@ -81,7 +81,7 @@ class Sequence:
     _block_chain: HashChain = field(init=False)
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.request.token_ids)
+        self.token_ids = self.request.token_ids.copy()
         self.num_given = len(self.token_ids)
         self.is_pinned = self.request.hints.pin_s <= 0 or not self.request.hints.keep
         self.chain = HashChain(root_hash(self.request.salt), self.request.block_hashes)

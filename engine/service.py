@@ -18,18 +18,17 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from kvrelay.config import EngineSettings, SchedulerSettings, Settings
+from kvrelay.config import EngineSettings, Settings
 from kvrelay.engine.draft_model import DraftModel, make_draft_model
 from kvrelay.engine.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout, check_quantization, scheme_of
 from kvrelay.engine.layers_out import LayerHook
 from kvrelay.engine.prefetch import prefetch
-from kvrelay.engine.shares import LineRules
+from kvrelay.engine.shares import line_rules
 from kvrelay.engine.spec import ModelSpec
 from kvrelay.engine.thread import EngineThread
 from kvrelay.engine.tier_setup import make_lower_tiers, make_swap_area
 from kvrelay.errors import ConnectionLost, WorkerError
-from kvrelay.hashing import tenant_of
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.remote import ClusterStore
@@ -108,12 +107,6 @@ class Link:
 def _plain(pair: PairReport) -> dict[str, Any]:
     """As plain data, zeros and empty fields included."""
     return msgspec.structs.asdict(pair) | {"paths": [msgspec.structs.asdict(path) for path in pair.paths]}
-
-
-def line_rules(settings: SchedulerSettings) -> LineRules:
-    """The engine's own form of the settings; weights are of the names' digests."""
-    weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return LineRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
 
 
 def _pool_size(engine: EngineSettings, num_workers: int) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvrelay.config import SchedulerSettings
 from kvrelay.engine.sequence import Sequence
+from kvrelay.hashing import tenant_of
 
 TURNS_IN_CREDIT = 4
 MAX_IDLE = 4096  # tenants that are remembered while they have nothing here
@@ -26,6 +28,12 @@ class LineRules:
         4096.0  # weighted tokens that a tenant may save up, and lead by and still have deadlines heeded
     )
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
+
+
+def line_rules(settings: SchedulerSettings) -> LineRules:
+    """The engine's own form of the settings; weights are of the names' digests."""
+    weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
+    return LineRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
 
 
 class Shares:

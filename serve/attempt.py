@@ -60,7 +60,7 @@ class TimeIsUp:
 
 
 class AttemptFailed(Exception):
-    """This attempt came to nothing; whether another is made is the sequence's decision. Never leaves serve/."""
+    """This attempt came to nothing; whether another is made is for Retries to say. Never reaches a client."""
 
     def __init__(
         self, worker_id: str, code: str, why: str, *, retryable: bool = True, retry_after_s: float = 1.0

@@ -7,7 +7,6 @@ Imports no HTTP and no sockets.
 import asyncio
 import logging
 import math
-from dataclasses import replace
 from typing import Literal, Protocol
 
 import msgspec
@@ -17,9 +16,7 @@ from kvrelay.config import Settings
 from kvrelay.errors import (
     ConnectionLost,
     DeadlinePassed,
-    InvalidRequest,
     KvrelayError,
-    Overloaded,
     ProtocolError,
     RequestError,
 )
@@ -29,8 +26,9 @@ from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain, span_attributes
-from kvrelay.serve.refusals import error_of_failure, error_of_refusal, outcome_of
+from kvrelay.serve.refusals import outcome_of
 from kvrelay.serve.request_log import Arrival, RequestLog
+from kvrelay.serve.retries import Retries
 from kvrelay.serve.slo import SloRecord
 from kvrelay.serve.stats import ServeStats
 from kvrelay.serve.token_order import GroupOrder, TokenOrder
@@ -40,9 +38,7 @@ from kvrelay.tracing import spans_of
 logger = logging.getLogger(__name__)
 
 RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
-MAX_REFUSALS = 4
 RETRY_AFTER_LATE_S = 1.0
-LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
 
 
 class Carrier(Protocol):
@@ -81,10 +77,8 @@ class SequenceLife:
         self._order: TokenOrder | GroupOrder = self._group_order or TokenOrder(request.request_id, limit)
         self._num_sequences = num_sequences(request)
         self._attempt: Attempt | None = None
-        self._attempts_made = self._faults = self._refusals = self._transfer_faults = self._hand_backs = 0
-        self._pause_s = 0.0  # before the next attempt
-        self._excluded: frozenset[str] = frozenset()
-        self._last_failure: AttemptFailed | None = None
+        self._attempts_made = 0
+        self._retries = Retries(carrier.settings.router.retry_budget)
         self._outcome: str | None = None
         self._started_s = carrier.clock()
         self._record = carrier.requests.begin(request, self._started_s, arrival)
@@ -173,9 +167,9 @@ class SequenceLife:
             self._consider_retry(failure)
 
     async def _begin(self) -> None:
-        if self._pause_s:
-            await asyncio.sleep(self._pause_s)
-            self._pause_s = 0.0
+        if self._retries.pause_s:
+            await asyncio.sleep(self._retries.pause_s)
+            self._retries.pause_s = 0.0
             if self._time_is_up:
                 self._raise_deadline()
         attempt = self._attempt = self._route()
@@ -199,11 +193,10 @@ class SequenceLife:
             self._spans.begin("route", attempt=self._attempts_made)
         decision = self._select(request)
         if self._spans is not None:
-            self._spans.end("route", **span_attributes(decision, str(self._last_failure or "")))
+            self._spans.end("route", **span_attributes(decision, str(self._retries.last_failure or "")))
         if isinstance(decision, Refusal):
-            if decision.reason == "full" and self._hand_backs:
-                raise AttemptFailed("", "full", decision.message, retry_after_s=decision.retry_after_s)
-            raise self._refused_by_router(decision)
+            self._note_verdict(decision.verdict)
+            raise self._retries.error_of(decision)
         self._note_verdict(decision.verdict)
         attempt = Attempt(self._in_class(request), decision)
         self._carrier.attach(attempt)
@@ -234,21 +227,12 @@ class SequenceLife:
             num_tokens=len(request.token_ids),
             max_tokens=remaining,
             needs_decode=remaining > 1,
-            excluded=self._excluded,
-            force=self._force or ("local" if self._transfer_faults > 1 else None),
+            force=self._force,
             width=max(1, num_sequences(request)),
             companions=max(0, self._slo.num_sequences - self._num_sequences) if self._slo is not None else 0,
             slo=self._slo.ask if self._slo is not None and self._attempts_made == 1 else None,  # then it is let in
         )
-        if self._last_failure is not None and self._last_failure.code == wire.PREEMPTED and query.force is None:
-            choice = self._carrier.route(replace(query, force="remote"))
-            if not isinstance(choice, Refusal):
-                return choice
-        choice = self._carrier.route(query)
-        may_try_again = isinstance(choice, Refusal) and self._excluded and not self._refusals
-        if may_try_again:  # better a worker that failed once than none
-            return self._carrier.route(replace(query, excluded=frozenset()))
-        return choice
+        return self._retries.choose(query, self._carrier.route)
 
     def _continuation(self) -> wire.SequenceRequest:
         """The sequence as it now stands: the prompt, then what was emitted, under an id of its own."""
@@ -276,7 +260,7 @@ class SequenceLife:
             priority=original.priority,
             deadline_s=None if emitted else original.deadline_s,
             tenant=original.tenant,
-            num_hand_backs=self._hand_backs,
+            num_hand_backs=self._retries.num_hand_backs,
         )
 
     def _group_continuation(self, order: GroupOrder) -> wire.SequenceRequest:
@@ -453,39 +437,10 @@ class SequenceLife:
         logger.info(
             "request %s: worker %s: %s: %s", self._request.request_id, failure.worker_id, failure.code, failure.why
         )
-        self._last_failure = failure
         self._record.attempt_failed(failure.worker_id, failure.code, failure.why, self._carrier.clock())
-        if failure.code == wire.PREEMPTED:  # no fault: that worker may well be the next one, too
-            self._hand_backs += 1
-            return
-        if failure.code == "full" and self._hand_backs:  # the stream has begun: its turn comes again
-            self._pause_s = min(failure.retry_after_s, LONGEST_PAUSE_S)
-            return
-        self._excluded |= {failure.worker_id}
-        if failure.code in ("too_long",):
-            raise InvalidRequest(failure.why or "too long for the cluster", None, 400, "context_length_exceeded")
         if failure.code == "deadline":
             raise self._too_late(failure.retry_after_s)
-        if failure.code in ("full", "draining", "duplicate"):
-            self._refusals += 1
-            limit = 1 if failure.code == "full" else MAX_REFUSALS
-            if self._refusals > limit:
-                raise Overloaded("the cluster is full", failure.retry_after_s)
-            return
-        self._faults += 1
-        self._transfer_faults += failure.code in ("transfer", "lease", "invalid")
-        if not failure.retryable or self._faults > self._carrier.settings.router.retry_budget:
-            raise error_of_failure(failure)
-        self._carrier.stats.retries += 1
-
-    def _refused_by_router(self, refusal: Refusal) -> KvrelayError:
-        self._note_verdict(refusal.verdict)
-        if refusal.reason not in ("misfit", "too_long", "full", "slo"):
-            if self._refusals:
-                return Overloaded("the cluster is full", refusal.retry_after_s)
-            if self._last_failure is not None:
-                return error_of_failure(self._last_failure)
-        return error_of_refusal(refusal)
+        self._carrier.stats.retries += self._retries.failed(failure)
 
 
 def num_sequences(request: wire.SequenceRequest) -> int:

@@ -1,0 +1,84 @@
+"""One try at computing a request on chosen workers, and the KV that travels for it. See serve/attempt.py."""
+
+from typing import Protocol
+
+from kvrelay.cluster.simulator.clock import Event
+from kvrelay.cluster.simulator.network import Flow
+from kvrelay.cluster.simulator.requests import Ending
+from kvrelay.router.types import Decision
+from kvrelay.wire import TokenOutput
+
+
+class Owner(Protocol):
+    """Whose attempt it is. Calls come when the message has arrived; those of an attempt that is over are ignored."""
+
+    def reserved(self, attempt: "Attempt", held_tokens: int) -> None: ...
+    def output(self, attempt: "Attempt", worker_id: str, output: TokenOutput) -> None: ...
+    def failed(self, attempt: "Attempt", worker_id: str, code: str) -> None: ...
+
+
+class Holder(Protocol):
+    """A worker, as far as its attempts let go of it."""
+
+    worker_id: str
+
+    def abort(self, attempt_id: str) -> None: ...
+
+
+class Attempt:
+    """`id` is unique. flow: its KV, when another worker decodes than computes the prompt."""
+
+    __slots__ = (
+        "_bytes_per_token", "_late_bytes", "decision", "fed_tokens", "flow", "has_first_token", "held_tokens", "holders", "id",
+        "is_over", "num_emitted", "owner", "request", "wait",
+    )  # fmt: skip
+
+    def __init__(self, owner: Owner, request: Ending, decision: Decision, bytes_per_token: int) -> None:
+        self.id, self.owner, self.request, self.decision = request.request_id, owner, request, decision
+        self.flow: Flow | None = None
+        self.holders: dict[str, Holder] = {}  # who has not said that it is done with it
+        self.wait: Event | None = None  # the end of its time in line for a reservation
+        self.held_tokens = self.fed_tokens = 0  # at the decode worker already; of the prompt, given to the flow
+        self.num_emitted = 0  # tokens of output that have left for the client, as far as was noted
+        self.has_first_token = self.is_over = False
+        self._bytes_per_token, self._late_bytes = bytes_per_token, 0.0
+
+    # ---- the KV
+
+    def feed(self, start: int, end: int, seconds: float, groups: int) -> None:
+        """A step of so many seconds computes the prompt's tokens start .. end - 1; what is before them is there.
+
+        All but the last of the `groups` of layers can go while it lasts.
+        """
+        assert self.flow is not None
+        if end <= self.fed_tokens:
+            return
+        fresh, own = self._bytes(self.fed_tokens, end), self._bytes(max(start, self.fed_tokens), end)
+        ready = self._late_bytes + fresh - own / groups
+        self._late_bytes, self.fed_tokens = own / groups, end
+        self.flow.pace(ready, seconds)
+
+    def computed(self) -> None:
+        """The prompt is: what is left can go."""
+        if self.flow is not None:
+            self.flow.close(self._late_bytes)
+
+    def _bytes(self, start: int, end: int) -> float:
+        """Of the prompt's tokens start .. end - 1, those that the decode worker lacks."""
+        return float(max(0, end - max(start, self.held_tokens)) * self._bytes_per_token)
+
+    # ---- what workers say
+
+    def reserved(self, held_tokens: int) -> None:
+        if not self.is_over:
+            self.held_tokens = held_tokens
+            self.owner.reserved(self, held_tokens)
+
+    def output(self, worker_id: str, output: TokenOutput) -> None:
+        if not self.is_over:
+            self.owner.output(self, worker_id, output)
+
+    def failed(self, worker_id: str, code: str) -> None:
+        if not self.is_over:
+            self.holders.pop(worker_id, None)
+            self.owner.failed(self, worker_id, code)

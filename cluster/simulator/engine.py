@@ -1,0 +1,226 @@
+"""One worker's engine without a model: production's scheduler, pool, appender and events; a step takes what its curve says.
+
+As engine/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. A stretch
+of steps that only decode is taken at once (`engine/leap.py`). Left out: speculation, groups, swapping, tiers below the pool.
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
+from kvrelay.cluster.simulator_profile import SimulatorProfile
+from kvrelay.config import Settings
+from kvrelay.engine.appending import Appender
+from kvrelay.engine.leap import leap, quiet_steps
+from kvrelay.engine.load_report import load_report
+from kvrelay.engine.preemption import Way
+from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.shares import line_rules
+from kvrelay.engine.speed import Speed
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.events import EventLog
+from kvrelay.kvcache.eviction import make_policy
+from kvrelay.router.speed_curve import SpeedCurve, StepWork
+from kvrelay.types import FinishReason, Role
+from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
+
+_ENOUGH = 16  # alike steps after which a moving average has forgotten what was before
+
+
+@dataclass(slots=True)
+class Stride:
+    """What is being computed: one planned step, or `count` quiet ones."""
+
+    began_s: float
+    plan: StepPlan | None
+    count: int
+    first_s: float  # what the first of its steps takes
+    more_s: float = 0.0  # by how much each takes longer than the one before
+
+    def seconds(self, count: int) -> float:
+        """Of its first `count` steps."""
+        return count * self.first_s + self.more_s * (count * (count - 1) / 2)
+
+    def steps_until(self, now_s: float) -> int:
+        """The least number of its steps after which it is `now_s` or later; at least one, at most all."""
+        passed_s, first_s, more_s = now_s - self.began_s, self.first_s, self.more_s
+        if more_s > 0:
+            half = first_s - more_s / 2
+            guess = (math.sqrt(half * half + 2 * more_s * max(passed_s, 0.0)) - half) / more_s
+        else:
+            guess = passed_s / first_s
+        steps = min(max(1, math.ceil(guess)), self.count)
+        while steps < self.count and self.seconds(steps) < passed_s:
+            steps += 1
+        while steps > 1 and self.seconds(steps - 1) >= passed_s:
+            steps -= 1
+        return steps
+
+
+@dataclass(slots=True)
+class Told:
+    """What the steps that ended brought: outputs that somebody waits for, and requests that are no longer here."""
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    refused: list[tuple[str, str]] = field(default_factory=list)  # request, reason
+    handed_back: list[tuple[str, int]] = field(default_factory=list)  # request, tokens of output that it has
+
+
+class VirtualEngine:
+    """Called between steps by its worker, which knows when they end."""
+
+    def __init__(self, profile: SimulatorProfile, settings: Settings, role: Role, clock: Clock) -> None:
+        own = settings.for_role(role).engine
+        self.curve: SpeedCurve = profile.prefill if role is Role.PREFILL else profile.decode
+        self._clock = clock
+        self.pool = BlockPool(
+            profile.num_blocks, block_size=profile.block_size, prefix_caching=own.prefix_caching,
+            policy=make_policy(settings.cache.policy, profile.num_blocks),
+        )  # fmt: skip
+        self.max_running = min(profile.max_running, profile.token_budget)
+        self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)
+        limits = SchedulerLimits(profile.token_budget, self.max_running, own.max_waiting, own.headroom)
+        self.scheduler = Scheduler(self.pool, profile.block_size, limits, line_rules(settings.scheduler))
+        self.scheduler.preemptor.token_bytes = float(profile.kv_bytes_per_token)
+        self.scheduler.preemptor.only = None if own.preemption == "auto" else Way(own.preemption)
+        self._appender = Appender(
+            self.scheduler.finish, clock.time, eos_ids=(END_TOKEN,), max_model_len=self.max_model_len
+        )
+        self._events, self.speed = EventLog(), Speed()
+        self._load_seq = 0
+        self.num_steps = 0
+        self.busy_s = 0.0
+        self.output_tokens = 0
+
+    # ---- requests
+
+    def refusal(self, request: Ending) -> str | None:
+        """Why it cannot be taken, in a word; None: it can."""
+        if len(request.token_ids) >= self.max_model_len + (request.sampling.max_tokens <= 1):
+            return "too_long"
+        refusal = self.scheduler.refusal(request)
+        return None if refusal is None else refusal[0]
+
+    def abort(self, request_id: str) -> None:
+        """Free everything that it holds. Idempotent."""
+        seq = self.scheduler.sequences.get(request_id)
+        if seq is not None:
+            self.scheduler.finish(seq, FinishReason.ABORT)
+
+    def activate(self, request_id: str) -> TokenOutput | None:
+        """The prompt's KV is here. The end, when the sequence came with its last token."""
+        seq = self.scheduler.activate(request_id, [WORD_TOKEN])
+        return None if seq is None else self._appender.end_if_too_long(seq)
+
+    # ---- steps
+
+    def grants(self, now_s: float) -> list[Sequence]:
+        """What is due before a step is planned: who has a reservation from now on."""
+        self.pool.tick(now_s)
+        self.scheduler.turn_late_away(now_s)
+        return self.scheduler.grant_reservations()
+
+    def begin(self, now_s: float, factor: float) -> Stride | None:
+        """What is computed from now on; None: nothing can be. `factor`: on the curve's times."""
+        if count := quiet_steps(self.scheduler):
+            return self._quiet(now_s, count, factor)
+        plan = self.scheduler.schedule()
+        if not plan.work:
+            self.scheduler.copied()
+            return None
+        for item in plan.work:
+            if not item.seq.plain_until:
+                item.seq.num_chunks += 1
+                if item.seq.scheduled_s is None:
+                    item.seq.scheduled_s = now_s
+        return Stride(now_s, plan, 1, factor * self.curve.step_s(work_of(plan)))
+
+    def _quiet(self, now_s: float, count: int, factor: float) -> Stride:
+        running = self.scheduler.running
+        size, context = len(running), sum(seq.num_computed for seq in running) + len(running)
+        first_s = self.curve.decode_step_s(size, context)
+        more_s = self.curve.decode_step_s(size, context + size) - first_s
+        return Stride(now_s, None, count, factor * first_s, factor * more_s)
+
+    def end(self, stride: Stride, count: int, told: Told) -> None:
+        """So many of its steps are computed; the others are not begun."""
+        self.num_steps += count
+        self.busy_s += stride.seconds(count)
+        if stride.plan is None:
+            size = len(self.scheduler.running)
+            self.output_tokens += size * count
+            leap(self.scheduler, count, WORD_TOKEN)
+            for _ in range(min(count, _ENOUGH)):
+                self._note(size, size, size, stride.seconds(count) / count)
+            return
+        self.scheduler.copied()
+        self.scheduler.advance(*stride.plan.work)
+        self._sample(stride.plan, told)
+        self._note(len(stride.plan.work), stride.plan.num_tokens, stride.plan.num_decode, stride.first_s)
+
+    def take_gone(self, told: Told) -> None:
+        """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
+        scheduler = self.scheduler
+        if scheduler.turned_away:
+            told.refused += [(seq.request_id, reason) for seq, reason in scheduler.turned_away]
+            scheduler.turned_away = []
+        if scheduler.handed_back:
+            told.handed_back += [(seq.request_id, seq.num_output) for seq in scheduler.handed_back]
+            scheduler.handed_back.clear()
+
+    def _sample(self, plan: StepPlan, told: Told) -> None:
+        """Who reached its end gets a token: the last of an output that is over with it."""
+        seqs = [item.seq for item in plan.work if item.samples]
+        tokens = [END_TOKEN if seq.num_output + 1 >= target(seq) else WORD_TOKEN for seq in seqs]
+        outputs: list[TokenOutput] = []
+        self._appender.append_all(seqs, tokens, [None] * len(seqs), outputs)
+        self.output_tokens += len(seqs)
+        told.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
+        for seq in seqs:
+            if seq.plain_until:  # the end that it does not know of is looked at closely, too
+                seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
+
+    def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float) -> None:
+        self.speed.note_batch(num_sequences, num_tokens)
+        self.speed.observe(num_tokens, num_decode, seconds)
+        self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
+
+    # ---- what others may know
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def drain_events(self) -> KvEvents | None:
+        return self._events.drain(self.pool)
+
+    def snapshot(self) -> KvSnapshot:
+        return self._events.snapshot()
+
+    def load(self) -> LoadReport:
+        self._load_seq += 1
+        return load_report(self._load_seq, self.scheduler, self.speed, {})
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is accounted for."""
+        self.scheduler.check()
+
+
+def target(seq: Sequence) -> int:
+    """Tokens of output after which the model ends it."""
+    assert isinstance(seq.request, Ending)
+    return seq.request.output_tokens
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """A plan as the curve has it."""
+    prompt_tokens = pairs = context = 0
+    for item in plan.work[plan.num_single :]:
+        size = item.num_tokens
+        prompt_tokens += size
+        pairs += size * item.start + size * (size + 1) // 2
+    for item in plan.work[: plan.num_single]:
+        context += item.start + 1
+    return StepWork(prompt_tokens, pairs, plan.num_single, context)

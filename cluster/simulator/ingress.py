@@ -1,0 +1,285 @@
+"""An ingress in virtual time: one Router, and the lives of the requests that came here.
+
+As serve/dispatcher.py and serve/sequence_life.py do it, with the same Router and the same Retries; the messages' ways are
+delays. A restarted ingress begins with an empty Router and hears snapshots.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from kvrelay.cluster.simulator.attempt import Attempt
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.worker import Delays, Worker
+from kvrelay.config import Settings
+from kvrelay.errors import KvrelayError
+from kvrelay.router.promises import SloAsk
+from kvrelay.router.router import Router
+from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.serve.attempt import AttemptFailed
+from kvrelay.serve.refusals import outcome_of
+from kvrelay.serve.retries import Retries
+from kvrelay.wire import KvEvents, LoadReport, TokenOutput
+
+
+class Life:
+    """One request from its arrival to its end."""
+
+    __slots__ = ("_attempt", "_ingress", "_num_emitted", "_retries", "is_first", "job")
+
+    def __init__(self, job: Job, ingress: "Ingress") -> None:
+        self.job, self._ingress = job, ingress
+        self._retries = Retries(ingress.settings.router.retry_budget)
+        self._attempt: Attempt | None = None
+        self._num_emitted = 0
+
+    def begin(self) -> None:
+        """Route, and ask for a reservation or for the first token."""
+        ingress, job = self._ingress, self.job
+        job.num_attempts += 1
+        request_id = f"{job.index}" if job.num_attempts == 1 else f"{job.index}~{job.num_attempts}"
+        block_size, max_tokens = ingress.block_size, max(ingress.max_tokens, job.output_tokens)
+        request = job.request(request_id, block_size, max_tokens, self._num_emitted)
+        num_tokens, remaining = len(request.token_ids), max_tokens - self._num_emitted
+        query = RouteRequest(
+            request_id=request_id,
+            block_hashes=tuple(request.block_hashes[: num_tokens // block_size]),
+            num_tokens=num_tokens,
+            max_tokens=remaining,
+            needs_decode=remaining > 1,
+            slo=ingress.ask if job.num_attempts == 1 else None,
+            session=job.session,
+            tenant=job.tenant,
+        )
+        choice = self._retries.choose(query, ingress.route)
+        if isinstance(choice, Refusal):
+            self._not_routed(choice)
+            return
+        attempt = self._attempt = Attempt(self, request, choice, ingress.bytes_per_token)
+        ingress.attach(attempt)
+        if choice.path == "disaggregated":
+            speed = ingress.router.prefill_tokens_per_s(choice.prefill)
+            self._send(attempt, choice.decode, lambda worker: worker.reserve(attempt, speed))
+        else:
+            is_local = choice.path == "local"
+            target = choice.decode if is_local else choice.prefill
+            self._send(attempt, target, lambda worker: worker.prefill(attempt, is_local=is_local))
+
+    def _send(self, attempt: Attempt, worker_id: str | None, call: Callable[[Worker], None]) -> None:
+        assert worker_id is not None
+        worker = self._ingress.workers[worker_id]
+        attempt.holders[worker_id] = worker
+        self._ingress.send(_if_wanted, attempt, worker, call)
+
+    def _not_routed(self, refusal: Refusal) -> None:
+        error = self._retries.error_of(refusal)
+        if isinstance(error, AttemptFailed):
+            self._consider(error)
+        else:
+            self.job.retry_after_s = refusal.retry_after_s
+            self._end(outcome_of(error))
+
+    # ---- what workers say
+
+    def reserved(self, attempt: Attempt, held_tokens: int) -> None:
+        ingress, decision = self._ingress, attempt.decision
+        assert decision.prefill is not None and decision.decode is not None
+        source, target = ingress.workers[decision.prefill], ingress.workers[decision.decode]
+        attempt.flow = ingress.network.open(
+            source.node_id, target.node_id, lambda: ingress.moved(attempt, source, target)
+        )
+        self._send(attempt, decision.prefill, lambda worker: worker.prefill(attempt, is_local=False))
+
+    def output(self, attempt: Attempt, worker_id: str, output: TokenOutput) -> None:
+        now_s, job = self._ingress.clock.now_s, self.job
+        if output.timings is not None and not attempt.has_first_token:
+            attempt.has_first_token = True
+            self._ingress.router.on_first_token(
+                attempt.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0
+            )
+            self._num_emitted = max(self._num_emitted, 1)
+            if math.isnan(job.first_s):
+                job.first_s, job.cached_tokens = now_s, output.cached_tokens or 0
+        if output.finish_reason is not None:
+            attempt.holders.pop(worker_id, None)
+            job.end_s = now_s
+            if job.num_attempts == 1:
+                self._ingress.router.on_finished(attempt.id, job.output_tokens, job.tpot_s, now_s)
+            self._end("done")
+
+    def failed(self, attempt: Attempt, worker_id: str, code: str) -> None:
+        self._num_emitted = max(self._num_emitted, self._ingress.num_emitted(attempt))
+        self._end_attempt()
+        self._consider(AttemptFailed(worker_id, code, ""))
+
+    def _consider(self, failure: AttemptFailed) -> None:
+        try:
+            self._ingress.num_retries += self._retries.failed(failure)
+        except KvrelayError as error:
+            self.job.retry_after_s = failure.retry_after_s
+            self._end(outcome_of(error))
+            return
+        pause_s, self._retries.pause_s = self._retries.pause_s, 0.0
+        self._ingress.clock.after(pause_s, self.begin)
+
+    def _end_attempt(self) -> None:
+        if self._attempt is not None:
+            self._ingress.detach(self._attempt)
+            self._attempt = None
+
+    def _end(self, outcome: str) -> None:
+        self._end_attempt()
+        self.job.outcome = outcome
+        self._ingress.over(self)
+
+    def lost(self) -> None:
+        """Its ingress is gone, and the client's connection with it."""
+        self._end("error")
+
+
+def _if_wanted(attempt: Attempt, worker: Worker, call: Callable[[Worker], None]) -> None:
+    """A message has arrived; one for an attempt that ended meanwhile is followed by its abort."""
+    if not attempt.is_over:
+        call(worker)
+
+
+class Ingress:
+    """Requests come by `arrive`; workers are told of by `worker_up` and `worker_gone`."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        network: Network,
+        settings: Settings,
+        delays: Delays,
+        *,
+        block_size: int,
+        bytes_per_token: int,
+        max_tokens: int,
+        ask: SloAsk | None,
+        ended: Callable[[Job], object],
+    ) -> None:
+        """max_tokens: what every client allows its output to have. ended: is told of every request that is over."""
+        self.clock, self.network, self.settings, self._delays = clock, network, settings, delays
+        self.block_size, self.bytes_per_token, self.max_tokens, self.ask = block_size, bytes_per_token, max_tokens, ask
+        self._ended = ended
+        self.router = self._new_router()
+        self.workers: dict[str, Worker] = {}
+        self.attempts: dict[str, Attempt] = {}
+        self.lives: dict[Life, None] = {}
+        self.num_retries = 0
+        self.route_s: list[float] = []
+
+    def _new_router(self) -> Router:
+        settings = self.settings
+        return Router(
+            settings.router, tokens_per_hash=self.block_size, max_waiting=settings.engine.max_waiting, slo=settings.slo
+        )
+
+    # ---- workers
+
+    def worker_up(self, worker: Worker) -> None:
+        """It is a member: connect, and subscribe to its news."""
+        self.workers[worker.worker_id] = worker
+        self.router.worker_up(worker.info)
+        self._subscribe(worker)
+
+    def _subscribe(self, worker: Worker) -> None:
+        self.clock.after(self._delays.hop_s, self._subscribed, worker)
+
+    def _subscribed(self, worker: Worker) -> None:
+        if not worker.is_alive:
+            return
+        snapshot, load = worker.subscribe(self)
+        self.clock.after(self._delays.hop_s, self._hear_snapshot, worker, snapshot, load)
+
+    def _hear_snapshot(self, worker: Worker, snapshot: Any, load: LoadReport) -> None:
+        if self.workers.get(worker.worker_id) is worker:
+            self.router.apply_snapshot(worker.worker_id, snapshot)
+            self.router.apply_load(worker.worker_id, load, self.clock.now_s)
+
+    def hear_events(self, worker: Worker, events: KvEvents) -> None:
+        if self.workers.get(worker.worker_id) is worker and not self.router.apply_events(worker.worker_id, events):
+            self._subscribe(worker)
+
+    def hear_load(self, worker: Worker, load: LoadReport) -> None:
+        if self.workers.get(worker.worker_id) is worker:
+            self.router.apply_load(worker.worker_id, load, self.clock.now_s)
+
+    def worker_gone(self, worker: Worker) -> None:
+        """Its connection ended."""
+        if self.workers.get(worker.worker_id) is not worker:
+            return
+        self.router.worker_down(worker.worker_id)
+        for attempt in list(self.attempts.values()):
+            if attempt.holders.get(worker.worker_id) is worker:
+                attempt.failed(worker.worker_id, "lost")
+        del self.workers[worker.worker_id]
+
+    def num_emitted(self, attempt: Attempt) -> int:
+        """Of an attempt's output, what the client has."""
+        worker = self.workers.get(attempt.decision.decode or "")
+        return max(attempt.num_emitted, worker.num_emitted(attempt.id) if worker is not None else 0)
+
+    # ---- requests
+
+    def arrive(self, job: Job) -> None:
+        if len(self.lives) >= self.settings.router.max_inflight:
+            job.outcome = "overloaded"
+            self._ended(job)
+            return
+        life = Life(job, self)
+        self.lives[life] = None
+        life.begin()
+
+    def route(self, request: RouteRequest) -> Decision | Refusal:
+        return self.router.select_and_reserve(request, self.clock.now_s)
+
+    def send(self, call: Callable[..., object], *args: Any) -> None:
+        """A message to a worker."""
+        self.clock.after(self._delays.hop_s, call, *args)
+
+    def attach(self, attempt: Attempt) -> None:
+        self.attempts[attempt.id] = attempt
+
+    def detach(self, attempt: Attempt) -> None:
+        """The one release path: whoever may still hold something is told to let go."""
+        attempt.is_over = True
+        del self.attempts[attempt.id]
+        self.router.on_end(attempt.id)
+        if attempt.flow is not None:
+            attempt.flow.cancel()
+        for holder in attempt.holders.values():
+            self.send(holder.abort, attempt.id)
+
+    def moved(self, attempt: Attempt, source: Worker, target: Worker) -> None:
+        """All its KV has been read; the decode worker asks the prefill worker to confirm it, then both know."""
+        self.clock.after(2 * self._delays.hop_s, self._confirmed, attempt, source, target)
+
+    def _confirmed(self, attempt: Attempt, source: Worker, target: Worker) -> None:
+        if attempt.is_over:
+            return
+        if not source.is_alive:
+            attempt.failed(target.worker_id, "transfer")
+            return
+        attempt.holders.pop(source.worker_id, None)
+        source.abort(attempt.id)
+        target.arrived(attempt)
+
+    def over(self, life: Life) -> None:
+        del self.lives[life]
+        self._ended(life.job)
+
+    # ---- faults
+
+    def restart(self) -> None:
+        """Its process is gone, with the requests that it had; a new one begins, and connects to every worker."""
+        for life in list(self.lives):
+            life.lost()
+        self.router = self._new_router()
+        for worker in self.workers.values():
+            worker.peers.pop(self, None)
+            self.router.worker_up(worker.info)
+            self._subscribe(worker)

@@ -1,0 +1,115 @@
+"""Requests as the simulator knows them: lengths, names of blocks, and what became of them. Pure."""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import count
+
+from kvrelay import wire
+from kvrelay.cluster.simulator.tokens import counted
+from kvrelay.cluster.workloads.trace import TraceEntry
+from kvrelay.errors import ConfigError
+from kvrelay.hashing import HASH_BYTES, tenant_of
+
+END_TOKEN, WORD_TOKEN = 2, 7
+_OUTPUT_NAME = 1 << 127  # names of outputs do not meet those of prompts
+_PROMPT_NAME = 1 << 126  # nor those of prompts without names in the trace
+
+
+class Ending(wire.SequenceRequest, frozen=True, kw_only=True):
+    """What a worker gets. The model will end the output after so many tokens; scheduler and router do not look at that."""
+
+    output_tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request of the load. Times are seconds of the simulation; tokens are counts."""
+
+    index: int
+    arrival_s: float
+    num_tokens: int
+    output_tokens: int
+    names: tuple[bytes, ...]  # of the prompt's full blocks
+    session: str = ""
+    tenant: str = ""
+    outcome: str = "running"  # done, or why not: overloaded, slo, deadline, error
+    first_s: float = math.nan
+    end_s: float = math.nan
+    cached_tokens: int = 0  # not computed, at its first attempt that brought a token
+    tier_tokens: int = 0  # of those, brought up from below the pool
+    num_attempts: int = 0
+    retry_after_s: float = 0.0
+    _chain: list[bytes] = field(default_factory=list)
+
+    @property
+    def ttft_s(self) -> float:
+        return self.first_s - self.arrival_s
+
+    @property
+    def tpot_s(self) -> float:
+        return (self.end_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
+
+    def chain(self, block_size: int) -> list[bytes]:
+        """Names of all full blocks that its prompt and whole output will fill. Output is nobody else's."""
+        if not self._chain:
+            total = (self.num_tokens + self.output_tokens) // block_size
+            first = _OUTPUT_NAME | self.index << 32
+            self._chain = [*self.names, *(_name(first + place) for place in range(len(self.names), total))]
+        return self._chain
+
+    def request(self, request_id: str, block_size: int, max_tokens: int, num_emitted: int) -> Ending:
+        """What a worker is asked for: the prompt and what was emitted of it, to go on from."""
+        return Ending(
+            request_id=request_id, token_ids=counted(self.num_tokens + num_emitted), num_prompt_tokens=self.num_tokens,
+            block_hashes=self.chain(block_size), sampling=wire.Sampling(max_tokens=max_tokens), tokens_per_hash=block_size,
+            tenant=self.tenant, output_tokens=self.output_tokens,
+        )  # fmt: skip
+
+
+def _name(number: int) -> bytes:
+    return number.to_bytes(HASH_BYTES, "little")
+
+
+def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:
+    """The load, one job for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated so.
+
+    Hash ids must name prefixes, as Mooncake's do: one id always follows the same other one.
+    """
+    known: dict[int, bytes] = {}
+    parents: dict[int, int] = {}
+    last_s, tenants = 0.0, lru_cache(1024)(tenant_of)
+    for index, entry in zip(count(), entries):
+        if entry.hash_ids and entry.block_tokens != block_size:
+            raise ConfigError(f"the trace has blocks of {entry.block_tokens} tokens, the workers of {block_size}")
+        if entry.arrival_s < last_s:
+            raise ConfigError(f"request {index} of the trace arrives before the one ahead of it")
+        last_s = entry.arrival_s
+        num_tokens, output_tokens = max(1, entry.input_tokens), max(1, entry.output_tokens)
+        names = _names(index, entry, num_tokens // block_size, known, parents)
+        yield Job(
+            index,
+            entry.arrival_s,
+            num_tokens,
+            output_tokens,
+            names,
+            session=entry.session,
+            tenant=tenants(entry.tenant),
+        )
+
+
+def _names(
+    index: int, entry: TraceEntry, num_blocks: int, known: dict[int, bytes], parents: dict[int, int]
+) -> tuple[bytes, ...]:
+    ids = entry.hash_ids[:num_blocks]
+    above = -1
+    for hash_id in ids:
+        if parents.setdefault(hash_id, above) != above:
+            raise ConfigError(
+                f"request {index} of the trace: hash id {hash_id} follows {above}, before it followed another"
+            )
+        above = hash_id
+    named = [known.setdefault(hash_id, _name(hash_id)) for hash_id in ids]
+    first = _PROMPT_NAME | index << 32
+    return (*named, *(_name(first + place) for place in range(len(named), num_blocks)))

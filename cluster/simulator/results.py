@@ -1,0 +1,91 @@
+"""What a simulation is summed up to: percentiles, goodput, hits, bytes, utilisation, cost. Pure."""
+
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.cluster.simulator.requests import Job
+
+QUANTILES = (50, 90, 95, 99)
+
+
+@dataclass(slots=True)
+class Tally:
+    """One row for each request that ended; those that arrived before `from_s` count nowhere."""
+
+    from_s: float
+    ttft_slo_s: float
+    tpot_slo_s: float
+    outcomes: Counter[str] = field(default_factory=Counter)
+    arrival_s: "array[float]" = field(default_factory=lambda: array("d"))
+    ttft_s: "array[float]" = field(default_factory=lambda: array("d"))  # of those that are done
+    tpot_s: "array[float]" = field(default_factory=lambda: array("d"))  # of those with more than one token
+    num_kept: int = 0
+    num_ttft_kept: int = 0
+    num_tpot_kept: int = 0
+    prompt_tokens: int = 0  # of those that are done
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    tier_tokens: int = 0
+    num_attempts: int = 0
+    kept_at_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrivals of those within both
+
+    def add(self, job: Job) -> None:
+        if job.arrival_s < self.from_s:
+            return
+        self.outcomes[job.outcome] += 1
+        self.arrival_s.append(job.arrival_s)
+        self.num_attempts += job.num_attempts
+        if job.outcome != "done":
+            return
+        ttft_s, tpot_s = job.ttft_s, job.tpot_s
+        self.ttft_s.append(ttft_s)
+        if job.output_tokens > 1:
+            self.tpot_s.append(tpot_s)
+        is_in_time, is_fast = ttft_s <= self.ttft_slo_s, tpot_s <= self.tpot_slo_s
+        self.num_ttft_kept += is_in_time
+        self.num_tpot_kept += is_fast
+        if is_in_time and is_fast:
+            self.num_kept += 1
+            self.kept_at_s.append(job.arrival_s)
+        self.prompt_tokens += job.num_tokens
+        self.output_tokens += job.output_tokens
+        self.cached_tokens += job.cached_tokens
+        self.tier_tokens += job.tier_tokens
+
+    def summary(self) -> dict[str, Any]:
+        """Times in seconds; goodput: requests within both SLOs per second of arrivals."""
+        count = len(self.arrival_s)
+        span_s = max(self.arrival_s, default=0.0) - min(self.from_s, min(self.arrival_s, default=0.0)) if count else 0.0
+        span_s = max(span_s - 0.0, 1e-9)
+        prompt = max(self.prompt_tokens, 1)
+        return {
+            "requests": count,
+            "outcomes": dict(sorted(self.outcomes.items())),
+            "offered_per_s": count / span_s,
+            "goodput_per_s": self.num_kept / span_s,
+            "kept_share": self.num_kept / max(count, 1),
+            "ttft_kept_share": self.num_ttft_kept / max(count, 1),
+            "tpot_kept_share": self.num_tpot_kept / max(count, 1),
+            "ttft_s": quantiles(np.asarray(self.ttft_s)),
+            "tpot_s": quantiles(np.asarray(self.tpot_s)),
+            "prompt_tokens": self.prompt_tokens,
+            "output_tokens": self.output_tokens,
+            "hit_ratio": self.cached_tokens / prompt,
+            "hit_ratio_by_tier": {
+                "pool": (self.cached_tokens - self.tier_tokens) / prompt, "below": self.tier_tokens / prompt,
+            },
+            "attempts": self.num_attempts,
+        }  # fmt: skip
+
+
+def quantiles(values: NDArray[np.float64]) -> dict[str, float]:
+    """mean, p50, p90, p95, p99; nothing of nothing."""
+    if not len(values):
+        return {}
+    cuts = np.percentile(values, QUANTILES)
+    return {"mean": float(values.mean())} | {f"p{q}": float(cut) for q, cut in zip(QUANTILES, cuts, strict=True)}

@@ -1,0 +1,116 @@
+"""What is simulated: the cluster, its settings, and what happens to it. As a YAML file, or made from flags."""
+
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from kvrelay.cluster.simulator.worker import Delays
+from kvrelay.config import Settings, in_one_line, settings_from
+from kvrelay.errors import ConfigError
+from kvrelay.types import Role
+
+FaultKind = Literal["crash", "freeze", "slow", "link", "ingress_restart"]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Fault(_Section):
+    """Something that happens to a worker, its machine's links, or an ingress; after `for_s` it is over."""
+
+    kind: FaultKind
+    at_s: float = Field(ge=0, allow_inf_nan=False)
+    who: str = Field(description="a worker (p0, d3), or an ingress (i0)")
+    for_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="then it is back; none: never")
+    share: float = Field(
+        0.5, gt=0, le=1, description="slow: of its speed; link: of its machine's bandwidth, while it lasts"
+    )
+
+
+class FaultRate(_Section):
+    """Crashes at random: each worker, so often on average, and back after `down_s`."""
+
+    every_s: float = Field(gt=0, allow_inf_nan=False, description="mean time between two crashes of one worker")
+    down_s: float = Field(60.0, gt=0, allow_inf_nan=False)
+
+
+class Scenario(_Section):
+    """One cluster and what happens to it."""
+
+    prefill: int = Field(1, ge=0)
+    decode: int = Field(1, ge=1)
+    ingress: int = Field(1, ge=1)
+    seed: int = 0
+    max_tokens: int = Field(
+        4096, ge=1, description="of output, that every client allows; the cluster knows no more of it"
+    )
+    hop_s: float = Field(0.001, ge=0, description="of a message between ingress and worker")
+    report_s: float = Field(0.05, gt=0, description="at most so often a worker tells its load")
+    noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of each step's own factor")
+    detect_s: float = Field(1.0, ge=0, description="after which a crashed worker is known to be gone")
+    freeze_limit_s: float = Field(10.0, gt=0, description="after which a worker that says nothing is taken for gone")
+    start_s: float = Field(60.0, ge=0, description="a worker's start: until it takes requests")
+    ttft_s: float = Field(5.0, gt=0, description="what counts as kept, whether or not it is promised")
+    tpot_s: float = Field(0.1, gt=0)
+    warm_up_s: float = Field(0.0, ge=0, description="requests that arrive before it count nowhere")
+    faults: tuple[Fault, ...] = ()
+    fault_rate: FaultRate | None = None
+    settings: dict[str, dict[str, Any]] = Field(
+        {}, description="of the product, by section: router, slo, engine, cache..."
+    )
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Self:
+        for fault in self.faults:
+            letter, number = fault.who[:1], fault.who[1:]
+            counts = {"p": self.prefill, "d": self.decode, "i": self.ingress}
+            is_ingress = fault.kind == "ingress_restart"
+            if (
+                letter not in counts
+                or not number.isdigit()
+                or int(number) >= counts[letter]
+                or (letter == "i") != is_ingress
+            ):
+                raise ValueError(f"{fault.kind} of {fault.who}: there is none")
+        return self
+
+    def product_settings(self) -> Settings:
+        """Raises ConfigError."""
+        return settings_from(
+            {
+                **self.settings,
+                "cluster": {**self.settings.get("cluster", {}), "prefill": self.prefill, "decode": self.decode},
+            }
+        )
+
+    def delays(self, settings: Settings) -> Delays:
+        return Delays(self.hop_s, self.report_s, self.noise, settings.router.reserve_timeout_s)
+
+    def worker_ids(self) -> list[tuple[str, Role]]:
+        """Those of the beginning."""
+        prefills = [(f"p{number}", Role.PREFILL) for number in range(self.prefill)]
+        return prefills + [(f"d{number}", Role.DECODE) for number in range(self.decode)]
+
+
+def scenario_from(data: dict[str, Any], name: str = "scenario") -> Scenario:
+    """Raises ConfigError naming the field."""
+    try:
+        return Scenario.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"{name}: {path or 'scenario'}: {first['msg'].removeprefix('Value error, ')}") from error
+
+
+def load_scenario(path: Path) -> dict[str, Any]:
+    """A scenario file's fields, not checked yet. Raises ConfigError."""
+    try:
+        data = yaml.safe_load(path.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: {in_one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: a scenario is a mapping of fields")
+    return data

@@ -1,0 +1,135 @@
+"""One simulation: builds the cluster of a scenario, lets the load come, and sums up."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.ingress import Ingress
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.requests import Job, jobs_of
+from kvrelay.cluster.simulator.results import Tally
+from kvrelay.cluster.simulator.scenario import Scenario
+from kvrelay.cluster.simulator.worker import Worker
+from kvrelay.cluster.simulator_profile import SimulatorProfile
+from kvrelay.cluster.workloads.trace import TraceEntry
+from kvrelay.serve.slo import slo_of
+from kvrelay.types import Role
+
+
+class Simulation:
+    """Made, run once, and looked at."""
+
+    def __init__(self, scenario: Scenario, profile: SimulatorProfile, entries: Iterable[TraceEntry]) -> None:
+        """`entries`: in order of arrival; taken one by one as their time comes."""
+        self.scenario, self.profile = scenario, profile
+        self.settings = scenario.product_settings()
+        promised = slo_of(None, self.settings.slo, 1)
+        self._ask = promised.ask if promised is not None else None
+        self.delays = scenario.delays(self.settings)
+        self.clock = Clock()
+        self.network = Network(
+            self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
+            local_bytes_per_s=profile.local_bytes_per_s,
+        )  # fmt: skip
+        self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
+        self.workers: list[Worker] = []  # those that are gone, too
+        self._jobs: Iterator[Job] = jobs_of(entries, profile.block_size)
+        self.num_open = 0
+        self.is_all_arrived = False
+        self.ended_s = 0.0
+        self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
+        self._turns = itertools.cycle(self.ingresses)
+        for number, (worker_id, role) in enumerate(scenario.worker_ids()):
+            self.start_worker(worker_id, role, f"n{number // profile.workers_per_node}")
+
+    def _ingress(self) -> Ingress:
+        return Ingress(
+            self.clock, self.network, self.settings, self.delays, block_size=self.profile.block_size,
+            bytes_per_token=self.profile.kv_bytes_per_token, max_tokens=self.scenario.max_tokens, ask=self._ask, ended=self._ended,
+        )  # fmt: skip
+
+    def start_worker(self, worker_id: str, role: Role, node_id: str) -> Worker:
+        """It takes requests from now on."""
+        worker = Worker(
+            worker_id, role, node_id, epoch=len(self.workers), profile=self.profile, settings=self.settings, clock=self.clock,
+            delays=self.delays, seed=self.scenario.seed,
+        )  # fmt: skip
+        self.workers.append(worker)
+        for ingress in self.ingresses:
+            ingress.worker_up(worker)
+        return worker
+
+    # ---- the load
+
+    def _next(self) -> None:
+        job = next(self._jobs, None)
+        if job is None:
+            self.is_all_arrived = True
+            self._look_for_end()
+        else:
+            self.clock.at(job.arrival_s, self._arrive, job)
+
+    def _arrive(self, job: Job) -> None:
+        self.num_open += 1
+        next(self._turns).arrive(job)
+        self._next()
+
+    def _ended(self, job: Job) -> None:
+        self.num_open -= 1
+        self.tally.add(job)
+        self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """When nothing is left to come or to end, the simulation is over."""
+        if self.is_all_arrived and not self.num_open:
+            self.ended_s = self.clock.now_s
+            self.clock.stop()
+
+    def run(self) -> "Simulation":
+        self.clock.at(1e-9, self._next)
+        self.clock.run()
+        return self
+
+    # ---- what came of it
+
+    def summary(self) -> dict[str, Any]:
+        """All figures, as plain data; the same for the same scenario, profile and load, to the bit."""
+        return {
+            "scenario": self.scenario.model_dump(mode="json", exclude_defaults=True),
+            "profile": self.profile.name,
+            **self.tally.summary(),
+            "ended_s": self.ended_s,
+            "workers": {role.value: self._of_role(role) for role in Role},
+            "moved_bytes": self.network.moved_bytes,
+            **self._cost(),
+            "retries": sum(ingress.num_retries for ingress in self.ingresses),
+            "events": self.clock.num_events,
+        }
+
+    def _alive_s(self, worker: Worker) -> float:
+        return max(0.0, min(worker.stopped_s, self.ended_s) - worker.started_s)
+
+    def _of_role(self, role: Role) -> dict[str, float]:
+        workers = [worker for worker in self.workers if worker.role is role]
+        alive_s = sum(map(self._alive_s, workers))
+        busy = [worker.engine.busy_s / max(self._alive_s(worker), 1e-9) for worker in workers]
+        return {
+            "started": len(workers),
+            "alive_s": alive_s,
+            "utilisation": sum(worker.engine.busy_s for worker in workers) / max(alive_s, 1e-9),
+            "least_utilisation": min(busy, default=0.0),
+            "most_utilisation": max(busy, default=0.0),
+            "steps": sum(worker.engine.num_steps for worker in workers),
+            "preemptions": sum(worker.engine.scheduler.num_preemptions for worker in workers),
+        }
+
+    def _cost(self) -> dict[str, float]:
+        hours = sum(map(self._alive_s, self.workers)) / 3600
+        per_kept = hours / self.tally.num_kept if self.tally.num_kept else math.inf
+        return {
+            "worker_hours": hours,
+            "cost": hours * self.profile.cost_per_hour,
+            "kept_per_worker_hour": 1 / per_kept if per_kept else 0.0,
+        }

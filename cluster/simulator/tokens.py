@@ -1,0 +1,49 @@
+"""A sequence's tokens when only their number matters. Pure.
+
+Prompts of traces are lengths and block names; keeping a list of a hundred thousand numbers for each sequence, twice, would cost
+a large simulation gigabytes. What reads the numbers gets none: cached blocks are found by name as ever, but no beginning of a
+block is (`BlockPool.tail`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Self, cast
+
+
+class CountedTokens:
+    """Stands where the engine has a list of token ids."""
+
+    __slots__ = ("_count", "_last")
+
+    def __init__(self, count: int, last: int = 0) -> None:
+        self._count, self._last = count, last
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, place: int | slice) -> Any:
+        if isinstance(place, slice):
+            return []
+        if place != -1:
+            raise IndexError("of counted tokens only the last is known")
+        return self._last
+
+    def append(self, token: int) -> None:
+        self._count += 1
+        self._last = token
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        if tokens:
+            self._count += len(tokens)
+            self._last = tokens[-1]
+
+    def __iadd__(self, tokens: Sequence[int]) -> Self:
+        self.extend(tokens)
+        return self
+
+    def copy(self) -> "CountedTokens":
+        return CountedTokens(self._count, self._last)
+
+
+def counted(count: int) -> list[int]:
+    """So many tokens, for a SequenceRequest."""
+    return cast("list[int]", CountedTokens(count))

@@ -1,0 +1,330 @@
+"""A worker in virtual time: what it is told between two steps, when its steps end, and whom it tells what.
+
+As prefill/worker.py, decode/worker.py and engine/thread.py do it, without sockets: actions wait for the step in progress; after
+a step go the news of its cache and, at most every `report_s`, of its load.
+"""
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from kvrelay.cluster.simulator.attempt import Attempt
+from kvrelay.cluster.simulator.clock import Clock, Event
+from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
+from kvrelay.cluster.simulator_profile import SimulatorProfile
+from kvrelay.config import Settings
+from kvrelay.engine.sequence import Sequence
+from kvrelay.types import Fingerprint, Role
+from kvrelay.wire import PREEMPTED, KvEvents, KvSnapshot, LoadReport, TokenOutput, WorkerInfo
+
+HEARTBEAT_S = 2.0
+LAYER_GROUPS = 4  # in which a prompt's KV is announced: see engine.py, layers_per_hook
+
+
+class Peer(Protocol):
+    """An ingress, as far as workers tell it something. Calls come when the message has arrived."""
+
+    def hear_events(self, worker: "Worker", events: KvEvents) -> None: ...
+    def hear_load(self, worker: "Worker", load: LoadReport) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Delays:
+    """Seconds. hop_s: of a message. report_s: at most so often a load is told. noise: sigma of the logarithm of each step's factor."""
+
+    hop_s: float = 0.001
+    report_s: float = 0.05
+    noise: float = 0.0
+    reserve_timeout_s: float = 10.0
+
+
+class Worker:
+    """One incarnation of one worker."""
+
+    def __init__(
+        self,
+        worker_id: str,
+        role: Role,
+        node_id: str,
+        *,
+        epoch: int,
+        profile: SimulatorProfile,
+        settings: Settings,
+        clock: Clock,
+        delays: Delays,
+        seed: int,
+    ) -> None:
+        self.worker_id, self.role, self.node_id, self.profile = worker_id, role, node_id, profile
+        self._clock, self._delays = clock, delays
+        self.engine = VirtualEngine(profile, settings, role, clock)
+        self.peers: dict[Peer, None] = {}
+        self.started_s, self.stopped_s = clock.now_s, math.inf
+        self.is_alive, self.is_draining, self.is_frozen = True, False, False
+        self.slowness = 1.0  # on its steps' times
+        self.moved_bytes = self.read_s = 0.0
+        self.attempts: dict[str, Attempt] = {}  # that it has answered nothing final to
+        self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+        self._stride: Stride | None = None
+        self._ends: Event | None = None
+        self._wakes = False
+        self._reported_s = -math.inf
+        self._load: LoadReport | None = None
+        self._noise = random.Random(f"{seed}:{worker_id}:{epoch}") if delays.noise else None
+        self.info = self._info(epoch)
+        self._beat: Event | None = clock.after(HEARTBEAT_S, self._heartbeat)
+
+    def _info(self, epoch: int) -> WorkerInfo:
+        profile = self.profile
+        fingerprint = Fingerprint(1, profile.name, "", profile.block_size, 1, 1, 1, "")
+        return WorkerInfo(
+            worker_id=self.worker_id, role=str(self.role), epoch=str(epoch), host=self.node_id, port=1, node_id=self.node_id,
+            model=profile.name, fingerprint=fingerprint, block_size=profile.block_size, num_blocks=profile.num_blocks,
+            max_model_len=self.engine.max_model_len, max_running=self.engine.max_running,
+            kv_bytes_per_token=profile.kv_bytes_per_token, device="simulated", transports=["simulated"],
+        )  # fmt: skip
+
+    # ---- what it is told
+
+    def post(self, call: Callable[..., object], *args: Any) -> None:
+        """Have this done between two steps: at once when none is under way."""
+        if not self.is_alive:
+            return
+        self._inbox.append((call, args))
+        if self._stride is None:
+            self._wake()
+        elif self._stride.count > 1:
+            self._cut_short(self._stride)
+
+    def _cut_short(self, stride: Stride) -> None:
+        """Of several steps, only the one that is being computed is still waited for."""
+        count = stride.steps_until(self._clock.now_s)
+        if count < stride.count and self._ends is not None:
+            self._ends.cancel()
+            stride.count = count
+            self._ends = self._clock.at(stride.began_s + stride.seconds(count), self._step_ended)
+
+    def _wake(self) -> None:
+        if not self._wakes and not self.is_frozen:
+            self._wakes = True
+            self._clock.after(0.0, self._turn)
+
+    def prefill(self, attempt: Attempt, *, is_local: bool) -> None:
+        """Compute a prompt: for a decode worker, or (`is_local`) to decode it here."""
+        self._admit(attempt, self._add, attempt, is_local)
+
+    def reserve(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
+        """Have blocks reserved, now or in line."""
+        if self._admit(attempt, self._add_reservation, attempt, prefill_tokens_per_s):
+            attempt.wait = self._clock.after(self._delays.reserve_timeout_s, self._wait_over, attempt)
+
+    def _admit(self, attempt: Attempt, call: Callable[..., object], *args: Any) -> bool:
+        if not self.is_alive:
+            return False  # the ingress will hear of that by itself
+        if self.is_draining:
+            self._tell(attempt.failed, self.worker_id, "draining")
+            return False
+        self.attempts[attempt.id] = attempt
+        self.post(call, *args)
+        return True
+
+    def _add(self, attempt: Attempt, is_local: bool) -> None:
+        if self._is_wanted(attempt):
+            self.engine.scheduler.add(
+                attempt.request, self._clock.now_s, hold=attempt.flow is not None, output_limit=None if is_local else 1
+            )
+
+    def _add_reservation(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
+        if self._is_wanted(attempt):
+            seq = self.engine.scheduler.add_reservation(attempt.request, self._clock.now_s)
+            seq.prefill_tokens_per_s = prefill_tokens_per_s
+
+    def _is_wanted(self, attempt: Attempt) -> bool:
+        """Whether it is to be taken: nobody has aborted it meanwhile, and there is no reason against it."""
+        if attempt.id not in self.attempts:
+            return False
+        reason = self.engine.refusal(attempt.request)
+        if reason is not None:
+            self._refuse(attempt, reason)
+        return reason is None
+
+    def _refuse(self, attempt: Attempt, reason: str) -> None:
+        self._forget(attempt.id)
+        self._tell(attempt.failed, self.worker_id, reason)
+
+    def _wait_over(self, attempt: Attempt) -> None:
+        if attempt.id in self.attempts:
+            self._refuse(attempt, "full")
+            self.post(self.engine.abort, attempt.id)
+
+    def abort(self, attempt_id: str) -> None:
+        """Let go of whatever it holds here. Idempotent."""
+        self._forget(attempt_id)
+        self.post(self.engine.abort, attempt_id)
+
+    def arrived(self, attempt: Attempt) -> None:
+        """Its KV is here, all of it."""
+        assert attempt.flow is not None
+        self.moved_bytes += attempt.flow.moved_bytes
+        self.read_s += attempt.flow.read_s
+        self.post(self._activate, attempt)
+
+    def _activate(self, attempt: Attempt) -> None:
+        output = self.engine.activate(attempt.id)
+        if output is not None:
+            self._tell_output(output)
+
+    def _forget(self, attempt_id: str) -> Attempt | None:
+        attempt = self.attempts.pop(attempt_id, None)
+        if attempt is not None and attempt.wait is not None and self.role is Role.DECODE:
+            attempt.wait.cancel()
+            attempt.wait = None
+        return attempt
+
+    # ---- steps
+
+    def _turn(self) -> None:
+        """Between two steps."""
+        self._wakes = False
+        if not self.is_alive or self.is_frozen:
+            return
+        inbox, self._inbox = self._inbox, []
+        for call, args in inbox:
+            call(*args)
+        now_s, told = self._clock.now_s, Told()
+        for seq in self.engine.grants(now_s):
+            self._granted(seq)
+        factor = (
+            self.slowness if self._noise is None else self.slowness * math.exp(self._noise.gauss(0, self._delays.noise))
+        )
+        stride = self._stride = self.engine.begin(now_s, factor)
+        self.engine.take_gone(told)
+        self._tell_all(told)
+        if stride is None:
+            self._publish(is_idle=True)
+            return
+        self._ends = self._clock.at(now_s + stride.seconds(stride.count), self._step_ended)
+        if stride.plan is not None and self.role is Role.PREFILL:
+            self._feed(stride)
+
+    def _step_ended(self) -> None:
+        stride, told = self._stride, Told()
+        assert stride is not None
+        self._stride = self._ends = None
+        self.engine.end(stride, stride.count, told)
+        self._tell_all(told)
+        self._publish(is_idle=not self.engine.has_work)
+        if self.engine.has_work or self._inbox:
+            self._turn()
+
+    def _granted(self, seq: Sequence) -> None:
+        attempt = self.attempts.get(seq.request_id)
+        if attempt is None:
+            self.engine.abort(seq.request_id)
+            return
+        if attempt.wait is not None:
+            attempt.wait.cancel()
+            attempt.wait = None
+        self._tell(attempt.reserved, seq.num_cached)
+
+    def _feed(self, stride: Stride) -> None:
+        """What this step computes of prompts that are to go elsewhere is ready layer by layer, in its course."""
+        assert stride.plan is not None
+        for item in stride.plan.work:
+            attempt = self.attempts.get(item.seq.request_id)
+            if attempt is None or attempt.flow is None:
+                continue
+            attempt.feed(item.start, item.start + item.num_tokens, stride.first_s, LAYER_GROUPS)
+
+    # ---- what it tells
+
+    def _tell(self, call: Callable[..., object], *args: Any) -> None:
+        self._clock.after(self._delays.hop_s, call, *args)
+
+    def _tell_all(self, told: Told) -> None:
+        for output in told.outputs:
+            self._tell_output(output)
+        for request_id, reason in told.refused:
+            if (attempt := self._forget(request_id)) is not None:
+                self._tell(attempt.failed, self.worker_id, reason)
+        for request_id, num_emitted in told.handed_back:
+            if (attempt := self._forget(request_id)) is not None:
+                attempt.num_emitted = num_emitted
+                self._tell(attempt.failed, self.worker_id, PREEMPTED)
+
+    def _tell_output(self, output: TokenOutput) -> None:
+        attempt = self.attempts.get(output.request_id)
+        if attempt is None:
+            return
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        elif self.role is Role.PREFILL:
+            attempt.computed()
+        self._tell(attempt.output, self.worker_id, output)
+
+    def _publish(self, *, is_idle: bool) -> None:
+        now_s, delay_s = self._clock.now_s, self._delays.hop_s
+        events = self.engine.drain_events()
+        is_due = is_idle or now_s - self._reported_s >= self._delays.report_s
+        load = self.load() if is_due else None
+        for peer in self.peers:
+            if events is not None:
+                self._clock.after(delay_s, peer.hear_events, self, events)
+            if load is not None:
+                self._clock.after(delay_s, peer.hear_load, self, load)
+
+    def load(self) -> LoadReport:
+        """What it tells of itself now."""
+        load = self.engine.load()
+        if self.is_draining or self.moved_bytes:
+            load = msgspec.structs.replace(
+                load, is_draining=self.is_draining, transport="simulated", kv_bytes=int(self.moved_bytes), kv_seconds=self.read_s,
+            )  # fmt: skip
+        self._load, self._reported_s = load, self._clock.now_s
+        return load
+
+    def _heartbeat(self) -> None:
+        if not self.is_frozen:
+            load = self._load or self.load()
+            for peer in self.peers:
+                self._clock.after(self._delays.hop_s, peer.hear_load, self, load)
+        self._beat = self._clock.after(HEARTBEAT_S, self._heartbeat)
+
+    def subscribe(self, peer: Peer) -> tuple[KvSnapshot, LoadReport]:
+        """From now on this ingress hears all news; first what there is."""
+        self.peers[peer] = None
+        return self.engine.snapshot(), self.load()
+
+    # ---- its end
+
+    def settle(self) -> None:
+        """Of the steps under way, those that are over count, before something else is done to it."""
+        stride = self._stride
+        if stride is None or stride.count == 1:
+            return
+        done = stride.steps_until(self._clock.now_s) - 1
+        if done:
+            self.engine.end(stride, done, Told())
+            passed_s = stride.seconds(done)
+            stride.began_s += passed_s
+            stride.first_s += done * stride.more_s
+            stride.count -= done
+
+    def num_emitted(self, attempt_id: str) -> int:
+        """Tokens of output that the client has by now, as far as they are known here."""
+        seq = self.engine.scheduler.sequences.get(attempt_id)
+        return 0 if seq is None else seq.num_output
+
+    def stop(self) -> None:
+        """It is gone at once, with everything that it holds."""
+        self.settle()
+        self.is_alive, self.stopped_s = False, self._clock.now_s
+        for event in (self._ends, self._beat):
+            if event is not None:
+                event.cancel()
+        self._stride = self._ends = self._beat = None
+        self._inbox.clear()
+        self.peers.clear()
