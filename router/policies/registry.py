@@ -7,11 +7,24 @@ from kvrelay.config import RouterSettings
 from kvrelay.errors import ConfigError
 from kvrelay.router.cost import CostModel
 from kvrelay.router.policies.base import Options, Policy
+from kvrelay.router.policies.dynamo import Dynamo
 from kvrelay.router.policies.joint import Joint
+from kvrelay.router.policies.least_loaded import LeastLoaded
+from kvrelay.router.policies.llm_d import LlmD
+from kvrelay.router.policies.mooncake import Mooncake
+from kvrelay.router.policies.power_of_two import PowerOfTwo
+from kvrelay.router.policies.prefix_affinity import PrefixAffinity
+from kvrelay.router.policies.queue_plus_prefill import QueuePlusPrefill
+from kvrelay.router.policies.random_choice import RandomChoice
+from kvrelay.router.policies.round_robin import RoundRobin
+from kvrelay.router.policies.session import Session
+from kvrelay.router.policies.sglang import Sglang
 
-POLICIES: dict[str, Callable[[Options], Policy]] = {
-    "joint": Joint,
-}
+_CLASSES: tuple[type[Policy], ...] = (
+    Joint, RandomChoice, RoundRobin, LeastLoaded, PowerOfTwo, Session, PrefixAffinity, Sglang, Dynamo, Mooncake, LlmD,
+    QueuePlusPrefill,
+)  # fmt: skip
+POLICIES: dict[str, Callable[[Options], Policy]] = {each.name: each for each in _CLASSES}
 
 
 def policy_of(settings: RouterSettings, model: CostModel) -> Policy:
