@@ -15,6 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kvrelay.router.index import audits
+from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, Holders
 from kvrelay.router.index.member import REASK_EVERY, Member, Word
@@ -48,6 +50,7 @@ class PrefixIndex:
         self._rows: list[Member | None] = []
         self._free_rows: list[int] = []
         self._holders: dict[int, Holders] = {}  # by stride
+        self._audits: dict[str, AuditCounts] = {}
         self._routable: dict[int, int] = {}  # by stride: bits of the members that are not STALE
 
     def __len__(self) -> int:
@@ -76,6 +79,7 @@ class PrefixIndex:
         self._fall(member, IndexState.STALE)
         member.drop(list(member.held()))
         self._rows[member.row] = None
+        self._audits.pop(worker_id, None)
         self._free_rows.append(member.row)
 
     def mark_stale(self, worker_id: str) -> None:
@@ -150,6 +154,54 @@ class PrefixIndex:
         member.seq, member.newest_seq, member.num_late = seq, seq, 0
         self._fall(member, IndexState.EXACT if complete else IndexState.DEGRADED)
         return True
+
+    # ---- audits
+
+    def audit_sample(self, worker_id: str, seed: int, num_hashes: int) -> list[bytes] | None:
+        """What to ask this worker about: hashes that it should hold and hashes that it should not; None: ask for a snapshot."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return []
+        if member.state is IndexState.STALE:
+            return None
+        others = [other for other in self._members.values() if other is not member and other.stride == member.stride]
+        return audits.sample(member, others, seed, num_hashes)
+
+    def apply_audit(self, worker_id: str, seq: int, hashes: Sequence[bytes], tiers: Sequence[int]) -> bool:
+        """A worker's answer as of its event `seq`. False: the index is not what it says, a snapshot is needed.
+
+        Events and answers come in order, so that `seq` beyond the events applied means that some were lost, and one before
+        them that it numbers them anew; the latter is believed when it is said twice, since an answer may have been overtaken.
+        """
+        member = self._members.get(worker_id)
+        if member is None:
+            return True
+        if seq < member.seq and member.state is not IndexState.STALE and not member.was_behind:
+            member.was_behind = True
+            return True
+        member.was_behind = False
+        if seq != member.seq or member.state is IndexState.STALE:
+            member.newest_seq, member.num_late = seq, 0
+            self._fall(member, IndexState.STALE)
+            member.ignored = 1  # asked just now
+            return False
+        found = audits.compare(member, hashes, tiers)
+        counts = self._audits.setdefault(worker_id, AuditCounts())
+        counts.compared += found.compared
+        counts.wrong += found.wrong
+        counts.missed += found.missed
+        if found.wrong:
+            self._fall(member, IndexState.STALE)
+            member.ignored = 1
+        elif found.missed and member.state is IndexState.EXACT:
+            self._fall(member, IndexState.DEGRADED)
+        else:
+            return True
+        return False
+
+    def audit_counts(self, worker_id: str) -> AuditCounts:
+        """What audits of this worker have found since it came."""
+        return self._audits.get(worker_id) or AuditCounts()
 
     # ---- answers
 

@@ -5,10 +5,12 @@ costs its key and its place in the dict, however many workers hold it. The garba
 
 Jump search. Chained hashes are nested: who meets the last hash of a chunk has met all CHUNK of them. Where a lookup has seen
 that all blocks of a chunk have the same holders, it points them to an integer object of the chunk's own and notes it under the
-chunk's last hash; from then on a lookup reads one entry for the CHUNK blocks. Whatever re-points one of its blocks takes the note away.
-Nothing is assumed of workers: a hole in what one holds is a difference of masks within a chunk, which has no note then and is
-walked block by block. (Jumps over positions are Dynamo's, lib/kv-router/src/indexer/positional.rs, which takes it that no worker
-has holes; that a jump is noted by a verified walk is ours.)
+chunk's last hash; from then on a lookup reads one entry for the CHUNK blocks. Whatever re-points one of its blocks takes the
+note away. Nothing is assumed of workers: a hole in what one holds is a difference of masks within a chunk, which then has no note
+and is walked block by block. A block has one object, so of two chunks that part after it only one is noted at a time.
+
+Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two positions that
+the same workers hold. That a jump is taken only over what a walk has verified, and its note dropped by events, is ours.
 
 Not for use from several threads. Never imports torch, Ray, sockets or a clock.
 """

@@ -5,6 +5,7 @@ Owns no masks. Never imports torch, Ray, sockets or a clock.
 
 import enum
 import struct
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 from kvrelay.hashing import HASH_BYTES
@@ -15,6 +16,7 @@ from kvrelay.router.types import IndexState
 REASK_EVERY = 256
 """While a snapshot is awaited, every so many further events it is asked for again."""
 _SLACK = 1024  # entries of `held` that may be out of date, beside as many as are not
+_REMEMBERED = 32  # removed hashes that an audit may ask about
 _HASH = struct.Struct(f"{HASH_BYTES}s")
 
 
@@ -35,6 +37,7 @@ class Member:
         "both",
         "holders",
         "ignored",
+        "lately_removed",
         "max_blocks",
         "name",
         "newest_seq",
@@ -45,6 +48,7 @@ class Member:
         "state",
         "stride",
         "until_asked",
+        "was_behind",
     )
 
     def __init__(self, name: str, row: int, max_blocks: int, stride: int, holders: Holders) -> None:
@@ -56,7 +60,9 @@ class Member:
         self.ignored = 0  # events since STALE began, or since DEGRADED did
         self.until_asked = REASK_EVERY
         self.num_late = 0  # snapshots in a row that healed nothing
+        self.was_behind = False  # its last answer to an audit was older than the events applied
         self.num_blocks = 0
+        self.lately_removed: deque[bytes] = deque(maxlen=_REMEMBERED)
         self._held = bytearray()  # hashes that it came to hold, in order; may name some twice, and some that went
 
     # ---- which messages count
@@ -111,6 +117,7 @@ class Member:
     def drop(self, hashes: Sequence[bytes]) -> bool:
         """It holds none of these any more. False when it was not known to hold all of them."""
         num_dropped = self.holders.drop(hashes, self.both)
+        self.lately_removed.extend(hashes[-_REMEMBERED:])
         self.num_blocks -= num_dropped
         if len(self._held) > HASH_BYTES * (2 * self.num_blocks + _SLACK):
             self._held = bytearray(b"".join(self.held()))
