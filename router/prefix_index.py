@@ -1,169 +1,251 @@
-"""Which worker holds which prefix: block hash -> bitmask of workers, fed by their KV events.
+"""Which worker holds which prefix, in its pool or anywhere: fed by KV events, healed by snapshots.
 
-Owns the index alone; never imports torch, Ray, sockets or a clock. A hash is chained, so it
-names a whole prefix; a worker's match is the number of leading hashes whose blocks it holds without a hole. A worker
-whose blocks are k hashes long (its stride) names them by every k-th hash of a chain.
+Owns the members and their rows; who holds a block is in index/holders.py, whose news counts in index/member.py. Never
+imports torch, Ray, sockets or a clock. Hashes are chained, so that each names a whole prefix; a worker's depth is
+the number of leading hashes whose blocks it holds without a hole. A worker whose blocks are k hashes long (its stride) names
+them by every k-th hash of a chain.
 
-A plain dict of bitmasks, walked with C-level `map`: one pass finds the match of every worker of a stride, holes included.
+What is guaranteed of an answer: for every worker that is not STALE, both depths are those of the plain definition applied to
+what its snapshot and events add up to (`in_pool`: leading blocks that it announced, and neither lowered nor removed since). So no
+hit is claimed beyond a hole that was announced. Workers that are STALE, and those that hold nothing, are absent.
 """
 
-from collections.abc import Iterable, Sequence
-from itertools import repeat
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
+
+from kvrelay.router.index import audits
+from kvrelay.router.index.audits import AuditCounts
+from kvrelay.router.index.bits import Ints, depths_by_row
+from kvrelay.router.index.holders import CHUNK, Holders
+from kvrelay.router.index.member import REASK_EVERY, Member, Word
 from kvrelay.router.types import IndexState
 
-REASK_EVERY = 256
-"""While a snapshot is awaited, every so many further events it is asked for again."""
+__all__ = ["REASK_EVERY", "Depths", "PrefixIndex"]
+
+MAX_LATE = 3
+"""Snapshots in a row that came too late, each answered by asking for another."""
 
 
-class _Held:
-    """One worker's part of the index."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Depths:
+    """How many leading hashes of a prompt each worker covers: those that hold any, ascending by row. Columns of equal length."""
 
-    __slots__ = ("bit", "hashes", "ignored", "max_blocks", "name", "seq", "state", "stride")
+    rows: Ints
+    in_pool: Ints
+    anywhere: Ints  # at least `in_pool`: lower tiers included
 
-    def __init__(self, name: str, bit: int, max_blocks: int, stride: int) -> None:
-        self.name, self.bit, self.max_blocks, self.stride = name, bit, max_blocks, stride
-        self.hashes: dict[bytes, None] = {}  # a dict of bytes, unlike a set, is nothing that the GC walks
-        self.state = IndexState.STALE
-        self.seq = 0
-        self.ignored = 0  # events dropped since STALE began
+    def __len__(self) -> int:
+        return len(self.rows)
 
 
 class PrefixIndex:
     """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot."""
 
-    def __init__(self) -> None:
-        self._holders: dict[bytes, int] = {}
-        self._workers: dict[str, _Held] = {}
-        self._by_bit: dict[int, _Held] = {}
-        self._free_bits: list[int] = []
-        self._routable: dict[int, int] = {}  # stride -> bits of workers that are not STALE
+    def __init__(self, *, chunk: int = CHUNK) -> None:
+        """`chunk`: blocks that one jump of a lookup passes at most."""
+        self._chunk = chunk
+        self._members: dict[str, Member] = {}
+        self._rows: list[Member | None] = []
+        self._free_rows: list[int] = []
+        self._holders: dict[int, Holders] = {}  # by stride
+        self._audits: dict[str, AuditCounts] = {}
+        self._routable: dict[int, int] = {}  # by stride: bits of the members that are not STALE
 
     def __len__(self) -> int:
-        """Number of distinct hashes held by any worker."""
-        return len(self._holders)
+        """Number of distinct hashes held by any worker; those of another stride are others."""
+        return sum(map(len, self._holders.values()))
 
-    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1) -> None:
-        """A new or restarted worker: starts empty. More than `max_blocks` hashes make it DEGRADED."""
+    # ---- members
+
+    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1) -> int:
+        """A new or restarted worker: starts empty, in this row. More than `max_blocks` hashes make it DEGRADED."""
         self.remove_worker(worker_id)
-        bit = self._free_bits.pop() if self._free_bits else 1 << len(self._workers)
-        held = _Held(worker_id, bit, max_blocks, stride)
-        self._workers[worker_id] = self._by_bit[bit] = held
+        if self._free_rows:
+            row = self._free_rows.pop()
+        else:
+            row = len(self._rows)
+            self._rows.append(None)
+        holders = self._holders.setdefault(stride, Holders(self._chunk))
+        self._members[worker_id] = self._rows[row] = Member(worker_id, row, max_blocks, stride, holders)
+        return row
 
     def remove_worker(self, worker_id: str) -> None:
         """Forget a worker and every bit of it. Unknown ids are ignored."""
-        held = self._workers.pop(worker_id, None)
-        if held is None:
+        member = self._members.pop(worker_id, None)
+        if member is None:
             return
-        self._drop(held, held.hashes.keys())
-        self._route(held, is_routable=False)
-        del self._by_bit[held.bit]
-        self._free_bits.append(held.bit)
+        self._fall(member, IndexState.STALE)
+        member.drop(list(member.held()))
+        self._rows[member.row] = None
+        self._audits.pop(worker_id, None)
+        self._free_rows.append(member.row)
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
-        self._set_state(self._workers[worker_id], IndexState.STALE)
+        self._fall(self._members[worker_id], IndexState.STALE)
 
-    def apply_events(self, worker_id: str, seq: int, stored: Sequence[bytes], removed: Sequence[bytes]) -> bool:
-        """One event message. False: a snapshot is needed now. Repeated and old events change nothing."""
-        held = self._workers.get(worker_id)
-        if held is None:
-            return True
-        if held.state is IndexState.STALE:
-            held.ignored += 1
-            return held.ignored % REASK_EVERY != 1
-        if seq <= held.seq:
-            return True
-        if seq != held.seq + 1:
-            self._set_state(held, IndexState.STALE)
-            held.ignored = 1  # asked just now
-            return False
-        held.seq = seq
-        complete = self._store(held, stored)
-        known = [block_hash for block_hash in removed if block_hash in held.hashes]
-        self._drop(held, known)
-        complete = complete and len(known) == len(removed)
-        return complete or self._degrade(held)
+    @property
+    def num_rows(self) -> int:
+        """Rows are below this. A row of a worker that left goes to the next one that comes."""
+        return len(self._rows)
 
-    def apply_snapshot(self, worker_id: str, seq: int, hashes: Sequence[bytes]) -> None:
-        """Everything cached as of `seq`: heals every state. One older than the events applied is ignored."""
-        held = self._workers.get(worker_id)
-        if held is None or (held.state is not IndexState.STALE and seq < held.seq):
-            return
-        now = set(hashes)
-        self._drop(held, held.hashes.keys() - now)
-        complete = self._store(held, [block_hash for block_hash in hashes if block_hash not in held.hashes])
-        held.seq, held.ignored = seq, 0
-        self._set_state(held, IndexState.EXACT if complete else IndexState.DEGRADED)
+    def row(self, worker_id: str) -> int:
+        """The worker's place in `Depths.rows`, for as long as it is here."""
+        return self._members[worker_id].row
 
-    def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading ones of `hashes` that each worker's blocks cover; workers with none, and STALE ones, are absent."""
-        found: dict[str, int] = {}
-        for stride, mask in self._routable.items():
-            self._match(hashes if stride == 1 else hashes[stride - 1 :: stride], stride, mask, found)
-        return found
-
-    def _match(self, hashes: Sequence[bytes], stride: int, mask: int, found: dict[str, int]) -> None:
-        """Of the workers of `mask`, whose blocks have these names."""
-        for depth, holders in enumerate(map(self._holders.get, hashes, repeat(0))):
-            kept = mask & holders
-            if kept != mask:
-                if depth:
-                    self._name(mask ^ kept, depth * stride, found)
-                mask = kept
-                if not mask:
-                    return
-        if hashes:
-            self._name(mask, len(hashes) * stride, found)
+    def name(self, row: int) -> str | None:
+        """Whose row it is."""
+        member = self._rows[row]
+        return None if member is None else member.name
 
     def state(self, worker_id: str) -> IndexState:
-        return self._workers[worker_id].state
+        return self._members[worker_id].state
 
     def num_blocks(self, worker_id: str) -> int:
         """Hashes indexed for this worker."""
-        return len(self._workers[worker_id].hashes)
+        return self._members[worker_id].num_blocks
 
-    def _name(self, mask: int, depth: int, found: dict[str, int]) -> None:
-        while mask:
-            bit = mask & -mask
-            found[self._by_bit[bit].name] = depth
-            mask ^= bit
+    # ---- their news
 
-    def _store(self, held: _Held, hashes: Sequence[bytes]) -> bool:
-        """False when some did not fit."""
-        room = held.max_blocks - len(held.hashes)
-        fitting = hashes if len(hashes) <= room else hashes[: max(room, 0)]
-        holders, bit = self._holders, held.bit
-        for block_hash in fitting:
-            holders[block_hash] = holders.get(block_hash, 0) | bit
-        held.hashes.update(dict.fromkeys(fitting))
-        return len(fitting) == len(hashes)
+    def apply_events(
+        self,
+        worker_id: str,
+        seq: int,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        lowered: Sequence[bytes] = (),
+        raised: Sequence[bytes] = (),
+    ) -> bool:
+        """One event message. False: a snapshot is needed now. Repeated and old events change nothing."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return True
+        word = member.hear(seq)
+        if word is Word.ASK:
+            self._route(member)
+            return False
+        if word is Word.IGNORE:
+            return True
+        complete = member.store(_unique(stored))
+        complete &= not lowered or member.move(_unique(lowered), in_pool=False)
+        complete &= not raised or member.move(_unique(raised), in_pool=True)
+        complete &= not removed or member.drop(_unique(removed))
+        if member.state is IndexState.DEGRADED:
+            return not member.asks_again()
+        if not complete:
+            self._fall(member, IndexState.DEGRADED)
+        return complete
 
-    def _drop(self, held: _Held, hashes: Iterable[bytes]) -> None:
-        holders, others = self._holders, ~held.bit
-        for block_hash in set(hashes):
-            del held.hashes[block_hash]
-            left = holders[block_hash] & others
-            if left:
-                holders[block_hash] = left
-            else:
-                del holders[block_hash]
+    def apply_snapshot(self, worker_id: str, seq: int, hashes: Sequence[bytes], lowered: Sequence[bytes] = ()) -> bool:
+        """Everything cached as of `seq`: heals every state. False: it came too late to heal anything, ask for another.
 
-    def _degrade(self, held: _Held) -> bool:
-        """Ask for a snapshot once per fall: True when it was degraded already."""
-        already = held.state is IndexState.DEGRADED
-        self._set_state(held, IndexState.DEGRADED)
-        return already
+        One older than the events applied is ignored. One older than an event that was seen and could not be applied leaves
+        the worker STALE: what lies between the two is lost. After MAX_LATE of those in a row only events and audits ask.
+        """
+        member = self._members.get(worker_id)
+        if member is None or (member.state is not IndexState.STALE and seq < member.seq):
+            return True
+        if seq < member.newest_seq:
+            member.num_late += 1
+            return member.num_late > MAX_LATE
+        complete = member.replace(hashes, lowered)
+        member.seq, member.newest_seq, member.num_late = seq, seq, 0
+        self._fall(member, IndexState.EXACT if complete else IndexState.DEGRADED)
+        return True
 
-    def _set_state(self, held: _Held, state: IndexState) -> None:
-        held.state = state
-        if state is IndexState.STALE:
-            held.ignored = 0
-        self._route(held, is_routable=state is not IndexState.STALE)
+    # ---- audits
 
-    def _route(self, held: _Held, *, is_routable: bool) -> None:
-        """Let `match` find this worker, or not."""
-        others = self._routable.pop(held.stride, 0) & ~held.bit
-        mask = others | held.bit if is_routable else others
+    def audit_sample(self, worker_id: str, seed: int, num_hashes: int) -> list[bytes] | None:
+        """What to ask this worker about: hashes that it should hold and hashes that it should not; None: ask for a snapshot."""
+        member = self._members.get(worker_id)
+        if member is None:
+            return []
+        if member.state is IndexState.STALE:
+            return None
+        others = [other for other in self._members.values() if other is not member and other.stride == member.stride]
+        return audits.sample(member, others, seed, num_hashes)
+
+    def apply_audit(self, worker_id: str, seq: int, hashes: Sequence[bytes], tiers: Sequence[int]) -> bool:
+        """A worker's answer as of its event `seq`. False: the index is not what it says, a snapshot is needed.
+
+        Events and answers come in order, so that `seq` beyond the events applied means that some were lost, and one before
+        them that it numbers them anew; the latter is believed when it is said twice, since an answer may have been overtaken.
+        """
+        member = self._members.get(worker_id)
+        if member is None:
+            return True
+        if seq < member.seq and member.state is not IndexState.STALE and not member.was_behind:
+            member.was_behind = True
+            return True
+        member.was_behind = False
+        if seq != member.seq or member.state is IndexState.STALE:
+            member.newest_seq, member.num_late = seq, 0
+            self._fall(member, IndexState.STALE)
+            member.ignored = 1  # asked just now
+            return False
+        found = audits.compare(member, hashes, tiers)
+        counts = self._audits.setdefault(worker_id, AuditCounts())
+        counts.compared += found.compared
+        counts.wrong += found.wrong
+        counts.missed += found.missed
+        if found.wrong:
+            self._fall(member, IndexState.STALE)
+            member.ignored = 1
+        elif found.missed and member.state is IndexState.EXACT:
+            self._fall(member, IndexState.DEGRADED)
+        else:
+            return True
+        return False
+
+    def audit_counts(self, worker_id: str) -> AuditCounts:
+        """What audits of this worker have found since it came."""
+        return self._audits.get(worker_id) or AuditCounts()
+
+    # ---- answers
+
+    def depths(self, hashes: Sequence[bytes]) -> Depths:
+        """How deep each worker holds this chain."""
+        found: Ints | None = None
+        for stride, alive in self._routable.items():
+            chain = hashes if stride == 1 else hashes[stride - 1 :: stride]
+            ends = self._holders[stride].walk(chain, alive)
+            if stride != 1:
+                ends = [(depth * stride, bits) for depth, bits in ends]
+            found = depths_by_row(ends, len(self._rows), found)
+        if found is None:
+            return _NOTHING
+        rows = np.flatnonzero(found[:, 0])
+        held = found[rows]
+        return Depths(rows, held[:, 1], held[:, 0])
+
+    def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
+        """Leading ones of `hashes` that each worker's blocks cover, in its pool or below; workers with none are absent."""
+        depths = self.depths(hashes)
+        members = self._rows
+        return {
+            member.name: depth
+            for row, depth in zip(depths.rows.tolist(), depths.anywhere.tolist(), strict=True)
+            if (member := members[row]) is not None
+        }
+
+    # ---- within
+
+    def _fall(self, member: Member, state: IndexState) -> None:
+        member.fall(state)
+        self._route(member)
+
+    def _route(self, member: Member) -> None:
+        """Let answers name this worker, or not."""
+        others = self._routable.pop(member.stride, 0) & ~member.both
+        mask = others if member.state is IndexState.STALE else others | member.both
         if mask:
-            self._routable[held.stride] = mask
+            self._routable[member.stride] = mask
+
+
+def _unique(hashes: Sequence[bytes]) -> list[bytes]:
+    return list(dict.fromkeys(hashes))
+
+
+_NOTHING = Depths(*(np.zeros(0, np.int64) for _ in range(3)))

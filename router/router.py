@@ -96,11 +96,13 @@ class Router:
 
     def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """Blocks stored and removed. False: something is missing, ask the worker for a snapshot."""
-        return self._index.apply_events(worker_id, events.seq, events.stored, events.removed)
+        return self._index.apply_events(
+            worker_id, events.seq, events.stored, events.removed, events.lowered, events.raised
+        )
 
-    def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> None:
-        """Everything that a worker has cached: heals its index."""
-        self._index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes)
+    def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
+        """Everything that a worker has cached: heals its index. False: it came too late for that, ask for another."""
+        return self._index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered)
 
     def set_misfits(self, misfits: Misfits) -> None:
         """From now on these pairs of live workers are not chosen; any other may be."""

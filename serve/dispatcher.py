@@ -208,7 +208,8 @@ class Dispatcher:
             if not self.router.apply_events(link.worker_id, message):
                 link.send(wire.Subscribe())
         elif isinstance(message, wire.KvSnapshot):
-            self.router.apply_snapshot(link.worker_id, message)
+            if not self.router.apply_snapshot(link.worker_id, message):
+                link.send(wire.Subscribe())
         elif isinstance(message, wire.Paired):
             self.pairs.answered(message.report)
         elif isinstance(message, wire.PairsSeen):

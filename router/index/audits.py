@@ -1,0 +1,68 @@
+"""Audits: some hashes that a worker is asked about, and what its answer says of the index. Pure: the seed is an argument."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from kvrelay.router.index.member import Member
+
+NOWHERE, BELOW, IN_POOL, CHANGING = 0, 1, 2, 3
+"""Where a worker has a block; CHANGING: it cannot say now."""
+_TRIES = 4  # draws for each hash that is wanted
+_GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+@dataclass(slots=True)
+class AuditCounts:
+    """Of one worker's hashes that were compared, since it came: `wrong` are hits that it does not have, `missed` those unknown."""
+
+    compared: int = 0
+    wrong: int = 0
+    missed: int = 0
+
+
+def draws(seed: int) -> Iterator[int]:
+    """Numbers of 64 bits without end, the same ones for the same seed. Source: splitmix64 (Steele et al., OOPSLA 2014)."""
+    state = seed & _WORD
+    while True:
+        state = (state + _GOLDEN) & _WORD
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _WORD
+        yield mixed ^ (mixed >> 31)
+
+
+def sample(member: Member, others: Sequence[Member], seed: int, num_hashes: int) -> list[bytes]:
+    """Up to so many: half of what it is known to hold, half of what it is not known to (others hold it, or it went of late)."""
+    numbers = draws(seed)
+    claimed = _drawn([member], numbers, num_hashes - num_hashes // 2)
+    chosen = dict.fromkeys(one for one in claimed if member.holders.mask(one) & member.both)
+    elsewhere = [*reversed(member.lately_removed), *_drawn(others, numbers, num_hashes)]
+    unclaimed = dict.fromkeys(one for one in elsewhere if not member.holders.mask(one) & member.both)
+    return [*chosen, *islice(unclaimed, num_hashes // 2)]
+
+
+def _drawn(members: Sequence[Member], numbers: Iterator[int], count: int) -> list[bytes]:
+    listed = [member for member in members if member.num_listed]
+    if not listed:
+        return []
+    found: list[bytes] = []
+    for _ in range(_TRIES * count):
+        if len(found) == count:
+            break
+        member = listed[next(numbers) % len(listed)]
+        found.append(member.listed(next(numbers) % member.num_listed))
+    return found
+
+
+def compare(member: Member, hashes: Sequence[bytes], tiers: Sequence[int]) -> AuditCounts:
+    """The index beside the worker's own word for each hash."""
+    counts = AuditCounts()
+    for block_hash, tier in zip(hashes, tiers, strict=False):
+        if tier == CHANGING:
+            continue
+        mine = member.holders.mask(block_hash) & member.both
+        claimed = IN_POOL if mine == member.both else BELOW if mine else NOWHERE
+        counts.compared += 1
+        counts.wrong += claimed > tier
+        counts.missed += claimed < tier
+    return counts

@@ -1,0 +1,41 @@
+"""Two bits for each worker in one integer: "holds it anywhere" and, above it, "holds it in its pool". Pure arithmetic.
+
+Row r of the index has the bits 2 r and 2 r + 1, above FIRST_BIT. No mask is smaller than 2**FIRST_BIT, so that none is one of
+Python's small integers, which exist only once: holders.py tells masks apart by identity.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int64]
+
+FIRST_BIT = 10
+_FEW = 6  # bits that are found faster one by one
+
+
+def anywhere_bit(row: int) -> int:
+    """Set where a worker holds a block, in whatever tier."""
+    return 1 << (FIRST_BIT + 2 * row)
+
+
+def both_bits(row: int) -> int:
+    """Set where a worker holds a block in its pool."""
+    return 3 << (FIRST_BIT + 2 * row)
+
+
+def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | None = None) -> Ints:
+    """[num_rows, 2]: how deep each row's two bits reach, from (depth, bits that reach just so far); 0 for the others."""
+    if found is None:
+        found = np.zeros((num_rows, 2), np.int64)
+    flat = found.reshape(-1)
+    for depth, bits in ends:
+        if bits.bit_count() <= _FEW:
+            while bits:
+                flat[bits.bit_length() - 1 - FIRST_BIT] = depth
+                bits ^= 1 << (bits.bit_length() - 1)
+        else:
+            packed = (bits >> FIRST_BIT).to_bytes((2 * num_rows + 7) // 8, "little")
+            flat[np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little"))] = depth
+    return found

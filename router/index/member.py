@@ -1,0 +1,149 @@
+"""One worker's part of the index: which of its messages count, and a list of what it holds, for the day it goes.
+
+Owns no masks. Never imports torch, Ray, sockets or a clock.
+"""
+
+import enum
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvrelay.hashing import HASH_BYTES
+from kvrelay.router.index.bits import anywhere_bit, both_bits
+from kvrelay.router.index.holders import Holders
+from kvrelay.router.types import IndexState
+
+REASK_EVERY = 256
+"""While a snapshot is awaited, every so many further events it is asked for again."""
+_SLACK = 1024  # entries of `held` that may be out of date, beside as many as are not
+_REMEMBERED = 32  # removed hashes that an audit may ask about
+_HASH = struct.Struct(f"{HASH_BYTES}s")
+
+
+class Word(enum.Enum):
+    """What becomes of an event."""
+
+    APPLY = "apply"
+    IGNORE = "ignore"
+    ASK = "ask"  # ignore it, and ask for a snapshot
+
+
+class Member:
+    """One worker, in one of the index's rows. Mutable; written only by PrefixIndex."""
+
+    __slots__ = (
+        "_held",
+        "anywhere",
+        "both",
+        "holders",
+        "ignored",
+        "lately_removed",
+        "max_blocks",
+        "name",
+        "newest_seq",
+        "num_blocks",
+        "num_late",
+        "row",
+        "seq",
+        "state",
+        "stride",
+        "until_asked",
+        "was_behind",
+    )
+
+    def __init__(self, name: str, row: int, max_blocks: int, stride: int, holders: Holders) -> None:
+        self.name, self.row, self.max_blocks, self.stride, self.holders = name, row, max_blocks, stride, holders
+        self.anywhere, self.both = anywhere_bit(row), both_bits(row)
+        self.state = IndexState.STALE
+        self.seq = 0  # of the last event applied, or of the snapshot
+        self.newest_seq = 0  # seen in any event
+        self.ignored = 0  # events since STALE began, or since DEGRADED did
+        self.until_asked = REASK_EVERY
+        self.num_late = 0  # snapshots in a row that healed nothing
+        self.was_behind = False  # its last answer to an audit was older than the events applied
+        self.num_blocks = 0
+        self.lately_removed: deque[bytes] = deque(maxlen=_REMEMBERED)
+        self._held = bytearray()  # hashes that it came to hold, in order; may name some twice, and some that went
+
+    # ---- which messages count
+
+    def hear(self, seq: int) -> Word:
+        """An event with this number came."""
+        self.newest_seq = max(self.newest_seq, seq)
+        if self.state is IndexState.STALE:
+            self.ignored += 1
+            return Word.ASK if self.ignored % REASK_EVERY == 1 else Word.IGNORE
+        if seq <= self.seq:
+            return Word.IGNORE
+        if seq != self.seq + 1:
+            self.fall(IndexState.STALE)
+            self.ignored = 1  # asked just now
+            return Word.ASK
+        self.seq = seq
+        return Word.APPLY
+
+    def fall(self, state: IndexState) -> None:
+        """From EXACT, or further."""
+        self.state, self.ignored, self.until_asked = state, 0, REASK_EVERY
+
+    def asks_again(self) -> bool:
+        """Another event while DEGRADED: whether to ask once more, after 256, 512, 1,024... of them."""
+        self.ignored += 1
+        if self.ignored < self.until_asked:
+            return False
+        self.ignored, self.until_asked = 0, 2 * self.until_asked
+        return True
+
+    # ---- what it holds
+
+    def store(self, hashes: Sequence[bytes], *, in_pool: bool = True) -> bool:
+        """It holds these now. False when some did not fit, or are no hashes."""
+        room = self.max_blocks - self.num_blocks
+        fitting = hashes if len(hashes) <= room else hashes[: max(room, 0)]
+        if sum(map(len, fitting)) != HASH_BYTES * len(fitting) or any(len(one) != HASH_BYTES for one in fitting):
+            fitting = [one for one in fitting if len(one) == HASH_BYTES]
+        gained = self.holders.put(fitting, self.both, self.both if in_pool else self.anywhere)
+        self.num_blocks += len(gained)
+        self._held += b"".join(gained)
+        return len(fitting) == len(hashes)
+
+    def move(self, hashes: Iterable[bytes], *, in_pool: bool) -> bool:
+        """Between its pool and below. False when it was not known to hold all of them: those stay unknown."""
+        wanted = list(hashes)
+        known = list(self.holders.held(wanted, self.both))
+        self.holders.put(known, self.both, self.both if in_pool else self.anywhere)
+        return len(known) == len(wanted)
+
+    def drop(self, hashes: Sequence[bytes]) -> bool:
+        """It holds none of these any more. False when it was not known to hold all of them."""
+        num_dropped = self.holders.drop(hashes, self.both)
+        self.lately_removed.extend(hashes[-_REMEMBERED:])
+        self.num_blocks -= num_dropped
+        if len(self._held) > HASH_BYTES * (2 * self.num_blocks + _SLACK):
+            self._held = bytearray(b"".join(self.held()))
+        return num_dropped == len(hashes)
+
+    def replace(self, hashes: Iterable[bytes], lowered: Iterable[bytes]) -> bool:
+        """It holds exactly these now, `lowered` of them only below its pool. False when not all fit, or some are no hashes."""
+        unique = list(dict.fromkeys(hashes))
+        fitting = dict.fromkeys([one for one in unique if len(one) == HASH_BYTES][: self.max_blocks])
+        self.holders.drop([one for one in self.held() if one not in fitting], self.both)
+        below = fitting.keys() & set(lowered)
+        self.holders.put([one for one in fitting if one not in below] if below else list(fitting), self.both, self.both)
+        self.holders.put(list(below), self.both, self.anywhere)
+        self.num_blocks = len(fitting)
+        self._held = bytearray(b"".join(fitting))
+        return len(fitting) == len(unique)
+
+    def held(self) -> Iterator[bytes]:
+        """What it holds, each once."""
+        names = dict.fromkeys(one for (one,) in _HASH.iter_unpack(self._held))
+        return self.holders.held(names, self.both)
+
+    @property
+    def num_listed(self) -> int:
+        return len(self._held) // HASH_BYTES
+
+    def listed(self, place: int) -> bytes:
+        """One of the list: it may not hold it any more."""
+        return bytes(self._held[HASH_BYTES * place : HASH_BYTES * (place + 1)])

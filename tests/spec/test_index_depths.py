@@ -1,0 +1,307 @@
+"""How deep each worker holds a chain: two depths, holes, jumps; held against the plain definition by a state machine."""
+
+import gc
+
+import numpy as np
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvrelay.router.index.bits import FIRST_BIT, anywhere_bit, both_bits, depths_by_row
+from kvrelay.router.index.holders import CHUNK, MAX_NOTED, Holders
+from kvrelay.router.prefix_index import PrefixIndex
+from kvrelay.router.types import IndexState
+
+
+def chain(name, length, first=0):
+    return [f"{name}{i}".encode().ljust(16) for i in range(first, first + length)]
+
+
+LONG = chain("x", 5 * CHUNK)
+
+
+def fed(**held):
+    """An index whose workers hold these."""
+    index = PrefixIndex()
+    for worker_id, hashes in held.items():
+        index.add_worker(worker_id, max_blocks=10_000)
+        index.apply_snapshot(worker_id, 0, hashes)
+    return index
+
+
+def depths(index, hashes):
+    """worker -> (in its pool, anywhere)."""
+    found = index.depths(hashes)
+    columns = (found.rows.tolist(), found.in_pool.tolist(), found.anywhere.tolist())
+    return {index.name(row): (in_pool, anywhere) for row, in_pool, anywhere in zip(*columns, strict=True)}
+
+
+def twice(index, hashes):
+    """As the first lookup finds it, and as jumps do."""
+    walked, jumped = depths(index, hashes), depths(index, hashes)
+    assert walked == jumped
+    return walked
+
+
+def num_chunks(index):
+    return sum(holders.num_chunks for holders in index._holders.values())
+
+
+def test_what_was_lowered_counts_below_the_pool_and_what_was_raised_in_it_again():
+    index = fed(w1=LONG[:10], w2=LONG[:3])
+    index.apply_events("w1", 1, [], [], lowered=LONG[4:6])
+    assert twice(index, LONG) == {"w1": (4, 10), "w2": (3, 3)}
+    index.apply_events("w1", 2, [], [], raised=LONG[4:5])
+    assert twice(index, LONG) == {"w1": (5, 10), "w2": (3, 3)}
+
+
+def test_what_is_stored_below_the_pool_at_once_is_no_hit_of_the_pool():
+    index = fed(w1=[])
+    index.apply_events("w1", 1, LONG[:4], [], lowered=LONG[2:4])
+    assert twice(index, LONG) == {"w1": (2, 4)}
+
+
+def test_a_snapshot_says_what_is_below_the_pool():
+    index = fed(w1=LONG[:10])
+    index.apply_snapshot("w1", 1, LONG[:8], LONG[:8])
+    assert twice(index, LONG) == {"w1": (0, 8)}
+    index.apply_snapshot("w1", 2, LONG[:8])
+    assert twice(index, LONG) == {"w1": (8, 8)}
+
+
+@pytest.mark.parametrize("move", ["lowered", "raised"])
+def test_moves_of_the_unknown_degrade_and_claim_nothing(move):
+    index = fed(w1=LONG[:2])
+    assert index.apply_events("w1", 1, [], [], **{move: LONG[2:3]}) is False
+    assert (index.state("w1"), depths(index, LONG)) == (IndexState.DEGRADED, {"w1": (2, 2)})
+
+
+def test_a_degraded_worker_is_asked_again_ever_more_rarely():
+    index = fed(w1=[])
+    index.apply_events("w1", 1, [], [LONG[0]])
+    asked = [seq for seq in range(2, 2000) if not index.apply_events("w1", seq, [], [])]
+    assert asked == [257, 257 + 512, 257 + 512 + 1024]
+
+
+def test_what_is_no_hash_is_not_taken():
+    index = fed(w1=[])
+    assert index.apply_events("w1", 1, [LONG[0], b"short", b"l" * 17], []) is False
+    assert (index.state("w1"), index.num_blocks("w1"), len(index)) == (IndexState.DEGRADED, 1, 1)
+    index.apply_snapshot("w1", 2, [b"short", LONG[0]])
+    assert (index.state("w1"), index.num_blocks("w1")) == (IndexState.DEGRADED, 1)
+
+
+def test_a_lookup_notes_whole_chunks_and_later_ones_jump():
+    index = fed(w1=LONG, w2=LONG[: 2 * CHUNK + 5])
+    assert twice(index, LONG) == {"w1": (320, 320), "w2": (133, 133)}
+    assert num_chunks(index) == 4  # the one in which w2 ends is walked each time
+    assert depths(index, [*LONG[: CHUNK - 1], *chain("y", 10)]) == {"w1": (63, 63), "w2": (63, 63)}
+
+
+def test_one_lookup_notes_only_so_many_chunks():
+    hashes = chain("z", (MAX_NOTED + 3) * CHUNK)
+    index = fed(w1=hashes)
+    depths(index, hashes)
+    assert num_chunks(index) == MAX_NOTED
+    depths(index, hashes)
+    assert num_chunks(index) == MAX_NOTED + 3
+
+
+def test_a_block_that_goes_takes_its_chunk_s_note_with_it_and_no_other():
+    index = fed(w1=LONG, w2=LONG)
+    twice(index, LONG)
+    assert num_chunks(index) == 5
+    index.apply_events("w1", 1, [], [LONG[CHUNK + 7]])
+    assert num_chunks(index) == 4
+    assert twice(index, LONG) == {"w1": (71, 71), "w2": (320, 320)}
+    index.apply_events("w1", 2, [LONG[CHUNK + 7]], [])
+    assert twice(index, LONG) == {"w1": (320, 320), "w2": (320, 320)}
+    assert num_chunks(index) == 5
+
+
+def test_a_hole_is_found_by_who_jumped_over_it_before():
+    """The control: with notes that nothing takes away, the hole is jumped over."""
+    index = fed(w1=LONG)
+    twice(index, LONG)
+    index._holders[1]._break = lambda marks: None
+    index.apply_events("w1", 1, [], [LONG[3]])
+    assert depths(index, LONG) == {"w1": (320, 320)}
+
+
+def test_chains_that_part_within_a_chunk_each_find_the_hole_before_it():
+    """A block may be in two chunks, with different ends; only one of them is noted at a time."""
+    one, other = chain("s", 9) + chain("a", CHUNK - 9), chain("s", 9) + chain("b", CHUNK - 9)
+    index = fed(w1=[*one, *other[9:]])
+    assert twice(index, one) == twice(index, other) == twice(index, one) == {"w1": (CHUNK, CHUNK)}
+    assert num_chunks(index) == 1
+    index.apply_events("w1", 1, [], [one[3]])
+    assert twice(index, one) == twice(index, other) == {"w1": (3, 3)}
+
+
+def test_rows_are_used_again():
+    index = fed(w1=LONG[:3], w2=LONG[:2], w3=LONG[:1])
+    assert [index.row(f"w{i}") for i in (1, 2, 3)] == [0, 1, 2]
+    index.remove_worker("w2")
+    assert (index.num_rows, index.name(1)) == (3, None)
+    assert index.add_worker("w4", max_blocks=5, stride=2) == 1
+    index.apply_snapshot("w4", 0, [LONG[1], LONG[3]])
+    assert depths(index, LONG) == {"w1": (3, 3), "w3": (1, 1), "w4": (4, 4)}
+
+
+def test_masks_of_many_workers():
+    names = {f"w{i}": LONG[: i % 9] for i in range(200)}
+    assert twice(fed(**names), LONG) == {name: (len(held), len(held)) for name, held in names.items() if held}
+
+
+def test_the_list_of_what_a_worker_holds_does_not_grow_with_what_came_and_went():
+    index = fed(w1=LONG)
+    for turn in range(200):
+        index.apply_events("w1", 2 * turn + 1, chain("y", 50), [])
+        index.apply_events("w1", 2 * turn + 2, [], chain("y", 50))
+    assert index._members["w1"].num_listed <= 2 * len(LONG) + 1024 + 50
+    index.remove_worker("w1")
+    assert len(index) == 0
+
+
+def test_blocks_with_the_same_holders_share_one_mask():
+    names = {f"w{i}": LONG for i in range(50)}
+    index = fed(**names)
+    assert len({id(mask) for mask in index._holders[1]._masks.values()}) == 1
+
+
+def test_the_collector_walks_none_of_it():
+    holders = fed(w1=LONG, w2=LONG)._holders[1]
+    holders.walk(LONG, both_bits(0))
+    assert holders.num_chunks and not any(
+        gc.is_tracked(table) for table in (holders._masks, holders._chunks, holders._chunk_of, holders._shared)
+    )
+
+
+def test_bits_of_rows():
+    assert anywhere_bit(0) == 1 << FIRST_BIT and both_bits(1) == 3 << (FIRST_BIT + 2)
+    many = sum(both_bits(row) for row in range(40))
+    found = depths_by_row([(3, both_bits(41) - anywhere_bit(41)), (5, anywhere_bit(41)), (9, many)], 43)
+    assert found[41].tolist() == [5, 3] and found[40].tolist() == found[42].tolist() == [0, 0]
+    assert np.all(found[:40] == 9)
+
+
+TREE = {
+    "a": chain("s", 7) + chain("a", 8),
+    "b": chain("s", 7) + chain("b", 5),
+    "c": chain("s", 4) + chain("c", 9),
+    "d": chain("d", 6),
+}
+BLOCKS = sorted({one for hashes in TREE.values() for one in hashes})
+STRIDES = {"w1": 1, "w2": 1, "w3": 2, "w4": 1}
+
+
+class DepthsMachine(RuleBasedStateMachine):
+    """Workers that store, lose, lower and raise any blocks, in any order, against sets and the definition."""
+
+    @initialize()
+    def begin(self):
+        self.index = PrefixIndex(chunk=3)
+        self.pool, self.below, self.seq = {}, {}, {}
+
+    @rule(
+        name=st.sampled_from(sorted(STRIDES)),
+        hashes=st.sets(st.sampled_from(BLOCKS)),
+        low=st.sets(st.sampled_from(BLOCKS)),
+    )
+    def start(self, name, hashes, low):
+        self.index.add_worker(name, max_blocks=1000, stride=STRIDES[name])
+        self.index.apply_snapshot(name, 0, sorted(hashes | low), sorted(low - hashes))
+        self.pool[name], self.below[name], self.seq[name] = hashes, low - hashes, 0
+
+    @precondition(lambda self: self.pool)
+    @rule(data=st.data())
+    def leave(self, data):
+        name = data.draw(st.sampled_from(sorted(self.pool)))
+        self.index.remove_worker(name)
+        del self.pool[name], self.below[name]
+
+    def event(self, name, **changes):
+        self.seq[name] += 1
+        changes = {"stored": [], "removed": [], **{kind: sorted(hashes) for kind, hashes in changes.items()}}
+        assert self.index.apply_events(name, self.seq[name], **changes)
+
+    @precondition(lambda self: self.pool)
+    @rule(data=st.data(), chain_name=st.sampled_from(sorted(TREE)), length=st.integers(1, 15), low=st.booleans())
+    def store_a_prefix(self, data, chain_name, length, low):
+        name = data.draw(st.sampled_from(sorted(self.pool)))
+        new = set(TREE[chain_name][:length]) - self.pool[name] - self.below[name]
+        (self.below if low else self.pool)[name] |= new
+        self.event(name, stored=new, lowered=new if low else ())
+
+    @precondition(lambda self: self.pool)
+    @rule(data=st.data(), kind=st.sampled_from(["removed", "lowered", "raised"]))
+    def change(self, data, kind):
+        name = data.draw(st.sampled_from(sorted(self.pool)))
+        pool, below = self.pool[name], self.below[name]
+        source = {"removed": pool | below, "lowered": pool, "raised": below}[kind]
+        if not source:
+            return
+        some = data.draw(st.sets(st.sampled_from(sorted(source)), min_size=1, max_size=3))
+        self.pool[name] = pool | some if kind == "raised" else pool - some
+        self.below[name] = below | some if kind == "lowered" else below - some
+        self.event(name, **{kind: some})
+
+    def expected(self, hashes):
+        found = {}
+        for name, pool in self.pool.items():
+            ends = hashes[STRIDES[name] - 1 :: STRIDES[name]]
+            both = [
+                next((i for i, one in enumerate(ends) if one not in held), len(ends)) * STRIDES[name]
+                for held in (pool, pool | self.below[name])
+            ]
+            if both[1]:
+                found[name] = tuple(both)
+        return found
+
+    @invariant()
+    def depths_are_the_definition_s(self):
+        for hashes in TREE.values():
+            for prompt in (hashes, [*hashes[:10], *chain("unknown", 4)]):
+                expected = self.expected(prompt)
+                assert depths(self.index, prompt) == expected
+                assert self.index.match(prompt) == {name: anywhere for name, (_, anywhere) in expected.items()}
+        held = [self.pool[name] | self.below[name] for name in self.pool]
+        assert [self.index.num_blocks(name) for name in self.pool] == list(map(len, held))
+
+    def teardown(self):
+        for name in list(getattr(self, "pool", ())):
+            self.index.remove_worker(name)
+        assert not hasattr(self, "index") or (len(self.index), num_chunks(self.index)) == (0, 0)
+
+
+TestDepthsMachine = DepthsMachine.TestCase
+TestDepthsMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+
+
+@pytest.mark.parametrize("broken", ["_break", "count"])
+def test_the_machine_finds_an_index_that_assumes_what_it_must_verify(broken, monkeypatch):
+    """A control: notes that nothing takes away; chunks of which the first and the last block alone are looked at."""
+
+    class FirstAndLast(list):
+        def count(self, value):
+            return len(self) if self[-1] == value else super().count(value)
+
+    if broken == "_break":
+        monkeypatch.setattr(Holders, "_break", lambda self, marks: None)
+    else:
+        monkeypatch.setattr("kvrelay.router.index.holders.list", FirstAndLast, raising=False)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            DepthsMachine,
+            settings=settings(
+                max_examples=300, stateful_step_count=25, deadline=None, database=None, phases=[Phase.generate]
+            ),
+        )

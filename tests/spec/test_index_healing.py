@@ -1,0 +1,222 @@
+"""An index heals whatever a channel does to a worker's news: a state machine with a lossy, reordering one; audits."""
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from kvrelay.router.index.audits import BELOW, CHANGING, IN_POOL, NOWHERE, AuditCounts
+from kvrelay.router.index.member import Member
+from kvrelay.router.prefix_index import MAX_LATE, PrefixIndex
+from kvrelay.router.types import IndexState
+
+CHAIN = [f"h{i}".encode().ljust(16) for i in range(12)]
+
+
+class Worker:
+    """A worker that tells what it has, and numbers what it tells."""
+
+    def __init__(self):
+        self.seq, self.pool, self.below = 0, set(), set()
+
+    def become(self, pool, below):
+        """The event that tells it."""
+        had, has = self.pool | self.below, pool | below
+        changes = {
+            "stored": has - had,
+            "removed": had - has,
+            "lowered": (below - pool) - (self.below - self.pool),
+            "raised": (pool - self.pool) & had,
+        }
+        self.seq, self.pool, self.below = self.seq + 1, pool, below - pool
+        return "event", self.seq, {kind: sorted(hashes) for kind, hashes in changes.items()}
+
+    def snapshot(self):
+        return "snapshot", self.seq, {"hashes": sorted(self.pool | self.below), "lowered": sorted(self.below)}
+
+    def answer(self, hashes):
+        return [IN_POOL if one in self.pool else BELOW if one in self.below else NOWHERE for one in hashes]
+
+
+class ChannelMachine(RuleBasedStateMachine):
+    """What is sent may arrive late, out of order, twice or never. In the end the channel is quiet and an audit asks."""
+
+    blocks = st.integers(0, len(CHAIN)).flatmap(lambda n: st.just(set(CHAIN[:n])) | st.sets(st.sampled_from(CHAIN)))
+
+    @initialize()
+    def begin(self):
+        self.index, self.worker = PrefixIndex(chunk=2), Worker()
+        self.start()
+        self.deliver(self.worker.snapshot())
+
+    def start(self):
+        """A new incarnation over a new connection: nothing of the old one arrives any more."""
+        self.worker, self.channel, self.is_asked = Worker(), [], True
+        self.index.add_worker("w", max_blocks=100)
+
+    @rule(is_restart=st.booleans())
+    def reconnect(self, is_restart):
+        if is_restart:
+            self.start()
+        else:
+            self.channel, self.is_asked = [], True
+            self.index.mark_stale("w")
+        self.channel.append(self.worker.snapshot())
+
+    @rule(pool=blocks, below=blocks)
+    def change(self, pool, below):
+        if (pool, below - pool) != (self.worker.pool, self.worker.below):
+            self.channel.append(self.worker.become(pool, below))
+
+    @precondition(lambda self: self.is_asked)
+    @rule(is_lost=st.booleans())
+    def answer_with_a_snapshot(self, is_lost):
+        self.is_asked = False
+        if not is_lost:
+            self.channel.append(self.worker.snapshot())
+
+    @precondition(lambda self: self.channel)
+    @rule(fate=st.sampled_from(["deliver", "deliver", "deliver", "lose", "twice"]), data=st.data())
+    def pass_on(self, fate, data):
+        place = data.draw(st.just(0) | st.integers(0, len(self.channel) - 1))
+        message = self.channel[place]
+        if fate != "twice":
+            del self.channel[place]
+        if fate != "lose":
+            self.deliver(message)
+
+    def deliver(self, message):
+        kind, seq, fields = message
+        take = self.index.apply_events if kind == "event" else self.index.apply_snapshot
+        self.is_asked |= not take("w", seq, **fields)
+
+    def audit(self, seed):
+        """Over a channel that works. Whether all is well."""
+        hashes = self.index.audit_sample("w", seed, 24)
+        if hashes is None:
+            return False
+        return self.index.apply_audit("w", self.worker.seq, hashes, self.worker.answer(hashes))
+
+    def teardown(self):
+        if not hasattr(self, "index"):
+            return
+        for message in self.channel[:-1]:  # and the last one is lost, so that nothing follows to tell of it
+            self.deliver(message)
+        for seed in range(3):
+            if not self.audit(seed):
+                self.deliver(self.worker.snapshot())
+        assert self.index.state("w") is IndexState.EXACT
+        for first in range(len(CHAIN)):
+            found = self.index.depths(CHAIN[first:])
+            expected = [
+                next((i for i, one in enumerate(CHAIN[first:]) if one not in held), len(CHAIN) - first)
+                for held in (self.worker.pool, self.worker.pool | self.worker.below)
+            ]
+            assert [*found.in_pool, *found.anywhere] == (expected if expected[1] else [])
+        assert self.index.num_blocks("w") == len(self.worker.pool | self.worker.below)
+
+
+TestChannelMachine = ChannelMachine.TestCase
+TestChannelMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
+
+
+@pytest.mark.parametrize("broken", ["gaps", "no audit", "blind audit", "lowered"])
+def test_the_machine_finds_a_broken_rule(broken, monkeypatch):
+    """Controls: gaps unnoticed; nobody asks in the end; audits that do not look; tiers that are not kept."""
+    if broken == "gaps":
+        hear = Member.hear
+
+        def no_gaps(self, seq):
+            self.seq = max(self.seq, seq - 1)
+            return hear(self, seq)
+
+        monkeypatch.setattr(Member, "hear", no_gaps)
+        monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: True)
+    elif broken == "blind audit":
+        monkeypatch.setattr(PrefixIndex, "apply_audit", lambda self, *rest: True)
+    elif broken == "no audit":
+        monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: True)
+    else:
+        move = Member.move
+        monkeypatch.setattr(Member, "move", lambda self, hashes, *, in_pool: move(self, hashes, in_pool=True))
+        monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: self.index.state("w") is IndexState.EXACT)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            ChannelMachine,
+            settings=settings(
+                max_examples=400, stateful_step_count=30, deadline=None, database=None, phases=[Phase.generate]
+            ),
+        )
+
+
+def fed(**held):
+    index = PrefixIndex()
+    for worker_id, hashes in held.items():
+        index.add_worker(worker_id, max_blocks=100)
+        index.apply_snapshot(worker_id, 3, hashes)
+    return index
+
+
+def test_a_snapshot_from_before_a_lost_event_heals_nothing_and_is_asked_for_again_a_few_times():
+    index = fed(w=CHAIN[:2])
+    assert index.apply_events("w", 9, [], []) is False
+    answers = [index.apply_snapshot("w", 8, CHAIN[:3]) for _ in range(MAX_LATE + 1)]
+    assert answers == [False] * MAX_LATE + [True]
+    assert index.state("w") is IndexState.STALE
+    index.apply_snapshot("w", 9, CHAIN[:3])
+    assert (index.state("w"), index.match(CHAIN)) == (IndexState.EXACT, {"w": 3})
+
+
+def test_a_sample_has_what_is_claimed_what_went_of_late_and_what_others_hold():
+    index = fed(w=CHAIN[:6], other=CHAIN[4:10])
+    index.apply_events("w", 4, [], [CHAIN[0]])
+    for seed in range(20):
+        hashes = index.audit_sample("w", seed, 8)
+        assert hashes == index.audit_sample("w", seed, 8) and len(set(hashes)) == len(hashes) <= 8
+        assert CHAIN[0] in hashes and set(hashes) & set(CHAIN[6:10]) and set(hashes) & set(CHAIN[1:6])
+    assert index.audit_sample("nobody", 0, 8) == []
+
+
+def test_a_stale_worker_is_asked_for_a_snapshot_instead():
+    index = fed(w=CHAIN)
+    index.mark_stale("w")
+    assert index.audit_sample("w", 0, 8) is None
+
+
+@pytest.mark.parametrize(
+    ("tiers", "state", "counts"),
+    [
+        ([IN_POOL, IN_POOL, NOWHERE], IndexState.EXACT, AuditCounts(3, 0, 0)),
+        ([IN_POOL, NOWHERE, NOWHERE], IndexState.STALE, AuditCounts(3, 1, 0)),
+        ([BELOW, IN_POOL, NOWHERE], IndexState.STALE, AuditCounts(3, 1, 0)),
+        ([IN_POOL, IN_POOL, BELOW], IndexState.DEGRADED, AuditCounts(3, 0, 1)),
+        ([CHANGING, CHANGING, CHANGING], IndexState.EXACT, AuditCounts(0, 0, 0)),
+    ],
+)
+def test_an_answer_that_disagrees_is_counted_and_asks_for_a_snapshot(tiers, state, counts):
+    index = fed(w=CHAIN[:2])
+    assert index.apply_audit("w", 3, CHAIN[:3], tiers) is (state is IndexState.EXACT)
+    assert (index.state("w"), index.audit_counts("w")) == (state, counts)
+
+
+def test_an_answer_from_beyond_the_events_means_that_some_were_lost():
+    index = fed(w=CHAIN[:2])
+    assert index.apply_audit("w", 4, [], []) is False
+    assert (index.state("w"), index.match(CHAIN)) == (IndexState.STALE, {})
+
+
+def test_an_answer_that_was_overtaken_changes_nothing_but_a_second_one_is_believed():
+    index = fed(w=CHAIN[:2])
+    assert index.apply_audit("w", 1, CHAIN[:1], [NOWHERE]) is True
+    assert index.state("w") is IndexState.EXACT
+    assert index.apply_audit("w", 1, CHAIN[:1], [NOWHERE]) is False
+    index.apply_snapshot("w", 1, CHAIN[:1])
+    assert (index.state("w"), index.match(CHAIN)) == (IndexState.EXACT, {"w": 1})
+
+
+def test_audits_of_who_left_are_forgotten():
+    index = fed(w=CHAIN[:2])
+    index.apply_audit("w", 3, CHAIN[:1], [NOWHERE])
+    index.remove_worker("w")
+    assert index.apply_audit("w", 3, CHAIN[:1], [NOWHERE]) is True
+    assert index.audit_counts("w") == AuditCounts()
