@@ -14,12 +14,30 @@
  */
 #pragma GCC optimize("no-tree-vectorize") /* its vectors are written out; gcc's own of the tails take 4 s more to compile */
 #include <string.h>
+#include "attention_dot.h"
 #include "attention_tile.h"
 #include "pool.h"
 
 static long first_visible(const attention_job *j, long position)
 {
     return j->window > 0 && position >= j->window ? position - j->window + 1 : 0;
+}
+
+/* One tile of context, of the tokens base .. end - 1 in s->table, for `rows` rows from `row` on. */
+static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long rows, long base, long end)
+{
+    const long next = base + TILE, left = end - next, n = left < 0 ? end - base : TILE;
+#if HAS_DOT
+    if (s->j->dot) gather_dot(s, base, n);
+    else
+#endif
+        gather(s, base, n);
+    if (left > 0) touch(s, next, left < TILE ? left : TILE);
+#if HAS_DOT
+    if (s->j->dot) attend_dots(s, row, rows, base);
+    else
+#endif
+        attend_floats(s, row, rows, base, n);
 }
 
 /* Where the sums of a member's rows of one head stand. */
@@ -57,6 +75,9 @@ static void attend_partition(tile_state *s, long part)
     for (long base = first; base < end; base += TILE) attend_tile(s, 0, s->rows, base, end);
 }
 
+/* What sums are worth beside a best score that is greater by -x. */
+static float factor(const attention_job *j, float x) { return x == 0 ? 1.0f : j->dot ? exp2f(x) : expf(x); }
+
 /* Fold one partition's sums into the running ones of the same rows. */
 static void merge(const tile_state *s, const float *part, const float *part_best, const float *part_total)
 {
@@ -64,7 +85,7 @@ static void merge(const tile_state *s, const float *part, const float *part_best
     for (long r = 0; r < s->rows; r++) {
         if (part_best[r] == -INFINITY) continue;
         float old = s->best[r], best = part_best[r] > old ? part_best[r] : old;
-        float keep = old == -INFINITY ? 0.0f : expf(old - best), add = expf(part_best[r] - best);
+        float keep = old == -INFINITY ? 0.0f : factor(s->j, old - best), add = factor(s->j, part_best[r] - best);
         s->best[r] = best;
         s->total[r] = s->total[r] * keep + part_total[r] * add;
         for (long d = 0; d < padded; d += VL)
@@ -87,7 +108,19 @@ static void place(tile_state *s, const attention_job *j, long index)
     s->kv_end = first_position + tokens;
 }
 
-/* Lay out this thread's scratch and load the queries, times scale. */
+/* The queries as they are, rows filled up with zeros. */
+static void load_pairs(tile_state *s)
+{
+    const attention_job *j = s->j;
+    for (long r = 0; r < s->rows; r++) {
+        const long from = s->token[r / j->group] * j->q_stride + (s->kv_head * j->group + r % j->group) * j->q_head;
+        bf16 *to = (bf16 *)s->q + r * j->padded;
+        memcpy(to, (const bf16 *)j->q + from, j->dim * sizeof(bf16));
+        memset(to + j->dim, 0, (j->padded - j->dim) * sizeof(bf16));
+    }
+}
+
+/* Lay out this thread's scratch and load the queries, those of floats times scale. */
 static void prepare(tile_state *s)
 {
     const attention_job *j = s->j;
@@ -100,6 +133,10 @@ static void prepare(tile_state *s)
     s->values = at, at += TILE * padded;
     s->scores = at, at += rows * TILE;
     s->best = at, s->total = at + rows, s->part_best = at + 2 * rows, s->part_total = at + 3 * rows;
+    if (j->dot) {
+        load_pairs(s);
+        return;
+    }
     memset(s->values, 0, TILE * padded * sizeof(float));
     for (int t = 0; t < TILE; t++) s->key_scale[t] = s->value_scale[t] = 1;
     for (long r = 0; r < rows; r++) {
@@ -276,7 +313,7 @@ void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, c
                        .heads = heads, .kv_heads = kv_heads, .dim = dim, .padded = (dim + NC - 1) / NC * NC,
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
                        .window = window, .scale = scale, .softcap = softcap, .wide = wide,
-                       .kv_kind = kv_kind, .num_parts = num_parts, .shared = cascade_at(schedule)};
+                       .kv_kind = kv_kind, .dot = HAS_DOT && !wide && kv_kind == KV_BF16, .num_parts = num_parts, .shared = cascade_at(schedule)};
     j.tile_tokens = kr_attention_tile_tokens(j.group);
     long items = num_tiles * kv_heads, rows = (max_query_len < j.tile_tokens ? max_query_len : j.tile_tokens) * j.group;
     j.max_parts = (max_context_len + PART - 1) / PART;

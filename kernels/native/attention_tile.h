@@ -7,7 +7,7 @@
 #include "kv.h"
 #include "vec.h"
 
-#define ROWS_WANTED 48
+#define ROWS_WANTED 96
 #define MOST_TOKENS ROWS_WANTED /* of one task */
 #define NC (2 * VL) /* columns of one product */
 
@@ -21,7 +21,7 @@ typedef struct {
     long heads, kv_heads, dim, padded, block_size, q_stride, q_head, group, tile_tokens, window;
     long num_parts; /* of a block: 2, keys and values, or 1, entries that are both (latent attention) */
     float scale, softcap;
-    int wide, kv_kind;
+    int wide, kv_kind, dot; /* dot: products of bf16 pairs, see attention_dot.h */
     cascade shared;    /* what decode rows read together */
     float *slots;      /* [members][kv_heads][slot_floats]: sums of the tiles that were read for several rows at once */
     long slot_floats;
@@ -243,13 +243,11 @@ static float softmax_row(const tile_state *s, long row, long base, float *scores
     return factor;
 }
 
-/* One tile of context, of the tokens base .. end - 1 in s->table, for `rows` rows from `row` on. */
-static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long rows, long base, long end)
+/* A tile of n tokens of context, as gathered, for `rows` rows from `row` on. */
+static void attend_floats(tile_state *s, long row, long rows, long base, long n)
 {
-    const long padded = s->j->padded, next = base + TILE, left = end - next, n = left < 0 ? end - base : TILE;
+    const long padded = s->j->padded;
     float carry[rows], *scores = s->scores + row * TILE;
-    gather(s, base, n);
-    if (left > 0) touch(s, next, left < TILE ? left : TILE);
     product(s->q + row * padded, padded, s->keys, TILE, scores, TILE, rows, (n + NC - 1) / NC * NC, s->j->dim, NULL);
     for (long r = 0; r < rows; r++) carry[r] = softmax_row(s, row + r, base, scores + r * TILE);
     product(scores, TILE, s->values, padded, s->part + row * padded, padded, rows, padded, n, carry);

@@ -13,11 +13,8 @@
 #include "experts.h"
 #include "linear_cut.h"
 #include "linear_store.h"
-#if defined(__AVX512BF16__) && VL == 16
+#if HAS_DOT
 #include <immintrin.h>
-#define HAS_DOT 1
-#else
-#define HAS_DOT 0
 #endif
 
 #define F32 0

@@ -20,6 +20,11 @@
 #define VL 4
 #define NV 2
 #endif
+#if defined(__AVX512BF16__) && VL == 16
+#define HAS_DOT 1 /* products of bf16 pairs */
+#else
+#define HAS_DOT 0
+#endif
 #define NR (VL * NV)
 #define MR 6
 #define INLINE static inline __attribute__((always_inline))
