@@ -6,6 +6,9 @@
  * partition borders are absolute positions, so a row's result depends on nothing but its own query and context:
  * decode equals prefill, chunked equals whole, alone equals batched, split over threads equals not, bit for bit.
  *
+ * bf16 queries over a bf16 cache take products of bf16 pairs where the processor has them (attention_dot.h), decode and
+ * chunks alike; all else is computed in float32 (attention_tile.h).
+ *
  * Where decode rows share blocks (cascade.h), a unit of them goes through the tiles that they share together, and each
  * then goes on alone from the sums that it has there: the same products in the same order as alone, with KV read once.
  *
@@ -32,7 +35,7 @@ static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long 
     else
 #endif
         gather(s, base, n);
-    if (left > 0) touch(s, next, left < TILE ? left : TILE);
+    if (left > 0 && rows <= ROWS_BOUND) touch(s, next, left < TILE ? left : TILE);
 #if HAS_DOT
     if (s->j->dot) attend_dots(s, row, rows, base);
     else
@@ -71,7 +74,7 @@ static void attend_partition(tile_state *s, long part)
     } else {
         start_part(s);
     }
-    if (first < end) touch(s, first, end - first < TILE ? end - first : TILE);
+    if (first < end && s->rows <= ROWS_BOUND) touch(s, first, end - first < TILE ? end - first : TILE);
     for (long base = first; base < end; base += TILE) attend_tile(s, 0, s->rows, base, end);
 }
 
@@ -313,7 +316,8 @@ void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, c
                        .heads = heads, .kv_heads = kv_heads, .dim = dim, .padded = (dim + NC - 1) / NC * NC,
                        .block_size = block_size, .q_stride = q_stride, .q_head = q_head, .group = heads / kv_heads,
                        .window = window, .scale = scale, .softcap = softcap, .wide = wide,
-                       .kv_kind = kv_kind, .dot = HAS_DOT && !wide && kv_kind == KV_BF16, .num_parts = num_parts, .shared = cascade_at(schedule)};
+                       .kv_kind = kv_kind, .dot = HAS_DOT && !wide && kv_kind == KV_BF16, .num_parts = num_parts,
+                       .shared = cascade_at(schedule)};
     j.tile_tokens = kr_attention_tile_tokens(j.group);
     long items = num_tiles * kv_heads, rows = (max_query_len < j.tile_tokens ? max_query_len : j.tile_tokens) * j.group;
     j.max_parts = (max_context_len + PART - 1) / PART;

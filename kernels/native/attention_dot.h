@@ -14,10 +14,10 @@
 #include "vec.h"
 
 #if HAS_DOT
-#include <immintrin.h>
 #include "attention_tile.h"
 
 #define DOT_ROWS 6
+#define LOG2E 1.44269504088896341f
 #define LEAST_EXPONENT (-200.0f) /* 2 to that is 0 in float32 */
 
 /* Sixteen rows of sixteen words, transposed. */
@@ -141,17 +141,17 @@ INLINE void dots(const uint32_t *a, long lda, const uint32_t *b, long ldb, float
     if (c < columns) narrow[rows - 1](a, lda, b + c, ldb, out + c, ldo, pairs, carry);
 }
 
-/* 2^x within 2 ulp for x <= 0; 0 from LEAST_EXPONENT down, NaN of NaN. The polynomial is 2^x's on [-1/2, 1/2], minimax. */
-INLINE __m512 exp2_of(__m512 x)
+/* 2^x: a power of two times a polynomial of 2^x on [-1/2, 1/2], minimax; relative error 2e-7 where `fine`, else 3e-6, which is
+ * a thousandth of what rounding to bf16 costs. NaN of minus infinity. */
+INLINE __m512 exp2_of(__m512 x, const int fine)
 {
-    x = _mm512_max_ps(_mm512_set1_ps(LEAST_EXPONENT), x); /* in this order: NaN stays */
     const __m512 whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 f = _mm512_sub_ps(x, whole);
-    __m512 p = _mm512_set1_ps(1.326472731e-3f);
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671512991e-3f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.550733581e-2f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.402224243e-1f));
-    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.931470037e-1f));
+    __m512 p = _mm512_set1_ps(fine ? 1.326472731e-3f : 9.582852994e-03f);
+    if (fine) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(9.671512991e-3f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(fine ? 5.550733581e-2f : 5.590642474e-02f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(fine ? 2.402224243e-1f : 2.402409861e-01f));
+    p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(fine ? 6.931470037e-1f : 6.931241934e-01f));
     p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(p, whole);
 }
@@ -164,54 +164,99 @@ INLINE uint64_t seen_of(long position, long base, long window)
     return (end >= TILE ? ~0ull : (1ull << end) - 1) & (begin <= 0 ? ~0ull : ~0ull << begin);
 }
 
-/* Scores of one row over a tile -> probabilities of its partition's best so far, in bf16; returns the factor for older sums. */
-INLINE float softmax_dot(const tile_state *s, long row, uint64_t seen, const float *scores, uint32_t *probabilities)
-{
-    const attention_job *j = s->j;
-    const float log2e = 1.44269504088896341f;
-    const __m512 scale = _mm512_set1_ps(j->softcap > 0 ? j->scale / j->softcap : j->scale * log2e);
-    if (seen == 0) {
-        memset(probabilities, 0, TILE * sizeof(bf16));
-        return 1.0f;
+#define FOLD(name, op)                                                                                                \
+    /* Eight vectors -> what `op` makes of each, in lanes 0..7; every one by the same tree. */                        \
+    INLINE __m512 name(const __m512 v[8])                                                                             \
+    {                                                                                                                 \
+        __m512 a[4], b[2];                                                                                            \
+        UNROLL for (int i = 0; i < 4; i++)                                                                            \
+            a[i] = op(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));        \
+        UNROLL for (int i = 0; i < 2; i++) {                                                                          \
+            const __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];                                           \
+            b[i] = op((__m512)_mm512_unpacklo_pd(x, y), (__m512)_mm512_unpackhi_pd(x, y));                            \
+        }                                                                                                             \
+        const __m512 c = op(_mm512_shuffle_f32x4(b[0], b[1], 0x44), _mm512_shuffle_f32x4(b[0], b[1], 0xee));          \
+        const __m512 d = op(c, _mm512_shuffle_f32x4(c, c, 0xb1));                                                     \
+        return _mm512_shuffle_f32x4(d, d, 0x08);                                                                      \
     }
-    __m512 x[4], sum;
-    UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_mul_ps(_mm512_loadu_ps(scores + i * VL), scale);
-    if (j->softcap > 0)
-        for (int i = 0; i < 4; i++) x[i] = (__m512)(j->softcap * log2e * vtanh((vf)x[i]));
-    UNROLL for (int i = 0; i < 4; i++)
-        x[i] = _mm512_mask_blend_ps((__mmask16)(seen >> i * VL), _mm512_set1_ps(-INFINITY), x[i]);
-    const float top = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3])));
-    const float old = s->part_best[row], best = top > old ? top : old;
-    UNROLL for (int i = 0; i < 4; i++) x[i] = exp2_of(_mm512_sub_ps(x[i], _mm512_set1_ps(best)));
-    sum = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
-    UNROLL for (int i = 0; i < 4; i += 2)
-        _mm512_storeu_si512(probabilities + i * VL / 2, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
-    const float factor = _mm512_cvtss_f32(exp2_of(_mm512_set1_ps(old - best)));
-    s->part_best[row] = best;
-    s->part_total[row] = s->part_total[row] * factor + _mm512_reduce_add_ps(sum);
-    return factor;
+FOLD(fold_max, _mm512_max_ps)
+FOLD(fold_sum, _mm512_add_ps)
+
+/* Scores capped, as powers of two. */
+static void cap(const attention_job *j, float *scores, long count)
+{
+    for (long i = 0; i < count; i += VL)
+        vstore(scores + i, j->softcap * LOG2E * vtanh(vload(scores + i) * (j->scale / j->softcap)));
 }
 
-/* The same for DOT_ROWS rows at most. */
+/* Scores of `rows` rows over a tile -> probabilities by their partition's best so far, in bf16, and factors for older sums.
+ * seen: tokens that each row sees; `all`: whether that is every one. */
+INLINE void softmax_dots(const tile_state *s, long row, long rows, const uint64_t *seen, const int all, const float *scores,
+                         uint32_t *probabilities, float *factors)
+{
+    const attention_job *j = s->j;
+    const __m512 scale = _mm512_set1_ps(j->softcap > 0 ? 1.0f : j->scale * LOG2E), nothing = _mm512_set1_ps(-INFINITY);
+    const __mmask16 valid = (__mmask16)((1u << rows) - 1);
+    __mmask16 sees = valid;
+    __m512 fold[8];
+    float best[VL];
+    UNROLL for (int r = 0; r < 8; r++) fold[r] = nothing;
+    UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+        if (r >= rows) break;
+        __m512 x[4];
+        UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_mul_ps(_mm512_loadu_ps(scores + r * TILE + i * VL), scale);
+        if (!all) {
+            UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_mask_blend_ps((__mmask16)(seen[r] >> i * VL), nothing, x[i]);
+            if (seen[r] == 0) sees &= (__mmask16)~(1u << r);
+        }
+        fold[r] = _mm512_max_ps(_mm512_max_ps(x[0], x[1]), _mm512_max_ps(x[2], x[3]));
+    }
+    const __m512 old = _mm512_mask_loadu_ps(nothing, valid, s->part_best + row), top = _mm512_max_ps(old, fold_max(fold));
+    _mm512_storeu_ps(best, top);
+    UNROLL for (int r = 0; r < DOT_ROWS; r++) {
+        if (r >= rows) break;
+        const __m512 minus = _mm512_set1_ps(-best[r]);
+        __m512 x[4];
+        UNROLL for (int i = 0; i < 4; i++)
+            x[i] = exp2_of(_mm512_fmadd_ps(_mm512_loadu_ps(scores + r * TILE + i * VL), scale, minus), 0);
+        if (!all)
+            UNROLL for (int i = 0; i < 4; i++) x[i] = _mm512_maskz_mov_ps((__mmask16)(seen[r] >> i * VL), x[i]);
+        fold[r] = _mm512_add_ps(_mm512_add_ps(x[0], x[1]), _mm512_add_ps(x[2], x[3]));
+        UNROLL for (int i = 0; i < 4; i += 2)
+            _mm512_storeu_si512(probabilities + r * TILE / 2 + i * VL / 2, (__m512i)_mm512_cvtne2ps_pbh(x[i + 1], x[i]));
+    }
+    const __m512 drop = _mm512_max_ps(_mm512_set1_ps(LEAST_EXPONENT), _mm512_sub_ps(old, top));
+    const __m512 factor = _mm512_mask_blend_ps(sees, _mm512_set1_ps(1.0f), exp2_of(drop, 1));
+    const __m512 total = _mm512_maskz_loadu_ps(valid, s->part_total + row);
+    _mm512_storeu_ps(factors, factor);
+    _mm512_mask_storeu_ps(s->part_best + row, valid, top);
+    _mm512_mask_storeu_ps(s->part_total + row, valid, _mm512_fmadd_ps(total, factor, fold_sum(fold)));
+}
+
+/* A gathered tile of context for `rows` rows from `row` on, DOT_ROWS at most. */
 static void attend_dot_rows(tile_state *s, long row, long rows, long base)
 {
     const attention_job *j = s->j;
     const long padded = j->padded;
-    float scores[DOT_ROWS * TILE], carry[DOT_ROWS];
+    float scores[DOT_ROWS * TILE], factors[VL];
     uint32_t probabilities[DOT_ROWS * TILE / 2];
-    uint64_t seen[DOT_ROWS], any = 0;
-    for (long r = 0; r < rows; r++) any |= seen[r] = seen_of(s->position[(row + r) / j->group], base, j->window);
+    uint64_t seen[DOT_ROWS], any = 0, all = ~0ull;
+    for (long r = 0; r < rows; r++) {
+        seen[r] = seen_of(s->position[(row + r) / j->group], base, j->window);
+        any |= seen[r], all &= seen[r];
+    }
     if (any == 0) return;
     const long end = TILE - __builtin_clzll(any);
     dots((const uint32_t *)s->q + row * padded / 2, padded / 2, (const uint32_t *)s->keys, TILE, scores, TILE, rows,
          (end + NC - 1) / NC * NC, (j->dim + 1) / 2, NULL);
-    for (long r = 0; r < rows; r++)
-        carry[r] = softmax_dot(s, row + r, seen[r], scores + r * TILE, probabilities + r * TILE / 2);
+    if (j->softcap > 0) cap(j, scores, rows * TILE);
+    if (all == ~0ull) softmax_dots(s, row, rows, seen, 1, scores, probabilities, factors);
+    else softmax_dots(s, row, rows, seen, 0, scores, probabilities, factors);
     dots(probabilities, TILE / 2, (const uint32_t *)s->values, padded, s->part + row * padded, padded, rows, padded,
-         (end + 1) / 2, carry);
+         (end + 1) / 2, factors);
 }
 
-/* A tile of context, as gathered, for `rows` rows from `row` on. */
+/* A gathered tile of context for `rows` rows from `row` on. */
 static void attend_dots(tile_state *s, long row, long rows, long base)
 {
     const long count = (rows + DOT_ROWS - 1) / DOT_ROWS;

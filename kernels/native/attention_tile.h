@@ -7,8 +7,9 @@
 #include "kv.h"
 #include "vec.h"
 
-#define ROWS_WANTED 96
+#define ROWS_WANTED 144
 #define MOST_TOKENS ROWS_WANTED /* of one task */
+#define ROWS_BOUND 32 /* up to which memory is what a tile waits for */
 #define NC (2 * VL) /* columns of one product */
 
 typedef struct {

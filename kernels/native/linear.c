@@ -13,9 +13,6 @@
 #include "experts.h"
 #include "linear_cut.h"
 #include "linear_store.h"
-#if HAS_DOT
-#include <immintrin.h>
-#endif
 
 #define F32 0
 #define BF16 1

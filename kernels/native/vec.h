@@ -1,7 +1,8 @@
 /* Vectors as GCC and clang know them on every processor: width, loads, bf16 conversion, exp, tanh.
  *
- * VL floats make one vector; a weight panel is NV vectors (NR outputs) wide. No intrinsics except
- * for AVX512-BF16's dot product (and half floats, in quant.h). No fast-math: NaN, infinity and the order of sums are kept.
+ * VL floats make one vector; a weight panel is NV vectors (NR outputs) wide. Intrinsics only where compilers do not find
+ * the instruction: maxima, AVX512-BF16's dot product and rounding (and half floats, in quant.h; transposes and powers of
+ * two, in attention_dot.h). No fast-math: NaN, infinity and the order of sums are kept.
  */
 #ifndef KVRELAY_VEC_H
 #define KVRELAY_VEC_H
@@ -27,6 +28,9 @@
 #endif
 #define NR (VL * NV)
 #define MR 6
+#if VL > 4
+#include <immintrin.h>
+#endif
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
 
@@ -43,7 +47,27 @@ INLINE vf vset(float x) { return x - (vf){0}; }
 INLINE vf vload(const float *p) { return *(const vf_mem *)p; }
 INLINE void vstore(float *p, vf x) { *(vf_mem *)p = x; }
 INLINE vf vselect(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
-INLINE vf vmax(vf a, vf b) { return vselect((vi)(a > b), a, b); }
+/* a > b ? a : b, and a < b ? a : b: b where one is NaN. */
+INLINE vf vmax(vf a, vf b)
+{
+#if VL == 16
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VL == 8
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return vselect((vi)(a > b), a, b);
+#endif
+}
+INLINE vf vmin(vf a, vf b)
+{
+#if VL == 16
+    return (vf)_mm512_min_ps((__m512)a, (__m512)b);
+#elif VL == 8
+    return (vf)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+    return vselect((vi)(a < b), a, b);
+#endif
+}
 
 INLINE float to_float(bf16 h)
 {
@@ -64,13 +88,17 @@ INLINE vf vload_bf16(const bf16 *p)
     return (vf)(wide << 16);
 }
 
-INLINE void vstore_bf16(bf16 *p, vf x)
+INLINE void vstore_bf16(bf16 *p, vf x) /* as to_bf16, but that AVX512-BF16 takes subnormal numbers for 0 */
 {
+#if HAS_DOT
+    _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
     vu u = (vu)x;
     vu rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
     vu is_nan = (vu)(x != x);
     rounded = (rounded & ~is_nan) | (is_nan & 0x7fc0);
     *(vh_mem *)p = __builtin_convertvector(rounded, vh);
+#endif
 }
 
 /* One element type for both: `wide` says float32, else bf16. Index i counts elements. */
@@ -121,8 +149,7 @@ INLINE float vmaximum(vf x)
 INLINE vf vexp(vf x)
 {
     vi alive = (vi)(x > vset(-87.0f));
-    vf y = vselect(alive, x, vset(-87.0f));
-    y = vselect((vi)(y < vset(88.0f)), y, vset(88.0f));
+    vf y = vmin(vmax(x, vset(-87.0f)), vset(88.0f));
     vf n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
     vf r = y - n * 0.693359375f;
     r = r - n * -2.12194440e-4f;

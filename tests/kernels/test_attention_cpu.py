@@ -78,11 +78,54 @@ def test_a_sequence_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compile
             assert torch.equal(run_attention(backend, only(step, s)), together[rows])
 
 
-def test_a_prompt_cut_into_chunks_and_single_tokens_equals_the_whole_bit_for_bit(compiled, compiled_2_threads):
-    step = make_step(Case(((600, 600),)))
+SHAPES = (
+    {},
+    {"window": 100},
+    {"softcap": 5.0, "block_size": 1},
+    {"heads": 4, "kv_heads": 4, "head_dim": 80},
+    {"heads": 3, "kv_heads": 1, "head_dim": 29, "latent_dim": 21},
+)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+@pytest.mark.parametrize("kind", SHAPES, ids=str)
+def test_a_prompt_cut_into_chunks_and_single_tokens_equals_the_whole_bit_for_bit(
+    compiled, compiled_2_threads, dtype, kind
+):
+    step = make_step(Case(((600, 600),), dtype=dtype, **kind))
     whole = run_attention(compiled, step)
-    for cut in (slice(0, 7), slice(7, 200), slice(511, 514), slice(599, 600), slice(64, 65)):
-        assert torch.equal(run_attention(compiled_2_threads, only(step, 0, cut)), whole[cut])
+    for cut in (slice(0, 7), slice(7, 200), slice(511, 514), slice(599, 600), slice(64, 65), slice(0, 1)):
+        for backend in (compiled, compiled_2_threads):
+            assert torch.equal(run_attention(backend, only(step, 0, cut)), whole[cut])
+
+
+@pytest.mark.parametrize("kind", SHAPES, ids=str)
+def test_each_token_decoded_alone_equals_its_row_of_the_prompt_bit_for_bit(compiled, kind):
+    step = make_step(Case(((70, 580),), dtype=BF16, **kind))  # over the borders of a tile and of a partition
+    whole = run_attention(compiled, step)
+    alone = [run_attention(compiled, only(step, 0, slice(row, row + 1))) for row in range(70)]
+    assert torch.equal(torch.cat(alone), whole)
+    assert not torch.equal(whole[1:], whole[:-1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_what_lies_behind_a_context_in_its_blocks_is_not_read(compiled, dtype):
+    step = make_step(Case(((1, 33), (9, 70), (1, 513)), dtype=dtype, block_size=32))
+    found = run_attention(compiled, step)
+    for s, context in enumerate((33, 70, 513)):
+        last = int(step.batch.block_tables[s, context // 32])
+        step.kv_layer[last, :, context % 32 :] = torch.nan
+    assert torch.equal(run_attention(compiled, step), found)
+    step.kv_layer[int(step.batch.block_tables[0, 1]), 1, 0] = torch.nan  # and what is of the context is
+    assert run_attention(compiled, step)[0].isnan().all()
+
+
+@pytest.mark.parametrize("factor", [1e3, 3e4])
+def test_scores_that_lie_far_apart_leave_one_token_its_whole_weight(compiled, factor):
+    step = make_step(Case(((1, 300), (20, 90)), dtype=BF16))
+    step = dataclasses.replace(step, q=step.q * factor)
+    found, expected = run_attention(compiled, step), written_out(step, 0.125)
+    torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
