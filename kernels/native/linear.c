@@ -20,6 +20,7 @@
 /* Bytes of each panel that are fetched before their use where rows are few: of several panels side by side, and of one. */
 #define AHEAD_WIDE 1024
 #define AHEAD 2048
+#define INPUTS 1536 /* of a block: several tiles' rows by more of them fall out of a first-level cache */
 
 typedef struct {
     int kind;
@@ -29,6 +30,8 @@ typedef struct {
     const char *w;
     const float *bias;
     long N, K, panel_bytes;
+    long begin, end, top; /* inputs that are gone over now; row that `carry` begins with */
+    float *carry;         /* [rows of the part][NR] sums up to `begin` */
     linear_cut cut;
 } linear_job;
 
@@ -93,12 +96,33 @@ static const linear_tile *wide_tiles(int kind)
     return kind == F32 ? wide_0 : wide_1;
 }
 
+/* The same sums, over blocks of inputs: those of a tile's rows stay in the first-level cache then. */
+static void multiply_by_blocks(const linear_job *whole, const linear_part *part)
+{
+    float carry[MOST_ROWS * NR];
+    linear_job j = *whole;
+    const long blocks = (j.K + INPUTS - 1) / INPUTS, most = (j.K / blocks + 31) / 32 * 32, tiles = part_tiles(part);
+    j.carry = carry, j.top = part->begin;
+    for (long panel = part->first; panel < part->last; panel++)
+        for (j.begin = 0; j.begin < j.K; j.begin = j.end) {
+            j.end = j.begin + most < j.K ? j.begin + most : j.K;
+            for (long t = 0; t < tiles; t++) {
+                const long top = tile_begin(part, t), high = tile_begin(part, t + 1) - top;
+                narrow_tiles(j.kind)[high](&j, top, panel, most * (j.panel_bytes / j.K));
+            }
+        }
+}
+
 static void multiply(const linear_job *j, const linear_part *part)
 {
     const long tiles = part_tiles(part), rows = part->end - part->begin, np = tiles == 1 ? side_by_side(rows) : 1;
     const linear_tile *narrow = narrow_tiles(j->kind);
     long panel = part->first;
     for (; tiles == 1 && panel + np <= part->last; panel += np) wide_tiles(j->kind)[rows](j, part->begin, panel, AHEAD_WIDE);
+    if (tiles > 1 && j->K > INPUTS) {
+        multiply_by_blocks(j, part);
+        return;
+    }
     for (; panel < part->last; panel++)
         for (long t = 0; t < tiles; t++) {
             const long top = tile_begin(part, t), bottom = tile_begin(part, t + 1);
@@ -142,7 +166,8 @@ void kr_linear(pool *p, int kind, const void *x, long ldx, void *y, const void *
 {
     if (M < 1 || N < 1 || K < 1) return;
     linear_job j = {.kind = kind, .x = x, .ldx = ldx, .y = y, .w = w, .bias = bias, .N = N, .K = K,
-                    .panel_bytes = K * NR * (kind == F32 ? 4 : 2), .cut = cut_linear(p, M, N, K)};
+                    .panel_bytes = K * NR * (kind == F32 ? 4 : 2), .end = K,
+                    .cut = cut_linear(p, M, N, K < INPUTS ? K : INPUTS)};
     prepare(p, &j, M);
     pool_run(p, linear_task, &j, cut_tasks(&j.cut));
 }
@@ -164,7 +189,7 @@ static void grouped_task(void *arg, long index)
 void linear_grouped(pool *p, int kind, const void *x, void *y, const void *const *weights, const expert_part *parts,
                     long num_parts, long M, long N, long K)
 {
-    grouped_job g = {{.kind = kind, .x = x, .ldx = K, .y = y, .N = N, .K = K,
+    grouped_job g = {{.kind = kind, .x = x, .ldx = K, .y = y, .N = N, .K = K, .end = K,
                       .panel_bytes = K * NR * (kind == F32 ? 4 : 2)}, weights, parts};
     prepare(p, &g.job, M);
     pool_run(p, grouped_task, &g, num_parts);

@@ -7,6 +7,8 @@
 
 #define TASKS_PER_THREAD 8 /* of one block of rows: balances two uneven threads; shares of two panels took 15 % longer */
 
+#define MOST_ROWS (32 * MR) /* of a block */
+
 typedef struct {
     long rows, panels, rows_per_block, share, shares;
 } linear_cut;
@@ -20,7 +22,7 @@ typedef struct {
 static inline long rows_per_block(long M, long K)
 {
     long rows = (256 << 10) / (K * 4) / MR * MR;
-    rows = rows < 2 * MR ? 2 * MR : rows > 32 * MR ? 32 * MR : rows;
+    rows = rows < 2 * MR ? 2 * MR : rows > MOST_ROWS ? MOST_ROWS : rows;
     return M <= rows ? M : rows;
 }
 

@@ -44,6 +44,21 @@ def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2
             assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
+@pytest.mark.parametrize("in_features", [1536, 1537, 1600, 4864, 5001])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_sums_over_blocks_of_inputs_are_the_same_bits_as_in_one_go(compiled, dtype, in_features):
+    """One row goes in one go, several tiles of rows go block by block from 1537 inputs on."""
+    native = compiled._native
+    kinds = {native.linear_kind(dtype, in_features)} | ({KIND_BF16} if dtype == BF16 else set())
+    weight, x = random(70, in_features, dtype=dtype), random(45, in_features, dtype=dtype)
+    for kind in kinds:
+        linear = NativeLinear(native, weight, random(70), kind)
+        together = linear(x)
+        assert torch.equal(together, torch.cat([linear(x[i : i + 1]) for i in range(45)]))
+        expected = x.double() @ weight.double().T + random(70).double()
+        torch.testing.assert_close(together.double(), expected, atol=1e-2, rtol=1e-2 if dtype == BF16 else 1e-4)
+
+
 def test_rows_may_be_strided_and_zero_rows_are_fine(cpu):
     linear = cpu.pack_linear(random(40, 24))
     x = random(5, 48)
