@@ -4,6 +4,9 @@ A frame is a 4-byte little-endian length and that many bytes. Both ends prove th
 the cluster's secret before the first frame (HMAC challenge, both ways), so that nobody else on
 the network can inject work. A dead peer shows as end-of-file at once, which is why this is
 plain TCP and not a message queue that would hide it. With `tls` the same goes on inside TLS.
+
+Without TLS a server also listens at an abstract Unix socket named after its address, and a client of the same
+user in the same network namespace connects there: a small frame costs less than half the CPU of loopback TCP.
 Imports nothing of ours but errors and tls.
 """
 
@@ -14,6 +17,9 @@ import logging
 import os
 import socket
 import ssl
+import struct
+import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
@@ -31,15 +37,89 @@ _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _REMEDY = "set cluster.tls alike on every node"
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept
+_BACKLOG = 128
+
+
+class _Direct:
+    """Whole frames from any thread, past the event loop, as long as the socket takes them at once.
+
+    What it does not take goes the loop's way, and so does everything after that, until the loop has sent it all: frames
+    stay whole and in the order of their sending. The socket is a duplicate: the transport may close its own at any time.
+    """
+
+    def __init__(self, transport: asyncio.WriteTransport) -> None:
+        sock = transport.get_extra_info("socket")
+        self._socket: socket.socket | None = socket.socket(sock.family, sock.type, fileno=os.dup(sock.fileno()))
+        self._transport, self._loop = transport, asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._rest = bytearray()  # of frames, on its way to the transport
+        self._is_loops_turn = transport.get_write_buffer_size() > 0
+
+    def send(self, data: bytes) -> bool:
+        """From any thread. False: not sent, the loop must do it, with `send_on_loop`."""
+        with self._lock:
+            return not self._is_loops_turn and self._push(data)
+
+    def send_on_loop(self, data: bytes) -> None:
+        """From the loop's thread; never refuses."""
+        with self._lock:
+            self._hand_over()
+            if self._is_loops_turn and self._transport.get_write_buffer_size() == 0:
+                self._is_loops_turn = False
+            if self._is_loops_turn or not self._push(data):
+                self._transport.write(data)
+
+    def _push(self, data: bytes) -> bool:
+        if self._socket is None:
+            return False
+        try:
+            sent = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the connection is lost, which its reader notices
+            return True
+        if sent < len(data):
+            self._is_loops_turn = True
+            self._rest += data[sent:]
+            self._loop.call_soon_threadsafe(self._resume)
+        return True
+
+    def _resume(self) -> None:
+        with self._lock:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._rest:
+            self._transport.write(bytes(self._rest))
+            self._rest.clear()
+
+    def close(self) -> None:
+        """No more past the loop. Idempotent."""
+        with self._lock:
+            self._hand_over()
+            self._is_loops_turn = True
+            if self._socket is not None:
+                self._socket.close()
+            self._socket = None
 
 
 class Connection:
-    """One authenticated, framed connection. Not for use from several threads."""
+    """One authenticated, framed connection. For the event loop's thread alone, but for `send_from_thread`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str | None = None) -> None:
         self._reader, self._writer = reader, writer
-        peer = writer.get_extra_info("peername")
-        self.peer: str = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        name = writer.get_extra_info("peername")
+        self.peer: str = peer or (f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer")
+        self._direct: _Direct | None = None
+
+    def allow_threads(self) -> None:
+        """Make `send_from_thread` work, where it can: not inside TLS. The connection must be ended by `abort` or `aclose`."""
+        if self._direct is None and self._writer.get_extra_info("ssl_object") is None:
+            self._direct = _Direct(self._writer.transport)
+
+    def send_from_thread(self, frame: bytes) -> bool:
+        """Send one frame at once, from any thread. False: that cannot be; it is to be sent on the loop's thread."""
+        return self._direct is not None and self._direct.send(_framed(frame))
 
     def send_nowait(self, frame: bytes) -> None:
         """Queue one frame. Raises ConnectionLost when closed or when the peer does not read."""
@@ -48,7 +128,10 @@ class Connection:
         if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
             self.abort()
             raise ConnectionLost(f"{self.peer} reads too slowly; dropped")
-        self._writer.write(len(frame).to_bytes(4, "little") + frame)
+        if self._direct is not None:
+            self._direct.send_on_loop(_framed(frame))
+        else:
+            self._writer.write(_framed(frame))
 
     async def send(self, frame: bytes) -> None:
         """Queue one frame and wait while the peer is slow."""
@@ -71,16 +154,26 @@ class Connection:
 
     def abort(self) -> None:
         """Drop the connection now, unsent frames included."""
+        self._close_direct()
         self._writer.transport.abort()
 
     async def aclose(self) -> None:
         """Send what is queued, then close. Never raises."""
+        self._close_direct()
         try:
             self._writer.close()
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
             self.abort()
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+
+
+def _framed(frame: bytes) -> bytes:
+    return len(frame).to_bytes(4, "little") + frame
 
 
 def _proof(secret: bytes, label: bytes, first: bytes, second: bytes) -> bytes:
@@ -115,6 +208,33 @@ def _tune(writer: asyncio.StreamWriter) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
+def _local_name(host: str, port: int) -> str:
+    """The abstract Unix socket beside host:port. Like loopback's ports, such names are the network namespace's own."""
+    return f"\0kvrelay-plane-{host}:{port}"
+
+
+def _local_socket(host: str, port: int) -> socket.socket | None:
+    """Connected to the server's Unix socket, if this user has one there; else None. Does not wait."""
+    if not sys.platform.startswith("linux"):
+        return None
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        sock.connect(_local_name(host, port))
+        if _peer_uid(sock) == os.getuid():
+            return sock
+    except OSError:  # elsewhere, not listening, or too busy to take it at once: TCP will do
+        pass
+    sock.close()
+    return None
+
+
+def _peer_uid(sock: socket.socket) -> int:
+    """Of whoever made the other end. Linux only."""
+    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(uid)
+
+
 def _without_tls(error: ssl.SSLError) -> AuthenticationFailed | TlsMismatch:
     """What a TLS handshake failed of."""
     if error.reason == "WRONG_VERSION_NUMBER":  # it did not look like TLS at all
@@ -135,11 +255,9 @@ async def connect(
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            context = None if tls is None else tls.client()
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            _tune(writer)
+            reader, writer = await _open(host, port, tls)
             await _authenticate(reader, writer, secret, is_server=False)
-            return Connection(reader, writer)
+            return Connection(reader, writer, f"{host}:{port}")
     except ssl.SSLError as error:
         _abort(writer)
         raise _without_tls(error) from error
@@ -149,6 +267,14 @@ async def connect(
     except BaseException:
         _abort(writer)
         raise
+
+
+async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    if tls is None and (sock := _local_socket(host, port)) is not None:
+        return await asyncio.open_unix_connection(sock=sock)
+    reader, writer = await asyncio.open_connection(host, port, ssl=None if tls is None else tls.client())
+    _tune(writer)
+    return reader, writer
 
 
 def _abort(writer: asyncio.StreamWriter | None) -> None:
@@ -166,18 +292,23 @@ class Server:
         self, handler: Callable[[Connection], Awaitable[None]], secret: bytes, *, tls: ClusterTls | None = None
     ) -> None:
         self._handler, self._secret, self._tls = handler, secret, tls
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port. Raises OSError."""
         addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = addresses[0]
-        self._listener = socket.create_server(address[:2], family=family, backlog=128)
-        self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="accept")
-        return int(self._listener.getsockname()[1])
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        self._listeners = [listener]
+        bound = int(listener.getsockname()[1])
+        if self._tls is None and (local := _local_listener(host, bound)) is not None:
+            self._listeners.append(local)
+        for one in self._listeners:
+            one.setblocking(False)
+        self._accepting = [asyncio.create_task(self._accept(one), name="accept") for one in self._listeners]
+        return bound
 
     async def _accept(self, listener: socket.socket) -> None:
         async for sock in connections(listener):
@@ -191,7 +322,7 @@ class Server:
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection, from its first byte to its end."""
-        peer, writer = "a peer", None
+        peer, writer, connection = "a peer", None, None
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 reader, writer = await self._streams(sock)
@@ -210,6 +341,8 @@ class Server:
         except Exception:
             logger.exception("handler of %s failed", peer)
         finally:
+            if connection is not None:
+                connection.abort()
             _abort(writer)
 
     async def _streams(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -227,16 +360,32 @@ class Server:
 
     async def aclose(self) -> None:
         """Stop listening and end every handler."""
-        if self._listener is None or self._accepting is None:
+        listeners, self._listeners = self._listeners, []
+        if not listeners:
             return
-        listener, self._listener = self._listener, None
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
-        listener.close()
+        for accepting in self._accepting:
+            accepting.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for listener in listeners:
+            listener.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _local_listener(host: str, port: int) -> socket.socket | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(_local_name(host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:  # a stranger has the name: clients see that it is not ours
+        logger.warning("no Unix socket beside %s:%d: %s", host, port, error)
+        listener.close()
+        return None
+    return listener
 
 
 async def _expect_tls(sock: socket.socket) -> None:
