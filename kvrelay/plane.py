@@ -40,6 +40,82 @@ _ACCEPT_PAUSE_S = 0.2  # after a failed accept
 _BACKLOG = 128
 
 
+class _Reader(asyncio.StreamReader):
+    """A stream that can also hand out its frames as they come: no task wakes to ask for each of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_waiting = 0  # bytes that were fed and not read
+        self._take: Callable[[bytes], None] | None = None
+        self._partial = bytearray()  # of a frame to be handed out
+        self._ended: asyncio.Future[None] | None = None
+
+    async def readexactly(self, n: int) -> bytes:
+        data = await super().readexactly(n)
+        self._num_waiting -= n
+        return data
+
+    async def hand_out(self, take: Callable[[bytes], None]) -> None:
+        """Give every frame to `take`, until the stream ends. Raises OSError, ProtocolError, what `take` raises."""
+        self._ended = ended = asyncio.get_running_loop().create_future()
+        waiting = await self.readexactly(self._num_waiting)  # it is there: this does not wait
+        self._take = take
+        self._cut(waiting)
+        if self.at_eof():
+            self._end(None)
+        await ended
+
+    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # what transports give is bytes
+        if self._take is not None:
+            self._cut(data)
+            return
+        self._num_waiting += len(data)
+        super().feed_data(data)
+
+    def feed_eof(self) -> None:
+        super().feed_eof()
+        self._end(None)
+
+    def set_exception(self, exc: Exception) -> None:
+        super().set_exception(exc)
+        self._end(exc)
+
+    def _end(self, error: Exception | None) -> None:
+        self._take = None
+        if self._ended is None or self._ended.done():
+            return
+        if error is None:
+            self._ended.set_result(None)
+        else:
+            self._ended.set_exception(error)
+
+    def _cut(self, data: bytes) -> None:
+        if self._partial:
+            self._partial += data
+        begin, view = 0, self._partial or data
+        try:
+            while self._take is not None and (end := _frame_end(view, begin)) is not None:
+                self._take(bytes(view[begin + 4 : end]))
+                begin = end
+        except Exception as error:  # it belongs to whoever asked for the frames
+            self._end(error)
+        if view is self._partial:
+            del self._partial[:begin]
+        else:
+            self._partial += data[begin:]
+
+
+def _frame_end(data: bytes | bytearray, begin: int) -> int | None:
+    """Where the frame that begins there ends; None: not all of it is here. Raises ProtocolError: it is huge."""
+    if len(data) - begin < 4:
+        return None
+    size = int.from_bytes(data[begin : begin + 4], "little")
+    if size > MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {size} bytes was announced")
+    end = begin + 4 + size
+    return end if end <= len(data) else None
+
+
 class _Direct:
     """Whole frames from any thread, past the event loop, as long as the socket takes them at once.
 
@@ -106,7 +182,7 @@ class _Direct:
 class Connection:
     """One authenticated, framed connection. For the event loop's thread alone, but for `send_from_thread`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, peer: str | None = None) -> None:
+    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter, peer: str | None = None) -> None:
         self._reader, self._writer = reader, writer
         name = writer.get_extra_info("peername")
         self.peer: str = peer or (f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer")
@@ -151,6 +227,20 @@ class Connection:
             return await self._reader.readexactly(size)
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ConnectionLost(f"{self.peer} closed the connection") from error
+
+    async def hand_out(self, take: Callable[[bytes], None]) -> None:
+        """Call `take` with each frame as soon as it is here; nobody may `receive` any more.
+
+        Raises: ConnectionLost at end-of-file, ProtocolError on a huge frame, what `take` raises.
+        """
+        try:
+            await self._reader.hand_out(take)
+        except ProtocolError:
+            self.abort()
+            raise
+        except OSError as error:
+            raise ConnectionLost(f"{self.peer} closed the connection") from error
+        raise ConnectionLost(f"{self.peer} closed the connection")
 
     def abort(self) -> None:
         """Drop the connection now, unsent frames included."""
@@ -269,10 +359,16 @@ async def connect(
         raise
 
 
-async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[_Reader, asyncio.StreamWriter]:
+    loop, reader = asyncio.get_running_loop(), _Reader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport: asyncio.WriteTransport
     if tls is None and (sock := _local_socket(host, port)) is not None:
-        return await asyncio.open_unix_connection(sock=sock)
-    reader, writer = await asyncio.open_connection(host, port, ssl=None if tls is None else tls.client())
+        transport, _ = await loop.create_unix_connection(lambda: protocol, sock=sock)
+    else:
+        context = None if tls is None else tls.client()
+        transport, _ = await loop.create_connection(lambda: protocol, host, port, ssl=context)
+    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
     _tune(writer)
     return reader, writer
 
@@ -345,12 +441,12 @@ class Server:
                 connection.abort()
             _abort(writer)
 
-    async def _streams(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _streams(self, sock: socket.socket) -> tuple[_Reader, asyncio.StreamWriter]:
         """The socket as streams, inside TLS where that is on. Raises TlsMismatch, ssl.SSLError, OSError."""
         loop = asyncio.get_running_loop()
         if self._tls is not None:
             await _expect_tls(sock)
-        reader = asyncio.StreamReader()
+        reader = _Reader()
         protocol = asyncio.StreamReaderProtocol(reader)
         context = None if self._tls is None else self._tls.server()
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)

@@ -374,3 +374,76 @@ async def test_a_thread_may_send_on_a_lost_connection():
         async with connected(port):
             pass
         assert await ended is False
+
+
+# ---- handed out
+
+
+async def taken(connection) -> tuple[list[bytes], Exception]:
+    """All frames, and what ended them."""
+    frames: list[bytes] = []
+    with pytest.raises(Exception) as ended:
+        await connection.hand_out(frames.append)
+    return frames, ended.value
+
+
+async def test_frames_are_handed_out_as_sent_whatever_the_pieces(tls):
+    """The first of them came while nobody was listening."""
+    frames = [b"", b"x", b"y" * 3_000_000, b"", *(bytes([i]) * i for i in range(50))]
+    data = b"".join(plane._framed(frame) for frame in frames)
+
+    async def in_pieces(connection):
+        begin = 0
+        for size in (1, 2, 3, 100, 70_000, 1, 5_000_000, len(data)):
+            connection._writer.write(data[begin : begin + size])
+            await connection._writer.drain()
+            await asyncio.sleep(0.001)
+            begin += size
+
+    async with serving(tls, in_pieces) as port, connected(port, tls) as connection:
+        first = await connection.receive()
+        while connection._reader._num_waiting < 100:
+            await asyncio.sleep(0)
+        rest, ended = await taken(connection)
+        assert [first, *rest] == frames and isinstance(ended, ConnectionLost)
+
+
+async def test_frames_are_handed_out_to_the_end_even_if_it_has_come_already(tls):
+    async def leave(connection):
+        for frame in (b"one", b"two"):
+            connection.send_nowait(frame)
+        await connection.aclose()
+
+    async with serving(tls, leave) as port, connected(port, tls) as connection:
+        while not connection._reader._eof:
+            await asyncio.sleep(0)
+        frames, ended = await taken(connection)
+        assert frames == [b"one", b"two"] and isinstance(ended, ConnectionLost)
+
+
+async def test_who_fails_to_take_a_frame_gets_no_more_and_hears_of_it(tls):
+    async def talk(connection):
+        for _ in range(3):
+            connection.send_nowait(b"again")
+        await connection.receive()
+
+    def refuse(frame: bytes) -> None:
+        seen.append(frame)
+        raise ValueError("not this one")
+
+    seen: list[bytes] = []
+    async with serving(tls, talk) as port, connected(port, tls) as connection:
+        with pytest.raises(ValueError, match="not this one"):
+            await connection.hand_out(refuse)
+        assert seen == [b"again"]
+
+
+async def test_a_huge_frame_is_not_handed_out(tls, monkeypatch):
+    async def talk(connection):
+        connection.send_nowait(b"x" * 1001)
+        await connection.receive()
+
+    monkeypatch.setattr(plane, "MAX_FRAME_BYTES", 1000)
+    async with serving(tls, talk) as port, connected(port, tls) as connection:
+        frames, ended = await taken(connection)
+        assert not frames and isinstance(ended, ProtocolError)
