@@ -5,9 +5,8 @@ the cluster's secret before the first frame (HMAC challenge, both ways), so that
 the network can inject work. A dead peer shows as end-of-file at once, which is why this is
 plain TCP and not a message queue that would hide it. With `tls` the same goes on inside TLS.
 
-Without TLS a server also listens at an abstract Unix socket named after its address, and a client of the same
-user in the same network namespace connects there: a small frame costs less than half the CPU of loopback TCP.
-Imports nothing of ours but errors and tls.
+Without TLS a server also listens at a Unix socket named after its address, and a client of the same user on the same
+machine connects there. Imports nothing of ours but errors, tls and its own parts (direct, frame_reader, local_socket).
 """
 
 import asyncio
@@ -17,13 +16,13 @@ import logging
 import os
 import socket
 import ssl
-import struct
-import sys
-import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
+from kvrelay.direct import Direct
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError, TlsMismatch
+from kvrelay.frame_reader import FrameReader
+from kvrelay.local_socket import local_listener, local_socket
 from kvrelay.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -40,158 +39,19 @@ _ACCEPT_PAUSE_S = 0.2  # after a failed accept
 _BACKLOG = 128
 
 
-class _Reader(asyncio.StreamReader):
-    """A stream that can also hand out its frames as they come: no task wakes to ask for each of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_waiting = 0  # bytes that were fed and not read
-        self._take: Callable[[bytes], None] | None = None
-        self._partial = bytearray()  # of a frame to be handed out
-        self._ended: asyncio.Future[None] | None = None
-
-    async def readexactly(self, n: int) -> bytes:
-        data = await super().readexactly(n)
-        self._num_waiting -= n
-        return data
-
-    async def hand_out(self, take: Callable[[bytes], None]) -> None:
-        """Give every frame to `take`, until the stream ends. Raises OSError, ProtocolError, what `take` raises."""
-        self._ended = ended = asyncio.get_running_loop().create_future()
-        waiting = await self.readexactly(self._num_waiting)  # it is there: this does not wait
-        self._take = take
-        self._cut(waiting)
-        if self.at_eof():
-            self._end(None)
-        await ended
-
-    def feed_data(self, data: bytes) -> None:  # type: ignore[override]  # what transports give is bytes
-        if self._take is not None:
-            self._cut(data)
-            return
-        self._num_waiting += len(data)
-        super().feed_data(data)
-
-    def feed_eof(self) -> None:
-        super().feed_eof()
-        self._end(None)
-
-    def set_exception(self, exc: Exception) -> None:
-        super().set_exception(exc)
-        self._end(exc)
-
-    def _end(self, error: Exception | None) -> None:
-        self._take = None
-        if self._ended is None or self._ended.done():
-            return
-        if error is None:
-            self._ended.set_result(None)
-        else:
-            self._ended.set_exception(error)
-
-    def _cut(self, data: bytes) -> None:
-        if self._partial:
-            self._partial += data
-        begin, view = 0, self._partial or data
-        try:
-            while self._take is not None and (end := _frame_end(view, begin)) is not None:
-                self._take(bytes(view[begin + 4 : end]))
-                begin = end
-        except Exception as error:  # it belongs to whoever asked for the frames
-            self._end(error)
-        if view is self._partial:
-            del self._partial[:begin]
-        else:
-            self._partial += data[begin:]
-
-
-def _frame_end(data: bytes | bytearray, begin: int) -> int | None:
-    """Where the frame that begins there ends; None: not all of it is here. Raises ProtocolError: it is huge."""
-    if len(data) - begin < 4:
-        return None
-    size = int.from_bytes(data[begin : begin + 4], "little")
-    if size > MAX_FRAME_BYTES:
-        raise ProtocolError(f"a frame of {size} bytes was announced")
-    end = begin + 4 + size
-    return end if end <= len(data) else None
-
-
-class _Direct:
-    """Whole frames from any thread, past the event loop, as long as the socket takes them at once.
-
-    What it does not take goes the loop's way, and so does everything after that, until the loop has sent it all: frames
-    stay whole and in the order of their sending. The socket is a duplicate: the transport may close its own at any time.
-    """
-
-    def __init__(self, transport: asyncio.WriteTransport) -> None:
-        sock = transport.get_extra_info("socket")
-        self._socket: socket.socket | None = socket.socket(sock.family, sock.type, fileno=os.dup(sock.fileno()))
-        self._transport, self._loop = transport, asyncio.get_running_loop()
-        self._lock = threading.Lock()
-        self._rest = bytearray()  # of frames, on its way to the transport
-        self._is_loops_turn = transport.get_write_buffer_size() > 0
-
-    def send(self, data: bytes) -> bool:
-        """From any thread. False: not sent, the loop must do it, with `send_on_loop`."""
-        with self._lock:
-            return not self._is_loops_turn and self._push(data)
-
-    def send_on_loop(self, data: bytes) -> None:
-        """From the loop's thread; never refuses."""
-        with self._lock:
-            self._hand_over()
-            if self._is_loops_turn and self._transport.get_write_buffer_size() == 0:
-                self._is_loops_turn = False
-            if self._is_loops_turn or not self._push(data):
-                self._transport.write(data)
-
-    def _push(self, data: bytes) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            sent = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            sent = 0
-        except OSError:  # the connection is lost, which its reader notices
-            return True
-        if sent < len(data):
-            self._is_loops_turn = True
-            self._rest += data[sent:]
-            self._loop.call_soon_threadsafe(self._resume)
-        return True
-
-    def _resume(self) -> None:
-        with self._lock:
-            self._hand_over()
-
-    def _hand_over(self) -> None:
-        if self._rest:
-            self._transport.write(bytes(self._rest))
-            self._rest.clear()
-
-    def close(self) -> None:
-        """No more past the loop. Idempotent."""
-        with self._lock:
-            self._hand_over()
-            self._is_loops_turn = True
-            if self._socket is not None:
-                self._socket.close()
-            self._socket = None
-
-
 class Connection:
     """One authenticated, framed connection. For the event loop's thread alone, but for `send_from_thread`."""
 
-    def __init__(self, reader: _Reader, writer: asyncio.StreamWriter, peer: str | None = None) -> None:
+    def __init__(self, reader: FrameReader, writer: asyncio.StreamWriter, peer: str | None = None) -> None:
         self._reader, self._writer = reader, writer
         name = writer.get_extra_info("peername")
         self.peer: str = peer or (f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer")
-        self._direct: _Direct | None = None
+        self._direct: Direct | None = None
 
     def allow_threads(self) -> None:
         """Make `send_from_thread` work, where it can: not inside TLS. The connection must be ended by `abort` or `aclose`."""
         if self._direct is None and self._writer.get_extra_info("ssl_object") is None:
-            self._direct = _Direct(self._writer.transport)
+            self._direct = Direct(self._writer.transport)
 
     def send_from_thread(self, frame: bytes) -> bool:
         """Send one frame at once, from any thread. False: that cannot be; it is to be sent on the loop's thread."""
@@ -234,7 +94,7 @@ class Connection:
         Raises: ConnectionLost at end-of-file, ProtocolError on a huge frame, what `take` raises.
         """
         try:
-            await self._reader.hand_out(take)
+            await self._reader.hand_out(take, most_bytes=MAX_FRAME_BYTES)
         except ProtocolError:
             self.abort()
             raise
@@ -298,33 +158,6 @@ def _tune(writer: asyncio.StreamWriter) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-def _local_name(host: str, port: int) -> str:
-    """The abstract Unix socket beside host:port. Like loopback's ports, such names are the network namespace's own."""
-    return f"\0kvrelay-plane-{host}:{port}"
-
-
-def _local_socket(host: str, port: int) -> socket.socket | None:
-    """Connected to the server's Unix socket, if this user has one there; else None. Does not wait."""
-    if not sys.platform.startswith("linux"):
-        return None
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.setblocking(False)
-        sock.connect(_local_name(host, port))
-        if _peer_uid(sock) == os.getuid():
-            return sock
-    except OSError:  # elsewhere, not listening, or too busy to take it at once: TCP will do
-        pass
-    sock.close()
-    return None
-
-
-def _peer_uid(sock: socket.socket) -> int:
-    """Of whoever made the other end. Linux only."""
-    _, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(uid)
-
-
 def _without_tls(error: ssl.SSLError) -> AuthenticationFailed | TlsMismatch:
     """What a TLS handshake failed of."""
     if error.reason == "WRONG_VERSION_NUMBER":  # it did not look like TLS at all
@@ -359,11 +192,11 @@ async def connect(
         raise
 
 
-async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[_Reader, asyncio.StreamWriter]:
-    loop, reader = asyncio.get_running_loop(), _Reader()
+async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[FrameReader, asyncio.StreamWriter]:
+    loop, reader = asyncio.get_running_loop(), FrameReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     transport: asyncio.WriteTransport
-    if tls is None and (sock := _local_socket(host, port)) is not None:
+    if tls is None and (sock := local_socket(host, port)) is not None:
         transport, _ = await loop.create_unix_connection(lambda: protocol, sock=sock)
     else:
         context = None if tls is None else tls.client()
@@ -399,7 +232,7 @@ class Server:
         listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
         self._listeners = [listener]
         bound = int(listener.getsockname()[1])
-        if self._tls is None and (local := _local_listener(host, bound)) is not None:
+        if self._tls is None and (local := local_listener(host, bound, _BACKLOG)) is not None:
             self._listeners.append(local)
         for one in self._listeners:
             one.setblocking(False)
@@ -441,12 +274,12 @@ class Server:
                 connection.abort()
             _abort(writer)
 
-    async def _streams(self, sock: socket.socket) -> tuple[_Reader, asyncio.StreamWriter]:
+    async def _streams(self, sock: socket.socket) -> tuple[FrameReader, asyncio.StreamWriter]:
         """The socket as streams, inside TLS where that is on. Raises TlsMismatch, ssl.SSLError, OSError."""
         loop = asyncio.get_running_loop()
         if self._tls is not None:
             await _expect_tls(sock)
-        reader = _Reader()
+        reader = FrameReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         context = None if self._tls is None else self._tls.server()
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
@@ -468,20 +301,6 @@ class Server:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _local_listener(host: str, port: int) -> socket.socket | None:
-    if not sys.platform.startswith("linux"):
-        return None
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(_local_name(host, port))
-        listener.listen(_BACKLOG)
-    except OSError as error:  # a stranger has the name: clients see that it is not ours
-        logger.warning("no Unix socket beside %s:%d: %s", host, port, error)
-        listener.close()
-        return None
-    return listener
 
 
 async def _expect_tls(sock: socket.socket) -> None:

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from kvrelay import plane
+from kvrelay import local_socket, plane
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
 from kvrelay.tls import ClusterTls
 
@@ -278,7 +278,7 @@ async def test_a_local_peer_is_reached_over_a_unix_socket(tls):
 
 
 async def test_a_unix_socket_of_another_user_is_not_ours(monkeypatch):
-    monkeypatch.setattr(plane, "_peer_uid", lambda sock: os.getuid() + 1)
+    monkeypatch.setattr(local_socket, "peer_uid", lambda sock: os.getuid() + 1)
     async with serving(None) as port, connected(port) as connection:
         assert family_of(connection) == socket.AF_INET
         await connection.send(b"over TCP")
@@ -287,7 +287,7 @@ async def test_a_unix_socket_of_another_user_is_not_ours(monkeypatch):
 
 async def test_a_name_that_is_taken_leaves_tcp(monkeypatch, caplog):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        monkeypatch.setattr(plane, "_local_name", lambda host, port: "\0kvrelay-test-taken")
+        monkeypatch.setattr(local_socket, "local_name", lambda host, port: "\0kvrelay-test-taken")
         stranger.bind("\0kvrelay-test-taken")
         async with serving(None) as port, connected(port) as connection:
             assert family_of(connection) == socket.AF_INET
@@ -299,7 +299,7 @@ async def test_a_name_that_is_taken_leaves_tcp(monkeypatch, caplog):
 async def test_the_name_is_free_once_the_server_is_closed():
     async with serving(None) as port:
         pass
-    assert plane._local_socket(HOST, port) is None
+    assert local_socket.local_socket(HOST, port) is None
 
 
 def sent_from_a_thread(connection, loop, frames) -> int:
