@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.sequence import Sequence
+from kvrelay.kernels.asynchronous import AsyncBackend
 from kvrelay.kernels.backend import Backend, SamplingBatch
 from kvrelay.kernels.logit_changes import LogitChanges
 from kvrelay.kernels.logprobs import LogProbabilities, packed_log_probabilities, unpacked
@@ -44,7 +45,8 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 class _Batch:
     """What these requests ask for, which is the same in every step of a batch.
 
-    random, changed, told: rows that draw, whose logits may be changed first, and that want log-probabilities.
+    random, changed, told: rows that draw, whose logits are changed first, and that want log-probabilities.
+    short: rows that must not end early, each with the ids that would end it.
     tokens_alone: nothing but the tokens is wanted, and which tokens came before does not matter to any row.
     """
 
@@ -56,11 +58,12 @@ class _Batch:
     seeds: np.ndarray
     random: list[int]
     changed: list[int]
+    short: list[tuple[int, np.ndarray]]
     told: list[int]
     tokens_alone: bool
 
 
-def _batch_of(params: list[Sampling]) -> _Batch:
+def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
     return _Batch(
         params=params,
         temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
@@ -69,7 +72,8 @@ def _batch_of(params: list[Sampling]) -> _Batch:
         min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
         seeds=np.array([p.seed & _MASK64 for p in params if p.temperature > 0], dtype=np.uint64),
         random=[row for row, p in enumerate(params) if p.temperature > 0],
-        changed=[row for row, p in enumerate(params) if _changes_every_row(p) or p.min_tokens > 0],
+        changed=[row for row, p in enumerate(params) if _changes_every_row(p)],
+        short=[(row, _ends(p, eos_ids)) for row, p in enumerate(params) if p.min_tokens > 0],
         told=[row for row, p in enumerate(params) if p.logprobs is not None],
         tokens_alone=not any(p.logprobs is not None or p.has_penalties for p in params),
     )
@@ -79,12 +83,17 @@ def _changes_every_row(p: Sampling) -> bool:
     return p.has_penalties or bool(p.logit_bias)
 
 
+def _ends(p: Sampling, eos_ids: tuple[int, ...]) -> np.ndarray:
+    return np.unique(np.array([*p.stop_token_ids, *eos_ids], dtype=np.int64))
+
+
 class Sampler:
     """Draws one token for each of a step's finished rows."""
 
     def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
         self._backend, self._eos_ids = backend, eos_ids
-        self._last = _batch_of([])  # for the next step, which most often has the same rows
+        self._is_immediate = not isinstance(backend, AsyncBackend)
+        self._last = _batch_of([], eos_ids)  # for the next step, which most often has the same rows
 
     def sample(
         self, logits: Tensor, seqs: Rows[Sequence], ahead: Rows[int] | None = None
@@ -95,7 +104,10 @@ class Sampler:
         Log-probabilities are those of the model, before penalties and temperature.
         """
         batch = self._batch(seqs, ahead)
-        tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+        if self._is_immediate and not self._last.changed and logits.device.type == "cpu":
+            tokens = self._draw_without(self._bans(seqs), logits, batch)
+        else:
+            tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
         if not self._last.told:
             return tokens.tolist(), [None] * len(seqs)
         return self._with_logprobs(logits, tokens)
@@ -113,16 +125,37 @@ class Sampler:
     def _note(self, seqs: Rows[Sequence]) -> None:
         params = [seq.request.sampling for seq in seqs]
         if params != self._last.params:  # the very same objects in most steps: quickly seen
-            self._last = _batch_of(params)
+            self._last = _batch_of(params, self._eos_ids)
 
     def _adjusted(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
         """With bias, penalties and the min_tokens mask."""
-        if not self._last.changed:
+        bans = self._bans(seqs)
+        if not self._last.changed and not bans:
             return logits
         changes = LogitChanges(logits.shape[1])
         for row in self._last.changed:
             self._note_changes(changes, row, seqs[row])
+        for row, ids in bans:
+            changes.ban(row, ids.tolist())
         return changes.applied(logits)
+
+    def _bans(self, seqs: Rows[Sequence]) -> list[tuple[int, np.ndarray]]:
+        """What rows must not draw yet."""
+        return [(row, ids) for row, ids in self._last.short if self._needs_mask(seqs[row])]
+
+    def _draw_without(self, bans: list[tuple[int, np.ndarray]], logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """The draw with a few places of the logits banned meanwhile: a copy of all rows would take longer than it."""
+        if not bans:
+            return self._backend.sample_on_device(logits, batch)
+        values = logits.numpy()
+        kept = [values[row, ids] for row, ids in bans]
+        try:
+            for row, ids in bans:
+                values[row, ids] = -np.inf
+            return self._backend.sample_on_device(logits, batch)
+        finally:
+            for (row, ids), numbers in zip(bans, kept, strict=True):
+                values[row, ids] = numbers
 
     def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
         self._note(seqs)
@@ -155,8 +188,6 @@ class Sampler:
             changes.lower(row, output, p.presence_penalty, p.frequency_penalty)
         if p.logit_bias:
             changes.bias(row, p.logit_bias)
-        if self._needs_mask(seq):
-            changes.ban(row, (*p.stop_token_ids, *self._eos_ids))
 
     def _with_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[list[int], list[TokenLogprob | None]]:
         """tokens: [R] on the device. They come to the host together with the log-probabilities that are asked for."""

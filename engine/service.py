@@ -11,7 +11,7 @@ import logging
 import os
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -103,6 +103,10 @@ class Link:
         with contextlib.suppress(ConnectionLost):
             self._connection.send_nowait(encode(message))
 
+    def send_from_thread(self, message: msgspec.Struct) -> bool:
+        """Send a message at once, from any thread. False: the loop must do it."""
+        return self._connection.send_from_thread(encode(message))
+
 
 def _plain(pair: PairReport) -> dict[str, Any]:
     """As plain data, zeros and empty fields included."""
@@ -145,7 +149,9 @@ class WorkerService:
         self.host, self.secret, self.cores, self.cluster_store = host, secret, cores, cluster_store
         self.tls = cluster_tls(settings.cluster, secret)
         self.epoch = uuid.uuid4().hex
-        self.thread = EngineThread(self.build_engine, on_step=self._on_step, on_failure=self._on_failure, cores=cores)
+        self.thread = EngineThread(
+            self.build_engine, on_step=self._on_step, on_failure=self._on_failure, send=self._send_tokens, cores=cores
+        )
         self.info: WorkerInfo | None = None
         self.draining = False
         self._server = Server(self._serve_link, secret, tls=self.tls)
@@ -365,6 +371,7 @@ class WorkerService:
     async def _serve_link(self, connection: Connection) -> None:
         assert self.info is not None
         link = Link(connection)
+        connection.allow_threads()
         self._links.add(link)
         link.send(Welcome(protocol=PROTOCOL_VERSION, info=self.info))
         try:
@@ -528,15 +535,29 @@ class WorkerService:
 
     # ---- from the engine
 
-    def _on_step(self, result: StepResult) -> None:
+    def _send_tokens(self, result: StepResult) -> None:
+        """On the engine's thread: what changes nothing here but the stream is sent at once; the rest is left to the loop."""
+        plain = [output for output in result.outputs if not self._is_noted(output)]
+        result.outputs = [output for output in result.outputs if self._is_noted(output)]
+        for link, outputs in self._by_link(plain).items():
+            if not link.send_from_thread(Tokens(outputs=outputs)):
+                result.outputs += outputs
+
+    def _is_noted(self, output: TokenOutput) -> bool:
+        """Whether the books are to be kept of this output: always the same of those in a stream's middle."""
+        return output.finish_reason is not None or output.request_id in self._spans
+
+    def _by_link(self, outputs: Iterable[TokenOutput]) -> dict[Link, list[TokenOutput]]:
+        """Those that somebody waits for, by whom they go to."""
         batches: dict[Link, list[TokenOutput]] = defaultdict(list)
-        for output in result.outputs:
-            link = self._owners.get(output.request_id)
-            if link is None:
-                continue
-            batches[link].append(output)
-        for link, outputs in batches.items():  # first the tokens: what follows from them must not overtake them
-            link.send(Tokens(outputs=outputs))
+        for output in outputs:
+            if (link := self._owners.get(output.request_id)) is not None:
+                batches[link].append(output)
+        return batches
+
+    def _on_step(self, result: StepResult) -> None:
+        for link, outputs in self._by_link(result.outputs).items():
+            link.send(Tokens(outputs=outputs))  # first the tokens: what follows from them must not overtake them
             for output in outputs:
                 self._on_output(output)
                 if self._spans:

@@ -39,7 +39,9 @@ class EngineThread:
 
     Once in each longer rest it checks that every block is accounted for: an engine that has lost one fails.
 
-    `on_step(result)` is called on the event loop, once per step that brought something about.
+    `on_step(result)` is called on the event loop, once per step that brought something about. Before it `send(result)` is
+    called on the engine's own thread: what it sends it takes out of `result.outputs`, and where nothing is left of a step
+    the loop need not wake.
     `on_failure(error)` is called there when the engine raised: the thread has ended then.
     """
 
@@ -49,9 +51,11 @@ class EngineThread:
         *,
         on_step: Callable[[StepResult], None],
         on_failure: Callable[[BaseException], None],
+        send: Callable[[StepResult], None] | None = None,
         cores: tuple[int, ...] | None = None,
     ) -> None:
         self._build, self._on_step, self._on_failure, self._cores = build, on_step, on_failure, cores
+        self._send = send
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -156,6 +160,8 @@ class EngineThread:
                 action()
             result = engine.step()
             is_stuck = result.is_stuck
+            if self._send is not None and result.outputs:
+                self._send(result)
             result.events = engine.drain_events()
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:

@@ -4,7 +4,9 @@ A frame is a 4-byte little-endian length and that many bytes. Both ends prove th
 the cluster's secret before the first frame (HMAC challenge, both ways), so that nobody else on
 the network can inject work. A dead peer shows as end-of-file at once, which is why this is
 plain TCP and not a message queue that would hide it. With `tls` the same goes on inside TLS.
-Imports nothing of ours but errors and tls.
+
+Without TLS a server also listens at a Unix socket named after its address, and a client of the same user on the same
+machine connects there. Imports nothing of ours but errors, tls and its own parts (direct, frame_reader, local_socket).
 """
 
 import asyncio
@@ -17,7 +19,10 @@ import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
+from kvrelay.direct import Direct
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError, TlsMismatch
+from kvrelay.frame_reader import FrameReader
+from kvrelay.local_socket import local_listener, local_socket
 from kvrelay.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -31,15 +36,26 @@ _NONCE_BYTES = 32
 _HANDSHAKE_S = 5.0
 _REMEDY = "set cluster.tls alike on every node"
 _ACCEPT_PAUSE_S = 0.2  # after a failed accept
+_BACKLOG = 128
 
 
 class Connection:
-    """One authenticated, framed connection. Not for use from several threads."""
+    """One authenticated, framed connection. For the event loop's thread alone, but for `send_from_thread`."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, reader: FrameReader, writer: asyncio.StreamWriter, peer: str | None = None) -> None:
         self._reader, self._writer = reader, writer
-        peer = writer.get_extra_info("peername")
-        self.peer: str = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else str(peer)
+        name = writer.get_extra_info("peername")
+        self.peer: str = peer or (f"{name[0]}:{name[1]}" if isinstance(name, tuple) else "a local peer")
+        self._direct: Direct | None = None
+
+    def allow_threads(self) -> None:
+        """Make `send_from_thread` work, where it can: not inside TLS. The connection must be ended by `abort` or `aclose`."""
+        if self._direct is None and self._writer.get_extra_info("ssl_object") is None:
+            self._direct = Direct(self._writer.transport)
+
+    def send_from_thread(self, frame: bytes) -> bool:
+        """Send one frame at once, from any thread. False: that cannot be; it is to be sent on the loop's thread."""
+        return self._direct is not None and self._direct.send(_framed(frame))
 
     def send_nowait(self, frame: bytes) -> None:
         """Queue one frame. Raises ConnectionLost when closed or when the peer does not read."""
@@ -48,7 +64,10 @@ class Connection:
         if self._writer.transport.get_write_buffer_size() > MAX_BUFFERED_BYTES:
             self.abort()
             raise ConnectionLost(f"{self.peer} reads too slowly; dropped")
-        self._writer.write(len(frame).to_bytes(4, "little") + frame)
+        if self._direct is not None:
+            self._direct.send_on_loop(_framed(frame))
+        else:
+            self._writer.write(_framed(frame))
 
     async def send(self, frame: bytes) -> None:
         """Queue one frame and wait while the peer is slow."""
@@ -69,18 +88,42 @@ class Connection:
         except (asyncio.IncompleteReadError, OSError) as error:
             raise ConnectionLost(f"{self.peer} closed the connection") from error
 
+    async def hand_out(self, take: Callable[[bytes], None]) -> None:
+        """Call `take` with each frame as soon as it is here; nobody may `receive` any more.
+
+        Raises: ConnectionLost at end-of-file, ProtocolError on a huge frame, what `take` raises.
+        """
+        try:
+            await self._reader.hand_out(take, most_bytes=MAX_FRAME_BYTES)
+        except ProtocolError:
+            self.abort()
+            raise
+        except OSError as error:
+            raise ConnectionLost(f"{self.peer} closed the connection") from error
+        raise ConnectionLost(f"{self.peer} closed the connection")
+
     def abort(self) -> None:
         """Drop the connection now, unsent frames included."""
+        self._close_direct()
         self._writer.transport.abort()
 
     async def aclose(self) -> None:
         """Send what is queued, then close. Never raises."""
+        self._close_direct()
         try:
             self._writer.close()
             async with asyncio.timeout(1.0):
                 await self._writer.wait_closed()
         except (OSError, TimeoutError):
             self.abort()
+
+    def _close_direct(self) -> None:
+        if self._direct is not None:
+            self._direct.close()
+
+
+def _framed(frame: bytes) -> bytes:
+    return len(frame).to_bytes(4, "little") + frame
 
 
 def _proof(secret: bytes, label: bytes, first: bytes, second: bytes) -> bytes:
@@ -135,11 +178,9 @@ async def connect(
     writer: asyncio.StreamWriter | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            context = None if tls is None else tls.client()
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            _tune(writer)
+            reader, writer = await _open(host, port, tls)
             await _authenticate(reader, writer, secret, is_server=False)
-            return Connection(reader, writer)
+            return Connection(reader, writer, f"{host}:{port}")
     except ssl.SSLError as error:
         _abort(writer)
         raise _without_tls(error) from error
@@ -149,6 +190,20 @@ async def connect(
     except BaseException:
         _abort(writer)
         raise
+
+
+async def _open(host: str, port: int, tls: ClusterTls | None) -> tuple[FrameReader, asyncio.StreamWriter]:
+    loop, reader = asyncio.get_running_loop(), FrameReader()
+    protocol = asyncio.StreamReaderProtocol(reader)
+    transport: asyncio.WriteTransport
+    if tls is None and (sock := local_socket(host, port)) is not None:
+        transport, _ = await loop.create_unix_connection(lambda: protocol, sock=sock)
+    else:
+        context = None if tls is None else tls.client()
+        transport, _ = await loop.create_connection(lambda: protocol, host, port, ssl=context)
+    writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+    _tune(writer)
+    return reader, writer
 
 
 def _abort(writer: asyncio.StreamWriter | None) -> None:
@@ -166,18 +221,23 @@ class Server:
         self, handler: Callable[[Connection], Awaitable[None]], secret: bytes, *, tls: ClusterTls | None = None
     ) -> None:
         self._handler, self._secret, self._tls = handler, secret, tls
-        self._listener: socket.socket | None = None
-        self._accepting: asyncio.Task[None] | None = None
+        self._listeners: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, host: str, port: int = 0) -> int:
         """Listen; returns the port. Raises OSError."""
         addresses = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, _, _, _, address = addresses[0]
-        self._listener = socket.create_server(address[:2], family=family, backlog=128)
-        self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._listener), name="accept")
-        return int(self._listener.getsockname()[1])
+        listener = socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+        self._listeners = [listener]
+        bound = int(listener.getsockname()[1])
+        if self._tls is None and (local := local_listener(host, bound, _BACKLOG)) is not None:
+            self._listeners.append(local)
+        for one in self._listeners:
+            one.setblocking(False)
+        self._accepting = [asyncio.create_task(self._accept(one), name="accept") for one in self._listeners]
+        return bound
 
     async def _accept(self, listener: socket.socket) -> None:
         async for sock in connections(listener):
@@ -191,7 +251,7 @@ class Server:
 
     async def _serve(self, sock: socket.socket) -> None:
         """One connection, from its first byte to its end."""
-        peer, writer = "a peer", None
+        peer, writer, connection = "a peer", None, None
         try:
             async with asyncio.timeout(_HANDSHAKE_S):
                 reader, writer = await self._streams(sock)
@@ -210,14 +270,16 @@ class Server:
         except Exception:
             logger.exception("handler of %s failed", peer)
         finally:
+            if connection is not None:
+                connection.abort()
             _abort(writer)
 
-    async def _streams(self, sock: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _streams(self, sock: socket.socket) -> tuple[FrameReader, asyncio.StreamWriter]:
         """The socket as streams, inside TLS where that is on. Raises TlsMismatch, ssl.SSLError, OSError."""
         loop = asyncio.get_running_loop()
         if self._tls is not None:
             await _expect_tls(sock)
-        reader = asyncio.StreamReader()
+        reader = FrameReader()
         protocol = asyncio.StreamReaderProtocol(reader)
         context = None if self._tls is None else self._tls.server()
         transport, _ = await loop.connect_accepted_socket(lambda: protocol, sock, ssl=context)
@@ -227,12 +289,14 @@ class Server:
 
     async def aclose(self) -> None:
         """Stop listening and end every handler."""
-        if self._listener is None or self._accepting is None:
+        listeners, self._listeners = self._listeners, []
+        if not listeners:
             return
-        listener, self._listener = self._listener, None
-        self._accepting.cancel()
-        await asyncio.gather(self._accepting, return_exceptions=True)
-        listener.close()
+        for accepting in self._accepting:
+            accepting.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        for listener in listeners:
+            listener.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()

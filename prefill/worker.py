@@ -157,6 +157,9 @@ class PrefillWorker(WorkerService):
         if transfer is not None:
             transfer.cancel(reason)
 
+    def _is_noted(self, output: TokenOutput) -> bool:
+        return True  # transfers wait for it
+
     def _on_output(self, output: TokenOutput) -> None:
         request_id = output.request_id
         if output.ends_request:

@@ -123,7 +123,7 @@ class WorkerLink:
             )
             await self._greet(self._connection)
             was_up = True
-            await self._read(self._connection)
+            await self._connection.hand_out(self._take)
         except (PlaneError, msgspec.DecodeError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             log = logger.debug if isinstance(error, ConnectionLost) else logger.warning
@@ -150,8 +150,6 @@ class WorkerLink:
         self._last_frame_s = time.monotonic()
         self.send(wire.Subscribe())
 
-    async def _read(self, connection: plane.Connection) -> None:
-        while True:
-            frame = await connection.receive()
-            self._last_frame_s = time.monotonic()
-            self._owner.deliver(self, wire.decode_from_worker(frame))
+    def _take(self, frame: bytes) -> None:
+        self._last_frame_s = time.monotonic()
+        self._owner.deliver(self, wire.decode_from_worker(frame))

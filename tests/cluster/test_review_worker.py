@@ -11,6 +11,7 @@ from kvrelay import plane, wire
 from kvrelay.cluster.local import make_worker
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
+from kvrelay.engine.service import Link
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.types import TransferResult
 from kvrelay.types import Role
@@ -149,3 +150,31 @@ async def test_a_first_token_that_cannot_be_is_a_failed_transfer(folder, token_i
         connection.send_nowait(wire.encode(wire.Generate(request=request("b"))))
         assert len(await finish(connection, "b")) == 4
         assert worker.healthy() and await blocks_used(worker) == 0
+
+
+async def heard_positions(connection, name: str) -> list[tuple[int, list[int]]]:
+    heard = []
+    while True:
+        message = await hear(connection, wire.Tokens)
+        for output in message.outputs:
+            assert output.request_id == name
+            heard.append((output.position, output.token_ids))
+            if output.finish_reason is not None:
+                return heard
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+async def test_tokens_past_the_loop_are_those_that_the_loop_sends(folder, monkeypatch, at_once):
+    """Each once and in order, whoever sends them; the loop hears of those in a stream's middle only if it must."""
+    if not at_once:
+        monkeypatch.setattr(Link, "send_from_thread", lambda self, message: False)
+    async with started(folder) as (worker, connection):
+        told, real = [], worker.thread._on_step
+        worker.thread._on_step = lambda result: (told.extend(result.outputs), real(result))
+        connection.send_nowait(wire.encode(wire.Generate(request=request("r", max_tokens=12))))
+        heard = await heard_positions(connection, "r")
+        assert [position for position, _ in heard] == list(range(12))
+        assert all(len(tokens) == 1 for _, tokens in heard)
+        assert not worker._owners, "the last token came before the books were closed"
+        assert len(told) == (1 if at_once else 12)
+        assert await blocks_used(worker) == 0

@@ -150,3 +150,63 @@ def test_a_single_token_in_the_middle_of_a_prompt_draws_nothing(make):
     assert [(item.seq.request_id, item.num_tokens) for item in plan.work] == [("a", 1), ("b", 1), ("d", 1), ("c", 21)]
     rows, seqs = sampled(plan)
     assert (rows, [seq.request_id for seq in seqs]) == ([0, 1, 23], ["a", "b", "c"])
+
+
+SHORT: list[dict[str, object]] = [
+    {"temperature": 0.0, "min_tokens": 9, "stop_token_ids": (4, 5)},
+    {"temperature": 0.0},
+    {"temperature": 0.0, "min_tokens": 9, "logprobs": 2},
+]
+
+
+@pytest.fixture
+def short_rows():
+    """Rows whose likeliest token would end the first and the third of them too early, and the sampler's arguments."""
+    seqs = [Sequence(request(str(row), row, 5, **asked), 8, row) for row, asked in enumerate(SHORT)]
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    logits[0, 5], logits[1, 5], logits[2, 2] = 50.0, 50.0, 50.0
+    return logits, seqs
+
+
+def test_tokens_that_would_end_a_sequence_too_early_are_passed_over_without_a_copy(backend, short_rows, monkeypatch):
+    logits, seqs = short_rows
+    before = logits.clone()
+    seen: list[int] = []
+    real = backend.sample_on_device
+    monkeypatch.setattr(backend, "sample_on_device", lambda x, batch: seen.append(x.data_ptr()) or real(x, batch))
+    tokens, logprobs = Sampler(backend, eos_ids=(2,)).sample(logits, seqs)
+    banned = before.clone()
+    banned[0, [2, 4, 5]] = banned[2, 2] = -torch.inf
+    assert tokens == banned.argmax(dim=1).tolist() != before.argmax(dim=1).tolist()
+    assert seen == [logits.data_ptr()], "the logits were copied"
+    assert torch.equal(logits, before), "the logits were not given back as they came"
+    assert logprobs[2].top[0][0] == 2, "log-probabilities are the model's own"
+
+
+def test_bans_in_place_draw_what_bans_in_a_copy_draw(backend, short_rows, monkeypatch):
+    logits, seqs = short_rows
+    sampler = Sampler(backend, eos_ids=(2,))
+    in_place = sampler.sample(logits, seqs)
+    monkeypatch.setattr(sampler, "_is_immediate", False)
+    assert sampler.sample(logits, seqs) == in_place
+
+
+def test_a_draw_that_fails_leaves_the_logits_as_they_were(backend, short_rows, monkeypatch):
+    logits, seqs = short_rows
+    before = logits.clone()
+
+    def fail(x: torch.Tensor, batch: object) -> torch.Tensor:
+        assert not torch.equal(x, before)
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(backend, "sample_on_device", fail)
+    with pytest.raises(RuntimeError):
+        Sampler(backend, eos_ids=(2,)).sample(logits, seqs)
+    assert torch.equal(logits, before)
+
+
+def test_a_row_that_is_long_enough_may_end(backend, short_rows):
+    logits, seqs = short_rows
+    seqs[0].token_ids.extend([7] * 9)
+    tokens, _ = Sampler(backend, eos_ids=(2,)).sample(logits, seqs)
+    assert tokens[0] == 5

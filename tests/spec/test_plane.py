@@ -2,11 +2,13 @@
 
 import asyncio
 import logging
+import os
+import socket
 from contextlib import asynccontextmanager, suppress
 
 import pytest
 
-from kvrelay import plane
+from kvrelay import local_socket, plane
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
 from kvrelay.tls import ClusterTls
 
@@ -258,3 +260,190 @@ async def test_closing_the_server_ends_its_connections(tls):
         await connection.receive()
     await server.aclose()  # again: nothing to do
     await connection.aclose()
+
+
+# ---- past the event loop
+
+
+def family_of(connection) -> int:
+    return connection._writer.get_extra_info("socket").family
+
+
+async def test_a_local_peer_is_reached_over_a_unix_socket(tls):
+    async with serving(tls) as port, connected(port, tls) as connection:
+        assert (family_of(connection) == socket.AF_UNIX) == (tls is None)
+        assert connection.peer == f"{HOST}:{port}"
+        await connection.send(b"near")
+        assert await connection.receive() == b"near"
+
+
+async def test_a_unix_socket_of_another_user_is_not_ours(monkeypatch):
+    monkeypatch.setattr(local_socket, "peer_uid", lambda sock: os.getuid() + 1)
+    async with serving(None) as port, connected(port) as connection:
+        assert family_of(connection) == socket.AF_INET
+        await connection.send(b"over TCP")
+        assert await connection.receive() == b"over TCP"
+
+
+async def test_a_name_that_is_taken_leaves_tcp(monkeypatch, caplog):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+        monkeypatch.setattr(local_socket, "local_name", lambda host, port: "\0kvrelay-test-taken")
+        stranger.bind("\0kvrelay-test-taken")
+        async with serving(None) as port, connected(port) as connection:
+            assert family_of(connection) == socket.AF_INET
+            await connection.send(b"x")
+            assert await connection.receive() == b"x"
+    assert "no Unix socket" in caplog.text
+
+
+async def test_the_name_is_free_once_the_server_is_closed():
+    async with serving(None) as port:
+        pass
+    assert local_socket.local_socket(HOST, port) is None
+
+
+def sent_from_a_thread(connection, loop, frames) -> int:
+    """In a thread: every frame, by the loop where it cannot be sent at once; how many went past the loop."""
+    num_direct = 0
+    for frame in frames:
+        if connection.send_from_thread(frame):
+            num_direct += 1
+        else:
+            loop.call_soon_threadsafe(connection.send_nowait, frame)
+    return num_direct
+
+
+async def test_frames_of_a_thread_stay_whole_and_in_order_beside_the_loops(tls):
+    """Large ones do not fit into the socket's buffer: those begin past the loop, and the loop sends their rest."""
+    counts = []
+
+    def frames(who: bytes) -> list[bytes]:
+        return [who + bytes([index]) * (700_000 if index % 7 == 0 else 30) for index in range(60)]
+
+    async def both(connection):
+        connection.allow_threads()
+        loop = asyncio.get_running_loop()
+        counts.append(await asyncio.to_thread(sent_from_a_thread, connection, loop, [b"first"] * 3))
+        from_thread = asyncio.ensure_future(asyncio.to_thread(sent_from_a_thread, connection, loop, frames(b"thread")))
+        for frame in frames(b"loop"):
+            connection.send_nowait(frame)
+            await asyncio.sleep(0)
+        counts.append(await from_thread)
+        assert await connection.receive() == b"all here"
+        counts.append(await asyncio.to_thread(sent_from_a_thread, connection, loop, [b"later"] * 3))
+        connection.send_nowait(b"the loop again")
+        counts.append(await asyncio.to_thread(sent_from_a_thread, connection, loop, [b"last"] * 3))
+
+    async with serving(tls, both) as port, connected(port, tls) as connection:
+        assert [await connection.receive() for _ in range(3)] == [b"first"] * 3
+        got = [await connection.receive() for _ in range(120)]
+        for who in (b"thread", b"loop"):
+            assert [frame for frame in got if frame.startswith(who)] == frames(who)
+        await connection.send(b"all here")
+        assert [await connection.receive() for _ in range(7)] == [b"later"] * 3 + [b"the loop again"] + [b"last"] * 3
+    if tls is None:
+        assert counts[0] == 3 and counts[1] < 60, "the loop's turn never came"
+        assert counts[3] == 3, "the loop does not give way again"
+    else:
+        assert counts == [0, 0, 0, 0], "nothing may go past TLS"
+
+
+async def test_a_connection_that_threads_send_on_ends_with_its_handler():
+    async def leave(connection):
+        connection.allow_threads()
+        assert connection.send_from_thread(b"bye")
+
+    async with serving(None, leave) as port, connected(port) as connection:
+        assert await connection.receive() == b"bye"
+        with pytest.raises(ConnectionLost):
+            await connection.receive()
+
+
+async def test_a_thread_may_send_on_a_lost_connection():
+    ended = asyncio.get_running_loop().create_future()
+
+    async def handler(connection):
+        connection.allow_threads()
+        with suppress(ConnectionLost):
+            await connection.receive()
+        connection.send_from_thread(b"nobody reads this")
+        connection.abort()
+        ended.set_result(connection.send_from_thread(b"nor this"))
+
+    async with serving(None, handler) as port:
+        async with connected(port):
+            pass
+        assert await ended is False
+
+
+# ---- handed out
+
+
+async def taken(connection) -> tuple[list[bytes], Exception]:
+    """All frames, and what ended them."""
+    frames: list[bytes] = []
+    with pytest.raises(Exception) as ended:
+        await connection.hand_out(frames.append)
+    return frames, ended.value
+
+
+async def test_frames_are_handed_out_as_sent_whatever_the_pieces(tls):
+    """The first of them came while nobody was listening."""
+    frames = [b"", b"x", b"y" * 3_000_000, b"", *(bytes([i]) * i for i in range(50))]
+    data = b"".join(plane._framed(frame) for frame in frames)
+
+    async def in_pieces(connection):
+        begin = 0
+        for size in (1, 2, 3, 100, 70_000, 1, 5_000_000, len(data)):
+            connection._writer.write(data[begin : begin + size])
+            await connection._writer.drain()
+            await asyncio.sleep(0.001)
+            begin += size
+
+    async with serving(tls, in_pieces) as port, connected(port, tls) as connection:
+        first = await connection.receive()
+        while connection._reader._num_waiting < 100:
+            await asyncio.sleep(0)
+        rest, ended = await taken(connection)
+        assert [first, *rest] == frames and isinstance(ended, ConnectionLost)
+
+
+async def test_frames_are_handed_out_to_the_end_even_if_it_has_come_already(tls):
+    async def leave(connection):
+        for frame in (b"one", b"two"):
+            connection.send_nowait(frame)
+        await connection.aclose()
+
+    async with serving(tls, leave) as port, connected(port, tls) as connection:
+        while not connection._reader._eof:
+            await asyncio.sleep(0)
+        frames, ended = await taken(connection)
+        assert frames == [b"one", b"two"] and isinstance(ended, ConnectionLost)
+
+
+async def test_who_fails_to_take_a_frame_gets_no_more_and_hears_of_it(tls):
+    async def talk(connection):
+        for _ in range(3):
+            connection.send_nowait(b"again")
+        await connection.receive()
+
+    def refuse(frame: bytes) -> None:
+        seen.append(frame)
+        raise ValueError("not this one")
+
+    seen: list[bytes] = []
+    async with serving(tls, talk) as port, connected(port, tls) as connection:
+        with pytest.raises(ValueError, match="not this one"):
+            await connection.hand_out(refuse)
+        assert seen == [b"again"]
+
+
+async def test_a_huge_frame_is_not_handed_out(tls, monkeypatch):
+    async def talk(connection):
+        connection.send_nowait(b"x" * 1001)
+        await connection.receive()
+
+    monkeypatch.setattr(plane, "MAX_FRAME_BYTES", 1000)
+    async with serving(tls, talk) as port, connected(port, tls) as connection:
+        frames, ended = await taken(connection)
+        assert not frames and isinstance(ended, ProtocolError)
