@@ -163,6 +163,7 @@ def test_ray_takes_the_longest_prefix_from_a_tenth_of_the_prompt_on_and_of_equal
     )  # below a tenth: whoever was chosen longest ago
     assert prefill_of(policy, side(held=[32, 64, 64], sequences=[0, 5, 4])) == 2
     assert prefill_of(policy, side(held=[0, 0], turn=[3, 3], sequences=[2, 1])) == 1
+    assert prefill_of(policy, side(held=[0, 0], turn=[2, 1], sequences=[0, 5])) == 1
     assert decode_of(policy, side(held=[0, 64])) == 1
 
 
@@ -276,10 +277,16 @@ def test_mooncake_fetches_where_the_queue_is_longer_than_the_transfer():
     assert prefill_of(policy, replace(workers, queued_tokens=np.array([10, 0])), tokens=161) == 0
 
 
-def test_mooncake_never_fetches_at_an_infinite_threshold_but_from_nothing_computes():
+def test_mooncake_fetches_only_where_somebody_has_more_by_the_threshold():
     workers = side(held=[160, 16], queued_tokens=[100, 0])
     assert prefill_of(Mooncake({}), workers, tokens=161) == 1  # 0.001 + 0.000144 against 0.101
     assert prefill_of(Mooncake({"balancing_threshold": 10.0}), workers, tokens=161) == 0  # 0.145 against 0.101
+    never = Mooncake({"balancing_threshold": float("inf")})
+    with_nothing = side(held=[160, 0], queued_tokens=[155, 0])
+    assert (
+        prefill_of(Mooncake({"balancing_threshold": 10.0}), with_nothing, tokens=161) == 1
+    )  # fetched: ten times nothing
+    assert prefill_of(never, with_nothing, tokens=161) == 0
 
 
 def test_mooncake_knows_lower_tiers_the_clusters_store_and_slow_links():
@@ -322,6 +329,8 @@ def test_llm_d_sees_the_first_256_blocks_unless_precise():
     long = side(held=[256 * BLOCK, 512 * BLOCK], waiting=[0, 1])
     assert prefill_of(LlmD({}), long, tokens=1000 * BLOCK) == 0
     assert prefill_of(LlmD({"precise": True, "queue_weight": 0.1}), long, tokens=1000 * BLOCK) == 1
+    half = side(held=[256 * BLOCK, 120 * BLOCK], waiting=[1, 0])  # 1 against 2 * 136 / 256
+    assert prefill_of(LlmD({}), half, tokens=1000 * BLOCK) == 0
 
 
 def test_llm_d_has_the_decode_worker_compute_what_is_short():
