@@ -20,10 +20,13 @@ from kvrelay.router.policies.power_of_two import PowerOfTwo, two_by_two
 from kvrelay.router.policies.prefix_affinity import PrefixAffinity
 from kvrelay.router.policies.queue_plus_prefill import QueuePlusPrefill
 from kvrelay.router.policies.random_choice import RandomChoice
+from kvrelay.router.policies.registry import POLICIES as REGISTERED
 from kvrelay.router.policies.round_robin import RoundRobin
 from kvrelay.router.policies.session import Session
 from kvrelay.router.policies.sglang import Sglang
-from kvrelay.router.types import RouteRequest
+from kvrelay.router.types import Decision, RouteRequest
+from kvrelay.wire import KvEvents
+from tests.spec.test_router_policy import chain, cluster
 
 BLOCK = 16
 KINDS = (
@@ -537,6 +540,25 @@ def test_numbers_of_one_draw_are_spread_evenly():
     assert np.histogram(numbers, bins=10, range=(0, 1))[0] == pytest.approx([1000] * 10, abs=130)
     assert len(set(draws(0.25, 1000, 1)) & set(draws(0.25, 1000, 2))) == 0
     assert len(set(draws(0.25, 1000, 1)) & set(draws(0.2500001, 1000, 1))) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_serves_through_the_router(name):
+    assert REGISTERED[name] is POLICIES[name]
+    router, served = cluster(["p0", "p1", "p2"], ["d0", "d1", "d2"], policy=name), []
+    for number in range(30):
+        prompt = chain(f"s{number % 4}", 8 + number)
+        request = RouteRequest(f"r{number}", prompt, len(prompt) * BLOCK, max_tokens=64, session=f"s{number % 4}")
+        decision = router.select_and_reserve(request, now_s=float(number))
+        assert isinstance(decision, Decision)
+        assert (decision.policy, tuple(decision.policy_terms)) == (name, POLICIES[name].term_names)
+        computing = decision.prefill or decision.decode
+        served.append(computing)
+        router.apply_events(computing, KvEvents(seq=served.count(computing), stored=list(prompt), removed=[]))
+        router.on_first_token(request.request_id, number + 0.5)
+        if number > 5:
+            router.on_end(f"r{number - 5}")
+    assert len(set(served)) > 1
 
 
 # ---- controls: the checks above can fail
