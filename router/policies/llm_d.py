@@ -84,9 +84,9 @@ class LlmD:
 
     def _is_remote(self, ask: Ask, side: Side) -> NDArray[np.bool_]:
         """Of each decode worker: whether a prefill worker computes the prompt for it."""
-        least, num_tokens = self._options.non_cached_tokens, ask.request.num_tokens
-        lacking = num_tokens - self._matched_blocks(ask, side) * side.block_size
-        return (lacking >= least) & (least > 0) & (num_tokens >= least)
+        least = self._options.non_cached_tokens
+        lacking = ask.request.num_tokens - self._matched_blocks(ask, side) * side.block_size
+        return (lacking >= least) & (least > 0)
 
     def _decode(self, ask: Ask, side: Side) -> Ranked:
         short = self._short(ask, side)

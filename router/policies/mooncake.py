@@ -22,7 +22,7 @@ from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranke
 class MooncakeOptions(Checked):
     """balancing_threshold: infinite never fetches. other_node_share: of a link's speed, between machines. Limits in seconds."""
 
-    balancing_threshold: float = Field(1.0, ge=0)
+    balancing_threshold: float = Field(1.0, gt=0)
     other_node_share: float = Field(0.25, gt=0, le=1)
     ttft_slo_s: float | None = Field(None, gt=0)
     tbt_slo_s: float | None = Field(None, gt=0)
@@ -60,7 +60,7 @@ class Mooncake(TwoChoices):
         """Seconds: to fetch what others have more of, in the queue, to compute the rest."""
         own = side.below
         longest = max(int(own.max()), ask.stored)
-        is_fetched = (longest > self._options.balancing_threshold * own) & (longest > own)
+        is_fetched = own < longest / self._options.balancing_threshold
         prefix = np.where(is_fetched, longest, own)
         holders = side.nodes[own == longest]
         share = np.where(np.isin(side.nodes, holders), 1.0, self._options.other_node_share)

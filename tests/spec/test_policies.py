@@ -20,10 +20,13 @@ from kvrelay.router.policies.power_of_two import PowerOfTwo, two_by_two
 from kvrelay.router.policies.prefix_affinity import PrefixAffinity
 from kvrelay.router.policies.queue_plus_prefill import QueuePlusPrefill
 from kvrelay.router.policies.random_choice import RandomChoice
+from kvrelay.router.policies.registry import POLICIES as REGISTERED
 from kvrelay.router.policies.round_robin import RoundRobin
 from kvrelay.router.policies.session import Session
 from kvrelay.router.policies.sglang import Sglang
-from kvrelay.router.types import RouteRequest
+from kvrelay.router.types import Decision, RouteRequest
+from kvrelay.wire import KvEvents
+from tests.spec.test_router_policy import chain, cluster
 
 BLOCK = 16
 KINDS = (
@@ -163,6 +166,7 @@ def test_ray_takes_the_longest_prefix_from_a_tenth_of_the_prompt_on_and_of_equal
     )  # below a tenth: whoever was chosen longest ago
     assert prefill_of(policy, side(held=[32, 64, 64], sequences=[0, 5, 4])) == 2
     assert prefill_of(policy, side(held=[0, 0], turn=[3, 3], sequences=[2, 1])) == 1
+    assert prefill_of(policy, side(held=[0, 0], turn=[2, 1], sequences=[0, 5])) == 1
     assert decode_of(policy, side(held=[0, 64])) == 1
 
 
@@ -276,10 +280,16 @@ def test_mooncake_fetches_where_the_queue_is_longer_than_the_transfer():
     assert prefill_of(policy, replace(workers, queued_tokens=np.array([10, 0])), tokens=161) == 0
 
 
-def test_mooncake_never_fetches_at_an_infinite_threshold_but_from_nothing_computes():
+def test_mooncake_fetches_only_where_somebody_has_more_by_the_threshold():
     workers = side(held=[160, 16], queued_tokens=[100, 0])
     assert prefill_of(Mooncake({}), workers, tokens=161) == 1  # 0.001 + 0.000144 against 0.101
     assert prefill_of(Mooncake({"balancing_threshold": 10.0}), workers, tokens=161) == 0  # 0.145 against 0.101
+    never = Mooncake({"balancing_threshold": float("inf")})
+    with_nothing = side(held=[160, 0], queued_tokens=[155, 0])
+    assert (
+        prefill_of(Mooncake({"balancing_threshold": 10.0}), with_nothing, tokens=161) == 1
+    )  # fetched: ten times nothing
+    assert prefill_of(never, with_nothing, tokens=161) == 0
 
 
 def test_mooncake_knows_lower_tiers_the_clusters_store_and_slow_links():
@@ -322,6 +332,8 @@ def test_llm_d_sees_the_first_256_blocks_unless_precise():
     long = side(held=[256 * BLOCK, 512 * BLOCK], waiting=[0, 1])
     assert prefill_of(LlmD({}), long, tokens=1000 * BLOCK) == 0
     assert prefill_of(LlmD({"precise": True, "queue_weight": 0.1}), long, tokens=1000 * BLOCK) == 1
+    half = side(held=[256 * BLOCK, 120 * BLOCK], waiting=[1, 0])  # 1 against 2 * 136 / 256
+    assert prefill_of(LlmD({}), half, tokens=1000 * BLOCK) == 0
 
 
 def test_llm_d_has_the_decode_worker_compute_what_is_short():
@@ -528,6 +540,25 @@ def test_numbers_of_one_draw_are_spread_evenly():
     assert np.histogram(numbers, bins=10, range=(0, 1))[0] == pytest.approx([1000] * 10, abs=130)
     assert len(set(draws(0.25, 1000, 1)) & set(draws(0.25, 1000, 2))) == 0
     assert len(set(draws(0.25, 1000, 1)) & set(draws(0.2500001, 1000, 1))) == 0
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_serves_through_the_router(name):
+    assert REGISTERED[name] is POLICIES[name]
+    router, served = cluster(["p0", "p1", "p2"], ["d0", "d1", "d2"], policy=name), []
+    for number in range(30):
+        prompt = chain(f"s{number % 4}", 8 + number)
+        request = RouteRequest(f"r{number}", prompt, len(prompt) * BLOCK, max_tokens=64, session=f"s{number % 4}")
+        decision = router.select_and_reserve(request, now_s=float(number))
+        assert isinstance(decision, Decision)
+        assert (decision.policy, tuple(decision.policy_terms)) == (name, POLICIES[name].term_names)
+        computing = decision.prefill or decision.decode
+        served.append(computing)
+        router.apply_events(computing, KvEvents(seq=served.count(computing), stored=list(prompt), removed=[]))
+        router.on_first_token(request.request_id, number + 0.5)
+        if number > 5:
+            router.on_end(f"r{number - 5}")
+    assert len(set(served)) > 1
 
 
 # ---- controls: the checks above can fail
