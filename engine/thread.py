@@ -166,7 +166,8 @@ class EngineThread:
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
-            if result.outputs or result.reservations or result.handed_back or result.events or result.load:
+            news = (result.outputs, result.reservations, result.refused, result.handed_back, result.events, result.load)
+            if any(news):
                 self._tell(loop, partial(self._on_step, result))
 
     @staticmethod
