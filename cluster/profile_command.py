@@ -1,7 +1,11 @@
-"""`kvrelay profile --step`: what a step of the engine costs outside its kernels. One engine, in this process."""
+"""`kvrelay profile`: what a step of the engine costs outside its kernels, and how long steps take by what they compute.
+
+One engine, in this process. With --published there is none: a ready-made profile is written out.
+"""
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -13,9 +17,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrelay.cluster.flame import below, sampled, tree_of, write_page
+from kvrelay.cluster.published_profiles import published_profile
 from kvrelay.cluster.settings_flags import settings_from_flags
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
+from kvrelay.router.speed_fit import Fitted, fit_curve
 
 if TYPE_CHECKING:
     from kvrelay.engine.engine import Engine
@@ -29,6 +35,15 @@ _MOST_FLAME_ROUNDS = 256
 
 def command(
     step: Annotated[bool, typer.Option("--step", help="what a step costs outside its kernels")] = False,
+    fit: Annotated[
+        Path | None,
+        typer.Option("--fit", help="measure steps of all kinds, write a profile for `kvrelay simulate` there"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=5, help="longest that --fit measures")] = 90.0,
+    published: Annotated[
+        str | None,
+        typer.Option("--published", help="print this ready-made profile: H100s and A100s by published figures"),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags win over it")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
@@ -44,16 +59,22 @@ def command(
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures there")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
-    """Measure a step of the engine: inside its kernels, and outside them, phase by phase."""
-    if not step:
-        raise ConfigError("say what to profile: --step")
-    for file, flag in ((flame, "--flame"), (json_file, "--json")):
+    """Measure steps of the engine: inside and outside their kernels, or how long they take by what they compute."""
+    if [step, fit is not None, published is not None].count(True) != 1:
+        raise ConfigError("say what to profile: one of --step, --fit, --published")
+    if published is not None:
+        typer.echo(published_profile(published).text(), nl=False)
+        return
+    for file, flag in ((flame, "--flame"), (json_file, "--json"), (fit, "--fit")):
         _check_writable(file, flag)
     flags: dict[str, dict[str, Any]] = {
         "model": {"source": model, "dtype": dtype, "max_model_len": None},
         "engine": {"backend": backend},
     }
     settings = settings_from_flags(config, flags, set_ or [])
+    if fit is not None:
+        _fit(settings, fit, seconds)
+        return
     from kvrelay.engine.step_profile import StepProfiler, Workload
 
     sizes = batch or [1, 16]
@@ -75,6 +96,50 @@ def command(
         write_page(flame, f"kvrelay profile --step: {where}", trees, notes)
     if json_file is not None:
         json_file.write_text(json.dumps(_as_data(profiles, where), indent=1) + "\n")
+
+
+def _fit(settings: Settings, file: Path, budget_s: float) -> None:
+    """Measure, fit, write, and say how well the curve tells what was measured. Raises ConfigError."""
+    from kvrelay.cluster.profile_fit import StepSampler, profile_of
+    from kvrelay.engine.checkpoint import model_name
+
+    engine = _engine(settings)
+    try:
+        samples = StepSampler(engine, budget_s=budget_s).run()
+        threads = _num_threads(engine)
+        date = time.strftime("%Y-%m-%d")
+        fitted = fit_curve(samples)
+        profile = profile_of(engine, fitted, model=model_name(settings.model), num_threads=threads, date=date)
+        where = _where(engine, settings)
+    finally:
+        engine.close()
+    file.write_text(profile.text())
+    _show_fit(Console(), fitted, where, file)
+
+
+def _num_threads(engine: "Engine") -> int:
+    """That compute; 0: none of the CPU's."""
+    import torch
+
+    return torch.get_num_threads() if engine.backend.device.type == "cpu" else 0
+
+
+def _show_fit(console: Console, fitted: Fitted, where: str, file: Path) -> None:
+    curve = fitted.curve
+    console.print(where, highlight=False)
+    table = Table(box=box.SIMPLE)
+    for name in ("steps", "kinds of work", "median error", "p90"):
+        table.add_column(name, justify="left" if name == "steps" else "right")
+    for kind, error in fitted.errors.items():
+        table.add_row(kind, f"{error.num_samples}", f"{error.median:.1%}", f"{error.p90:.1%}")
+    console.print(table)
+    console.print(
+        f"a step: {_micro(curve.overhead_s)} µs + the longer of {_micro(curve.weights_s)} µs (weights) and "
+        f"{1e6 * curve.token_s:.1f} µs a token + {1e9 * curve.pair_s:.2f} ns a pair in prompts + "
+        f"{1e6 * curve.context_s:.3f} µs a token of context + {_micro(curve.sequence_s)} µs a sequence",
+        highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    console.print(f"written to {file}", highlight=False, soft_wrap=True)
 
 
 def _check_writable(file: Path | None, flag: str) -> None:

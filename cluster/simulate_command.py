@@ -10,11 +10,14 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from kvrelay.cluster.published_profiles import find_profile
 from kvrelay.cluster.settings_flags import plain_value
+from kvrelay.cluster.simulation_plots import check_picture, runs_of
+from kvrelay.cluster.simulation_plots import plot as draw
 from kvrelay.cluster.simulator.report import show
 from kvrelay.cluster.simulator.scenario import Scenario, load_scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.simulator_profile import SimulatorProfile, load_profile
+from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError
@@ -22,7 +25,9 @@ from kvrelay.errors import ConfigError
 
 def command(
     load: Annotated[str, typer.Argument(help="a trace file, or a load that is made up: see kvrelay trace")],
-    profile: Annotated[Path, typer.Option(help="the workers' speed and memory: JSON; see configs/profiles/")],
+    profile: Annotated[
+        str, typer.Option(help="the workers' speed and memory: a ready-made one's name, or a JSON file")
+    ],
     scenario: Annotated[Path | None, typer.Option(help="YAML: cluster, faults, settings; flags win over it")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers; 0: decode workers compute all prompts")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
@@ -36,6 +41,7 @@ def command(
     ttft_s: Annotated[float | None, typer.Option(help="SLO that is counted")] = None,
     tpot_s: Annotated[float | None, typer.Option(help="SLO that is counted")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures there")] = None,
+    plot: Annotated[Path | None, typer.Option(help="draw the figures there: PNG, SVG, PDF")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
     """Simulate a cluster under a load: percentiles, goodput, hits, bytes, utilisation, cost."""
@@ -43,7 +49,9 @@ def command(
     flags = {"prefill": prefill, "decode": decode, "ingress": ingress, "seed": seed, "ttft_s": ttft_s, "tpot_s": tpot_s}
     data |= {name: value for name, value in flags.items() if value is not None}
     data["settings"] = with_pairs(data.get("settings", {}), set_ or [])
-    workers = load_profile(profile)
+    workers = find_profile(profile)
+    if plot is not None:
+        check_picture(plot)
     base = scenario_from(data)
     found: list[tuple[str, dict[str, Any]]] = []
     for name in policy or [None]:  # type: ignore[list-item]
@@ -53,13 +61,17 @@ def command(
     show(Console(), found)
     if json_file is not None:
         json_file.write_text(json.dumps([summary for _, summary in found], indent=1) + "\n")
+    if plot is not None:
+        runs = runs_of([summary for _, summary in found])
+        draw(runs, plot, title=f"{Path(load).name} on {workers.name}", ttft_slo_s=base.ttft_s, tpot_slo_s=base.tpot_s)
 
 
 def _run(
     scenario: Scenario, profile: SimulatorProfile, entries: list[TraceEntry], policy: str | None, rate: float | None
 ) -> tuple[str, dict[str, Any]]:
     began_s = time.perf_counter()
-    summary = simulated(scenario, profile, entries).summary()
+    simulation = simulated(scenario, profile, entries)
+    summary = simulation.summary() | simulation.details()
     name = " ".join(filter(None, (policy, None if rate is None else f"{rate:g}/s"))) or "simulated"
     print(f"{name}: {summary['requests']} requests in {time.perf_counter() - began_s:.1f} s", file=sys.stderr)
     return name, summary

@@ -183,19 +183,13 @@ class StepProfiler:
         engine = self._engine
         result = engine.step()
         result.events = engine.drain_events()
-        self._encode(result)
+        encode_result(result)
         return result
-
-    def _encode(self, result: StepResult) -> None:
-        """As the worker does for its ingresses, there on the event loop's thread."""
-        encode(Tokens(outputs=result.outputs))
-        if result.events is not None:
-            encode(result.events)
 
     def _metered(self, workload: Workload) -> StepTimes:
         if workload.prompt_tokens:
             self._add(workload.prompt_tokens, max_tokens=1)
-        encoding = self._meter.phase(ENCODING, self._encode)
+        encoding = self._meter.phase(ENCODING, encode_result)
         with metered(self._engine, self._meter):
             self._meter.begin()
             result = self._engine.step()
@@ -226,26 +220,36 @@ class StepProfiler:
                 engine.step()
 
     def _add(self, num_tokens: int, *, max_tokens: int) -> str:
-        """A prompt that no cache knows."""
-        engine = self._engine
         self._num_requests += 1
-        draw = torch.Generator().manual_seed(self._num_requests)
-        vocab = engine.model.spec.vocab_size
-        prompt: list[int] = torch.randint(min(1000, vocab // 2), vocab, (num_tokens,), generator=draw).tolist()
-        request = SequenceRequest(
-            request_id=f"profile-{self._num_requests}",
-            token_ids=prompt,
-            num_prompt_tokens=num_tokens,
-            block_hashes=list(block_hashes(prompt, engine.config.block_size)),
-            tokens_per_hash=engine.config.block_size,
-            sampling=Sampling(
-                max_tokens=max_tokens, temperature=self._temperature, seed=self._num_requests, ignore_eos=True
-            ),
+        return add_prompt(
+            self._engine, self._num_requests, num_tokens, max_tokens=max_tokens, temperature=self._temperature
         )
-        if (refusal := engine.refusal(request)) is not None:
-            raise ConfigError(f"the engine refuses a prompt of {num_tokens} tokens: {refusal[1]}")
-        engine.add(request)
-        return request.request_id
+
+
+def add_prompt(engine: Engine, number: int, num_tokens: int, *, max_tokens: int, temperature: float = 0.0) -> str:
+    """A prompt that no cache knows, another for each number. Returns its request's id. Raises ConfigError: it is refused."""
+    draw = torch.Generator().manual_seed(number)
+    vocab = engine.model.spec.vocab_size
+    prompt: list[int] = torch.randint(min(1000, vocab // 2), vocab, (num_tokens,), generator=draw).tolist()
+    request = SequenceRequest(
+        request_id=f"profile-{number}",
+        token_ids=prompt,
+        num_prompt_tokens=num_tokens,
+        block_hashes=list(block_hashes(prompt, engine.config.block_size)),
+        tokens_per_hash=engine.config.block_size,
+        sampling=Sampling(max_tokens=max_tokens, temperature=temperature, seed=number, ignore_eos=True),
+    )
+    if (refusal := engine.refusal(request)) is not None:
+        raise ConfigError(f"the engine refuses a prompt of {num_tokens} tokens: {refusal[1]}")
+    engine.add(request)
+    return request.request_id
+
+
+def encode_result(result: StepResult) -> None:
+    """As the worker does for its ingresses, there on the event loop's thread."""
+    encode(Tokens(outputs=result.outputs))
+    if result.events is not None:
+        encode(result.events)
 
 
 def _summary(

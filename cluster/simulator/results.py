@@ -82,6 +82,14 @@ class Tally:
             "attempts": self.num_attempts,
         }  # fmt: skip
 
+    def percentiles(self) -> dict[str, list[float]]:
+        """0 to 100 of both times, seconds; empty of nothing."""
+        times = {"ttft_percentiles_s": self.ttft_s, "tpot_percentiles_s": self.tpot_s}
+        return {
+            name: [float(f"{cut:.4g}") for cut in np.percentile(np.asarray(values), range(101))] if len(values) else []
+            for name, values in times.items()
+        }
+
 
 def quantiles(values: NDArray[np.float64]) -> dict[str, float]:
     """mean, p50, p90, p95, p99; nothing of nothing."""

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.course import Course
 from kvrelay.cluster.simulator.ingress import Ingress
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job, jobs_of
@@ -35,6 +36,7 @@ class Simulation:
         )  # fmt: skip
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[Worker] = []  # those that are gone, too
+        self._course = Course(self.clock, self.workers, lambda: self.num_open)
         self._jobs: Iterator[Job] = jobs_of(entries, profile.block_size)
         self.num_open = 0
         self.is_all_arrived = False
@@ -89,6 +91,7 @@ class Simulation:
 
     def run(self) -> "Simulation":
         self.clock.at(1e-9, self._next)
+        self._course.begin()
         self.clock.run()
         return self
 
@@ -107,6 +110,10 @@ class Simulation:
             "retries": sum(ingress.num_retries for ingress in self.ingresses),
             "events": self.clock.num_events,
         }
+
+    def details(self) -> dict[str, Any]:
+        """What pictures are made of: percentiles of TTFT and TPOT, and the course."""
+        return {**self.tally.percentiles(), "course": self._course.data()}
 
     def _alive_s(self, worker: Worker) -> float:
         return max(0.0, min(worker.stopped_s, self.ended_s) - worker.started_s)

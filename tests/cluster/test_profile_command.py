@@ -11,6 +11,8 @@ import pytest
 from kvrelay.cluster import profile_command
 from kvrelay.cluster.cli import _add_lazy_commands, run
 from kvrelay.cluster.flame import below, page, sampled, stack_of, tree_of
+from kvrelay.cluster.published_profiles import published_profile
+from kvrelay.cluster.simulator_profile import load_profile, parse_profile
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 
@@ -42,10 +44,30 @@ def test_a_step_is_shown_written_and_drawn(capsys, tmp_path, monkeypatch):
     assert "http" not in flame.read_text().lower()  # loads nothing
 
 
+def test_a_profile_is_fitted_and_written(capsys, tmp_path):
+    folder, file = tiny_checkpoint("llama", tmp_path / "tiny"), tmp_path / "tiny.json"
+    code, out, _ = said(
+        capsys, "--fit", str(file), "--model", str(folder), "--dtype", "float32", "--seconds", "20",
+        "--set", "engine.kv_memory=8MiB",
+    )  # fmt: skip
+    assert code == 0 and "median error" in out and "tiny.json" in out
+    profile = load_profile(file)
+    assert profile.fit is not None and {"prefill", "decode", "mixed"} == set(profile.fit.errors)
+    assert profile.decode.decode_step_s(1, 100) > 0
+
+
+def test_a_published_profile_is_printed(capsys):
+    code, out, _ = said(capsys, "--published", "llama-3.1-70b-h100x8-fp8")
+    assert code == 0 and parse_profile(out, "printed") == published_profile("llama-3.1-70b-h100x8-fp8")
+
+
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
         ([], "--step"),
+        (["--step", "--published", "x"], "one of"),
+        (["--published", "gpt-9"], "llama-3.1-8b-h100-fp8"),
+        (["--fit", "/no/such/folder/x.json"], "--fit"),
         (["--step", "--batch", "0"], "--batch"),
         (["--step", "--flame", "/no/such/folder/x.html"], "--flame"),
         (["--step", "--json", "/"], "--json"),
