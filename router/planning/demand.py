@@ -86,7 +86,7 @@ class _Trend:
         if self._seconds <= 0:
             return self.level
         steps = seconds / self._seconds
-        reach = DAMPING * (1.0 - DAMPING**steps) / (1.0 - DAMPING)
+        reach = DAMPING * (1.0 - math.pow(DAMPING, steps)) / (1.0 - DAMPING)
         return max(0.0, self.level + self._slope * reach)
 
 
@@ -100,7 +100,7 @@ class _Shape:
         self.burstiness = 1.0
 
     def observe(self, seen: Interval) -> None:
-        keep = 0.5 ** (seen.seconds / SHAPE_HALF_LIFE_S)
+        keep: float = 0.5 ** (seen.seconds / SHAPE_HALF_LIFE_S)
         new = (seen.arrivals, seen.input_tokens, seen.input_squares, seen.cached_tokens, seen.ended, seen.output_tokens)
         self._sums = [old * keep + value for old, value in zip(self._sums, new, strict=True)]
         rate = seen.arrivals / seen.seconds

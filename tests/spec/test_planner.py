@@ -3,6 +3,7 @@
 import math
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -27,8 +28,8 @@ LOOK_S = 10.0
 
 def turns(counts: list[int]) -> list[int]:
     """Indices at which the count changes the other way than at its last change."""
-    changes = [(index, b - a) for index, (a, b) in enumerate(zip(counts, counts[1:], strict=False), start=1) if a != b]
-    return [index for (_, old), (index, new) in zip(changes, changes[1:], strict=False) if (old > 0) != (new > 0)]
+    changes = [(index, b - a) for index, (a, b) in enumerate(pairwise(counts), start=1) if a != b]
+    return [index for (_, old), (index, new) in pairwise(changes) if (old > 0) != (new > 0)]
 
 
 def most_in_a_span(times: list[float], span_s: float) -> int:
