@@ -164,7 +164,7 @@ class IngressReplica:
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What the planner learns of the load (cluster/autoscaling.py)."""
-        return ingress_report(self._dispatcher.stats)
+        return ingress_report(self._dispatcher.stats, self._dispatcher.router.alone_shares())
 
     async def check_health(self) -> None:
         """Serve replaces the ingress when it no longer follows the registry."""

@@ -8,6 +8,7 @@ first look sets its beginning, so a restarted ingress neither doubles nor takes 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvrelay.router.planning.capacity import prompts_of
 from kvrelay.router.planning.types import Interval, Target, WorkerModel, Workload
@@ -28,8 +29,8 @@ KV_BYTES_PER_TOKEN = "kvrelay_kv_bytes_per_token"
 Values = Mapping[str, float]
 
 
-def ingress_report(stats: ServeStats) -> dict[str, float]:
-    """What one ingress says of the requests that came to it."""
+def ingress_report(stats: ServeStats, alone_shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """What one ingress says of the requests that came to it, and of how many of each worker's blocks nobody else has."""
     ended = sum(stats.outcomes.values())
     return {
         REQUESTS: float(ended + stats.running),
@@ -40,6 +41,7 @@ def ingress_report(stats: ServeStats) -> dict[str, float]:
         OUTPUT_TOKENS: float(stats.output_tokens),
         **_bounds(TTFT, stats.ttft_s),
         **_bounds(TPOT, stats.tpot_s),
+        **{f"{ALONE}/{worker_id}": share for worker_id, share in alone_shares.items()},
     }
 
 

@@ -19,6 +19,7 @@ from kvrelay.cluster.serve_config import PLANNED_PATH, scaled, serve_config
 from kvrelay.config import PlannerSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.types import Target, WorkerModel, Workload
+from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.speed_curve import SpeedCurve
 from kvrelay.serve.stats import ServeStats
 from kvrelay.types import Fingerprint
@@ -147,6 +148,21 @@ def test_the_victim_has_the_least_to_lose():
     assert victims([busy, warm], 0) == victims([busy], -2) == ()
 
 
+def test_the_index_knows_what_would_be_lost_with_a_worker():
+    index = PrefixIndex()
+    names = [bytes([number]) * 16 for number in range(100)]
+    for worker_id, held in (("a", names[:80]), ("b", names[60:]), ("c", ())):
+        index.add_worker(worker_id, max_blocks=1000)
+        index.apply_snapshot(worker_id, 0, held)
+    assert index.alone_share("a") == pytest.approx(60 / 80, abs=0.02)
+    assert index.alone_share("b", num_samples=1000) == 20 / 40
+    index.apply_events("a", 1, (), names[60:80])
+    assert index.alone_share("a") == index.alone_share("b") == 1.0
+    assert index.alone_share("c") is None and index.alone_share("nobody") is None
+    index.mark_stale("b")
+    assert index.alone_share("b") is None
+
+
 def group(*names: str) -> dict[str, Candidate]:
     return {name: candidate(name, sequences=float(index)) for index, name in enumerate(names)}
 
@@ -250,6 +266,7 @@ class World:
         self.policy, self.now_s, self.served = policy, 0.0, 0
         self.workers = {role: [f"{role[0]}{n}" for n in range(counts.get(role, 1))] for role in ("prefill", "decode")}
         self.told: list[str] = []
+        self.alone: dict[str, float] = {}
         policy._tell = self.told.extend  # type: ignore[method-assign]
         self.fresh = 100
 
@@ -262,7 +279,8 @@ class World:
     def tick(self, rate: float, seconds: float = 10.0) -> dict[str, int]:
         self.now_s += seconds
         self.served += round(rate * seconds)
-        contexts = [Context("ingress", 1, {"i": feed.ingress_report(stats(self.served))}, self.now_s)]
+        report = feed.ingress_report(stats(self.served), self.alone)
+        contexts = [Context("ingress", 1, {"i": report}, self.now_s)]
         for role, names in self.workers.items():
             contexts.append(Context(role, len(names), {name: self.report(name) for name in names}, self.now_s))
         decided, _ = self.policy({each.deployment_id: each for each in contexts})
@@ -294,11 +312,12 @@ def test_the_policy_plans_both_roles_from_what_replicas_report():
 def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
     world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
     world.workers["prefill"] = ["zz", "aa", "mm"]  # 'aa' has the fewest cached blocks
+    world.alone = {"prefill-mm": 0.5}  # the others have half of what it holds
     retired: list[str] = []
     for _ in range(30):
         world.tick(1.0)
         retired += [name for name in ("zz", "aa", "mm") if name not in world.workers["prefill"] and name not in retired]
-    assert retired[0] == "aa" and len(world.workers["prefill"]) == 1
+    assert retired == ["mm", "aa"] and len(world.workers["prefill"]) == 1
 
 
 def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not_know():
