@@ -513,9 +513,9 @@ class ClusterSettings(_Settings):
 class PlannerSettings(_Settings):
     """How many workers there are, by load."""
 
-    mode: Literal["on", "off"] = Field(
+    mode: Literal["auto", "off"] = Field(
         "off",
-        description="on: Serve starts and drains workers as the planner says, within the bounds below; off: there are as many as "
+        description="auto: Serve starts and drains workers as the planner says, within the bounds below; off: there are as many as "
         "cluster.prefill and cluster.decode say",
     )
     profile: str | None = Field(

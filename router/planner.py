@@ -13,9 +13,10 @@ and corrects by observed over expected TTFT and ITL, each role for itself, witho
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvrelay.router.planning import split
+from kvrelay.router.planning.capacity import context_of
 from kvrelay.router.planning.damping import Damper
 from kvrelay.router.planning.demand import Demand
 from kvrelay.router.planning.types import Counts, Interval, Limits, Target, WorkerModel, Workload
@@ -25,6 +26,7 @@ MOST_CORRECTION = 4.0
 STRAIN_STEP = 1.1
 STRAIN_LEFT = 0.97
 MOST_STRAIN = 2.0
+BARE_STEPS = 1.1  # a TPOT below so many steps of one sequence is not planned for
 FEWEST_SEEN = 10  # first tokens that a share is believed of
 
 
@@ -89,7 +91,7 @@ class Planner:
         load = self._demand.workload(self._demand.expected())
         if load is None:
             return None
-        return split.compared(load, self.corrected, self.target, max(workers or self.counts.total, 2))
+        return split.compared(load, self.corrected, self._reachable(load), max(workers or self.counts.total, 2))
 
     # ---- what the load needs
 
@@ -101,7 +103,12 @@ class Planner:
     def _needs(self, load: Workload, waiting: float) -> split.Needs:
         prompts = load.at((load.rate + waiting) * self._prefill_strain.factor)
         sequences = load.at((load.rate + waiting) * self._decode_strain.factor)
-        return split.needs(prompts, sequences, self.corrected, self.target, self.limits)
+        return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
+
+    def _reachable(self, load: Workload) -> Target:
+        """The target, its TPOT not below what a few sequences take: no number of workers makes a step shorter than that."""
+        least_s = BARE_STEPS * self.corrected.decode.decode_step_s(1, round(context_of(load)))
+        return replace(self.target, tpot_s=max(self.target.tpot_s, least_s))
 
     def _strained(
         self, seen: Interval, load: Workload, least: Workload, waiting: float
@@ -136,8 +143,8 @@ class Planner:
 
     def _step(self, need: split.Needs, low: split.Needs, load: Workload, now_s: float) -> None:
         limits = self.limits
-        wanted = split.within_total(need.counts(limits), load, self.corrected, self.target, limits)
-        floor = split.within_total(low.counts(limits), load, self.corrected, self.target, limits)
+        wanted = split.within_total(need.counts(limits), load, self.corrected, self._reachable(load), limits)
+        floor = split.within_total(low.counts(limits), load, self.corrected, self._reachable(load), limits)
         # first the falls: what one role gives up the other may take
         order = sorted(("prefill", "decode"), key=lambda role: getattr(wanted, role) - getattr(self.counts, role))
         dampers = {"prefill": self._prefill, "decode": self._decode}
@@ -165,6 +172,8 @@ class Planner:
                 told.append(
                     f"{name} was missed with enough workers by the model: planned for {strain.factor:.2f} of it"
                 )
+        if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
+            told.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
         for role in ("prefill", "decode"):
             told.append(self._reason(role, getattr(before, role), getattr(need, role), getattr(low, role)))
         if self.counts.total >= self.limits.total and need.counts(self.limits).total > self.limits.total:

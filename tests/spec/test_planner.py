@@ -408,6 +408,17 @@ def test_slow_workers_are_believed_to_be_slow():
     assert it.counts.prefill > fine.counts.prefill and it.counts.decode == fine.counts.decode
 
 
+def test_a_tpot_out_of_reach_does_not_ask_for_all_workers_for_ever():
+    it = planner()
+    for number in range(120):
+        plan = it.observe(seen(number, 1.0, decode_slowness=4.0, tpot_kept=0.0, first_tokens=50))
+    assert it.counts.decode < 10
+    assert any("out of reach" in reason for reason in plan.reasons)
+    for number in range(120, 160):
+        it.observe(seen(number, 0.0))
+    assert it.counts == Counts(1, 1)
+
+
 def test_prompts_that_wait_already_are_planned_for():
     it, fine = planner(), planner()
     for number in range(3):

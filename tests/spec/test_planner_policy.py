@@ -375,7 +375,7 @@ def test_targets_are_the_slos_where_the_planner_has_none():
 def test_a_planned_cluster_is_deployed_with_the_policy_and_its_bounds():
     from ray.serve.schema import ServeDeploySchema
 
-    settings = settings_from({"planner": {"mode": "on", "max_decode": 5, "hold_s": 90}, "cluster": {"decode": 2}})
+    settings = settings_from({"planner": {"mode": "auto", "max_decode": 5, "hold_s": 90}, "cluster": {"decode": 2}})
     config = serve_config(settings, http_port=1)
     (app,) = config["applications"]
     ServeDeploySchema.model_validate(config)
@@ -389,14 +389,14 @@ def test_a_planned_cluster_is_deployed_with_the_policy_and_its_bounds():
 
 
 def test_without_a_planner_or_without_prefill_nothing_is_scaled_by_load():
-    for changes in ({}, {"planner": {"mode": "on"}, "cluster": {"prefill": 0}}):
+    for changes in ({}, {"planner": {"mode": "auto"}, "cluster": {"prefill": 0}}):
         (app,) = serve_config(settings_from(changes), http_port=1)["applications"]
         assert "autoscaling_policy" not in app
         assert all("autoscaling_config" not in entry for entry in app["deployments"])
 
 
 def test_scaling_by_hand_ends_planning_for_both_roles():
-    (app,) = serve_config(settings_from({"planner": {"mode": "on"}}), http_port=1)["applications"]
+    (app,) = serve_config(settings_from({"planner": {"mode": "auto"}}), http_port=1)["applications"]
     known = {
         "prefill": {"target_num_replicas": 3},
         "decode": {"target_num_replicas": 2},
