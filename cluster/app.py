@@ -82,4 +82,5 @@ def replica_arguments(settings: Settings) -> dict[str, Any]:
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):
         plain["cluster"].pop(name)
+    plain.pop("planner")  # Serve's controller plans
     return plain

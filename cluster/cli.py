@@ -21,6 +21,7 @@ _LAZY = {  # command -> module and what its `command` function does
     "profile": ("kvrelay.cluster.profile_command", "Measure what a step of the engine costs outside its kernels."),
     "trace": ("kvrelay.cluster.trace_command", "Write a load as a trace file, or say what it is like."),
     "simulate": ("kvrelay.cluster.simulate_command", "Simulate a cluster of any size under a load."),
+    "plan": ("kvrelay.cluster.plan_command", "Say how many prefill and decode workers a load needs, or none."),
     "bench": ("kvrelay.cluster.loadgen_cli", "Load an OpenAI server and report latency and throughput."),
 }
 

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay import __version__, tracing
+from kvrelay.cluster.planner_feed import ingress_report
 from kvrelay.cluster.registry import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.registry_actor import connect_registry, follow
 from kvrelay.cluster.shared_sessions import SharedSessions
@@ -160,6 +161,10 @@ class IngressReplica:
             return {**known, "is_up": False, "error": error.why}
         finally:
             await peer.aclose()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the planner learns of the load (cluster/autoscaling.py)."""
+        return ingress_report(self._dispatcher.stats, self._dispatcher.router.alone_shares())
 
     async def check_health(self) -> None:
         """Serve replaces the ingress when it no longer follows the registry."""

@@ -83,6 +83,23 @@ class Registry:
             self._changes += 1
 
 
+class Retirements:
+    """Who is asked to retire. A name that nobody has asked for lately is forgotten."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[float, float]] = {}  # worker -> its drain_s, and when it was asked last
+
+    def ask(self, worker_ids: Iterable[str], drain_s: float, now_s: float) -> None:
+        """`drain_s`: what each may take to finish."""
+        self._asked = {name: one for name, one in self._asked.items() if now_s - one[1] < TIMEOUT_S}
+        self._asked.update((name, (drain_s, now_s)) for name in worker_ids)
+
+    def drain_s(self, worker_id: str, now_s: float) -> float | None:
+        """None: this worker is not asked to retire."""
+        drain_s, asked_s = self._asked.get(worker_id, (0.0, -TIMEOUT_S))
+        return drain_s if now_s - asked_s < TIMEOUT_S else None
+
+
 def merged(known: tuple[WorkerRecord, ...], roster: Roster) -> tuple[WorkerRecord, ...]:
     """Whom an ingress should know: the roster, plus, after a restart of the registry, those it knew before."""
     if roster.is_settled:

@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from kvrelay.cluster.registry import HEARTBEAT_S, Registry, Roster, WorkerRecord, merged
+from kvrelay.cluster.registry import HEARTBEAT_S, Registry, Retirements, Roster, WorkerRecord, merged
 from kvrelay.serve.sessions import SessionHints, SessionKey, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -44,12 +44,22 @@ class RegistryActor:
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
+        self._retirements = Retirements()
 
     async def terms(self) -> Terms:
         return self._terms
 
-    async def heartbeat(self, record: WorkerRecord) -> None:
-        self._tell(self._registry.heartbeat(record, time.monotonic()))
+    async def heartbeat(self, record: WorkerRecord) -> float | None:
+        """The seconds that this worker may take to finish, where it is asked to retire; else None."""
+        now_s = time.monotonic()
+        drain_s = self._retirements.drain_s(record.worker_id, now_s)
+        if drain_s is None:  # who retires has left, whatever its last heartbeats say
+            self._tell(self._registry.heartbeat(record, now_s))
+        return drain_s
+
+    async def retire(self, worker_ids: list[str], drain_s: float) -> None:
+        """Ask these to retire, each at its next heartbeat; to be said again while it shall hold."""
+        self._retirements.ask(worker_ids, drain_s, time.monotonic())
 
     async def leave(self, worker_id: str, epoch: str) -> None:
         self._tell(self._registry.leave(worker_id, epoch))
@@ -98,12 +108,19 @@ def connect_registry(secret: str | None = None, host: str | None = None, api_key
     return actor.remote(secret or secrets.token_hex(32), host, api_key)
 
 
-async def keep_listed(registry: Any, record: WorkerRecord) -> None:
-    """Send heartbeats until cancelled. A registry that is down is waited for."""
+async def keep_listed(
+    registry: Any, record: WorkerRecord, on_retire: Callable[[float], None] = lambda drain_s: None
+) -> None:
+    """Send heartbeats until cancelled. A registry that is down is waited for.
+
+    `on_retire` is called when the worker is asked to retire, maybe more than once, with the seconds that it may take.
+    """
     while True:
         try:
             async with asyncio.timeout(HEARTBEAT_S):
-                await registry.heartbeat.remote(record)
+                drain_s = await registry.heartbeat.remote(record)
+            if drain_s is not None:
+                on_retire(drain_s)
         except (RayError, TimeoutError) as error:
             logger.warning("worker %s cannot reach the registry: %s", record.worker_id, error)
         await asyncio.sleep(HEARTBEAT_S)

@@ -7,12 +7,15 @@ import copy
 from typing import Any
 
 from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.planner_model import planner_settings
 from kvrelay.config import Settings
 
 APP_NAME = "kvrelay"
 APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
 DEPLOY_S = 120.0
 IMPORT_PATH = "kvrelay.cluster.app:build"
+PLANNED_PATH = "kvrelay.cluster.autoscaling:Planned"
+METRICS_S = 2.0
 SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `serve config` show the rest
 
 
@@ -23,6 +26,7 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
     """
     cluster = settings.cluster
     counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
+    planned = settings.planner.mode == "auto" and cluster.prefill > 0
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": settings.serve.host, "port": http_port},
@@ -33,10 +37,37 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
                 "import_path": IMPORT_PATH,
                 "args": settings.model_dump(mode="json", exclude_defaults=True, exclude=SECRETS),
                 "deployments": [
-                    {"name": name, "num_replicas": count} for name, count in counts.items() if count
+                    {"name": name, **(_scaling(settings, name, count) if planned else {"num_replicas": count})}
+                    for name, count in counts.items() if count
                 ],
+                **({"autoscaling_policy": _policy(settings)} if planned else {}),
             }
         ],
+    }  # fmt: skip
+
+
+def _policy(settings: Settings) -> dict[str, Any]:
+    """The application's policy: the planner, for both roles at once."""
+    own = planner_settings(settings).model_dump(mode="json", exclude_defaults=True)
+    return {"policy_function": PLANNED_PATH, "policy_kwargs": own}
+
+
+def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
+    """A deployment's bounds and its first count. The planner damps; Serve's own delays would only come on top.
+
+    An ingress has one too, though its count stays: without it Serve would not collect what the planner reads.
+    """
+    planner = settings.planner
+    low, high = {
+        "prefill": (planner.min_prefill, planner.max_prefill),
+        "decode": (planner.min_decode, planner.max_decode),
+    }.get(name, (count, count))
+    return {
+        "autoscaling_config": {
+            "min_replicas": low, "max_replicas": high, "initial_replicas": min(max(count, low), high),
+            "metrics_interval_s": min(METRICS_S, planner.interval_s), "look_back_period_s": planner.interval_s,
+            "upscale_delay_s": 0, "downscale_delay_s": 0,
+        }
     }  # fmt: skip
 
 
@@ -56,7 +87,7 @@ def _planned(deployment: dict[str, Any]) -> int:
 
 
 def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
-    """The running config with other replica counts, and nothing else changed.
+    """The running config with other replica counts, and nothing else changed; where the planner decided them, no longer.
 
     Args:
         details: what GET /api/serve/applications/ answers.
@@ -80,6 +111,10 @@ def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
             ours["deployments"].append(listed[name])
         listed[name].pop("autoscaling_config", None)
         listed[name]["num_replicas"] = count
+    if ours.pop("autoscaling_policy", None) is not None:  # the planner decides both roles together or none
+        for name, entry in listed.items():
+            if entry.pop("autoscaling_config", None) is not None and name not in counts:
+                entry["num_replicas"] = int(known.get(name, {}).get("target_num_replicas") or 1)
     http = details.get("http_options") or {}
     config: dict[str, Any] = {"applications": configs}
     if details.get("proxy_location"):

@@ -13,9 +13,11 @@ from typing import Any
 import ray
 
 from kvrelay import tracing
-from kvrelay.cluster.autoscaling import UTILISATION, utilisation
+from kvrelay.cluster.autoscaling import UTILISATION, utilisation, worker_name
 from kvrelay.cluster.cores import CoreLease, acquire_cores, fair_share
+from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.health import HUNG_S, StepWatch
+from kvrelay.cluster.planner_feed import worker_report
 from kvrelay.cluster.registry import WorkerRecord
 from kvrelay.cluster.registry_actor import Terms, connect_registry, follow, keep_listed
 from kvrelay.cluster.serve_config import planned_workers
@@ -43,6 +45,7 @@ class WorkerReplica:
         self._settings = settings_from(settings)
         self._registry = connect_registry()
         self._listing: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
         terms, model_dir = await asyncio.gather(
@@ -52,9 +55,7 @@ class WorkerReplica:
         self._num_workers = await self._num_sharers()
         context = ray.get_runtime_context()
         await self._join_store(str(context.get_node_id()))
-        self._worker = await asyncio.to_thread(
-            self._make, model_dir, terms, str(context.get_node_id()), context.get_actor_id()
-        )
+        self._worker = await asyncio.to_thread(self._make, model_dir, terms, str(context.get_node_id()), own_replica())
         tracing.configure(self._worker.worker_id, self.role)
         info = await self._worker.start()
         if self._stores is not None:
@@ -64,7 +65,7 @@ class WorkerReplica:
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
         )
         self._watch = StepWatch(self._worker.thread)
-        self._listing = asyncio.create_task(keep_listed(self._registry, self._record), name="heartbeat")
+        self._listing = asyncio.create_task(keep_listed(self._registry, self._record, self._retire), name="heartbeat")
 
     async def _lease_cores(self) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
@@ -94,11 +95,11 @@ class WorkerReplica:
         assert self._stores is not None
         self._stores.set_nodes(store_nodes(members))
 
-    def _make(self, model_dir: Any, terms: Terms, node_id: str, actor_id: str | None) -> Any:
+    def _make(self, model_dir: Any, terms: Terms, node_id: str, replica: str) -> Any:
         """The worker, not started. In a thread: this imports torch."""
         from kvrelay.engine.checkpoint import model_name
 
-        worker_id = f"{self.role}-{(actor_id or os.urandom(4).hex())[:8]}"
+        worker_id = worker_name(self.role, replica)
         host = terms.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:
             self._stores = ClusterStores(self._settings, terms.secret, worker_id=worker_id, host=host)
@@ -117,6 +118,10 @@ class WorkerReplica:
     async def check_health(self) -> None:
         """Serve replaces the replica when this raises."""
         worker_id = self._record.worker_id
+        if self._ending is not None:
+            if self._ending.done():
+                raise WorkerRetired(worker_id)
+            return
         if not self._worker.healthy():
             raise EngineFailed(worker_id, "its engine has stopped")
         if (silence_s := self._watch.silence_s(time.monotonic())) > HUNG_S:
@@ -125,9 +130,9 @@ class WorkerReplica:
             raise EngineFailed(worker_id, "it no longer tells the registry that it lives")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What autoscaling.by_utilisation reads."""
+        """What the policies of cluster/autoscaling.py read."""
         load, info = self._worker.load(), self._worker.info
-        return {
+        return worker_report(load, info) | {
             UTILISATION: utilisation(
                 used_blocks=load.used_blocks, total_blocks=load.total_blocks, running=load.running,
                 waiting=load.waiting + load.receiving, max_running=info.max_running,
@@ -139,6 +144,19 @@ class WorkerReplica:
         """Serve's way to ask for an end: take nothing new, finish what runs, let go of everything."""
         if self._listing is None:
             return
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(DRAIN_S), name="end")
+        await self._ending
+
+    def _retire(self, drain_s: float) -> None:
+        """The planner's way to ask for it: the same, before Serve takes the replica away."""
+        if self._ending is None:
+            logger.info("worker %s retires", self._record.worker_id)
+            self._ending = asyncio.create_task(self._end(drain_s), name="end")
+
+    async def _end(self, drain_s: float) -> None:
+        """Leave first, so that no ingress sends anything new; then wait for what is here: requests, and KV until it is read."""
+        assert self._listing is not None
         self._listing.cancel()
         if self._following is not None:
             self._following.cancel()
@@ -146,7 +164,7 @@ class WorkerReplica:
             await self._registry.leave.remote(self._record.worker_id, self._record.epoch)
         except ray.exceptions.RayError as error:
             logger.warning("worker %s could not sign off: %s", self._record.worker_id, error)
-        await self._worker.drain(DRAIN_S)
+        await self._worker.drain(drain_s)
         await self._worker.aclose()
         if self._lease is not None:
             self._lease.release()
@@ -175,6 +193,13 @@ class DecodeReplica(WorkerReplica):
         from kvrelay.decode.worker import DecodeWorker
 
         return DecodeWorker
+
+
+def own_replica() -> str:
+    """Serve's id of the replica that this process is."""
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)
 
 
 async def deployed_workers() -> int:

@@ -510,6 +510,65 @@ class ClusterSettings(_Settings):
         return self
 
 
+class PlannerSettings(_Settings):
+    """How many workers there are, by load."""
+
+    mode: Literal["auto", "off"] = Field(
+        "off",
+        description="auto: Serve starts and drains workers as the planner says, within the bounds below; off: there are as many as "
+        "cluster.prefill and cluster.decode say",
+    )
+    profile: str | None = Field(
+        None,
+        description="a worker's speed: a file of `kvrelay profile --fit`, or one of configs/profiles, at the same path on every node; "
+        "default: learnt from what workers report",
+    )
+    ttft_s: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="time to the first token that is planned for, s; default: slo.ttft_s, else 5",
+    )
+    tpot_s: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="time per token after the first, s; default: slo.tpot_s, else 0.1"
+    )
+    share: float = Field(0.9, ge=0.5, le=0.999, description="share of the requests that are to stay within both")
+    min_prefill: int = Field(1, ge=1, description="fewest prefill workers")
+    max_prefill: int = Field(4, ge=1, description="most prefill workers")
+    min_decode: int = Field(1, ge=1, description="fewest decode workers")
+    max_decode: int = Field(4, ge=1, description="most decode workers")
+    max_workers: int | None = Field(
+        None, ge=2, description="most workers of both roles together; default: no limit of its own"
+    )
+    interval_s: float = Field(10.0, ge=1, le=600, description="between two looks at the load")
+    horizon_s: float = Field(60.0, ge=0, le=3600, description="how far ahead is planned: what a worker takes to start")
+    hold_s: float = Field(
+        300.0, ge=10, le=86400,
+        description="fewer workers must have been enough for so long before there are fewer, and that long after the last change; in "
+        "an hour a count turns at most 2 x 3600 / hold_s + 3 times",
+    )  # fmt: skip
+    margin: float = Field(
+        0.15, ge=0, le=2, description="of the load: what the fewer workers must still carry on top of it"
+    )
+    period_s: float = Field(
+        86400.0, ge=0, description="of a pattern that is used once the history shows it; 0: none is looked for"
+    )
+    drain_s: float = Field(
+        120.0,
+        ge=0,
+        le=3600,
+        description="what a worker that is given up may take to finish; then its sequences go on elsewhere",
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min_prefill > self.max_prefill or self.min_decode > self.max_decode:
+            raise ValueError("a minimum is above its maximum")
+        if self.max_workers is not None and self.max_workers < self.min_prefill + self.min_decode:
+            raise ValueError("max_workers is below min_prefill + min_decode")
+        return self
+
+
 class Settings(_Settings):
     """All of it."""
 
@@ -525,6 +584,7 @@ class Settings(_Settings):
     slo: SloSettings = SloSettings()
     serve: ServeSettings = ServeSettings()
     cluster: ClusterSettings = ClusterSettings()
+    planner: PlannerSettings = PlannerSettings()
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -593,6 +653,11 @@ def settings_from(data: dict[str, Any]) -> Settings:
         return Settings.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_nearest(error)) from error
+
+
+def planner_settings_from(data: dict[str, Any]) -> PlannerSettings:
+    """The section `planner` alone. Raises ConfigError naming the key."""
+    return settings_from({"planner": data}).planner
 
 
 def load_settings(path: str | Path | None, overrides: dict[str, dict[str, Any]] | None = None) -> Settings:

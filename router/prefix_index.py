@@ -230,6 +230,16 @@ class PrefixIndex:
             if (member := members[row]) is not None
         }
 
+    def alone_share(self, worker_id: str, *, num_samples: int = 64) -> float | None:
+        """Share of a worker's blocks that nobody else has, in a pool or below, of a sample spread over all; None: not known."""
+        member = self._members.get(worker_id)
+        if member is None or member.state is IndexState.STALE or not member.num_listed:
+            return None
+        listed, holders = member.num_listed, member.holders
+        places = {listed * number // num_samples for number in range(num_samples)}
+        masks = [mask for place in places if (mask := holders.mask(member.listed(place))) & member.both]
+        return sum(not mask & ~member.both for mask in masks) / len(masks) if masks else None
+
     # ---- within
 
     def _fall(self, member: Member, state: IndexState) -> None:

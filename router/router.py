@@ -168,6 +168,11 @@ class Router:
         account = self._fleet.accounts.get(worker_id) if worker_id is not None else None
         return 0.0 if account is None else account.prefill_tokens_per_s or self._fleet.prefill_rate
 
+    def alone_shares(self) -> dict[str, float]:
+        """Of each worker whose blocks are known, the share that nobody else has: what would be lost with it."""
+        shares = {name: self._index.alone_share(name) for name in self._fleet.accounts}
+        return {name: share for name, share in shares.items() if share is not None}
+
     def workers(self) -> list[WorkerView]:
         """Every live worker, by id."""
         return [self._view(worker_id) for worker_id in sorted(self._fleet.accounts)]

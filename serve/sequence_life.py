@@ -91,6 +91,7 @@ class SequenceLife:
         )
         carrier.stats.running += self._num_sequences
         carrier.stats.prompt_tokens += request.num_prompt_tokens
+        carrier.stats.prompt_squares += request.num_prompt_tokens**2
 
     async def next(self) -> wire.TokenOutput | None:
         """All tokens that are ready, waiting for the first of them; None after the last.

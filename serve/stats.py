@@ -55,5 +55,6 @@ class ServeStats:
     running: int = 0
     retries: int = 0
     prompt_tokens: int = 0
+    prompt_squares: int = 0  # of each sequence's prompt tokens, squared, summed: how much lengths vary
     output_tokens: int = 0
     cached_prefix_tokens: int = 0

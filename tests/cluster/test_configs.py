@@ -37,16 +37,19 @@ def test_the_two_laptop_files_differ_in_counts_only():
     assert {d["name"]: d["num_replicas"] for d in more["deployments"]} == {"ingress": 1, "prefill": 2, "decode": 3}
 
 
-def test_the_policy_that_autoscaling_names_is_ours():
+def test_the_policy_that_autoscaling_names_is_ours_and_takes_its_settings():
     from ray._common.utils import import_attr
+    from ray.serve.config import AutoscalingConfig
 
-    from kvrelay.cluster.autoscaling import by_utilisation
+    from kvrelay.cluster.autoscaling import Planned
 
     (app,) = config_of("autoscaling")["applications"]
-    paths = {
-        d["autoscaling_config"]["policy"]["policy_function"] for d in app["deployments"] if "autoscaling_config" in d
-    }
-    assert [import_attr(path) for path in paths] == [by_utilisation]
+    policy = app["autoscaling_policy"]
+    assert import_attr(policy["policy_function"]) is Planned
+    assert Planned(**policy["policy_kwargs"])
+    bounds = {d["name"]: AutoscalingConfig(**d["autoscaling_config"]) for d in app["deployments"]}
+    assert bounds["ingress"].min_replicas == bounds["ingress"].max_replicas == 1
+    assert all(each.downscale_delay_s == each.upscale_delay_s == 0 for each in bounds.values())
 
 
 def test_arguments_of_replicas_do_not_change_with_the_counts():

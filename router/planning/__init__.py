@@ -1,0 +1,1 @@
+"""What the planner knows: loads, capacities, forecasts, and how its counts are damped. Pure."""

@@ -1,0 +1,337 @@
+"""How much load so many workers carry within their targets: queues for prefill, batches for decode. Pure.
+
+Prefill is a queue of several servers (G/G/c): a prompt waits for its turn and is then computed, chunk by chunk. The chance to wait
+is Sakasegawa's approximation, the mean wait Allen and Cunneen's (Kingman's for one server), and waits are taken as exponential
+beyond it; the service times are those of the speed curve over a spread of prompt lengths.
+
+Decode is a batch: as many sequences as arrive in the time that one stays (Little), a step as long as the curve says for so many,
+and room for the swings of their number: share `Target.share` of a Poisson number, widened by the arrivals' burstiness.
+
+An aggregated worker does both in the same steps: chunks of prompts stretch the steps of those who decode, and they stretch the
+chunks.
+
+Sources: J. F. C. Kingman, "The single server queue in heavy traffic" (1961); A. O. Allen, "Probability, Statistics, and Queueing
+Theory" (1990), for Allen-Cunneen; H. Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)" (1977).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from statistics import NormalDist
+
+from kvrelay.router.planning.types import Target, WorkerModel, Workload
+from kvrelay.router.speed_curve import SpeedCurve, StepWork
+
+FULLEST = 0.95  # utilisation that no prefill is planned beyond, whatever the targets
+LINK_SHARE = 0.8  # of the network's speed that is planned for
+EXPOSED_SHARE = 0.25  # of a transfer, after the prefill's end: production announces a quarter of the layers at a time
+POINTS = 8  # prompt lengths that stand for all
+LONGEST_TOKENS = 1 << 20
+_STEPS = 40  # of a bisection, and of a search for a fixed point
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """What prompts take of a worker that computes nothing else. Points stand for equal shares of them."""
+
+    alone_s: tuple[float, ...]  # one at a time, at each point
+    work_s: float  # mean, when chunks are full because others wait
+    work_cv2: float
+    computed_tokens: float  # mean
+    pairs: float  # mean, of (token, earlier token)
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.alone_s) / len(self.alone_s)
+
+
+def prompts_of(load: Workload, curve: SpeedCurve, token_budget: int) -> Prompts:
+    """The prompts of this load on a worker of that speed."""
+    return _prompts_of(load.at(0.0), curve, token_budget)
+
+
+@lru_cache(maxsize=256)
+def _prompts_of(load: Workload, curve: SpeedCurve, token_budget: int) -> Prompts:
+    """Whatever their rate: searches ask for the same ones again and again."""
+    lengths = spread(load.input_tokens, load.input_cv2)
+    cached = [min(length - 1, length * load.cached_share) for length in lengths]
+    computed = [length - hit for length, hit in zip(lengths, cached, strict=True)]
+    pairs = [own * hit + own * (own + 1) / 2 for own, hit in zip(computed, cached, strict=True)]
+    full_s = curve.step_s(StepWork(prompt_tokens=token_budget)) / token_budget
+    alone = tuple(_alone_s(curve, own, area, token_budget) for own, area in zip(computed, pairs, strict=True))
+    work = [own * full_s + area * curve.pair_s for own, area in zip(computed, pairs, strict=True)]
+    mean = sum(work) / len(work)
+    cv2 = sum((one / mean - 1) ** 2 for one in work) / len(work) if mean > 0 else 0.0
+    return Prompts(alone, mean, cv2, sum(computed) / len(computed), sum(pairs) / len(pairs))
+
+
+def _alone_s(curve: SpeedCurve, tokens: float, pairs: float, budget: int) -> float:
+    """As SpeedCurve.prefill_s, of a fractional number of tokens and without walking through the chunks."""
+    whole, rest = divmod(tokens, budget)
+    total = whole * curve.step_s(StepWork(prompt_tokens=budget)) + pairs * curve.pair_s
+    return total + (curve.overhead_s + max(curve.weights_s, rest * curve.token_s) if rest else 0.0)
+
+
+def spread(mean: float, cv2: float) -> tuple[float, ...]:
+    """POINTS lengths, of equal shares, of a log-normal distribution of this mean; at least one token."""
+    sigma = math.sqrt(math.log1p(max(cv2, 0.0)))
+    raw = [math.exp(sigma * _NORMAL.inv_cdf((index + 0.5) / POINTS)) for index in range(POINTS)]
+    factor = mean * POINTS / sum(raw)
+    return tuple(min(max(one * factor, 1.0), LONGEST_TOKENS) for one in raw)
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """Of a queue of several servers: the chance to wait at all, and the mean wait of those who do."""
+
+    chance: float
+    mean_s: float
+
+    def beyond(self, seconds: float) -> float:
+        """Share that waits longer."""
+        if seconds < 0:
+            return 1.0
+        return self.chance * math.exp(-seconds / self.mean_s) if self.mean_s > 0 else 0.0
+
+
+def wait_of(work_s: float, work_cv2: float, rate: float, burstiness: float, servers: int) -> Wait | None:
+    """None: more comes than they can do."""
+    busy = rate * work_s / servers
+    if busy >= FULLEST:
+        return None
+    chance = busy ** (math.sqrt(2.0 * (servers + 1)) - 1.0) if busy > 0 else 0.0
+    return Wait(chance, (burstiness + work_cv2) / 2.0 * work_s / (servers * (1.0 - busy)))
+
+
+def missed_share(alone_s: tuple[float, ...], wait: Wait, ttft_s: float) -> float:
+    """Share of prompts whose wait and computation take longer than ttft_s."""
+    return sum(wait.beyond(ttft_s - own) for own in alone_s) / len(alone_s)
+
+
+def hopeless_share(alone_s: tuple[float, ...], ttft_s: float) -> float:
+    """Share of prompts that miss it with nobody before them: no number of workers helps these."""
+    return sum(own > ttft_s for own in alone_s) / len(alone_s)
+
+
+def _allowed(alone_s: tuple[float, ...], target: Target) -> float:
+    """Misses that are planned for. Where the hopeless alone use them up, waiting may add a quarter of them."""
+    missing = 1.0 - target.share
+    return max(missing, hopeless_share(alone_s, target.ttft_s) + missing / 4)
+
+
+def prefill_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
+    """Whether so many prefill workers keep TTFT, and the network to the decode workers carries the KV."""
+    prompts = prompts_of(load, model.prefill, model.token_budget)
+    return _prefill_fits(load, prompts, model, target, workers)
+
+
+def _prefill_fits(load: Workload, prompts: Prompts, model: WorkerModel, target: Target, workers: int) -> bool:
+    if load.rate * load.input_tokens * model.kv_bytes_per_token > LINK_SHARE * model.link_bytes_per_s * workers:
+        return False
+    wait = wait_of(prompts.work_s, prompts.work_cv2, load.rate, load.burstiness, workers)
+    return wait is not None and missed_share(prompts.alone_s, wait, target.ttft_s) <= _allowed(prompts.alone_s, target)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What decode workers have in hand: sequences of each on average and at its swings, and the time of a token there."""
+
+    sequences: float
+    peak: float
+    tpot_s: float  # at the peak
+
+
+def context_of(load: Workload) -> float:
+    """Mean tokens behind a sequence that decodes: half of its output is there, and long outputs are met more often."""
+    return load.input_tokens + load.output_tokens * (1.0 + load.output_cv2) / 2.0
+
+
+def room_of(load: Workload, model: WorkerModel, target: Target) -> float:
+    """Sequences that a pool holds, with room for the swings of their lengths; at most max_running."""
+    held = context_of(load)
+    swing = _z(target) * math.sqrt(load.input_cv2 * load.input_tokens**2 + load.output_cv2 * load.output_tokens**2)
+    root = (math.sqrt(swing * swing + 4 * held * model.pool_tokens) - swing) / (2 * held)
+    return min(root * root, float(model.max_running))
+
+
+def decode_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
+    """Whether so many decode workers keep TPOT, hold all sequences, and take the KV in as it comes."""
+    if load.rate * load.input_tokens * model.kv_bytes_per_token > LINK_SHARE * model.link_bytes_per_s * workers:
+        return False
+    reserved = load.rate / workers * prompts_of(load, model.prefill, model.token_budget).mean_s
+    batch = batch_of(load, model, target, workers)
+    if batch is None or batch.peak + reserved > room_of(load, model, target):
+        return False
+    return batch.tpot_s + exposed_s(load, model) / load.output_tokens <= target.tpot_s
+
+
+def exposed_s(load: Workload, model: WorkerModel) -> float:
+    """Of a transfer: what the second token waits for."""
+    return EXPOSED_SHARE * load.input_tokens * model.kv_bytes_per_token / model.link_bytes_per_s
+
+
+def batch_of(load: Workload, model: WorkerModel, target: Target, workers: int) -> Batch | None:
+    """What each of so many decode workers has in hand; None: sequences come faster than they end."""
+    context = context_of(load)
+
+    def step_s(sequences: float) -> float:
+        return _decode_step_s(model.decode, sequences, context)
+
+    sequences = _settled(lambda held: load.rate / workers * load.output_tokens * step_s(held), 2.0 * model.max_running)
+    if sequences is None:
+        return None
+    peak = _peak(sequences, load, target, workers)
+    return Batch(sequences, peak, step_s(peak))
+
+
+def _decode_step_s(curve: SpeedCurve, sequences: float, context: float) -> float:
+    """As SpeedCurve.decode_step_s, of a fractional number of sequences."""
+    return (
+        curve.overhead_s
+        + max(curve.weights_s, sequences * curve.token_s)
+        + sequences * (context * curve.context_s + curve.sequence_s)
+    )
+
+
+def _z(target: Target) -> float:
+    return _NORMAL.inv_cdf(min(max(target.share, 0.5), 0.999))
+
+
+def _peak(sequences: float, load: Workload, target: Target, workers: int) -> float:
+    """One worker's sequences when the number of all is at its swing: they are spread evenly, so the swings of many are small."""
+    total = sequences * workers
+    return (total + _z(target) * math.sqrt(total * (1.0 + load.burstiness) / 2.0)) / workers
+
+
+def _settled(following: Callable[[float], float], most: float) -> float | None:
+    """The least fixed point of a growing function, from 0 up; None: above `most`."""
+    value = 0.0
+    for _ in range(_STEPS):
+        new = following(value)
+        if new > most:
+            return None
+        if new - value <= 1e-6 * max(new, 1.0):
+            return new
+        value = new
+    return value
+
+
+def aggregated_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
+    """Whether so many workers that compute prompts and decode in the same steps keep both targets."""
+    state = mixed_of(load, model, target, workers)
+    if state is None:
+        return False
+    wait = wait_of(state.work_s, state.work_cv2, load.rate, load.burstiness, workers)
+    if wait is None or missed_share(state.alone_s, wait, target.ttft_s) > _allowed(state.alone_s, target):
+        return False
+    reserved = load.rate / workers * sum(state.alone_s) / len(state.alone_s)
+    return state.peak + reserved <= room_of(load, model, target) and state.tpot_s <= target.tpot_s
+
+
+@dataclass(frozen=True, slots=True)
+class Mixed:
+    """An aggregated worker: sequences at the swing, the time of a token, and prompts as they go beside decoding."""
+
+    peak: float
+    tpot_s: float
+    alone_s: tuple[float, ...]
+    work_s: float
+    work_cv2: float
+
+
+def mixed_of(load: Workload, model: WorkerModel, target: Target, workers: int) -> Mixed | None:
+    """None: more comes than they can do."""
+    prompts = prompts_of(load, model.decode, model.token_budget)
+    rate = load.rate / workers
+
+    def held(sequences: float) -> float:
+        steps = _steps(load, model, prompts, rate, sequences)
+        return rate * load.output_tokens * steps.tpot_s if steps else math.inf
+
+    sequences = _settled(held, 2.0 * model.max_running)
+    if sequences is None:
+        return None
+    peak = _peak(sequences, load, target, workers)
+    usual, full = (_steps(load, model, prompts, rate, number) for number in (sequences, peak))
+    if usual is None or full is None:
+        return None
+    stretch = full.mixed_s / full.chunk_s
+    tpot_s = max(full.tpot_s, usual.tpot_s_at(target, load.output_tokens, load.input_cv2))
+    alone = tuple(one * stretch for one in prompts.alone_s)
+    return Mixed(peak, tpot_s, alone, prompts.work_s * stretch, prompts.work_cv2)
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Steps of an aggregated worker: with and without a chunk, and what share of them has one."""
+
+    plain_s: float
+    mixed_s: float
+    chunk_s: float  # of a step that has only the chunk
+    mixed_share: float  # of the steps
+    chunks: float  # of a prompt
+
+    @property
+    def tpot_s(self) -> float:
+        return self.plain_s + self.mixed_share * (self.mixed_s - self.plain_s)
+
+    def tpot_s_at(self, target: Target, output_tokens: float, input_cv2: float) -> float:
+        """Of the request that meets more chunks than share `target.share` of them: chunks come in prompts, not one by one."""
+        met = output_tokens * self.mixed_share
+        swing = _z(target) * math.sqrt(met * max(1.0, self.chunks * (1.0 + input_cv2)))
+        return self.plain_s + min(met + swing, output_tokens) / output_tokens * (self.mixed_s - self.plain_s)
+
+
+def _steps(load: Workload, model: WorkerModel, prompts: Prompts, rate: float, sequences: float) -> _Steps | None:
+    """None: prompts alone take all steps."""
+    context, curve = context_of(load), model.decode
+    chunk = min(prompts.computed_tokens, max(model.token_budget - sequences, model.token_budget / 4))
+    chunks = prompts.computed_tokens / chunk
+    pairs_s = prompts.pairs / chunks * curve.pair_s
+    chunk_s = curve.overhead_s + max(curve.weights_s, chunk * curve.token_s) + pairs_s
+    reading_s = sequences * (context * curve.context_s + curve.sequence_s)
+    mixed_s = curve.overhead_s + max(curve.weights_s, (chunk + sequences) * curve.token_s) + pairs_s + reading_s
+    plain_s = _decode_step_s(curve, sequences, context)
+    busy = rate * chunks * mixed_s  # share of the time
+    if busy >= FULLEST:
+        return None
+    mixed, plain = busy / mixed_s, (1.0 - busy) / plain_s  # steps per s
+    return _Steps(plain_s, mixed_s, chunk_s, mixed / (mixed + plain), chunks)
+
+
+Fits = Callable[[Workload, WorkerModel, Target, int], bool]
+
+
+def workers_for(fits: Fits, load: Workload, model: WorkerModel, target: Target, most: int) -> int | None:
+    """The least number of workers that carries this load, at most `most`; None: not even that."""
+    if not fits(load, model, target, most):
+        return None
+    low, high = 0, most
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fits(load, model, target, middle):
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def rate_of(fits: Fits, load: Workload, model: WorkerModel, target: Target, workers: int) -> float:
+    """The highest rate, requests per s, that so many workers carry; 0: none."""
+    if workers < 1:
+        return 0.0
+    high = max(load.rate, 1e-3)
+    for _ in range(_STEPS):
+        if not fits(load.at(high), model, target, workers):
+            break
+        high *= 2.0
+    low = 0.0
+    for _ in range(_STEPS):
+        middle = (low + high) / 2.0
+        if fits(load.at(middle), model, target, workers):
+            low = middle
+        else:
+            high = middle
+    return low

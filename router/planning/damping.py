@@ -1,0 +1,80 @@
+"""One role's count: up at once, down late, and a bound on how often it turns. Pure: the caller passes the time.
+
+Rules. (1) Up: whenever more workers are needed than there are, to what is needed. (2) Down: only when for `hold_s` without a gap
+fewer would have done, with the margin that the caller puts on the load (`low`); never within `hold_s` after the last change in
+either direction; to the most that was needed in that time, and by a share of the count at most. (3) A down that is taken back
+(an up within `hold_s` after it) doubles the hold, up to MOST_HOLDS times; a quiet `4 x hold` halves it again.
+
+Bound. A turn is a change whose direction differs from that of the change before. Between two turns from up to down lies an up,
+and by (2) the second of them is at least `hold_s` after that up: turns from up to down are at least `hold_s` apart, so a span of
+T seconds has at most floor(T / hold_s) + 1 of them. Turns from down to up alternate with them: at most one more. So whatever the
+needs are, a span of T seconds has at most `most_turns(T)` = 2 floor(T / hold_s) + 3 turns.
+
+Constant load. Say the need is u, with the margin d >= u, for ever. Above d, rule 2 brings the count to d, never below; below u,
+rule 1 brings it to u; from u to d nothing changes. So after the last of a run of downs, no count changes any more.
+"""
+
+import math
+from collections import deque
+
+MOST_HOLDS = 8.0
+MOST_DOWN = 0.5  # of the count, in one change
+GAP = 0.25  # of a hold: nothing said for so long, and the hold begins anew
+
+
+def most_turns(span_s: float, hold_s: float) -> int:
+    """The bound: changes of direction that any `span_s` seconds have at most."""
+    return 2 * math.floor(span_s / hold_s) + 3
+
+
+class Damper:
+    """Holds one count. `count` moves in `step` alone."""
+
+    def __init__(self, count: int, hold_s: float) -> None:
+        self.count, self._base_s, self.hold_s = count, hold_s, hold_s
+        self._changed_s = -math.inf
+        self._down_s: float | None = None  # of the last down, until an up
+        self._needs: deque[tuple[float, int]] = deque()  # (time, low), falling: a maximum over a window
+        self._since_s = self._now_s = -math.inf  # of the unbroken run of needs, and its last
+
+    def step(self, need: int, low: int, now_s: float, *, most: int) -> int:
+        """The count from now on.
+
+        Args:
+            need: workers that the load needs.
+            low: workers that it needs with the margin; below it the count never falls. At least `need`, else taken as it.
+            most: the count's upper limit now; where it is below the count, nothing is forced down, but nothing goes up.
+        """
+        low, now_s = max(low, need), max(now_s, self._now_s)
+        self._note(low, now_s)
+        if need > self.count:
+            self._up(min(need, most), now_s)
+        elif low < self.count and now_s - max(self._changed_s, self._since_s) >= self.hold_s:
+            self._down(now_s)
+        elif self.hold_s > self._base_s and now_s - self._changed_s >= 4 * self.hold_s:
+            self.hold_s, self._changed_s = max(self._base_s, self.hold_s / 2), now_s
+        return self.count
+
+    def _note(self, low: int, now_s: float) -> None:
+        if now_s - self._now_s > GAP * self.hold_s:
+            self._since_s = now_s
+        self._now_s = now_s
+        while self._needs and self._needs[-1][1] <= low:
+            self._needs.pop()
+        self._needs.append((now_s, low))
+        while self._needs[0][0] < now_s - self.hold_s:
+            self._needs.popleft()
+
+    def _up(self, count: int, now_s: float) -> None:
+        if count <= self.count:
+            return
+        if self._down_s is not None and now_s - self._down_s < self.hold_s:
+            self.hold_s = min(2 * self.hold_s, MOST_HOLDS * self._base_s)
+        self.count, self._changed_s, self._down_s = count, now_s, None
+
+    def _down(self, now_s: float) -> None:
+        needed = self._needs[0][1]  # the most of the last hold_s
+        if needed >= self.count:
+            return
+        least = self.count - max(1, int(self.count * MOST_DOWN))
+        self.count, self._changed_s, self._down_s = max(needed, least), now_s, now_s

@@ -1,0 +1,117 @@
+"""Whether to disaggregate: the best P + D of a number of workers against as many aggregated ones, by the same capacity model. Pure."""
+
+from dataclasses import dataclass, replace
+
+from kvrelay.router.planning.capacity import (
+    Fits,
+    aggregated_fits,
+    decode_fits,
+    prefill_fits,
+    rate_of,
+    workers_for,
+)
+from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
+
+WORTH = 1.02  # a split must carry so much more than aggregated workers, or its moving parts are not worth it
+LEAST_BUDGET = 64  # tokens in a step that aggregated workers are tried with
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the same number of workers carries either way, within the targets. Rates are requests per s."""
+
+    workers: int
+    split: Counts  # the best one of them
+    split_rate: float
+    prefill_rate: float  # of the split's prefill workers alone
+    decode_rate: float
+    aggregated_rate: float
+    aggregated_budget: int  # tokens in a step there: the best of those tried
+
+    @property
+    def disaggregate(self) -> bool:
+        return self.split_rate > WORTH * self.aggregated_rate
+
+    @property
+    def gain(self) -> float:
+        """The split's rate over the aggregated one's; infinite where these keep the targets at no rate."""
+        if self.aggregated_rate > 0:
+            return self.split_rate / self.aggregated_rate
+        return float("inf") if self.split_rate > 0 else 1.0
+
+
+def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -> Comparison:
+    """The better of both, for `workers` (at least 2) workers in all."""
+    split, prefill_rate, decode_rate = best_split(load, model, target, workers)
+    rate, budget = best_aggregated(load, model, target, workers)
+    return Comparison(workers, split, min(prefill_rate, decode_rate), prefill_rate, decode_rate, rate, budget)
+
+
+def best_aggregated(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[float, int]:
+    """The rate of so many aggregated workers at the best of some token budgets, and that budget: small chunks spare TPOT."""
+    budgets = [max(model.token_budget // part, min(LEAST_BUDGET, model.token_budget)) for part in (1, 2, 4, 8)]
+    return max(
+        (rate_of(aggregated_fits, load, replace(model, token_budget=budget), target, workers), budget)
+        for budget in dict.fromkeys(budgets)
+    )
+
+
+def best_split(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[Counts, float, float]:
+    """The counts, at least one of each, that carry most, and what either role carries.
+
+    More prefill workers carry more prompts and leave fewer to decode: the best is where the two meet.
+    """
+    if workers < 2:
+        raise ValueError("a split takes two workers at least")
+    low, high = 1, workers - 1  # rate(prefill) first reaches rate(decode) somewhere in between, or nowhere
+    while low < high:
+        middle = (low + high) // 2
+        if _rate(prefill_fits, load, model, target, middle) < _rate(decode_fits, load, model, target, workers - middle):
+            low = middle + 1
+        else:
+            high = middle
+    options = []
+    for prefill in {max(1, low - 1), low}:
+        counts = Counts(prefill, workers - prefill)
+        rates = tuple(
+            _rate(fits, load, model, target, count)
+            for fits, count in ((prefill_fits, counts.prefill), (decode_fits, counts.decode))
+        )
+        options.append((min(rates), -abs(rates[0] - rates[1]), counts, rates))
+    _, _, counts, rates = max(options)
+    return counts, rates[0], rates[1]
+
+
+def _rate(fits: Fits, load: Workload, model: WorkerModel, target: Target, workers: int) -> float:
+    return rate_of(fits, load, model, target, workers)
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Workers that a load needs. None: no number within the limits carries it."""
+
+    prefill: int | None
+    decode: int | None
+
+    def counts(self, limits: Limits) -> Counts:
+        """As many as there may be where the limits do not do."""
+        prefill = limits.max_prefill if self.prefill is None else self.prefill
+        decode = limits.max_decode if self.decode is None else self.decode
+        return limits.clipped(Counts(prefill, decode))
+
+
+def needs(prompts: Workload, sequences: Workload, model: WorkerModel, target: Target, limits: Limits) -> Needs:
+    """Least counts: prefill's for the load `prompts`, decode's for `sequences`, which may differ in their rates."""
+    prefill = workers_for(prefill_fits, prompts, model, target, max(limits.max_prefill, 1))
+    decode = workers_for(decode_fits, sequences, model, target, max(limits.max_decode, 1))
+    return Needs(prefill, decode)
+
+
+def within_total(counts: Counts, load: Workload, model: WorkerModel, target: Target, limits: Limits) -> Counts:
+    """The counts themselves where they do not pass `limits.total`, else the split of that total that carries most."""
+    if counts.total <= limits.total:
+        return counts
+    best, _, _ = best_split(load, model, target, limits.total)
+    lows = Counts(limits.min_prefill, limits.min_decode)
+    prefill = min(max(best.prefill, lows.prefill), counts.prefill, limits.total - lows.decode)
+    return Counts(prefill, min(limits.total - prefill, counts.decode))

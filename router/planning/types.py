@@ -1,0 +1,124 @@
+"""What a planner is told and what it answers. Pure data; tokens, seconds, bytes, and requests per second."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from kvrelay.errors import ConfigError
+from kvrelay.router.speed_curve import SpeedCurve
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A steady load. The squared coefficients of variation (cv2) are variance over squared mean; 1.0: as exponential."""
+
+    rate: float  # requests per s that want to be served, refused ones included
+    input_tokens: float  # mean
+    output_tokens: float  # mean, at least 1
+    cached_share: float = 0.0  # of prompt tokens, which are not computed
+    input_cv2: float = 1.0
+    output_cv2: float = 1.0
+    burstiness: float = 1.0  # cv2 of the gaps between arrivals; 1.0: Poisson
+
+    def at(self, rate: float) -> "Workload":
+        """The same requests, `rate` of them per second."""
+        return replace(self, rate=rate)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerModel:
+    """One worker of either role: how fast it is and what it holds."""
+
+    prefill: SpeedCurve
+    decode: SpeedCurve
+    pool_tokens: int
+    token_budget: int
+    max_running: int
+    kv_bytes_per_token: int = 0
+    link_bytes_per_s: float = float("inf")  # of KV between two workers
+
+    def slowed(self, prefill: float, decode: float) -> "WorkerModel":
+        """The same worker, each curve's times multiplied."""
+        return replace(self, prefill=scaled(self.prefill, prefill), decode=scaled(self.decode, decode))
+
+
+def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
+    """All of its times multiplied by `factor`."""
+    return SpeedCurve(
+        curve.overhead_s * factor, curve.weights_s * factor, curve.token_s * factor, curve.pair_s * factor,
+        curve.context_s * factor, curve.sequence_s * factor,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """`share` of the requests are to have their first token within ttft_s, and the others tpot_s apart on average."""
+
+    ttft_s: float
+    tpot_s: float
+    share: float = 0.9
+
+
+class Counts(NamedTuple):
+    """How many workers of each role."""
+
+    prefill: int
+    decode: int
+
+    @property
+    def total(self) -> int:
+        return self.prefill + self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bounds of the counts, inclusive. `total`: of both roles together."""
+
+    min_prefill: int = 1
+    max_prefill: int = 64
+    min_decode: int = 1
+    max_decode: int = 64
+    total: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 < self.min_prefill <= self.max_prefill or not 0 < self.min_decode <= self.max_decode:
+            raise ConfigError(f"planner: counts from {self.min_prefill} to {self.max_prefill} prefill and "
+                              f"{self.min_decode} to {self.max_decode} decode workers")  # fmt: skip
+        if self.min_prefill + self.min_decode > self.total:
+            raise ConfigError(f"planner: max_workers {self.total} is below min_prefill + min_decode")
+
+    def clipped(self, counts: Counts, *, within_total: bool = False) -> Counts:
+        """The nearest counts inside the bounds of each role; prefill gives way where both together are too many."""
+        prefill = min(max(counts.prefill, self.min_prefill), self.max_prefill)
+        decode = min(max(counts.decode, self.min_decode), self.max_decode)
+        if within_total and prefill + decode > self.total:
+            prefill = max(self.min_prefill, self.total - decode)
+            decode = min(decode, self.total - prefill)
+        return Counts(prefill, decode)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """What was seen between two looks. None: nothing was seen of it.
+
+    Sums are over the requests that arrived (input) or ended (output) in the interval.
+    """
+
+    start_s: float
+    end_s: float
+    arrivals: int = 0  # refused ones included
+    input_tokens: int = 0
+    input_squares: float = 0.0  # of each prompt's tokens, squared
+    cached_tokens: int = 0
+    ended: int = 0
+    output_tokens: int = 0
+    queued: int = 0  # prompts in line for prefill, at the end
+    ttft_kept: float | None = None  # share of first tokens within the target
+    tpot_kept: float | None = None
+    first_tokens: int = 0  # that `ttft_kept` is of
+    prefill_slowness: float | None = None  # time of prefill over what the curve says; 1.0: as it says
+    decode_slowness: float | None = None
+    is_changing: bool = False  # workers start or drain
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
