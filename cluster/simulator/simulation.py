@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.faults import Faults
 from kvrelay.cluster.simulator.ingress import Ingress
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job, jobs_of
@@ -39,6 +40,7 @@ class Simulation:
         self.num_open = 0
         self.is_all_arrived = False
         self.ended_s = 0.0
+        self.faults = Faults(self)
         self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
         self._turns = itertools.cycle(self.ingresses)
         for number, (worker_id, role) in enumerate(scenario.worker_ids()):
@@ -87,7 +89,11 @@ class Simulation:
             self.ended_s = self.clock.now_s
             self.clock.stop()
 
+    def live_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
     def run(self) -> "Simulation":
+        self.faults.start()
         self.clock.at(1e-9, self._next)
         self.clock.run()
         return self
@@ -104,6 +110,7 @@ class Simulation:
             "workers": {role.value: self._of_role(role) for role in Role},
             "moved_bytes": self.network.moved_bytes,
             **self._cost(),
+            "faults": dict(sorted(self.faults.happened.items())),
             "retries": sum(ingress.num_retries for ingress in self.ingresses),
             "events": self.clock.num_events,
         }

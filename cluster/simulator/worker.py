@@ -65,6 +65,7 @@ class Worker:
         self.started_s, self.stopped_s = clock.now_s, math.inf
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
         self.slowness = 1.0  # on its steps' times
+        self.num_freezes = 0
         self.moved_bytes = self.read_s = 0.0
         self.attempts: dict[str, Attempt] = {}  # that it has answered nothing final to
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
@@ -101,6 +102,8 @@ class Worker:
 
     def _cut_short(self, stride: Stride) -> None:
         """Of several steps, only the one that is being computed is still waited for."""
+        if self.is_frozen:
+            return
         count = stride.steps_until(self._clock.now_s)
         if count < stride.count and self._ends is not None:
             self._ends.cancel()
@@ -189,7 +192,7 @@ class Worker:
     def _turn(self) -> None:
         """Between two steps."""
         self._wakes = False
-        if not self.is_alive or self.is_frozen:
+        if not self.is_alive or self.is_frozen or self._stride is not None:
             return
         inbox, self._inbox = self._inbox, []
         for call, args in inbox:
@@ -297,6 +300,34 @@ class Worker:
         """From now on this ingress hears all news; first what there is."""
         self.peers[peer] = None
         return self.engine.snapshot(), self.load()
+
+    # ---- faults
+
+    def recover_speed(self) -> None:
+        """Its steps take what they took, from the next one on."""
+        self.slowness = 1.0
+
+    def freeze(self) -> None:
+        """It does nothing and says nothing; what it is told, and what its links carry, waits for it."""
+        self.settle()
+        self.is_frozen, self.num_freezes = True, self.num_freezes + 1
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+
+    def thaw(self) -> None:
+        """It goes on with the step that it was at, from that step's beginning."""
+        self.is_frozen = False
+        if self._stride is None:
+            self._wake()
+            return
+        self._stride.began_s = self._clock.now_s
+        self._ends = self._clock.after(self._stride.seconds(self._stride.count), self._step_ended)
+
+    def drop_all(self, peer: object) -> None:
+        """The connection to this ingress was lost: what it had asked for is let go of."""
+        for attempt in [one for one in self.attempts.values() if one.owner.peer is peer]:
+            self.abort(attempt.id)
 
     # ---- its end
 
