@@ -1,7 +1,7 @@
 """One worker's engine without a model: production's scheduler, pool, appender and events; a step takes what its curve says.
 
 As engine/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. A stretch
-of steps that only decode is taken at once (`engine/leap.py`). Left out: speculation, groups, swapping, tiers below the pool.
+of steps that only decode is taken at once (`engine/leap.py`). Left out: speculation, groups, swapping.
 """
 
 import math
@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
+from kvrelay.cluster.simulator.tiers import Below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.engine.appending import Appender
 from kvrelay.engine.leap import leap, quiet_steps
 from kvrelay.engine.load_report import load_report
+from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.preemption import Way
 from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence
@@ -90,9 +92,15 @@ class VirtualEngine:
         )
         self._events, self.speed = EventLog(), Speed()
         self._load_seq = 0
+        self.below: Below | None = None
         self.num_steps = 0
         self.busy_s = 0.0
         self.output_tokens = 0
+
+    def attach(self, below: Below) -> None:
+        """Keep KV below the pool, too. Before the first request."""
+        self.below = below
+        self.scheduler.tiers = below.tiers
 
     # ---- requests
 
@@ -119,6 +127,8 @@ class VirtualEngine:
     def grants(self, now_s: float) -> list[Sequence]:
         """What is due before a step is planned: who has a reservation from now on."""
         self.pool.tick(now_s)
+        if self.below is not None:
+            self.below.tiers.tiers.poll()
         self.scheduler.turn_late_away(now_s)
         return self.scheduler.grant_reservations()
 
@@ -135,7 +145,16 @@ class VirtualEngine:
                 item.seq.num_chunks += 1
                 if item.seq.scheduled_s is None:
                     item.seq.scheduled_s = now_s
-        return Stride(now_s, plan, 1, factor * self.curve.step_s(work_of(plan)))
+        return Stride(now_s, plan, 1, max(factor * self.curve.step_s(work_of(plan)), self._loading_s(plan, now_s)))
+
+    def _loading_s(self, plan: StepPlan, now_s: float) -> float:
+        """How long this step has to wait for what comes up from below the pool: layer by layer, beside its computing."""
+        if self.below is None or not any(item.seq.load for item in plan.work):
+            return 0.0
+        for item in plan.work:
+            if item.seq.load is not None:
+                LowerTiers.settle(item.seq)
+        return self.below.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float) -> Stride:
         running = self.scheduler.running
@@ -186,6 +205,9 @@ class VirtualEngine:
         self.speed.note_batch(num_sequences, num_tokens)
         self.speed.observe(num_tokens, num_decode, seconds)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
+        if self.below is not None:
+            self.below.tiers.tiers.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
+            self.below.tiers.end_step(self.pool)
 
     # ---- what others may know
 
@@ -194,10 +216,14 @@ class VirtualEngine:
         return self.scheduler.has_work
 
     def drain_events(self) -> KvEvents | None:
-        return self._events.drain(self.pool)
+        return self._events.drain(self.pool, self.below.tiers.tiers.drain_changes() if self.below is not None else ())
 
     def snapshot(self) -> KvSnapshot:
         return self._events.snapshot()
+
+    def next_deadline_s(self) -> float | None:
+        """When a request in line stops waiting for a store, if any does."""
+        return None if self.below is None else self.below.tiers.tiers.fetches.next_deadline_s()
 
     def load(self) -> LoadReport:
         self._load_seq += 1
@@ -206,6 +232,8 @@ class VirtualEngine:
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
         self.scheduler.check()
+        if self.below is not None:
+            self.below.tiers.tiers.check()
 
 
 def target(seq: Sequence) -> int:

@@ -108,6 +108,7 @@ class Life:
             self._num_emitted = max(self._num_emitted, 1)
             if math.isnan(job.first_s):
                 job.first_s, job.cached_tokens = now_s, output.cached_tokens or 0
+                job.tier_tokens = attempt.tier_tokens
         if output.finish_reason is not None:
             attempt.holders.pop(worker_id, None)
             job.end_s = now_s

@@ -1,5 +1,6 @@
 """Requests as the simulator knows them: lengths, names of blocks, and what became of them. Pure."""
 
+import hashlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -69,7 +70,8 @@ class Job:
 
 
 def _name(number: int) -> bytes:
-    return number.to_bytes(HASH_BYTES, "little")
+    """Looks like a hash: what is placed by a block's name is spread."""
+    return hashlib.blake2b(number.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
 def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:

@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.cluster.simulator.worker import Delays
+from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings, in_one_line, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -43,6 +44,10 @@ class Scenario(_Section):
     prefill: int = Field(1, ge=0)
     decode: int = Field(1, ge=1)
     ingress: int = Field(1, ge=1)
+    prefill_pool_tokens: int | None = Field(
+        None, ge=1, description="of a prefill worker's pool, instead of the profile's"
+    )
+    decode_pool_tokens: int | None = Field(None, ge=1, description="of a decode worker's pool, the like")
     seed: int = 0
     max_tokens: int = Field(
         4096, ge=1, description="of output, that every client allows; the cluster knows no more of it"
@@ -85,6 +90,13 @@ class Scenario(_Section):
                 "cluster": {**self.settings.get("cluster", {}), "prefill": self.prefill, "decode": self.decode},
             }
         )
+
+    def profile_of(self, role: Role, profile: SimulatorProfile) -> SimulatorProfile:
+        """The profile with this role's pool."""
+        tokens = self.prefill_pool_tokens if role is Role.PREFILL else self.decode_pool_tokens
+        if tokens is None:
+            return profile
+        return profile.model_copy(update={"num_blocks": max(1, tokens // profile.block_size)})
 
     def delays(self, settings: Settings) -> Delays:
         return Delays(self.hop_s, self.report_s, self.noise, settings.router.reserve_timeout_s)

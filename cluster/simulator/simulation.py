@@ -12,6 +12,7 @@ from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job, jobs_of
 from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario
+from kvrelay.cluster.simulator.tiers import Holders
 from kvrelay.cluster.simulator.worker import Worker
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.trace import TraceEntry
@@ -34,6 +35,7 @@ class Simulation:
             self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
             local_bytes_per_s=profile.local_bytes_per_s,
         )  # fmt: skip
+        self.holders = Holders()
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[Worker] = []  # those that are gone, too
         self._jobs: Iterator[Job] = jobs_of(entries, profile.block_size)
@@ -55,8 +57,8 @@ class Simulation:
     def start_worker(self, worker_id: str, role: Role, node_id: str) -> Worker:
         """It takes requests from now on."""
         worker = Worker(
-            worker_id, role, node_id, epoch=len(self.workers), profile=self.profile, settings=self.settings, clock=self.clock,
-            delays=self.delays, seed=self.scenario.seed,
+            worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
+            settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network, seed=self.scenario.seed,
         )  # fmt: skip
         self.workers.append(worker)
         for ingress in self.ingresses:
@@ -109,10 +111,23 @@ class Simulation:
             "ended_s": self.ended_s,
             "workers": {role.value: self._of_role(role) for role in Role},
             "moved_bytes": self.network.moved_bytes,
+            "tiers": self._tiers(),
             **self._cost(),
             "faults": dict(sorted(self.faults.happened.items())),
             "retries": sum(ingress.num_retries for ingress in self.ingresses),
             "events": self.clock.num_events,
+        }
+
+    def _tiers(self) -> dict[str, int]:
+        """Blocks brought up to pools from host tiers, and into those from elsewhere; none without such tiers."""
+        below = [worker.engine.below for worker in self.workers if worker.engine.below is not None]
+        if not below:
+            return {}
+        return {
+            "loaded_blocks": sum(one.tiers.tiers.sums.loaded for one in below),
+            "saved_blocks": sum(one.tiers.tiers.sums.saved for one in below),
+            "fetched_blocks": sum(one.store.num_loaded for one in below if one.store is not None),
+            "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
         }
 
     def _alive_s(self, worker: Worker) -> float:

@@ -15,6 +15,8 @@ import msgspec
 from kvrelay.cluster.simulator.attempt import Attempt
 from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.tiers import Holders, make_below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.engine.sequence import Sequence
@@ -56,11 +58,21 @@ class Worker:
         settings: Settings,
         clock: Clock,
         delays: Delays,
+        holders: Holders,
+        network: Network,
         seed: int,
     ) -> None:
         self.worker_id, self.role, self.node_id, self.profile = worker_id, role, node_id, profile
         self._clock, self._delays = clock, delays
         self.engine = VirtualEngine(profile, settings, role, clock)
+        self._holders = holders
+        below = make_below(
+            self.engine.pool, profile, settings, holders, network, clock, worker_id=worker_id, node_id=node_id,
+            wake=lambda: self.post(_nothing), hop_s=delays.hop_s,
+        )  # fmt: skip
+        if below is not None:
+            self.engine.attach(below)
+        self._patience: Event | None = None
         self.peers: dict[Peer, None] = {}
         self.started_s, self.stopped_s = clock.now_s, math.inf
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
@@ -208,10 +220,18 @@ class Worker:
         self._tell_all(told)
         if stride is None:
             self._publish(is_idle=True)
+            self._be_patient()
             return
         self._ends = self._clock.at(now_s + stride.seconds(stride.count), self._step_ended)
         if stride.plan is not None and self.role is Role.PREFILL:
             self._feed(stride)
+
+    def _be_patient(self) -> None:
+        """With nothing to do, look again when somebody in line has waited for a store for long enough."""
+        until_s = self.engine.next_deadline_s()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = None if until_s is None else self._clock.at(until_s, self.post, _nothing)
 
     def _step_ended(self) -> None:
         stride, told = self._stride, Told()
@@ -262,6 +282,9 @@ class Worker:
         attempt = self.attempts.get(output.request_id)
         if attempt is None:
             return
+        if output.timings is not None and self.engine.below is not None:
+            seq = self.engine.scheduler.sequences.get(output.request_id)
+            attempt.tier_tokens = seq.num_loaded_blocks * seq.block_size if seq is not None else 0
         if output.finish_reason is not None:
             self._forget(output.request_id)
         elif self.role is Role.PREFILL:
@@ -294,6 +317,8 @@ class Worker:
             load = self._load or self.load()
             for peer in self.peers:
                 self._clock.after(self._delays.hop_s, peer.hear_load, self, load)
+            if self.engine.below is not None and self._stride is None:
+                self.post(_nothing)  # what has been put away meanwhile is noted
         self._beat = self._clock.after(HEARTBEAT_S, self._heartbeat)
 
     def subscribe(self, peer: Peer) -> tuple[KvSnapshot, LoadReport]:
@@ -353,9 +378,16 @@ class Worker:
         """It is gone at once, with everything that it holds."""
         self.settle()
         self.is_alive, self.stopped_s = False, self._clock.now_s
-        for event in (self._ends, self._beat):
+        if self.engine.below is not None:
+            self.engine.below.close()
+            self._holders.gone(self.worker_id)
+        for event in (self._ends, self._beat, self._patience):
             if event is not None:
                 event.cancel()
         self._stride = self._ends = self._beat = None
         self._inbox.clear()
         self.peers.clear()
+
+
+def _nothing() -> None:
+    """Only to be looked at."""
