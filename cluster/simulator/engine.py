@@ -28,8 +28,6 @@ from kvrelay.router.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
 
-_ENOUGH = 16  # alike steps after which a moving average has forgotten what was before
-
 
 @dataclass(slots=True)
 class Stride:
@@ -171,8 +169,7 @@ class VirtualEngine:
             size = len(self.scheduler.running)
             self.output_tokens += size * count
             leap(self.scheduler, count, WORD_TOKEN)
-            for _ in range(min(count, _ENOUGH)):
-                self._note(size, size, size, stride.seconds(count) / count)
+            self._note(size, size, size, stride.seconds(count) / count, count)
             return
         self.scheduler.copied()
         self.scheduler.advance(*stride.plan.work)
@@ -201,9 +198,9 @@ class VirtualEngine:
             if seq.plain_until:  # the end that it does not know of is looked at closely, too
                 seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
 
-    def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float) -> None:
+    def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
         self.speed.note_batch(num_sequences, num_tokens)
-        self.speed.observe(num_tokens, num_decode, seconds)
+        self.speed.observe(num_tokens, num_decode, seconds, num_steps)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
         if self.below is not None:
             self.below.tiers.tiers.prefill_tokens_per_s = self.speed.prefill_tokens_per_s

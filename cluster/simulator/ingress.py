@@ -21,6 +21,7 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import AttemptFailed
 from kvrelay.serve.refusals import outcome_of
 from kvrelay.serve.retries import Retries
+from kvrelay.serve.stats import ServeStats
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
 
 
@@ -108,6 +109,8 @@ class Life:
             self._num_emitted = max(self._num_emitted, 1)
             if math.isnan(job.first_s):
                 job.first_s, job.cached_tokens = now_s, output.cached_tokens or 0
+                self._ingress.stats.ttft_s.observe(job.ttft_s)
+                self._ingress.stats.cached_prefix_tokens += job.cached_tokens
                 job.tier_tokens = attempt.tier_tokens
         if output.finish_reason is not None:
             attempt.holders.pop(worker_id, None)
@@ -123,7 +126,7 @@ class Life:
 
     def _consider(self, failure: AttemptFailed) -> None:
         try:
-            self._ingress.num_retries += self._retries.failed(failure)
+            self._ingress.stats.retries += self._retries.failed(failure)
         except KvrelayError as error:
             self.job.retry_after_s = failure.retry_after_s
             self._end(outcome_of(error))
@@ -181,8 +184,7 @@ class Ingress:
         self.workers: dict[str, Worker] = {}
         self.attempts: dict[str, Attempt] = {}
         self.lives: dict[Life, None] = {}
-        self.num_retries = 0
-        self.route_s: list[float] = []
+        self.stats = ServeStats()
 
     def _new_router(self) -> Router:
         settings = self.settings
@@ -257,8 +259,11 @@ class Ingress:
     def arrive(self, job: Job) -> None:
         if len(self.lives) >= self.settings.router.max_inflight:
             job.outcome = "overloaded"
+            self.stats.outcomes["overloaded"] += 1
             self._ended(job)
             return
+        self.stats.running += 1
+        self.stats.prompt_tokens += job.num_tokens
         life = Life(job, self)
         self.lives[life] = None
         life.begin()
@@ -280,6 +285,7 @@ class Ingress:
         self.router.on_end(attempt.id)
         if attempt.flow is not None:
             attempt.flow.cancel()
+            attempt.flow = None
         for holder in attempt.holders.values():
             self.send(holder.abort, attempt.id)
 
@@ -298,6 +304,13 @@ class Ingress:
         target.arrived(attempt)
 
     def over(self, life: Life) -> None:
+        job, stats = life.job, self.stats
+        stats.running -= 1
+        stats.outcomes["stop" if job.outcome == "done" else job.outcome] += 1
+        if job.outcome == "done":
+            stats.output_tokens += job.output_tokens
+            if job.output_tokens > 1:
+                stats.tpot_s.observe(job.tpot_s)
         del self.lives[life]
         self._ended(life.job)
 

@@ -38,6 +38,14 @@ class FaultRate(_Section):
     down_s: float = Field(60.0, gt=0, allow_inf_nan=False)
 
 
+class Scaling(_Section):
+    """From then on there are to be so many workers; none: as before."""
+
+    at_s: float = Field(ge=0, allow_inf_nan=False)
+    prefill: int | None = Field(None, ge=0)
+    decode: int | None = Field(None, ge=1)
+
+
 class Scenario(_Section):
     """One cluster and what happens to it."""
 
@@ -57,12 +65,14 @@ class Scenario(_Section):
     noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of each step's own factor")
     detect_s: float = Field(1.0, ge=0, description="after which a crashed worker is known to be gone")
     freeze_limit_s: float = Field(10.0, gt=0, description="after which a worker that says nothing is taken for gone")
-    start_s: float = Field(60.0, ge=0, description="a worker's start: until it takes requests")
+    start_s: float = Field(60.0, ge=0, description="a further worker's start: until it takes requests")
     ttft_s: float = Field(5.0, gt=0, description="what counts as kept, whether or not it is promised")
     tpot_s: float = Field(0.1, gt=0)
     warm_up_s: float = Field(0.0, ge=0, description="requests that arrive before it count nowhere")
     faults: tuple[Fault, ...] = ()
     fault_rate: FaultRate | None = None
+    scale: tuple[Scaling, ...] = ()
+    drain_s: float = Field(120.0, ge=0, description="what a worker that is given up may take to finish")
     settings: dict[str, dict[str, Any]] = Field(
         {}, description="of the product, by section: router, slo, engine, cache..."
     )

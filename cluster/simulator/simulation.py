@@ -46,7 +46,7 @@ class Simulation:
         self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
         self._turns = itertools.cycle(self.ingresses)
         for number, (worker_id, role) in enumerate(scenario.worker_ids()):
-            self.start_worker(worker_id, role, f"n{number // profile.workers_per_node}")
+            self.start_worker(worker_id, role, self.node_of(number))
 
     def _ingress(self) -> Ingress:
         return Ingress(
@@ -54,12 +54,18 @@ class Simulation:
             bytes_per_token=self.profile.kv_bytes_per_token, max_tokens=self.scenario.max_tokens, ask=self._ask, ended=self._ended,
         )  # fmt: skip
 
-    def start_worker(self, worker_id: str, role: Role, node_id: str) -> Worker:
-        """It takes requests from now on."""
+    def node_of(self, number: int) -> str:
+        """The machine of the so-manieth worker."""
+        return f"n{number // self.profile.workers_per_node}"
+
+    def start_worker(self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None) -> Worker:
+        """It takes requests from now on; `paid_from_s`: it was begun then."""
         worker = Worker(
             worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
             settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network, seed=self.scenario.seed,
         )  # fmt: skip
+        if paid_from_s is not None:
+            worker.paid_from_s = paid_from_s
         self.workers.append(worker)
         for ingress in self.ingresses:
             ingress.worker_up(worker)
@@ -114,7 +120,7 @@ class Simulation:
             "tiers": self._tiers(),
             **self._cost(),
             "faults": dict(sorted(self.faults.happened.items())),
-            "retries": sum(ingress.num_retries for ingress in self.ingresses),
+            "retries": sum(ingress.stats.retries for ingress in self.ingresses),
             "events": self.clock.num_events,
         }
 
@@ -148,7 +154,7 @@ class Simulation:
         }
 
     def _cost(self) -> dict[str, float]:
-        hours = sum(map(self._alive_s, self.workers)) / 3600
+        hours = sum(min(one.stopped_s, self.ended_s) - one.paid_from_s for one in self.workers) / 3600
         per_kept = hours / self.tally.num_kept if self.tally.num_kept else math.inf
         return {
             "worker_hours": hours,

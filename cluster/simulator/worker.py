@@ -75,6 +75,7 @@ class Worker:
         self._patience: Event | None = None
         self.peers: dict[Peer, None] = {}
         self.started_s, self.stopped_s = clock.now_s, math.inf
+        self.paid_from_s = clock.now_s
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
         self.slowness = 1.0  # on its steps' times
         self.num_freezes = 0
@@ -149,7 +150,10 @@ class Worker:
     def _add(self, attempt: Attempt, is_local: bool) -> None:
         if self._is_wanted(attempt):
             self.engine.scheduler.add(
-                attempt.request, self._clock.now_s, hold=attempt.flow is not None, output_limit=None if is_local else 1
+                attempt.request,
+                self._clock.now_s,
+                hold=attempt.decision.path == "disaggregated",
+                output_limit=None if is_local else 1,
             )
 
     def _add_reservation(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
@@ -312,9 +316,19 @@ class Worker:
         self._load, self._reported_s = load, self._clock.now_s
         return load
 
+    @property
+    def last_load(self) -> LoadReport:
+        """What it has told of itself last."""
+        return self._load or self.load()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds nothing for anybody."""
+        return not self.attempts and not self.engine.scheduler.sequences and not self._inbox
+
     def _heartbeat(self) -> None:
         if not self.is_frozen:
-            load = self._load or self.load()
+            load = self.last_load
             for peer in self.peers:
                 self._clock.after(self._delays.hop_s, peer.hear_load, self, load)
             if self.engine.below is not None and self._stride is None:
