@@ -1,5 +1,7 @@
 """One simulation: builds the cluster of a scenario, lets the load come, and sums up."""
 
+import contextlib
+import gc
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -18,6 +20,17 @@ from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.serve.slo import slo_of
 from kvrelay.types import Role
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Python looks for cycles of garbage less often meanwhile: there are next to none, and many objects to look at."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Simulation:
@@ -101,10 +114,14 @@ class Simulation:
         return [worker for worker in self.workers if worker.is_alive]
 
     def run(self) -> "Simulation":
+        with rare_collections():
+            self._run()
+        return self
+
+    def _run(self) -> None:
         self.faults.start()
         self.clock.at(1e-9, self._next)
         self.clock.run()
-        return self
 
     # ---- what came of it
 
