@@ -6,6 +6,7 @@ of steps that only decode is taken at once (`engine/leap.py`). Left out: specula
 
 import math
 from dataclasses import dataclass, field
+from typing import cast
 
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
@@ -189,12 +190,16 @@ class VirtualEngine:
     def _sample(self, plan: StepPlan, told: Told) -> None:
         """Who reached its end gets a token: the last of an output that is over with it."""
         seqs = [item.seq for item in plan.work if item.samples]
-        tokens = [END_TOKEN if seq.num_output + 1 >= target(seq) else WORD_TOKEN for seq in seqs]
+        fresh = [seq for seq in seqs if not seq.plain_until]
+        tokens = [
+            WORD_TOKEN if len(seq.token_ids) < seq.plain_until or seq.num_output + 1 < target(seq) else END_TOKEN
+            for seq in seqs
+        ]
         outputs: list[TokenOutput] = []
         self._appender.append_all(seqs, tokens, [None] * len(seqs), outputs)
         self.output_tokens += len(seqs)
         told.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
-        for seq in seqs:
+        for seq in fresh:
             if seq.plain_until:  # the end that it does not know of is looked at closely, too
                 seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
 
@@ -235,8 +240,7 @@ class VirtualEngine:
 
 def target(seq: Sequence) -> int:
     """Tokens of output after which the model ends it."""
-    assert isinstance(seq.request, Ending)
-    return seq.request.output_tokens
+    return cast(Ending, seq.request).output_tokens
 
 
 def work_of(plan: StepPlan) -> StepWork:
