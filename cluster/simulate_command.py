@@ -22,6 +22,8 @@ from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError
 
+FILE_WIDTH = 120  # of the table, where it is not printed on a terminal
+
 
 def command(
     load: Annotated[str, typer.Argument(help="a trace file, or a load that is made up: see kvrelay trace")],
@@ -58,7 +60,7 @@ def command(
         for each in rate or [None]:  # type: ignore[list-item]
             entries = make_workload(load, rate_per_s=each, limit=limit, seed=base.seed)
             found.append(_run(with_policy(base, name), workers, entries, name, each))
-    show(Console(), found)
+    show(Console(width=None if sys.stdout.isatty() else FILE_WIDTH), found)
     if json_file is not None:
         json_file.write_text(json.dumps([summary for _, summary in found], indent=1) + "\n")
     if plot is not None:

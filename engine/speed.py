@@ -20,14 +20,15 @@ class Speed:
         """Of a prompt: as measured, or, on a worker that has computed none, at least what its decode steps reach."""
         return self.prefill_tokens_per_s or self.decode_tokens_per_s
 
-    def observe(self, num_tokens: int, num_decode: int, seconds: float) -> None:
-        self.step_s = _blend(self.step_s, seconds)
+    def observe(self, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
+        """So many steps in a row were like this one."""
+        self.step_s = _blend(self.step_s, seconds, num_steps)
         if num_tokens == num_decode:
-            self.decode_step_s = _blend(self.decode_step_s, seconds)
+            self.decode_step_s = _blend(self.decode_step_s, seconds, num_steps)
             if seconds > 0:
-                self.decode_tokens_per_s = max(0.95 * self.decode_tokens_per_s, num_decode / seconds)
+                self.decode_tokens_per_s = max(0.95**num_steps * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds)
+            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds, num_steps)
 
     def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
         """A step that brought several tokens of a sequence counts as so many."""
@@ -40,5 +41,7 @@ class Speed:
         self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
 
 
-def _blend(old: float, new: float) -> float:
-    return new if old == 0.0 else 0.8 * old + 0.2 * new
+def _blend(old: float, new: float, count: int = 1) -> float:
+    """The average after `count` times `new`."""
+    keep = 0.8**count
+    return new if old == 0.0 else keep * old + (1 - keep) * new

@@ -12,6 +12,8 @@ from kvrelay.wire import TokenOutput
 class Owner(Protocol):
     """Whose attempt it is. Calls come when the message has arrived; those of an attempt that is over are ignored."""
 
+    @property
+    def peer(self) -> object: ...  # the ingress
     def reserved(self, attempt: "Attempt", held_tokens: int) -> None: ...
     def output(self, attempt: "Attempt", worker_id: str, output: TokenOutput) -> None: ...
     def failed(self, attempt: "Attempt", worker_id: str, code: str) -> None: ...
@@ -30,7 +32,7 @@ class Attempt:
 
     __slots__ = (
         "_bytes_per_token", "_late_bytes", "decision", "fed_tokens", "flow", "has_first_token", "held_tokens", "holders", "id",
-        "is_over", "num_emitted", "owner", "request", "wait",
+        "is_over", "num_emitted", "owner", "request", "tier_tokens", "wait",
     )  # fmt: skip
 
     def __init__(self, owner: Owner, request: Ending, decision: Decision, bytes_per_token: int) -> None:
@@ -40,6 +42,7 @@ class Attempt:
         self.wait: Event | None = None  # the end of its time in line for a reservation
         self.held_tokens = self.fed_tokens = 0  # at the decode worker already; of the prompt, given to the flow
         self.num_emitted = 0  # tokens of output that have left for the client, as far as was noted
+        self.tier_tokens = 0  # of the prompt, brought up from below the pool where it was computed
         self.has_first_token = self.is_over = False
         self._bytes_per_token, self._late_bytes = bytes_per_token, 0.0
 

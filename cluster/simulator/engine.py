@@ -1,19 +1,22 @@
 """One worker's engine without a model: production's scheduler, pool, appender and events; a step takes what its curve says.
 
 As engine/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. A stretch
-of steps that only decode is taken at once (`engine/leap.py`). Left out: speculation, groups, swapping, tiers below the pool.
+of steps that only decode is taken at once (`engine/leap.py`). Left out: speculation, groups, swapping.
 """
 
 import math
 from dataclasses import dataclass, field
+from typing import cast
 
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
+from kvrelay.cluster.simulator.tiers import Below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.engine.appending import Appender
 from kvrelay.engine.leap import leap, quiet_steps
 from kvrelay.engine.load_report import load_report
+from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.preemption import Way
 from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence
@@ -25,8 +28,6 @@ from kvrelay.kvcache.eviction import make_policy
 from kvrelay.router.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
 from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
-
-_ENOUGH = 16  # alike steps after which a moving average has forgotten what was before
 
 
 @dataclass(slots=True)
@@ -90,9 +91,15 @@ class VirtualEngine:
         )
         self._events, self.speed = EventLog(), Speed()
         self._load_seq = 0
+        self.below: Below | None = None
         self.num_steps = 0
         self.busy_s = 0.0
         self.output_tokens = 0
+
+    def attach(self, below: Below) -> None:
+        """Keep KV below the pool, too. Before the first request."""
+        self.below = below
+        self.scheduler.tiers = below.tiers
 
     # ---- requests
 
@@ -119,6 +126,8 @@ class VirtualEngine:
     def grants(self, now_s: float) -> list[Sequence]:
         """What is due before a step is planned: who has a reservation from now on."""
         self.pool.tick(now_s)
+        if self.below is not None:
+            self.below.tiers.tiers.poll()
         self.scheduler.turn_late_away(now_s)
         return self.scheduler.grant_reservations()
 
@@ -135,7 +144,16 @@ class VirtualEngine:
                 item.seq.num_chunks += 1
                 if item.seq.scheduled_s is None:
                     item.seq.scheduled_s = now_s
-        return Stride(now_s, plan, 1, factor * self.curve.step_s(work_of(plan)))
+        return Stride(now_s, plan, 1, max(factor * self.curve.step_s(work_of(plan)), self._loading_s(plan, now_s)))
+
+    def _loading_s(self, plan: StepPlan, now_s: float) -> float:
+        """How long this step has to wait for what comes up from below the pool: layer by layer, beside its computing."""
+        if self.below is None or not any(item.seq.load for item in plan.work):
+            return 0.0
+        for item in plan.work:
+            if item.seq.load is not None:
+                LowerTiers.settle(item.seq)
+        return self.below.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float) -> Stride:
         running = self.scheduler.running
@@ -152,8 +170,7 @@ class VirtualEngine:
             size = len(self.scheduler.running)
             self.output_tokens += size * count
             leap(self.scheduler, count, WORD_TOKEN)
-            for _ in range(min(count, _ENOUGH)):
-                self._note(size, size, size, stride.seconds(count) / count)
+            self._note(size, size, size, stride.seconds(count) / count, count)
             return
         self.scheduler.copied()
         self.scheduler.advance(*stride.plan.work)
@@ -173,19 +190,26 @@ class VirtualEngine:
     def _sample(self, plan: StepPlan, told: Told) -> None:
         """Who reached its end gets a token: the last of an output that is over with it."""
         seqs = [item.seq for item in plan.work if item.samples]
-        tokens = [END_TOKEN if seq.num_output + 1 >= target(seq) else WORD_TOKEN for seq in seqs]
+        fresh = [seq for seq in seqs if not seq.plain_until]
+        tokens = [
+            WORD_TOKEN if len(seq.token_ids) < seq.plain_until or seq.num_output + 1 < target(seq) else END_TOKEN
+            for seq in seqs
+        ]
         outputs: list[TokenOutput] = []
         self._appender.append_all(seqs, tokens, [None] * len(seqs), outputs)
         self.output_tokens += len(seqs)
         told.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
-        for seq in seqs:
+        for seq in fresh:
             if seq.plain_until:  # the end that it does not know of is looked at closely, too
                 seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
 
-    def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float) -> None:
+    def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
         self.speed.note_batch(num_sequences, num_tokens)
-        self.speed.observe(num_tokens, num_decode, seconds)
+        self.speed.observe(num_tokens, num_decode, seconds, num_steps)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
+        if self.below is not None:
+            self.below.tiers.tiers.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
+            self.below.tiers.end_step(self.pool)
 
     # ---- what others may know
 
@@ -194,10 +218,14 @@ class VirtualEngine:
         return self.scheduler.has_work
 
     def drain_events(self) -> KvEvents | None:
-        return self._events.drain(self.pool)
+        return self._events.drain(self.pool, self.below.tiers.tiers.drain_changes() if self.below is not None else ())
 
     def snapshot(self) -> KvSnapshot:
         return self._events.snapshot()
+
+    def next_deadline_s(self) -> float | None:
+        """When a request in line stops waiting for a store, if any does."""
+        return None if self.below is None else self.below.tiers.tiers.fetches.next_deadline_s()
 
     def load(self) -> LoadReport:
         self._load_seq += 1
@@ -206,12 +234,13 @@ class VirtualEngine:
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
         self.scheduler.check()
+        if self.below is not None:
+            self.below.tiers.tiers.check()
 
 
 def target(seq: Sequence) -> int:
     """Tokens of output after which the model ends it."""
-    assert isinstance(seq.request, Ending)
-    return seq.request.output_tokens
+    return cast(Ending, seq.request).output_tokens
 
 
 def work_of(plan: StepPlan) -> StepWork:

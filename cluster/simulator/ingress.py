@@ -21,19 +21,26 @@ from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import AttemptFailed
 from kvrelay.serve.refusals import outcome_of
 from kvrelay.serve.retries import Retries
-from kvrelay.wire import KvEvents, LoadReport, TokenOutput
+from kvrelay.serve.stats import ServeStats
+from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
 
 
 class Life:
     """One request from its arrival to its end."""
 
-    __slots__ = ("_attempt", "_ingress", "_num_emitted", "_retries", "is_first", "job")
+    __slots__ = ("_attempt", "_deadline", "_ingress", "_num_emitted", "_retries", "job")
 
     def __init__(self, job: Job, ingress: "Ingress") -> None:
         self.job, self._ingress = job, ingress
         self._retries = Retries(ingress.settings.router.retry_budget)
         self._attempt: Attempt | None = None
         self._num_emitted = 0
+        limit_s = ingress.settings.serve.request_timeout_s
+        self._deadline = ingress.clock.after(limit_s, self._end, "error")
+
+    @property
+    def peer(self) -> object:
+        return self._ingress
 
     def begin(self) -> None:
         """Route, and ask for a reservation or for the first token."""
@@ -102,6 +109,9 @@ class Life:
             self._num_emitted = max(self._num_emitted, 1)
             if math.isnan(job.first_s):
                 job.first_s, job.cached_tokens = now_s, output.cached_tokens or 0
+                self._ingress.stats.ttft_s.observe(job.ttft_s)
+                self._ingress.stats.cached_prefix_tokens += job.cached_tokens
+                job.tier_tokens = attempt.tier_tokens
         if output.finish_reason is not None:
             attempt.holders.pop(worker_id, None)
             job.end_s = now_s
@@ -116,13 +126,17 @@ class Life:
 
     def _consider(self, failure: AttemptFailed) -> None:
         try:
-            self._ingress.num_retries += self._retries.failed(failure)
+            self._ingress.stats.retries += self._retries.failed(failure)
         except KvrelayError as error:
             self.job.retry_after_s = failure.retry_after_s
             self._end(outcome_of(error))
             return
         pause_s, self._retries.pause_s = self._retries.pause_s, 0.0
-        self._ingress.clock.after(pause_s, self.begin)
+        self._ingress.clock.after(pause_s, self._begin_again)
+
+    def _begin_again(self) -> None:
+        if self in self._ingress.lives:  # its time is not up meanwhile
+            self.begin()
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
@@ -131,6 +145,7 @@ class Life:
 
     def _end(self, outcome: str) -> None:
         self._end_attempt()
+        self._deadline.cancel()
         self.job.outcome = outcome
         self._ingress.over(self)
 
@@ -169,8 +184,7 @@ class Ingress:
         self.workers: dict[str, Worker] = {}
         self.attempts: dict[str, Attempt] = {}
         self.lives: dict[Life, None] = {}
-        self.num_retries = 0
-        self.route_s: list[float] = []
+        self.stats = ServeStats()
 
     def _new_router(self) -> Router:
         settings = self.settings
@@ -181,7 +195,10 @@ class Ingress:
     # ---- workers
 
     def worker_up(self, worker: Worker) -> None:
-        """It is a member: connect, and subscribe to its news."""
+        """It is a member: connect, and subscribe to its news. An earlier one of this name is gone by that."""
+        known = self.workers.get(worker.worker_id)
+        if known is not None and known is not worker:
+            self.worker_gone(known)
         self.workers[worker.worker_id] = worker
         self.router.worker_up(worker.info)
         self._subscribe(worker)
@@ -190,22 +207,25 @@ class Ingress:
         self.clock.after(self._delays.hop_s, self._subscribed, worker)
 
     def _subscribed(self, worker: Worker) -> None:
-        if not worker.is_alive:
+        if not worker.is_alive or worker.is_draining:
             return
         snapshot, load = worker.subscribe(self)
         self.clock.after(self._delays.hop_s, self._hear_snapshot, worker, snapshot, load)
 
-    def _hear_snapshot(self, worker: Worker, snapshot: Any, load: LoadReport) -> None:
-        if self.workers.get(worker.worker_id) is worker:
+    def _hear_snapshot(self, worker: Worker, snapshot: KvSnapshot, load: LoadReport) -> None:
+        if self._is_member(worker):
             self.router.apply_snapshot(worker.worker_id, snapshot)
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
     def hear_events(self, worker: Worker, events: KvEvents) -> None:
-        if self.workers.get(worker.worker_id) is worker and not self.router.apply_events(worker.worker_id, events):
+        if self._is_member(worker) and not self.router.apply_events(worker.worker_id, events):
             self._subscribe(worker)
 
+    def _is_member(self, worker: Worker) -> bool:
+        return self.workers.get(worker.worker_id) is worker and not worker.is_draining
+
     def hear_load(self, worker: Worker, load: LoadReport) -> None:
-        if self.workers.get(worker.worker_id) is worker:
+        if self._is_member(worker):
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
     def worker_gone(self, worker: Worker) -> None:
@@ -218,6 +238,17 @@ class Ingress:
                 attempt.failed(worker.worker_id, "lost")
         del self.workers[worker.worker_id]
 
+    def retire(self, worker: Worker) -> None:
+        """It is no member any more: nothing new goes there, and what is there goes on."""
+        if self.workers.get(worker.worker_id) is worker:
+            self.router.worker_down(worker.worker_id)
+
+    def stop_flows(self, worker: Worker) -> None:
+        """Nothing goes out of it, or comes in."""
+        for attempt in self.attempts.values():
+            if attempt.flow is not None and worker.worker_id in (attempt.decision.prefill, attempt.decision.decode):
+                attempt.flow.cancel()
+
     def num_emitted(self, attempt: Attempt) -> int:
         """Of an attempt's output, what the client has."""
         worker = self.workers.get(attempt.decision.decode or "")
@@ -228,8 +259,11 @@ class Ingress:
     def arrive(self, job: Job) -> None:
         if len(self.lives) >= self.settings.router.max_inflight:
             job.outcome = "overloaded"
+            self.stats.outcomes["overloaded"] += 1
             self._ended(job)
             return
+        self.stats.running += 1
+        self.stats.prompt_tokens += job.num_tokens
         life = Life(job, self)
         self.lives[life] = None
         life.begin()
@@ -251,6 +285,7 @@ class Ingress:
         self.router.on_end(attempt.id)
         if attempt.flow is not None:
             attempt.flow.cancel()
+            attempt.flow = None
         for holder in attempt.holders.values():
             self.send(holder.abort, attempt.id)
 
@@ -269,6 +304,13 @@ class Ingress:
         target.arrived(attempt)
 
     def over(self, life: Life) -> None:
+        job, stats = life.job, self.stats
+        stats.running -= 1
+        stats.outcomes["stop" if job.outcome == "done" else job.outcome] += 1
+        if job.outcome == "done":
+            stats.output_tokens += job.output_tokens
+            if job.output_tokens > 1:
+                stats.tpot_s.observe(job.tpot_s)
         del self.lives[life]
         self._ended(life.job)
 
@@ -281,5 +323,6 @@ class Ingress:
         self.router = self._new_router()
         for worker in self.workers.values():
             worker.peers.pop(self, None)
-            self.router.worker_up(worker.info)
-            self._subscribe(worker)
+            if worker.is_alive and not worker.is_draining:
+                self.router.worker_up(worker.info)
+                self._subscribe(worker)

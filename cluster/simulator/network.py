@@ -52,6 +52,8 @@ class Flow:
 
     def pace(self, num_bytes: float, seconds: float) -> None:
         """So many more bytes will be ready in the course of so many seconds, with whatever still waits: spread over them."""
+        if self.is_over:
+            return
         self._settle()
         self._waiting_bytes += num_bytes
         self.pace_limit = self._waiting_bytes / seconds if seconds > 0 else math.inf
@@ -59,6 +61,8 @@ class Flow:
 
     def close(self, num_bytes: float) -> None:
         """These are the last, and all are ready; `done` is called when they have been moved."""
+        if self.is_over:
+            return
         self._settle()
         self._waiting_bytes += num_bytes
         self.pace_limit, self._is_closed = math.inf, True

@@ -15,9 +15,9 @@ _COLUMNS = (
 def show(console: Console, summaries: Sequence[tuple[str, dict[str, Any]]]) -> None:
     """One row for each named simulation."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     for name in _COLUMNS:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", overflow="fold")
     for name, summary in summaries:
         table.add_row(name, *_cells(summary))
     console.print(table)

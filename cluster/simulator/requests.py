@@ -1,7 +1,8 @@
 """Requests as the simulator knows them: lengths, names of blocks, and what became of them. Pure."""
 
+import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
@@ -31,7 +32,9 @@ class Job:
     arrival_s: float
     num_tokens: int
     output_tokens: int
-    names: tuple[bytes, ...]  # of the prompt's full blocks
+    names: tuple[
+        bytes, ...
+    ]  # of full blocks: the prompt's, and those of its output that a later prompt is known to begin with
     session: str = ""
     tenant: str = ""
     outcome: str = "running"  # done, or why not: overloaded, slo, deadline, error
@@ -52,7 +55,7 @@ class Job:
         return (self.end_s - self.first_s) / (self.output_tokens - 1) if self.output_tokens > 1 else 0.0
 
     def chain(self, block_size: int) -> list[bytes]:
-        """Names of all full blocks that its prompt and whole output will fill. Output is nobody else's."""
+        """Names of all full blocks that its prompt and whole output will fill. Other output is nobody else's."""
         if not self._chain:
             total = (self.num_tokens + self.output_tokens) // block_size
             first = _OUTPUT_NAME | self.index << 32
@@ -68,15 +71,37 @@ class Job:
         )  # fmt: skip
 
 
+def continued(entries: Sequence[TraceEntry]) -> dict[int, tuple[int, ...]]:
+    """By index: hash ids of the blocks that an entry's output ends in, where the next prompt of its session goes on from it."""
+    last: dict[str, int] = {}
+    spoken: dict[int, tuple[int, ...]] = {}
+    for index, entry in enumerate(entries):
+        if not entry.session:
+            continue
+        before = last.get(entry.session)
+        last[entry.session] = index
+        if before is None:
+            continue
+        earlier, size = entries[before], entry.block_tokens
+        first, end = earlier.input_tokens // size, (earlier.input_tokens + earlier.output_tokens) // size
+        goes_on = entry.input_tokens >= earlier.input_tokens + earlier.output_tokens and len(entry.hash_ids) >= end
+        if goes_on and entry.hash_ids[:first] == earlier.hash_ids[:first]:
+            spoken[before] = entry.hash_ids[first:end]
+    return spoken
+
+
 def _name(number: int) -> bytes:
-    return number.to_bytes(HASH_BYTES, "little")
+    """Looks like a hash: what is placed by a block's name is spread."""
+    return hashlib.blake2b(number.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
 def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:
     """The load, one job for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated so.
 
-    Hash ids must name prefixes, as Mooncake's do: one id always follows the same other one.
+    Hash ids must name prefixes, as Mooncake's do: one id always follows the same other one. Of a sequence of entries (not an
+    iterator) the sessions tell what outputs say: see `continued`.
     """
+    spoken = continued(entries) if isinstance(entries, Sequence) else {}
     known: dict[int, bytes] = {}
     parents: dict[int, int] = {}
     last_s, tenants = 0.0, lru_cache(1024)(tenant_of)
@@ -88,6 +113,7 @@ def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:
         last_s = entry.arrival_s
         num_tokens, output_tokens = max(1, entry.input_tokens), max(1, entry.output_tokens)
         names = _names(index, entry, num_tokens // block_size, known, parents)
+        names += tuple(known.setdefault(hash_id, _name(hash_id)) for hash_id in spoken.get(index, ()))
         yield Job(
             index,
             entry.arrival_s,

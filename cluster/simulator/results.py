@@ -60,8 +60,7 @@ class Tally:
     def summary(self) -> dict[str, Any]:
         """Times in seconds; goodput: requests within both SLOs per second of arrivals."""
         count = len(self.arrival_s)
-        span_s = max(self.arrival_s, default=0.0) - min(self.from_s, min(self.arrival_s, default=0.0)) if count else 0.0
-        span_s = max(span_s - 0.0, 1e-9)
+        span_s = max(max(self.arrival_s, default=0.0) - self.from_s, 1e-9)
         prompt = max(self.prompt_tokens, 1)
         return {
             "requests": count,

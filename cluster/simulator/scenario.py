@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.cluster.simulator.worker import Delays
+from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings, in_one_line, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role
@@ -37,12 +38,24 @@ class FaultRate(_Section):
     down_s: float = Field(60.0, gt=0, allow_inf_nan=False)
 
 
+class Scaling(_Section):
+    """From then on there are to be so many workers; none: as before."""
+
+    at_s: float = Field(ge=0, allow_inf_nan=False)
+    prefill: int | None = Field(None, ge=0)
+    decode: int | None = Field(None, ge=1)
+
+
 class Scenario(_Section):
     """One cluster and what happens to it."""
 
     prefill: int = Field(1, ge=0)
     decode: int = Field(1, ge=1)
     ingress: int = Field(1, ge=1)
+    prefill_pool_tokens: int | None = Field(
+        None, ge=1, description="of a prefill worker's pool, instead of the profile's"
+    )
+    decode_pool_tokens: int | None = Field(None, ge=1, description="of a decode worker's pool, the like")
     seed: int = 0
     max_tokens: int = Field(
         4096, ge=1, description="of output, that every client allows; the cluster knows no more of it"
@@ -52,12 +65,14 @@ class Scenario(_Section):
     noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of each step's own factor")
     detect_s: float = Field(1.0, ge=0, description="after which a crashed worker is known to be gone")
     freeze_limit_s: float = Field(10.0, gt=0, description="after which a worker that says nothing is taken for gone")
-    start_s: float = Field(60.0, ge=0, description="a worker's start: until it takes requests")
+    start_s: float = Field(60.0, ge=0, description="a further worker's start: until it takes requests")
     ttft_s: float = Field(5.0, gt=0, description="what counts as kept, whether or not it is promised")
     tpot_s: float = Field(0.1, gt=0)
     warm_up_s: float = Field(0.0, ge=0, description="requests that arrive before it count nowhere")
     faults: tuple[Fault, ...] = ()
     fault_rate: FaultRate | None = None
+    scale: tuple[Scaling, ...] = ()
+    drain_s: float = Field(120.0, ge=0, description="what a worker that is given up may take to finish")
     settings: dict[str, dict[str, Any]] = Field(
         {}, description="of the product, by section: router, slo, engine, cache..."
     )
@@ -85,6 +100,13 @@ class Scenario(_Section):
                 "cluster": {**self.settings.get("cluster", {}), "prefill": self.prefill, "decode": self.decode},
             }
         )
+
+    def profile_of(self, role: Role, profile: SimulatorProfile) -> SimulatorProfile:
+        """The profile with this role's pool."""
+        tokens = self.prefill_pool_tokens if role is Role.PREFILL else self.decode_pool_tokens
+        if tokens is None:
+            return profile
+        return profile.model_copy(update={"num_blocks": max(1, tokens // profile.block_size)})
 
     def delays(self, settings: Settings) -> Delays:
         return Delays(self.hop_s, self.report_s, self.noise, settings.router.reserve_timeout_s)

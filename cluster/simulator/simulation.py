@@ -1,5 +1,7 @@
 """One simulation: builds the cluster of a scenario, lets the load come, and sums up."""
 
+import contextlib
+import gc
 import itertools
 import math
 from collections.abc import Iterable, Iterator
@@ -7,16 +9,29 @@ from typing import Any
 
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.course import Course
+from kvrelay.cluster.simulator.faults import Faults
 from kvrelay.cluster.simulator.ingress import Ingress
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job, jobs_of
 from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario
+from kvrelay.cluster.simulator.tiers import Holders
 from kvrelay.cluster.simulator.worker import Worker
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.serve.slo import slo_of
 from kvrelay.types import Role
+
+
+@contextlib.contextmanager
+def rare_collections() -> Iterator[None]:
+    """Python looks for cycles of garbage less often meanwhile: there are next to none, and many objects to look at."""
+    before = gc.get_threshold()
+    gc.set_threshold(200_000, 50, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 class Simulation:
@@ -34,6 +49,7 @@ class Simulation:
             self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
             local_bytes_per_s=profile.local_bytes_per_s,
         )  # fmt: skip
+        self.holders = Holders()
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[Worker] = []  # those that are gone, too
         self._course = Course(self.clock, self.workers, lambda: self.num_open)
@@ -41,10 +57,11 @@ class Simulation:
         self.num_open = 0
         self.is_all_arrived = False
         self.ended_s = 0.0
+        self.faults = Faults(self)
         self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
         self._turns = itertools.cycle(self.ingresses)
         for number, (worker_id, role) in enumerate(scenario.worker_ids()):
-            self.start_worker(worker_id, role, f"n{number // profile.workers_per_node}")
+            self.start_worker(worker_id, role, self.node_of(number))
 
     def _ingress(self) -> Ingress:
         return Ingress(
@@ -52,12 +69,18 @@ class Simulation:
             bytes_per_token=self.profile.kv_bytes_per_token, max_tokens=self.scenario.max_tokens, ask=self._ask, ended=self._ended,
         )  # fmt: skip
 
-    def start_worker(self, worker_id: str, role: Role, node_id: str) -> Worker:
-        """It takes requests from now on."""
+    def node_of(self, number: int) -> str:
+        """The machine of the so-manieth worker."""
+        return f"n{number // self.profile.workers_per_node}"
+
+    def start_worker(self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None) -> Worker:
+        """It takes requests from now on; `paid_from_s`: it was begun then."""
         worker = Worker(
-            worker_id, role, node_id, epoch=len(self.workers), profile=self.profile, settings=self.settings, clock=self.clock,
-            delays=self.delays, seed=self.scenario.seed,
+            worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
+            settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network, seed=self.scenario.seed,
         )  # fmt: skip
+        if paid_from_s is not None:
+            worker.paid_from_s = paid_from_s
         self.workers.append(worker)
         for ingress in self.ingresses:
             ingress.worker_up(worker)
@@ -89,11 +112,19 @@ class Simulation:
             self.ended_s = self.clock.now_s
             self.clock.stop()
 
+    def live_workers(self) -> list[Worker]:
+        return [worker for worker in self.workers if worker.is_alive]
+
     def run(self) -> "Simulation":
+        with rare_collections():
+            self._run()
+        return self
+
+    def _run(self) -> None:
+        self.faults.start()
         self.clock.at(1e-9, self._next)
         self._course.begin()
         self.clock.run()
-        return self
 
     # ---- what came of it
 
@@ -106,14 +137,28 @@ class Simulation:
             "ended_s": self.ended_s,
             "workers": {role.value: self._of_role(role) for role in Role},
             "moved_bytes": self.network.moved_bytes,
+            "tiers": self._tiers(),
             **self._cost(),
-            "retries": sum(ingress.num_retries for ingress in self.ingresses),
+            "faults": dict(sorted(self.faults.happened.items())),
+            "retries": sum(ingress.stats.retries for ingress in self.ingresses),
             "events": self.clock.num_events,
         }
 
     def details(self) -> dict[str, Any]:
         """What pictures are made of: percentiles of TTFT and TPOT, and the course."""
         return {**self.tally.percentiles(), "course": self._course.data()}
+
+    def _tiers(self) -> dict[str, int]:
+        """Blocks brought up to pools from host tiers, and into those from elsewhere; none without such tiers."""
+        below = [worker.engine.below for worker in self.workers if worker.engine.below is not None]
+        if not below:
+            return {}
+        return {
+            "loaded_blocks": sum(one.tiers.tiers.sums.loaded for one in below),
+            "saved_blocks": sum(one.tiers.tiers.sums.saved for one in below),
+            "fetched_blocks": sum(one.store.num_loaded for one in below if one.store is not None),
+            "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
+        }
 
     def _alive_s(self, worker: Worker) -> float:
         return max(0.0, min(worker.stopped_s, self.ended_s) - worker.started_s)
@@ -133,7 +178,7 @@ class Simulation:
         }
 
     def _cost(self) -> dict[str, float]:
-        hours = sum(map(self._alive_s, self.workers)) / 3600
+        hours = sum(min(one.stopped_s, self.ended_s) - one.paid_from_s for one in self.workers) / 3600
         per_kept = hours / self.tally.num_kept if self.tally.num_kept else math.inf
         return {
             "worker_hours": hours,

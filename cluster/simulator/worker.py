@@ -15,6 +15,8 @@ import msgspec
 from kvrelay.cluster.simulator.attempt import Attempt
 from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.tiers import Holders, make_below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.engine.sequence import Sequence
@@ -56,15 +58,27 @@ class Worker:
         settings: Settings,
         clock: Clock,
         delays: Delays,
+        holders: Holders,
+        network: Network,
         seed: int,
     ) -> None:
         self.worker_id, self.role, self.node_id, self.profile = worker_id, role, node_id, profile
         self._clock, self._delays = clock, delays
         self.engine = VirtualEngine(profile, settings, role, clock)
+        self._holders = holders
+        below = make_below(
+            self.engine.pool, profile, settings, holders, network, clock, worker_id=worker_id, node_id=node_id,
+            wake=lambda: self.post(_nothing), hop_s=delays.hop_s,
+        )  # fmt: skip
+        if below is not None:
+            self.engine.attach(below)
+        self._patience: Event | None = None
         self.peers: dict[Peer, None] = {}
         self.started_s, self.stopped_s = clock.now_s, math.inf
+        self.paid_from_s = clock.now_s
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
         self.slowness = 1.0  # on its steps' times
+        self.num_freezes = 0
         self.moved_bytes = self.read_s = 0.0
         self.attempts: dict[str, Attempt] = {}  # that it has answered nothing final to
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
@@ -101,6 +115,8 @@ class Worker:
 
     def _cut_short(self, stride: Stride) -> None:
         """Of several steps, only the one that is being computed is still waited for."""
+        if self.is_frozen:
+            return
         count = stride.steps_until(self._clock.now_s)
         if count < stride.count and self._ends is not None:
             self._ends.cancel()
@@ -134,7 +150,10 @@ class Worker:
     def _add(self, attempt: Attempt, is_local: bool) -> None:
         if self._is_wanted(attempt):
             self.engine.scheduler.add(
-                attempt.request, self._clock.now_s, hold=attempt.flow is not None, output_limit=None if is_local else 1
+                attempt.request,
+                self._clock.now_s,
+                hold=attempt.decision.path == "disaggregated",
+                output_limit=None if is_local else 1,
             )
 
     def _add_reservation(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
@@ -189,7 +208,7 @@ class Worker:
     def _turn(self) -> None:
         """Between two steps."""
         self._wakes = False
-        if not self.is_alive or self.is_frozen:
+        if not self.is_alive or self.is_frozen or self._stride is not None:
             return
         inbox, self._inbox = self._inbox, []
         for call, args in inbox:
@@ -205,10 +224,18 @@ class Worker:
         self._tell_all(told)
         if stride is None:
             self._publish(is_idle=True)
+            self._be_patient()
             return
         self._ends = self._clock.at(now_s + stride.seconds(stride.count), self._step_ended)
         if stride.plan is not None and self.role is Role.PREFILL:
             self._feed(stride)
+
+    def _be_patient(self) -> None:
+        """With nothing to do, look again when somebody in line has waited for a store for long enough."""
+        until_s = self.engine.next_deadline_s()
+        if self._patience is not None:
+            self._patience.cancel()
+        self._patience = None if until_s is None else self._clock.at(until_s, self.post, _nothing)
 
     def _step_ended(self) -> None:
         stride, told = self._stride, Told()
@@ -259,6 +286,9 @@ class Worker:
         attempt = self.attempts.get(output.request_id)
         if attempt is None:
             return
+        if output.timings is not None and self.engine.below is not None:
+            seq = self.engine.scheduler.sequences.get(output.request_id)
+            attempt.tier_tokens = seq.num_loaded_blocks * seq.block_size if seq is not None else 0
         if output.finish_reason is not None:
             self._forget(output.request_id)
         elif self.role is Role.PREFILL:
@@ -286,17 +316,57 @@ class Worker:
         self._load, self._reported_s = load, self._clock.now_s
         return load
 
+    @property
+    def last_load(self) -> LoadReport:
+        """What it has told of itself last."""
+        return self._load or self.load()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it holds nothing for anybody."""
+        return not self.attempts and not self.engine.scheduler.sequences and not self._inbox
+
     def _heartbeat(self) -> None:
         if not self.is_frozen:
-            load = self._load or self.load()
+            load = self.last_load
             for peer in self.peers:
                 self._clock.after(self._delays.hop_s, peer.hear_load, self, load)
+            if self.engine.below is not None and self._stride is None:
+                self.post(_nothing)  # what has been put away meanwhile is noted
         self._beat = self._clock.after(HEARTBEAT_S, self._heartbeat)
 
     def subscribe(self, peer: Peer) -> tuple[KvSnapshot, LoadReport]:
         """From now on this ingress hears all news; first what there is."""
         self.peers[peer] = None
         return self.engine.snapshot(), self.load()
+
+    # ---- faults
+
+    def recover_speed(self) -> None:
+        """Its steps take what they took, from the next one on."""
+        self.slowness = 1.0
+
+    def freeze(self) -> None:
+        """It does nothing and says nothing; what it is told, and what its links carry, waits for it."""
+        self.settle()
+        self.is_frozen, self.num_freezes = True, self.num_freezes + 1
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+
+    def thaw(self) -> None:
+        """It goes on with the step that it was at, from that step's beginning."""
+        self.is_frozen = False
+        if self._stride is None:
+            self._wake()
+            return
+        self._stride.began_s = self._clock.now_s
+        self._ends = self._clock.after(self._stride.seconds(self._stride.count), self._step_ended)
+
+    def drop_all(self, peer: object) -> None:
+        """The connection to this ingress was lost: what it had asked for is let go of."""
+        for attempt in [one for one in self.attempts.values() if one.owner.peer is peer]:
+            self.abort(attempt.id)
 
     # ---- its end
 
@@ -322,9 +392,16 @@ class Worker:
         """It is gone at once, with everything that it holds."""
         self.settle()
         self.is_alive, self.stopped_s = False, self._clock.now_s
-        for event in (self._ends, self._beat):
+        if self.engine.below is not None:
+            self.engine.below.close()
+            self._holders.gone(self.worker_id)
+        for event in (self._ends, self._beat, self._patience):
             if event is not None:
                 event.cancel()
         self._stride = self._ends = self._beat = None
         self._inbox.clear()
         self.peers.clear()
+
+
+def _nothing() -> None:
+    """Only to be looked at."""

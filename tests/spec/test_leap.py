@@ -108,3 +108,18 @@ def test_nothing_is_quiet_while_somebody_is_in_line_or_has_a_prompt_to_compute()
     assert quiet_steps(bench.sched) > 0
     bench.add("b", 3, 5)
     assert quiet_steps(bench.sched) == 0
+
+
+def test_one_step_more_than_are_quiet_would_be_wrong():
+    """The control of the above: beyond them, blocks would not be named, and outputs not end."""
+    one, other = Bench(), Bench()
+    for bench in (one, other):
+        bench.add("r", 5, 100)
+        bench.step()
+        bench.step()
+    quiet = quiet_steps(one.sched)
+    assert quiet > 0
+    leap(one.sched, quiet + 1, WORD)
+    for _ in range(quiet + 1):
+        other.step()
+    assert one.state() != other.state()

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from kvrelay.cluster.simulator.engine import Stride
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.errors import ConfigError
 from tests.spec.simulator_cases import (
+    BLOCK,
     DECODE,
     PREFILL,
     chats,
@@ -74,6 +76,18 @@ def test_a_prompt_that_was_there_before_is_neither_computed_nor_moved_again():
     assert twice.tally.cached_tokens == 96
     assert twice.tally.ttft_s[1] < twice.tally.ttft_s[0]
     assert twice.network.moved_bytes <= first.network.moved_bytes + 4 * 1000
+
+
+def test_a_conversation_goes_on_where_it_was_decoded_with_what_was_said_there():
+    """Of 200 tokens and 121 of output all but the last have KV: 20 blocks; the next prompt begins with them."""
+    first, ids = replace(entry(0.0, 200, 121, range(13)), session="s"), [*range(12), *range(50, 70)]
+    goes_on = replace(entry(10.0, 400, 4, ids[:25]), session="s")
+    another = replace(goes_on, session="t")
+    held = [
+        simulate([first, later], prefill=1, decode=1).workers[1].engine.scheduler.hit_tokens
+        for later in (goes_on, another)
+    ]
+    assert held == [20 * BLOCK, 12 * BLOCK]
 
 
 # ---- many

@@ -1,0 +1,108 @@
+"""What goes wrong in a simulation, when, and how the cluster hears of it.
+
+A crashed worker's connections end, and ingresses know after `detect_s`. A frozen one keeps them and says nothing, until they
+give it up after `freeze_limit_s`. Whoever comes back after a crash starts anew, with an empty cache and a new epoch.
+"""
+
+import random
+from typing import Protocol
+
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.ingress import Ingress
+from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.scenario import Fault, FaultRate, Scenario
+from kvrelay.cluster.simulator.worker import Worker
+from kvrelay.types import Role
+
+
+class Cluster(Protocol):
+    """The simulation, as far as faults act on it."""
+
+    scenario: Scenario
+    clock: Clock
+    network: Network
+    ingresses: list[Ingress]
+
+    def live_workers(self) -> list[Worker]: ...
+    def start_worker(self, worker_id: str, role: Role, node_id: str) -> Worker: ...
+
+
+class Faults:
+    """Makes the scenario's faults happen. `happened` counts them by kind."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.happened: dict[str, int] = {}
+
+    def start(self) -> None:
+        scenario, clock = self._cluster.scenario, self._cluster.clock
+        for fault in scenario.faults:
+            clock.at(fault.at_s, self._begin, fault)
+        if scenario.fault_rate is not None:
+            for worker_id, _ in scenario.worker_ids():
+                draw = random.Random(f"{scenario.seed}:faults:{worker_id}")
+                self._next_crash(worker_id, scenario.fault_rate, draw)
+
+    def _next_crash(self, worker_id: str, rate: FaultRate, draw: random.Random) -> None:
+        clock = self._cluster.clock
+        at_s = clock.now_s + draw.expovariate(1 / rate.every_s)
+        clock.at(at_s, self._begin, Fault(kind="crash", at_s=at_s, who=worker_id, for_s=rate.down_s))
+        clock.at(at_s + rate.down_s, self._next_crash, worker_id, rate, draw)
+
+    def _begin(self, fault: Fault) -> None:
+        if fault.kind == "ingress_restart":
+            self._cluster.ingresses[int(fault.who[1:])].restart()
+            self._count(fault)
+            return
+        worker = next((one for one in self._cluster.live_workers() if one.worker_id == fault.who), None)
+        if worker is None:
+            return  # it is down already
+        self._count(fault)
+        if fault.kind == "crash":
+            self._crash(worker, fault)
+        elif fault.kind == "freeze":
+            self._freeze(worker, fault)
+        elif fault.kind == "slow":
+            worker.slowness = 1 / fault.share
+            self._later(fault, worker.recover_speed)
+        else:
+            self._cluster.network.set_speed(worker.node_id, fault.share)
+            self._later(fault, self._cluster.network.set_speed, worker.node_id, 1.0)
+
+    def _count(self, fault: Fault) -> None:
+        self.happened[fault.kind] = self.happened.get(fault.kind, 0) + 1
+
+    def _later(self, fault: Fault, call: object, *args: object) -> None:
+        if fault.for_s is not None:
+            assert callable(call)
+            self._cluster.clock.after(fault.for_s, call, *args)
+
+    def _crash(self, worker: Worker, fault: Fault) -> None:
+        worker.stop()
+        for ingress in self._cluster.ingresses:
+            ingress.stop_flows(worker)
+            self._cluster.clock.after(self._cluster.scenario.detect_s, ingress.worker_gone, worker)
+        self._later(fault, self._cluster.start_worker, worker.worker_id, worker.role, worker.node_id)
+
+    def _freeze(self, worker: Worker, fault: Fault) -> None:
+        worker.freeze()
+        self._later(fault, self._thaw, worker)
+        self._cluster.clock.after(self._cluster.scenario.freeze_limit_s, self._give_up, worker, worker.num_freezes)
+
+    def _give_up(self, worker: Worker, freeze: int) -> None:
+        """It has been silent for too long."""
+        if worker.is_frozen and worker.num_freezes == freeze:
+            for ingress in self._cluster.ingresses:
+                ingress.stop_flows(worker)
+                ingress.worker_gone(worker)
+
+    def _thaw(self, worker: Worker) -> None:
+        """It goes on; for ingresses that had given it up it is as after a lost connection."""
+        if not worker.is_alive:
+            return
+        for ingress in self._cluster.ingresses:
+            if ingress.workers.get(worker.worker_id) is not worker:
+                worker.peers.pop(ingress, None)
+                worker.drop_all(ingress)
+                ingress.worker_up(worker)
+        worker.thaw()

@@ -1,0 +1,340 @@
+"""Tiers below a worker's pool, in virtual time: production's controller (kvcache/tiers.py) over threads and stores without bytes.
+
+What is moved takes what a worker's host memory and the network give: copies between pool and host tier go one after the other at
+the profile's speed; what comes from, or goes to, another machine is a flow that shares the links with all others. Whom a worker
+can ask is as in the cluster's own store (cluster/remote_store.py): other workers' host tiers, and the store's nodes, one on each
+machine. Left out: local disk, Redis and object stores, replicas that are repaired.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.simulator.network import Flow, Network
+from kvrelay.cluster.simulator_profile import SimulatorProfile
+from kvrelay.config import Settings
+from kvrelay.engine.lower_tiers import LowerTiers
+from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.changes import CacheChange
+from kvrelay.kvcache.eviction import make_policy
+from kvrelay.kvcache.jobs import Job, JobQueue, Urgency, run
+from kvrelay.kvcache.placement import StoreAddress, places
+from kvrelay.kvcache.sketch import FrequencySketch
+from kvrelay.kvcache.store import BlockMeta, StoreStats
+from kvrelay.kvcache.tier_index import TierIndex
+from kvrelay.kvcache.tiers import TierRules, Tiers
+from kvrelay.types import BlockHash
+
+NOTHING = memoryview(b"")
+LEAST_UNDER_WAY = 4  # blocks: traces' blocks are large
+
+
+class Slab:
+    """A host tier's memory, of so many slots; every block is as it was put there."""
+
+    num_layers = 1
+
+    def __init__(self, num_slots: int, block_bytes: int) -> None:
+        self.num_slots, self.block_bytes = num_slots, block_bytes
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
+        return [0] * len(slots)
+
+    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+        """Its time is the copying threads' to tell."""
+
+    def checksums(self, slots: Sequence[int]) -> list[int]:
+        return [0] * len(slots)
+
+    def checksum(self, slot: int) -> int:
+        return 0
+
+    def slot(self, slot: int) -> memoryview:
+        return NOTHING
+
+
+class JobTime:
+    """The tiers' clock: within a job, its beginning and then its end, so that it measures what it took."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._times: list[float] = []
+
+    def now_s(self) -> float:
+        return self._times.pop() if self._times else self._clock.now_s
+
+    def run(self, job: Job, began_s: float) -> object:
+        self._times = [began_s]
+        try:
+            return run(job)
+        finally:
+            self._times = []
+
+
+class _Threads:
+    """So many jobs at once. Subclasses say what one takes."""
+
+    def __init__(
+        self, clock: Clock, time: JobTime, num_threads: int, queue: JobQueue, wake: Callable[[], None]
+    ) -> None:
+        self.clock, self._time, self._free, self._queue, self._wake = clock, time, num_threads, queue, wake
+        self._finished: list[tuple[Job, object]] = []
+
+    def start(self) -> None:
+        """There is nothing to start."""
+
+    def close(self) -> None:
+        self._queue.drop_all()
+
+    def put(self, job: Job) -> bool:
+        if not self._queue.put(job):
+            return False
+        self._look()
+        return True
+
+    def finished(self) -> list[tuple[Job, object]]:
+        ended, self._finished = self._finished, []
+        return ended
+
+    @property
+    def is_idle(self) -> bool:
+        return not (len(self._queue) or self._queue.num_under_way or self._finished)
+
+    def _look(self) -> None:
+        while self._free and (job := self._queue.take()) is not None:
+            self._free -= 1
+            self.begin(job, self.clock.now_s)
+
+    def begin(self, job: Job, now_s: float) -> None:
+        raise NotImplementedError
+
+    def end(self, job: Job, began_s: float) -> None:
+        """It has been moved. Who only puts things away hears of it at the next step."""
+        self._queue.done(job)
+        self._free += 1
+        self._finished.append((job, self._time.run(job, began_s)))
+        if job.urgency is Urgency.FETCH:
+            self._wake()
+        self._look()
+
+
+class Copies(_Threads):
+    """Between pool and host tier, at so many bytes per second. A load goes at once: its step waits for it (`loaded_s`)."""
+
+    bytes_per_s = 1.0
+    loaded_s = 0.0  # when all loads so far are in place
+
+    def put(self, job: Job) -> bool:
+        if job.urgency is not Urgency.LOAD:
+            return super().put(job)
+        began_s = max(self.clock.now_s, self.loaded_s)
+        seconds = job.num_bytes / self.bytes_per_s
+        self.loaded_s = began_s + seconds
+        self._finished.append((job, self._time.run(job, self.clock.now_s - seconds)))
+        return True
+
+    def begin(self, job: Job, now_s: float) -> None:
+        self.clock.at(max(now_s, self.loaded_s) + job.num_bytes / self.bytes_per_s, self.end, job, now_s)
+
+
+class Transfers(_Threads):
+    """To and from stores: a job says what it would move (`SharedStore.asked`) and then moves it as flows."""
+
+    store: "SharedStore"
+    lookup_s = 0.0
+
+    def begin(self, job: Job, now_s: float) -> None:
+        store = self.store
+        store.asked = {}
+        run(job)
+        asked, store.asked = store.asked, None
+        if not asked:
+            self.clock.after(self.lookup_s, self.end, job, now_s)
+            return
+        pending = len(asked)
+
+        def arrived() -> None:
+            nonlocal pending
+            pending -= 1
+            if not pending:
+                self.end(job, now_s)
+
+        for (source, target), num_bytes in asked.items():
+            store.begin_flow(source, target, num_bytes, arrived)
+
+
+@dataclass(slots=True)
+class Holders:
+    """Who has which block below its pool: every worker that lends, and the store's nodes."""
+
+    workers: dict[BlockHash, dict[str, str]] = field(default_factory=dict)  # worker -> machine
+    nodes: dict[str, TierIndex] = field(default_factory=dict)  # by machine
+    addresses: list[StoreAddress] = field(default_factory=list)
+
+    def changed(self, worker_id: str, node_id: str, change: CacheChange) -> None:
+        for digest in change.removed:
+            holders = self.workers.get(digest)
+            if holders is not None and holders.pop(worker_id, None) is not None and not holders:
+                del self.workers[digest]
+        for digest in change.stored:
+            self.workers.setdefault(digest, {})[worker_id] = node_id
+
+    def gone(self, worker_id: str) -> None:
+        """It lends nothing any more."""
+        for digest in [digest for digest, holders in self.workers.items() if worker_id in holders]:
+            del self.workers[digest][worker_id]
+            if not self.workers[digest]:
+                del self.workers[digest]
+
+    def add_node(self, node_id: str, num_slots: int, policy: str) -> None:
+        """A machine's part of the store; the same machine adds it once."""
+        if num_slots and node_id not in self.nodes:
+            self.nodes[node_id] = TierIndex(num_slots, make_policy(policy, num_slots))
+            self.addresses.append(StoreAddress(node_id, node_id, 1, num_slots))
+
+    def source(self, digest: BlockHash, asking: str) -> str | None:
+        """The machine to ask for a block: a worker's before a node's; never the one that asks."""
+        for worker_id, node_id in self.workers.get(digest, {}).items():
+            if worker_id != asking:
+                return node_id
+        return next((node_id for node_id, index in self.nodes.items() if digest in index), None)
+
+
+class SharedStore:
+    """The cluster's store as one worker's tier. While `asked` is a dict, nothing is done but noted: machines -> bytes."""
+
+    name = "cluster"
+    keeps_checksums = True
+
+    def __init__(
+        self, worker_id: str, node_id: str, holders: Holders, network: Network, clock: Clock, *, block_bytes: int, num_replicas: int
+    ) -> None:  # fmt: skip
+        self._worker_id, self._node_id, self._holders = worker_id, node_id, holders
+        self._network, self._clock, self._block_bytes, self._num_replicas = network, clock, block_bytes, num_replicas
+        self.asked: dict[tuple[str, str], int] | None = None
+        self.flows: dict[Flow, None] = {}
+        self.num_loaded = self.num_stored = 0
+
+    def begin_flow(self, source: str, target: str, num_bytes: int, arrived: Callable[[], None]) -> None:
+        def done() -> None:
+            del self.flows[flow]
+            arrived()
+
+        flow = self._network.open(source, target, done)
+        self.flows[flow] = None
+        flow.close(num_bytes)
+
+    def start(self) -> None:
+        """There is nothing to open."""
+
+    def close(self) -> None:
+        for flow in self.flows:
+            flow.cancel()
+        self.flows.clear()
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        """A worker's word is no reason to forget what others may want."""
+
+    def stats(self) -> StoreStats:
+        return StoreStats(loaded_blocks=self.num_loaded, stored_blocks=self.num_stored)
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return [self._holders.source(digest, self._worker_id) is not None for digest in hashes]
+
+    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        sources = [self._holders.source(digest, self._worker_id) for digest in hashes]
+        if self.asked is not None:
+            self._note((source, self._node_id) for source in sources if source is not None)
+            return [False] * len(hashes)
+        came = [source is not None for source in sources]
+        self.num_loaded += sum(came)
+        return came
+
+    def store(
+        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
+    ) -> list[bool]:
+        homes = places(hashes, self._holders.addresses, self._num_replicas)
+        if self.asked is not None:
+            missing = [
+                (self._node_id, home.node_id)
+                for digest, own in zip(hashes, homes, strict=True)
+                for home in own
+                if digest not in self._holders.nodes[home.node_id]
+            ]
+            self._note(missing)
+            return [False] * len(hashes)
+        for digest, own, meta in zip(hashes, homes, metas, strict=True):
+            for home in own:
+                self._keep(self._holders.nodes[home.node_id], digest, meta)
+        self.num_stored += sum(map(bool, homes))
+        return [True] * len(hashes)
+
+    def _keep(self, index: TierIndex, digest: BlockHash, meta: BlockMeta) -> None:
+        now_s = self._clock.now_s
+        if digest in index:
+            index.use((digest,), now_s)
+        elif (slots := index.reserve(1, now_s)) is not None:
+            index.put(digest, slots[0], now_s, parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority)
+
+    def _note(self, ways: Iterable[tuple[str, str]]) -> None:
+        assert self.asked is not None
+        for way in ways:
+            self.asked[way] = self.asked.get(way, 0) + self._block_bytes
+
+
+@dataclass(slots=True)
+class Below:
+    """One worker's tiers, and what drives them."""
+
+    tiers: LowerTiers
+    copies: Copies
+    store: SharedStore | None
+
+    def close(self) -> None:
+        if self.store is not None:
+            self.store.close()
+
+
+def make_below(
+    pool: BlockPool, profile: SimulatorProfile, settings: Settings, holders: Holders, network: Network, clock: Clock,
+    *, worker_id: str, node_id: str, wake: Callable[[], None], hop_s: float,
+) -> Below | None:  # fmt: skip
+    """As engine/tier_setup.py makes them; None where the settings give a worker no host memory."""
+    cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
+    num_slots = cache.host_bytes // block_bytes
+    if not num_slots:
+        return None
+    store = None
+    if cache.remote is not None:
+        store = SharedStore(
+            worker_id, node_id, holders, network, clock, block_bytes=block_bytes, num_replicas=settings.store.replicas
+        )
+        holders.add_node(node_id, settings.store.memory_bytes // block_bytes, cache.policy)
+    time, made = JobTime(clock), {}
+
+    def make_threads(name: str, num_threads: int, queue: JobQueue, woken: Callable[[], None]) -> _Threads:
+        kind = Copies if name == "kv-tier" else Transfers
+        made[name] = kind(clock, time, num_threads, queue, woken)
+        return made[name]
+
+    share = cache.tenant_share
+    index = TierIndex(
+        num_slots, make_policy(cache.policy, num_slots), quotas={"": None},
+        default_quota=max(1, int(share * num_slots)) if share < 1 else None, keep_changes=True,
+    )  # fmt: skip
+    rules = TierRules(
+        write=cache.write, write_after_hits=cache.write_after_hits, prefetch=cache.prefetch,
+        prefetch_timeout_s=cache.prefetch_timeout_s, is_checked=False, block_tokens=profile.block_size,
+    )  # fmt: skip
+    tiers = Tiers(
+        pool, Slab(num_slots, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
+        max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes), wake=wake, clock=time.now_s, make_threads=make_threads,
+    )  # fmt: skip
+    copies, transfers = made["kv-tier"], made["kv-store"]
+    assert isinstance(copies, Copies) and isinstance(transfers, Transfers)
+    copies.bytes_per_s = profile.load_bytes_per_s.get("host", profile.local_bytes_per_s)
+    if store is not None:
+        transfers.store, transfers.lookup_s = store, 2 * hop_s
+        tiers.on_change = lambda change: holders.changed(worker_id, node_id, change)
+    tiers.start()
+    return Below(LowerTiers(tiers, profile.block_size, FrequencySketch(4 * pool.num_blocks)), copies, store)
