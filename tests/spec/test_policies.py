@@ -167,6 +167,7 @@ def test_ray_takes_the_longest_prefix_from_a_tenth_of_the_prompt_on_and_of_equal
     assert prefill_of(policy, side(held=[32, 64, 64], sequences=[0, 5, 4])) == 2
     assert prefill_of(policy, side(held=[0, 0], turn=[3, 3], sequences=[2, 1])) == 1
     assert prefill_of(policy, side(held=[0, 0], turn=[2, 1], sequences=[0, 5])) == 1
+    assert prefill_of(policy, side(held=[0, 0], turn=[2, 1], sequences=[0, 5]), needs_decode=False) == 1
     assert decode_of(policy, side(held=[0, 64])) == 1
 
 
@@ -364,7 +365,7 @@ def test_queue_plus_prefill_charges_the_own_prefill_sixteen_times():
     assert prefill_of(QueuePlusPrefill({}), workers) == 0  # 1 + 16 * 0.08 = 2.28 s against 2.56 s
     assert prefill_of(QueuePlusPrefill({"weight": 1}), workers) == 1
     assert best(QueuePlusPrefill({}), workers).score == pytest.approx(2.28)
-    assert prefill_of(QueuePlusPrefill({}), side(held=[0, 0], coming=[80, 0], below=[0, 0])) == 0
+    assert prefill_of(QueuePlusPrefill({}), side(held=[0, 0], coming=[0, 80], below=[0, 0])) == 1
     assert best(QueuePlusPrefill({}), side(held=[160])).score == pytest.approx(16 * 0.016)  # the last block is computed
 
 
