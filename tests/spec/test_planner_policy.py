@@ -1,5 +1,6 @@
 """The planner inside Serve: what replicas report, the policy that Serve calls, and how workers are given up."""
 
+import asyncio
 import pickle
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from kvrelay.cluster.planner_model import LearntModel, planner_settings
 from kvrelay.cluster.registry import TIMEOUT_S, Retirements
 from kvrelay.cluster.retirement import GRACE_S, Candidate, Retiring, victims
 from kvrelay.cluster.serve_config import PLANNED_PATH, scaled, serve_config
+from kvrelay.cluster.worker_deployment import DecodeReplica
 from kvrelay.config import PlannerSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.types import Target, WorkerModel, Workload
@@ -213,6 +215,62 @@ def test_the_error_of_a_retired_worker_survives_pickle():
         str(pickle.loads(pickle.dumps(WorkerRetired("decode-x"))))
         == "worker decode-x has retired: the planner wants fewer"
     )
+
+
+class Remote:
+    """An actor's method, as far as a replica calls one."""
+
+    def __init__(self, note: list[str], name: str) -> None:
+        self.note, self.name = note, name
+
+    async def remote(self, *arguments: object) -> None:
+        self.note.append(self.name)
+
+
+class Leaving:
+    """Registry and worker of a replica that is told to go: notes what is asked of them, in order."""
+
+    worker_id, epoch = "decode-a", "e"
+
+    def __init__(self) -> None:
+        self.note: list[str] = []
+        self.leave = Remote(self.note, "leave")
+        self.is_empty = asyncio.Event()
+
+    async def drain(self, timeout_s: float) -> None:
+        self.note.append(f"drain {timeout_s:g}")
+        await self.is_empty.wait()
+
+    async def aclose(self) -> None:
+        self.note.append("close")
+
+
+class Replicated(DecodeReplica):
+    """One that Serve does not own: nobody awaits what Python calls when it goes."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        self._registry = None
+
+
+async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_check():
+    replica: Any = object.__new__(Replicated)
+    facts = Leaving()
+    replica._registry = replica._worker = replica._record = facts
+    replica._ending = replica._following = replica._lease = None
+    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    replica._retire(45.0)
+    replica._retire(45.0)  # told again with every heartbeat
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert facts.note == ["leave", "drain 45"]
+    await replica.check_health()  # it is no fault to have gone from the registry
+    facts.is_empty.set()
+    await replica._ending
+    assert facts.note == ["leave", "drain 45", "close"]
+    with pytest.raises(WorkerRetired):
+        await replica.check_health()
+    await DecodeReplica.__del__(replica)  # Serve's own end finds nothing left to do
+    assert facts.note == ["leave", "drain 45", "close"]
 
 
 # ---- the policy
