@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -12,7 +11,8 @@ from rich.table import Table
 
 from kvrelay.cluster.plan_load import planned
 from kvrelay.cluster.planner_model import DEFAULT_TPOT_S, DEFAULT_TTFT_S, model_of
-from kvrelay.cluster.simulator_profile import SimulatorProfile, load_profile
+from kvrelay.cluster.published_profiles import find_profile
+from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.choose import GENERATORS, make_workload
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.capacity import aggregated_fits, batch_of, hopeless_share, prompts_of, workers_for
@@ -25,7 +25,7 @@ GENERATED = 5000  # requests, where nothing else is said
 
 def command(
     profile: Annotated[
-        Path, typer.Argument(help="a worker's speed: configs/profiles/*.json, or of kvrelay profile --fit")
+        str, typer.Argument(help="a worker's speed: a ready-made profile's name, or a file of kvrelay profile --fit")
     ],
     source: Annotated[
         str | None,
@@ -47,7 +47,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
     """Say how many prefill and decode workers a load needs, and what aggregated workers would carry."""
-    speeds = load_profile(profile)
+    speeds = find_profile(profile)
     model, target = model_of(speeds), Target(ttft, tpot, share)
     limits = Limits(max_prefill=most, max_decode=most, total=2 * most)
     notes: list[str] = []
