@@ -1,31 +1,50 @@
-"""How long one routing decision takes: python -m bench.router, or python bench/router.py.
+"""How long one routing decision takes, and its index beside Dynamo's: python -m bench.router [--dynamo PYTHON].
 
-Prompts of 865 blocks (13,840 tokens of 16), half of them held by one prefill worker, an eighth by a decode
-worker; N workers, half of each role, each with 20,000 blocks in the index. Prints microseconds:
-the prefix match alone, and the whole `select_and_reserve` + `on_first_token` + `on_end`.
+What the workers hold: see bench/router_contents.py. Half of the workers prefill, half decode. For each number of workers and
+length of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again; with
+--dynamo, its `RadixTree.find_matches` in a process of its own, alone (`bare`) and with the scores read (`read`), in turns
+with ours and checked to find the same depths; `decision`, the whole of `select_and_reserve`, `on_first_token` and `on_end`,
+and how many of them a core makes in a second. Then news: events a second from the wire's bytes to the index, half of
+them storing a chain and half removing it.
+PYTHON is that of an environment with ai-dynamo-runtime (pip install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
 """
 
 import argparse
+import json
 import random
 import statistics
+import subprocess
 import time
+import tracemalloc
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from bench.router_contents import Contents, contents, fresh
 from kvrelay.config import RouterSettings
+from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, RouteRequest
 from kvrelay.types import Fingerprint
-from kvrelay.wire import KvSnapshot, LoadReport, WorkerInfo
+from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, WorkerInfo, decode_from_worker, encode
 
 BLOCK_SIZE = 16
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", BLOCK_SIZE, 2, 2, 8, "seed")
-BLOCKS_PER_PROMPT = 865
-BLOCKS_PER_WORKER = 20_000
+ROUNDS = 3
+EVENTS = ((4, 2000), (128, 200))
+"""(blocks in one event, number of events)."""
+
+Chain = tuple[bytes, ...]
+
+
+def hashes(chain: list[int]) -> Chain:
+    """Names as our chains have them: 16 bytes."""
+    return tuple(one.to_bytes(16, "little") for one in chain)
 
 
 def worker(index: int) -> WorkerInfo:
     return WorkerInfo(
-        worker_id=f"w{index:03}",
+        worker_id=f"{index}",
         role="prefill" if index % 2 == 0 else "decode",
         epoch="e",
         host="127.0.0.1",
@@ -34,8 +53,8 @@ def worker(index: int) -> WorkerInfo:
         model="bench",
         fingerprint=FINGERPRINT,
         block_size=BLOCK_SIZE,
-        num_blocks=2 * BLOCKS_PER_WORKER,
-        max_model_len=32768,
+        num_blocks=400_000,
+        max_model_len=1 << 20,
         max_running=64,
         kv_bytes_per_token=23040,
         device="cpu",
@@ -43,67 +62,166 @@ def worker(index: int) -> WorkerInfo:
     )
 
 
-def build(num_workers: int, prompts: list[tuple[bytes, ...]], rng: random.Random) -> Router:
-    """A router whose workers hold prefixes of the prompts and unrelated blocks."""
+def build(made: Contents) -> Router:
+    """A router whose workers hold that, with loads as they may be."""
+    rng = random.Random(len(made.held))
     router = Router(RouterSettings(), tokens_per_hash=BLOCK_SIZE)
-    held: list[list[bytes]] = [[] for _ in range(num_workers)]
-    for prompt in prompts:
-        held[2 * rng.randrange(num_workers // 2)] += prompt[: len(prompt) // 2]
-        held[2 * rng.randrange(num_workers // 2) + 1] += prompt[: len(prompt) // 8]
-    for index in range(num_workers):
-        filler = [rng.randbytes(16) for _ in range(BLOCKS_PER_WORKER - len(held[index]))]
+    for index, chains in enumerate(made.held):
         info = worker(index)
         router.worker_up(info)
-        router.apply_snapshot(info.worker_id, KvSnapshot(seq=0, hashes=held[index] + filler))
+        held = [one for chain in chains for one in hashes(chain)]
+        router.apply_snapshot(info.worker_id, KvSnapshot(seq=0, hashes=held))
         report = LoadReport(
             seq=1,
             running=rng.randrange(32),
             queued_tokens=rng.randrange(8000),
-            free_blocks=BLOCKS_PER_WORKER,
-            total_blocks=2 * BLOCKS_PER_WORKER,
+            free_blocks=200_000,
+            total_blocks=400_000,
         )
         router.apply_load(info.worker_id, report, 0.0)
     return router
 
 
-def timed_us(calls: list[Callable[[], object]]) -> tuple[float, float]:
-    """p50 and p99 in microseconds."""
+def timed_us(call: Callable[[int], object], count: int) -> list[float]:
     times = []
-    for call in calls:
-        began = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - began) * 1e6)
-    cuts = statistics.quantiles(times, n=100)
-    return cuts[49], cuts[98]
+    for index in range(count):
+        began = time.perf_counter_ns()
+        call(index)
+        times.append((time.perf_counter_ns() - began) / 1e3)
+    return times
 
 
-def measure(num_workers: int, num_requests: int) -> str:
-    rng = random.Random(num_workers)
-    prompts = [tuple(rng.randbytes(16) for _ in range(BLOCKS_PER_PROMPT)) for _ in range(min(num_requests, 16))]
-    router = build(num_workers, prompts, rng)
-    tokens = BLOCKS_PER_PROMPT * BLOCK_SIZE
+def cuts(times: list[float]) -> str:
+    """p50 and p99."""
+    parts = statistics.quantiles(times, n=100)
+    return f"{parts[49]:>7.0f} {parts[98]:>7.0f}"
+
+
+class Other:
+    """The child process with Dynamo's index."""
+
+    def __init__(self, python: str) -> None:
+        script = Path(__file__).with_name("router_dynamo.py")
+        self._child = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        assert self._child.stdin is not None and self._child.stdout is not None
+        self._child.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+        self._child.stdin.flush()
+        return json.loads(self._child.stdout.readline())
+
+    def close(self) -> None:
+        self._child.kill()
+        self._child.wait()
+
+
+def lookups(made: Contents, router: Router, count: int, other: Other | None) -> None:
+    """One line of the first table."""
+    prompts = [hashes(prompt) for prompt in made.prompts]
+    depths = router.index.depths
+    first = timed_us(lambda i: depths(prompts[i]), len(prompts))
+    again, bare, read = [], [], []
+    timed_us(lambda i: depths(prompts[i % len(prompts)]), 10 * len(prompts))  # until all chunks are noted
+    for _ in range(ROUNDS):
+        again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count)
+        if other is not None:
+            theirs = other.ask("find", count=count)
+            bare += [one / 1e3 for one in theirs["bare"]]
+            read += [one / 1e3 for one in theirs["read"]]
 
     def decide(index: int) -> None:
-        request = RouteRequest(f"r{index}", prompts[index % len(prompts)], tokens, 256)
+        hashed = prompts[index % len(prompts)]
+        request = RouteRequest(f"r{index}", hashed, len(hashed) * BLOCK_SIZE, 256)
         choice = router.select_and_reserve(request, 0.0)
         assert isinstance(choice, Decision), choice
         router.on_first_token(request.request_id, 1.0)
         router.on_end(request.request_id)
 
-    match = router._index.match
-    found = timed_us([lambda i=i: match(prompts[i % len(prompts)]) for i in range(num_requests)])
-    whole = timed_us([lambda i=i: decide(i) for i in range(num_requests)])
-    return f"{num_workers:>8} {found[0]:>10.0f} {found[1]:>10.0f} {whole[0]:>13.0f} {whole[1]:>13.0f}"
+    timed_us(decide, len(prompts))
+    whole = timed_us(decide, ROUNDS * count)
+    line = f" {statistics.median(first):>7.0f} {cuts(again)}"
+    if other is not None:
+        line += f" {cuts(bare)} {cuts(read)} {statistics.median(bare) / statistics.median(again):>6.1f}"
+    print(f"{line} {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}", flush=True)
+
+
+def news(router: Router, seqs: list[int], num_events: int, num_blocks: int) -> float:
+    """Seconds for as many events that store as that remove. `seqs`: each worker's last number; carried on."""
+    chains = [list(hashes(chain)) for chain in fresh(random.Random(1), num_events, num_blocks)]
+    frames: list[tuple[str, bytes]] = []
+    for kind in ("stored", "removed"):
+        for index, chain in enumerate(chains):
+            place = index % len(seqs)
+            seqs[place] += 1
+            frames.append((str(place), encode(KvEvents(seq=seqs[place], **{kind: chain}))))
+    began = time.perf_counter()
+    for worker_id, frame in frames:
+        message = decode_from_worker(frame)
+        assert isinstance(message, KvEvents) and router.apply_events(worker_id, message)
+    return time.perf_counter() - began
+
+
+def cell(num_workers: int, tokens: int, shared: bool, count: int, other: Other | None) -> None:
+    blocks = tokens // BLOCK_SIZE
+    made = contents(num_workers, blocks, shared=shared, seed=0)
+    router = build(made)
+    if other is not None:
+        theirs = other.ask("build", num_workers=num_workers, prompt_blocks=blocks, shared=shared, seed=0)
+        ours = [router.index.match(hashes(prompt)) for prompt in made.prompts]
+        assert ours == theirs["depths"], "the two indexes do not find the same"
+        router = build(made)  # nothing has been looked up in it
+    print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
+    lookups(made, router, count, other)
+    seqs = [0] * num_workers
+    for num_blocks, num_events in EVENTS if tokens < 10_000 else ():
+        mine = 2 * num_events / news(router, seqs, num_events, num_blocks)
+        line = f"{'':>7} news of {num_blocks} blocks: {mine:>9.0f} events/s"
+        if other is not None:
+            asked = {"num_workers": num_workers, "num_events": num_events, "num_blocks": num_blocks, "seed": 1}
+            line += f", Dynamo {2 * num_events / other.ask('ingest', **asked)['seconds']:>9.0f}"
+        print(line, flush=True)
+
+
+def memory(num_blocks: int = 100_000) -> None:
+    """Bytes of the index for each block and worker that holds it."""
+    rng = random.Random(0)
+    print(f"{'sharing':>8} {'B/block':>8} {'B/(block, worker)':>18}")
+    for num_workers in (1, 8, 64):
+        chain = [rng.randbytes(16) for _ in range(num_blocks)]
+        tracemalloc.start()
+        index = PrefixIndex()
+        for name in range(num_workers):
+            index.add_worker(str(name), max_blocks=num_blocks)
+            index.apply_snapshot(str(name), 0, [bytes(bytearray(one)) for one in chain])
+        index.depths(chain)
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        print(f"{num_workers:>8} {used / num_blocks:>8.1f} {used / num_blocks / num_workers:>18.1f}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, nargs="+", default=[2, 8, 32, 64, 128, 256])
-    parser.add_argument("--requests", type=int, default=400)
+    parser.add_argument("--workers", type=int, nargs="+", default=[8, 64, 512, 4096])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1000, 100_000])
+    parser.add_argument("--requests", type=int, default=400, help="in each of the rounds")
+    parser.add_argument("--dynamo", metavar="PYTHON", help="measure its index, too")
+    parser.add_argument("--memory", action="store_true", help="bytes for each block instead")
     options = parser.parse_args()
-    print(f"{'workers':>8} {'match p50':>10} {'p99 us':>10} {'decision p50':>13} {'p99 us':>13}")
-    for num_workers in options.workers:
-        print(measure(num_workers, options.requests), flush=True)
+    if options.memory:
+        memory()
+        return
+    other = Other(options.dynamo) if options.dynamo else None
+    head = f"{'workers':>7} {'tokens':>7} {'held':>6} {'first':>7} {'lookup':>7} {'p99':>7}"
+    head += f" {'bare':>7} {'p99':>7} {'read':>7} {'p99':>7} {'ratio':>6}" if other else ""
+    print(f"{head} {'decision':>8} {'p99':>6} {'a second':>8}")
+    try:
+        for num_workers in options.workers:
+            for tokens in options.tokens:
+                for shared in (False, True):
+                    cell(num_workers, tokens, shared, options.requests, other)
+    finally:
+        if other is not None:
+            other.close()
 
 
 if __name__ == "__main__":

@@ -735,6 +735,10 @@ class Engine:
         """The prefix cache as of the last drained event."""
         return self._events.snapshot()
 
+    def audit(self, hashes: list[bytes]) -> tuple[int, list[int]]:
+        """(the last drained event, where each of these is in truth); see `Audited`."""
+        return self._events.audit(hashes, self.pool, self.tiers.tiers.index if self.tiers is not None else None)
+
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""
         self._load_seq += 1

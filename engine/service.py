@@ -42,6 +42,8 @@ from kvrelay.wire import (
     PREEMPTED,
     PROTOCOL_VERSION,
     Abort,
+    Audit,
+    Audited,
     CacheReset,
     EndPins,
     Failed,
@@ -73,6 +75,7 @@ from kvrelay.wire import (
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_S = 2.0
+MAX_AUDITED = 1024  # hashes of one Audit that are looked at
 
 
 class TransferSums(Protocol):
@@ -415,6 +418,8 @@ class WorkerService:
                 link.send(Status(query_id=query_id, json=json.dumps(self.status()).encode()))
             case Prefetch():
                 self._on_prefetch(link, message)
+            case Audit():
+                self._on_audit(link, message)
             case EndPins(session=session):
                 self.thread.post(lambda engine: engine.end_pins(session))
             case CacheReset(query_id=query_id):
@@ -433,6 +438,19 @@ class WorkerService:
                 loop.call_soon_threadsafe(link.send, answer)
 
         self.thread.post(lambda engine: prefetch(engine, message, told))
+
+    def _on_audit(self, link: Link, message: Audit) -> None:
+        loop = self._loop
+        assert loop is not None
+        hashes = message.hashes[:MAX_AUDITED]
+
+        def look(engine: Engine) -> None:
+            seq, tiers = engine.audit(hashes)
+            answer = Audited(query_id=message.query_id, seq=seq, tiers=tiers)
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                loop.call_soon_threadsafe(link.send, answer)
+
+        self.thread.post(look)
 
     def _subscribe(self, link: Link) -> None:
         """Snapshot first, then events, in the order in which the engine's thread saw them."""

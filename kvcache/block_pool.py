@@ -255,6 +255,11 @@ class BlockPool:
         """What changed in the prefix index since the last call, or None."""
         return self._changes.drain()
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether the prefix index may have changed since they were drained."""
+        return self._changes.has_news
+
     def cached_hashes(self) -> list[BlockHash]:
         """Every hash that `match` can find now, changes not yet drained included."""
         return list(self._tree.hashes())

@@ -61,6 +61,11 @@ class ChangeLog:
         self._runs.clear()
         self._size = 0
 
+    @property
+    def has_news(self) -> bool:
+        """Whether something may have changed since the last drain."""
+        return bool(self._runs or self._stored or self._removed)
+
     def drain(self) -> CacheChange | None:
         """What changed since the last call, or None."""
         self._net()

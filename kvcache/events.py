@@ -1,11 +1,12 @@
 """Sequence-numbered news of what a worker has cached, and in which tier. Pure."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.changes import CacheChange
+from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash
-from kvrelay.wire import KvEvents, KvSnapshot
+from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 
 
 class EventLog:
@@ -79,3 +80,18 @@ class EventLog:
     def snapshot(self) -> KvSnapshot:
         """All that the events so far add up to."""
         return KvSnapshot(seq=self._seq, hashes=list(self._pool | self._host), lowered=list(self._host - self._pool))
+
+    def audit(self, hashes: Sequence[bytes], pool: BlockPool, host: TierIndex | None) -> tuple[int, list[int]]:
+        """(the last event's number, where each of these is): what the caches themselves say, not what was told of them.
+
+        Where the two differ while changes are not drained yet, it is CHANGING. Looks through all of the pool's hashes.
+        """
+        in_pool = set(hashes).intersection(pool.cached_hashes())
+        is_moving = pool.has_changes or (host is not None and host.has_changes)
+        tiers = []
+        for digest in map(BlockHash, hashes):
+            is_below = host is not None and digest in host
+            tier = IN_POOL if digest in in_pool else BELOW_POOL if is_below else NOWHERE
+            told = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
+            tiers.append(CHANGING if is_moving and tier != told else tier)
+        return self._seq, tiers

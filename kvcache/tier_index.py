@@ -394,6 +394,11 @@ class TierIndex:
         self._removed.clear()
         return change
 
+    @property
+    def has_changes(self) -> bool:
+        """Whether something has changed since they were drained."""
+        return bool(self._stored or self._removed)
+
     def hashes(self) -> list[BlockHash]:
         """All that `match` can find now."""
         return list(self._entries)

@@ -384,6 +384,17 @@ class RouterSettings(_Settings):
         description="longest wait for one decode worker's blocks; another may be tried after it, then 429",
     )
     retry_budget: int = Field(2, ge=0, description="times a request is tried again after a worker's fault")
+    index: Literal["auto", "exact", "approximate"] = Field(
+        "auto",
+        description="who holds which prefix: by the workers' own news (exact), by what was sent to them (approximate), or that "
+        "for those that tell nothing within seconds (auto)",
+    )
+    learned_s: float = Field(120.0, gt=0, description="approximate: a prompt is taken to be cached for so long")
+    audit_s: float = Field(
+        60.0,
+        ge=0,
+        description="every worker is asked so often whether it holds what the index says, a sample; 0: never",
+    )
 
 
 class SloClass(_Settings):

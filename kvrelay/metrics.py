@@ -58,6 +58,7 @@ KVTRANSFER_PATH_BYTES_PER_SECOND = "kvrelay_kvtransfer_path_bytes_per_second"  #
 KVTRANSFER_PATH_LATENCY_SECONDS = "kvrelay_kvtransfer_path_latency_seconds"  # {source, target, path}
 ROUTER_DECISIONS_TOTAL = "kvrelay_router_decisions_total"  # {path}
 ROUTER_CACHED_PREFIX_TOKENS_TOTAL = "kvrelay_router_cached_prefix_tokens_total"
+ROUTER_AUDITED_HASHES_TOTAL = "kvrelay_router_audited_hashes_total"  # {worker, result}
 ROUTER_PREDICTION_ERROR_SECONDS = "kvrelay_router_prediction_error_seconds"
 SLO_VERDICTS_TOTAL = "kvrelay_slo_verdicts_total"  # {class, verdict}
 SLO_OUTCOMES_TOTAL = "kvrelay_slo_outcomes_total"  # {class, kept}

@@ -10,8 +10,9 @@ import msgspec
 
 from kvrelay.types import Fingerprint
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
+NOWHERE, BELOW_POOL, IN_POOL, CHANGING = range(4)  # of Audited.tiers
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
 
 
@@ -322,6 +323,13 @@ class Prefetch(_Message, frozen=True, tag="prefetch"):
     hold_s: float
 
 
+class Audit(_Message, frozen=True, tag="audit"):
+    """Say where you have these blocks now. Answered by Audited."""
+
+    query_id: int
+    hashes: list[bytes]
+
+
 class EndPins(_Message, frozen=True, tag="end-pins"):
     """The pins made by requests with this `KvHints.session` end now, and none is made for it any more. Never answered."""
 
@@ -465,6 +473,14 @@ class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
     lowered: list[bytes] = []  # of those, what is only below the worker's pool
 
 
+class Audited(_Message, frozen=True, tag="audited"):
+    """Where the blocks of an Audit are: the caches' own word, as of the event `seq`, which was sent before this."""
+
+    query_id: int
+    seq: int
+    tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it is on its way
+
+
 class Status(_Message, frozen=True, tag="status"):
     """A worker's state for `kvrelay status`, as JSON."""
 
@@ -485,10 +501,10 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[tuple[int, float]] = []  # instead of tokens, for a beam search
 
 
-ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins]
+ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins, Audit]
 FromWorker = Union[
     Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen,
-    Prefetched,
+    Prefetched, Audited,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

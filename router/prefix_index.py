@@ -7,11 +7,13 @@ them by every k-th hash of a chain.
 
 What is guaranteed of an answer: for every worker that is not STALE, both depths are those of the plain definition applied to
 what its snapshot and events add up to (`in_pool`: leading blocks that it announced, and neither lowered nor removed since). So no
-hit is claimed beyond a hole that was announced. Workers that are STALE, and those that hold nothing, are absent.
+hit is claimed beyond a hole that was announced. Workers that are STALE, and those that hold nothing, are absent. Of one that is APPROXIMATE
+it is true of what this router saw computed there within the last while.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -19,11 +21,16 @@ from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
 from kvrelay.router.index.holders import CHUNK, Holders
+from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.member import REASK_EVERY, Member, Word
 from kvrelay.router.types import IndexState
 
 __all__ = ["REASK_EVERY", "Depths", "PrefixIndex"]
 
+Mode = Literal["auto", "exact", "approximate"]
+LEARNED_S = 120.0
+SILENT_S = 5.0
+"""A worker whose first snapshot takes longer is taken for one that tells nothing, until it does."""
 MAX_LATE = 3
 """Snapshots in a row that came too late, each answered by asking for another."""
 
@@ -43,9 +50,14 @@ class Depths:
 class PrefixIndex:
     """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot."""
 
-    def __init__(self, *, chunk: int = CHUNK) -> None:
-        """`chunk`: blocks that one jump of a lookup passes at most."""
-        self._chunk = chunk
+    def __init__(self, *, chunk: int = CHUNK, mode: Mode = "exact", learned_s: float = LEARNED_S) -> None:
+        """`chunk`: blocks that one jump of a lookup passes.
+
+        `mode`: "exact" takes workers' news alone, "approximate" none but what `learn` is told, for `learned_s`; "auto" learns of
+        those that have sent neither event nor snapshot, and believes it when SILENT_S have passed since it first learned of them.
+        """
+        self._chunk, self._mode, self._learned_s = chunk, mode, learned_s
+        self._learning: dict[str, Member] = {}  # of whom there is something to expire
         self._members: dict[str, Member] = {}
         self._rows: list[Member | None] = []
         self._free_rows: list[int] = []
@@ -59,8 +71,11 @@ class PrefixIndex:
 
     # ---- members
 
-    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1) -> int:
-        """A new or restarted worker: starts empty, in this row. More than `max_blocks` hashes make it DEGRADED."""
+    def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1, max_learned: int | None = None) -> int:
+        """A new or restarted worker: starts empty, in this row. More than `max_blocks` hashes make it DEGRADED.
+
+        `max_learned`: of the hashes that are learned of it, the latest so many are kept.
+        """
         self.remove_worker(worker_id)
         if self._free_rows:
             row = self._free_rows.pop()
@@ -68,7 +83,12 @@ class PrefixIndex:
             row = len(self._rows)
             self._rows.append(None)
         holders = self._holders.setdefault(stride, Holders(self._chunk))
-        self._members[worker_id] = self._rows[row] = Member(worker_id, row, max_blocks, stride, holders)
+        limit = max_blocks if max_learned is None else min(max_learned, max_blocks)
+        learned = None if self._mode == "exact" else Learned(limit, self._learned_s)
+        member = Member(worker_id, row, max_blocks, stride, holders, learned)
+        self._members[worker_id] = self._rows[row] = member
+        if self._mode == "approximate":
+            self._fall(member, IndexState.APPROXIMATE)
         return row
 
     def remove_worker(self, worker_id: str) -> None:
@@ -80,11 +100,13 @@ class PrefixIndex:
         member.drop(list(member.held()))
         self._rows[member.row] = None
         self._audits.pop(worker_id, None)
+        self._learning.pop(worker_id, None)
         self._free_rows.append(member.row)
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
-        self._fall(self._members[worker_id], IndexState.STALE)
+        if self._mode != "approximate":
+            self._fall(self._members[worker_id], IndexState.STALE)
 
     @property
     def num_rows(self) -> int:
@@ -120,8 +142,9 @@ class PrefixIndex:
     ) -> bool:
         """One event message. False: a snapshot is needed now. Repeated and old events change nothing."""
         member = self._members.get(worker_id)
-        if member is None:
+        if member is None or self._mode == "approximate":
             return True
+        self._unlearn(member)
         word = member.hear(seq)
         if word is Word.ASK:
             self._route(member)
@@ -145,7 +168,10 @@ class PrefixIndex:
         the worker STALE: what lies between the two is lost. After MAX_LATE of those in a row only events and audits ask.
         """
         member = self._members.get(worker_id)
-        if member is None or (member.state is not IndexState.STALE and seq < member.seq):
+        if member is None or self._mode == "approximate":
+            return True
+        self._unlearn(member)
+        if member.state is not IndexState.STALE and seq < member.seq:
             return True
         if seq < member.newest_seq:
             member.num_late += 1
@@ -155,15 +181,49 @@ class PrefixIndex:
         self._fall(member, IndexState.EXACT if complete else IndexState.DEGRADED)
         return True
 
+    # ---- what is learned of those without news
+
+    def learn(self, worker_id: str, hashes: Sequence[bytes], now_s: float) -> None:
+        """This prompt was computed there, or has come there. Changes nothing where the worker's own news is to be had."""
+        member = self._members.get(worker_id)
+        if member is None or member.learned is None:
+            return
+        chain = _unique(hashes[member.stride - 1 :: member.stride])[: member.learned.limit]
+        member.drop(member.learned.note(chain, now_s))
+        member.store(chain)
+        self._learning[worker_id] = member
+        since_s = member.learned.since_s
+        if member.state is IndexState.STALE and since_s is not None and now_s - since_s >= SILENT_S:
+            self._fall(member, IndexState.APPROXIMATE)
+
+    def expire(self, now_s: float) -> None:
+        """Forget what was learned too long ago."""
+        for worker_id, member in list(self._learning.items()):
+            if member.learned is not None:
+                member.drop(member.learned.expired(now_s))
+            if not member.learned:
+                del self._learning[worker_id]
+
+    def _unlearn(self, member: Member) -> None:
+        """It does tell: from now on that alone counts."""
+        if member.learned is None:
+            return
+        member.learned = None
+        member.drop(list(member.held()))
+        self._fall(member, IndexState.STALE)
+
     # ---- audits
 
     def audit_sample(self, worker_id: str, seed: int, num_hashes: int) -> list[bytes] | None:
-        """What to ask this worker about: hashes that it should hold and hashes that it should not; None: ask for a snapshot."""
+        """What to ask this worker about: hashes that it should hold and hashes that it should not; None: nothing.
+
+        No hashes of a STALE one: its answer's number alone is of use.
+        """
         member = self._members.get(worker_id)
-        if member is None:
-            return []
-        if member.state is IndexState.STALE:
+        if member is None or member.learned is not None:
             return None
+        if member.state is IndexState.STALE:
+            return []
         others = [other for other in self._members.values() if other is not member and other.stride == member.stride]
         return audits.sample(member, others, seed, num_hashes)
 
@@ -174,7 +234,7 @@ class PrefixIndex:
         them that it numbers them anew; the latter is believed when it is said twice, since an answer may have been overtaken.
         """
         member = self._members.get(worker_id)
-        if member is None:
+        if member is None or member.learned is not None:
             return True
         if seq < member.seq and member.state is not IndexState.STALE and not member.was_behind:
             member.was_behind = True

@@ -34,6 +34,7 @@ class IndexState(enum.StrEnum):
     EXACT = "exact"  # snapshot and every event since
     DEGRADED = "degraded"  # may lack blocks; what it claims is still announced by the worker
     STALE = "stale"  # an event is missing, or no snapshot yet: never gives a hit
+    APPROXIMATE = "approximate"  # it tells nothing: what this router saw computed there, for a time
 
 
 @dataclass(frozen=True, slots=True)

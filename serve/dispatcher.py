@@ -19,6 +19,7 @@ from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
+from kvrelay.serve.audits import AuditWatch
 from kvrelay.serve.explain import Explain
 from kvrelay.serve.pairs import PairWatch
 from kvrelay.serve.refusals import error_of_refusal
@@ -35,7 +36,7 @@ __all__ = ["Dispatcher", "Member"]
 logger = logging.getLogger(__name__)
 
 Force = Literal["local", "remote"] | None
-Answer = wire.Status | wire.Prefetched
+Answer = wire.Status | wire.Prefetched | wire.Audited
 RETRY_AFTER_FULL_S = 1.0
 _SAME_SETTINGS = "start every worker and ingress with the same settings"
 
@@ -66,6 +67,9 @@ class Dispatcher:
         self._is_open = False
         self.pairs = PairWatch(self.send, self._on_pairs, clock)
         self._blocked: str | None = None
+        self._audits = AuditWatch(
+            router.index, lambda: list(self._links), self.audit, self._resync, settings.router.audit_s
+        )
 
     # ---- life and membership
 
@@ -73,6 +77,7 @@ class Dispatcher:
         """From now on members are connected to."""
         self._is_open = True
         self.pairs.start()
+        self._audits.start()
         for link in self._links.values():
             link.start()
 
@@ -82,6 +87,7 @@ class Dispatcher:
         links = [*self._links.values(), *self._retired]
         self._links, self._retired = {}, set()
         await self.pairs.aclose()
+        await self._audits.aclose()
         await asyncio.gather(*(link.aclose() for link in links))
 
     def set_members(self, members: Sequence[Member]) -> None:
@@ -254,6 +260,19 @@ class Dispatcher:
         if not isinstance(answer, wire.Prefetched):
             raise WorkerLost(worker_id, "it answered something else")
         return worker_id, answer
+
+    async def audit(self, worker_id: str, hashes: list[bytes], *, timeout_s: float = 5.0) -> wire.Audited:
+        """Where a worker has these blocks. Raises WorkerLost."""
+        query_id = next(self._query_ids)
+        answer = await self._ask(worker_id, wire.Audit(query_id=query_id, hashes=hashes), query_id, timeout_s)
+        if not isinstance(answer, wire.Audited):
+            raise WorkerLost(worker_id, "it answered something else")
+        return answer
+
+    def _resync(self, worker_id: str) -> None:
+        """Have it send all that it holds; one that is not connected does when it is."""
+        with contextlib.suppress(ConnectionLost):
+            self.send(worker_id, wire.Subscribe())
 
     def tell_all(self, message: wire.ToWorker) -> None:
         """Send to every connected worker."""

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from kvrelay import metrics
 from kvrelay.router.calibration import RATIO_BOUNDS
 from kvrelay.router.forecast import Forecast
+from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.serve.dispatcher import Dispatcher
 from kvrelay.serve.pairs import Pair, Verdict
 from kvrelay.serve.stats import Histogram, ServeStats
@@ -222,6 +223,16 @@ def _pairs(pairs: list[Pair], table: _Table) -> None:
                 table.add(metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "One block, as probed.", labels, path.latency_s)
 
 
+def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
+    counts = index.audit_counts(worker_id)
+    agreed = counts.compared - counts.wrong - counts.missed
+    for result, count in (("agreed", agreed), ("wrong", counts.wrong), ("missed", counts.missed)):
+        labels = {"worker": worker_id, "result": result}
+        table.add(
+            metrics.ROUTER_AUDITED_HASHES_TOTAL, "Hashes of the index that a worker was asked about.", labels, count
+        )
+
+
 class ServeCollector(Collector):
     """Reads the dispatcher's figures; holds none of its own."""
 
@@ -243,6 +254,7 @@ class ServeCollector(Collector):
         for info, load in self._dispatcher.live_workers():
             _worker(info, load, table)
             roles[info.role] = roles.get(info.role, 0) + 1
+            _audited(info.worker_id, self._dispatcher.router.index, table)
         for role, count in roles.items():
             table.add(metrics.WORKERS, "Connected workers.", {"role": role}, count)
         _pairs(self._dispatcher.pairs.book.pairs, table)

@@ -100,6 +100,7 @@ class FakeWorker:
         self.hold_first_token.set()
         self.pairing: Callable[[wire.Pair], wire.PairReport | None] = self.fits  # None: it says nothing
         self.prefetched: wire.Prefetched | None = wire.Prefetched(query_id=0)  # its answer; None: it says nothing
+        self.audited: tuple[int, list[int]] | None = None  # its answer; None: it says nothing
         self.cached_tokens = 0
         self.tokens_per_message = 1
         self.num_greetings = 0
@@ -176,6 +177,10 @@ class FakeWorker:
         elif isinstance(message, wire.Prefetch):
             if self.prefetched is not None:
                 self._send(connection, msgspec.structs.replace(self.prefetched, query_id=message.query_id))
+        elif isinstance(message, wire.Audit):
+            if self.audited is not None:
+                seq, tiers = self.audited
+                self._send(connection, wire.Audited(query_id=message.query_id, seq=seq, tiers=tiers))
         elif isinstance(message, wire.EndPins):
             pass  # it pins nothing
         elif isinstance(message, wire.Pair):

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvrelay.router.index.member import Member
+from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
-NOWHERE, BELOW, IN_POOL, CHANGING = 0, 1, 2, 3
-"""Where a worker has a block; CHANGING: it cannot say now."""
 _TRIES = 4  # draws for each hash that is wanted
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -61,7 +60,7 @@ def compare(member: Member, hashes: Sequence[bytes], tiers: Sequence[int]) -> Au
         if tier == CHANGING:
             continue
         mine = member.holders.mask(block_hash) & member.both
-        claimed = IN_POOL if mine == member.both else BELOW if mine else NOWHERE
+        claimed = IN_POOL if mine == member.both else BELOW_POOL if mine else NOWHERE
         counts.compared += 1
         counts.wrong += claimed > tier
         counts.missed += claimed < tier

@@ -11,12 +11,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.router.index.bits import anywhere_bit, both_bits
 from kvrelay.router.index.holders import Holders
+from kvrelay.router.index.learned import Learned
 from kvrelay.router.types import IndexState
 
 REASK_EVERY = 256
 """While a snapshot is awaited, every so many further events it is asked for again."""
 _SLACK = 1024  # entries of `held` that may be out of date, beside as many as are not
 _REMEMBERED = 32  # removed hashes that an audit may ask about
+_LENGTHS = frozenset([HASH_BYTES])
 _HASH = struct.Struct(f"{HASH_BYTES}s")
 
 
@@ -38,6 +40,7 @@ class Member:
         "holders",
         "ignored",
         "lately_removed",
+        "learned",
         "max_blocks",
         "name",
         "newest_seq",
@@ -51,9 +54,12 @@ class Member:
         "was_behind",
     )
 
-    def __init__(self, name: str, row: int, max_blocks: int, stride: int, holders: Holders) -> None:
+    def __init__(
+        self, name: str, row: int, max_blocks: int, stride: int, holders: Holders, learned: Learned | None = None
+    ) -> None:
         self.name, self.row, self.max_blocks, self.stride, self.holders = name, row, max_blocks, stride, holders
         self.anywhere, self.both = anywhere_bit(row), both_bits(row)
+        self.learned = learned  # while it has told nothing
         self.state = IndexState.STALE
         self.seq = 0  # of the last event applied, or of the snapshot
         self.newest_seq = 0  # seen in any event
@@ -100,7 +106,7 @@ class Member:
         """It holds these now. False when some did not fit, or are no hashes."""
         room = self.max_blocks - self.num_blocks
         fitting = hashes if len(hashes) <= room else hashes[: max(room, 0)]
-        if sum(map(len, fitting)) != HASH_BYTES * len(fitting) or any(len(one) != HASH_BYTES for one in fitting):
+        if not _LENGTHS.issuperset(map(len, fitting)):
             fitting = [one for one in fitting if len(one) == HASH_BYTES]
         gained = self.holders.put(fitting, self.both, self.both if in_pool else self.anywhere)
         self.num_blocks += len(gained)

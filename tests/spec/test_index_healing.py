@@ -5,10 +5,11 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
-from kvrelay.router.index.audits import BELOW, CHANGING, IN_POOL, NOWHERE, AuditCounts
+from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.member import Member
 from kvrelay.router.prefix_index import MAX_LATE, PrefixIndex
 from kvrelay.router.types import IndexState
+from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 CHAIN = [f"h{i}".encode().ljust(16) for i in range(12)]
 
@@ -35,7 +36,7 @@ class Worker:
         return "snapshot", self.seq, {"hashes": sorted(self.pool | self.below), "lowered": sorted(self.below)}
 
     def answer(self, hashes):
-        return [IN_POOL if one in self.pool else BELOW if one in self.below else NOWHERE for one in hashes]
+        return [IN_POOL if one in self.pool else BELOW_POOL if one in self.below else NOWHERE for one in hashes]
 
 
 class ChannelMachine(RuleBasedStateMachine):
@@ -93,8 +94,6 @@ class ChannelMachine(RuleBasedStateMachine):
     def audit(self, seed):
         """Over a channel that works. Whether all is well."""
         hashes = self.index.audit_sample("w", seed, 24)
-        if hashes is None:
-            return False
         return self.index.apply_audit("w", self.worker.seq, hashes, self.worker.answer(hashes))
 
     def teardown(self):
@@ -174,13 +173,16 @@ def test_a_sample_has_what_is_claimed_what_went_of_late_and_what_others_hold():
         hashes = index.audit_sample("w", seed, 8)
         assert hashes == index.audit_sample("w", seed, 8) and len(set(hashes)) == len(hashes) <= 8
         assert CHAIN[0] in hashes and set(hashes) & set(CHAIN[6:10]) and set(hashes) & set(CHAIN[1:6])
-    assert index.audit_sample("nobody", 0, 8) == []
+    assert index.audit_sample("nobody", 0, 8) is None
 
 
-def test_a_stale_worker_is_asked_for_a_snapshot_instead():
+def test_a_stale_worker_is_asked_for_its_number_alone():
     index = fed(w=CHAIN)
-    index.mark_stale("w")
-    assert index.audit_sample("w", 0, 8) is None
+    assert index.apply_events("w", 99, [], []) is False  # a number that it never gave
+    assert index.audit_sample("w", 0, 8) == []
+    assert [index.apply_snapshot("w", 4, CHAIN), index.state("w")] == [False, IndexState.STALE]
+    assert index.apply_audit("w", 4, [], []) is False
+    assert [index.apply_snapshot("w", 4, CHAIN), index.state("w")] == [True, IndexState.EXACT]
 
 
 @pytest.mark.parametrize(
@@ -188,8 +190,8 @@ def test_a_stale_worker_is_asked_for_a_snapshot_instead():
     [
         ([IN_POOL, IN_POOL, NOWHERE], IndexState.EXACT, AuditCounts(3, 0, 0)),
         ([IN_POOL, NOWHERE, NOWHERE], IndexState.STALE, AuditCounts(3, 1, 0)),
-        ([BELOW, IN_POOL, NOWHERE], IndexState.STALE, AuditCounts(3, 1, 0)),
-        ([IN_POOL, IN_POOL, BELOW], IndexState.DEGRADED, AuditCounts(3, 0, 1)),
+        ([BELOW_POOL, IN_POOL, NOWHERE], IndexState.STALE, AuditCounts(3, 1, 0)),
+        ([IN_POOL, IN_POOL, BELOW_POOL], IndexState.DEGRADED, AuditCounts(3, 0, 1)),
         ([CHANGING, CHANGING, CHANGING], IndexState.EXACT, AuditCounts(0, 0, 0)),
     ],
 )

@@ -1,7 +1,10 @@
 """News of a worker's cache: what is stored in any tier, and what has left the pool for a lower one."""
 
+from kvrelay.hashing import HashChain, pack_tokens
+from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.changes import CacheChange
 from kvrelay.kvcache.events import EventLog
+from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 A, B, C = (bytes([i]) * 16 for i in range(3))
 
@@ -45,3 +48,26 @@ def test_what_came_and_went_between_two_drains_is_no_news():
     log, pool = EventLog(), Pool()
     assert drained(log, pool, below=[change(stored=[A]), change(removed=[A])]) is None
     assert log.snapshot().seq == 0
+
+
+class Host(set):
+    """A host tier's index, as far as audits look."""
+
+    has_changes = False
+
+
+def test_an_audit_says_what_the_caches_have_not_what_was_told():
+    tokens = list(range(12))
+    chain, pool, log = HashChain.of(tokens, 4), BlockPool(8, block_size=4), EventLog()
+    blocks = pool.allocate(3)
+    pool.name(chain, blocks, 0, 3, pack_tokens(tokens, 0, 12))
+    pool.release(blocks)
+    first, second, third = chain.hashes()
+    assert log.audit([first], pool, None) == (0, [CHANGING])  # the event is not drained yet
+    log.drain(pool)
+    host = Host([A, third])
+    assert log.audit([first, A, third, B], pool, host) == (1, [IN_POOL, BELOW_POOL, IN_POOL, NOWHERE])
+    pool.reset_cache()
+    assert log.audit([first, second, A], pool, None) == (1, [CHANGING, CHANGING, NOWHERE])
+    pool.drain_changes()  # lost on the way to the log: the answer is the truth all the same
+    assert log.audit([first, second], pool, None) == (1, [NOWHERE, NOWHERE])

@@ -335,7 +335,7 @@ class RouterMachine(RuleBasedStateMachine):
 
     @invariant()
     def index_is_what_brute_force_finds(self):
-        index = self.router._index
+        index = self.router.index
         for chain in CHAINS:
             expected = {}
             for name in self.exact:
@@ -357,7 +357,7 @@ class RouterMachine(RuleBasedStateMachine):
         assert len(self.router._ledger) == 0 and not self.router._ledger._pending
         for name in list(self.held):
             self.router.worker_down(name)
-        assert len(self.router._index) == 0
+        assert len(self.router.index) == 0
 
 
 TestRouterMachine = RouterMachine.TestCase

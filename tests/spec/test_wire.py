@@ -64,6 +64,7 @@ TO_WORKER = [
     wire.Pair(worker_id="d0", epoch="e", host="h", kv_port=7, is_probe=True),
     wire.Prefetch(query_id=5, request=REQUEST, hold_s=30.0),
     wire.EndPins(session="/chat#1"),
+    wire.Audit(query_id=6, hashes=[b"a" * 16]),
 ]
 FROM_WORKER = [
     wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=INFO),
@@ -82,6 +83,7 @@ FROM_WORKER = [
         kv_paths=[wire.KvPathLoad("shm", 9, 0.5, 0.1, 0.2, 1)],
     ),
     wire.Status(query_id=3, json=b"{}"),
+    wire.Audited(query_id=6, seq=4, tiers=[wire.IN_POOL, wire.CHANGING]),
     wire.Paired(report=PAIR),
     wire.PairsSeen(reports=[PAIR]),
     wire.Prefetched(query_id=5, pool_tokens=16, host_tokens=32, coming_tokens=48, problem="full", message="m"),

@@ -1,0 +1,83 @@
+"""The other side of bench/router.py --dynamo: Dynamo's index (`dynamo._core.RadixTree`), asked over stdin and stdout in JSON.
+
+Run by the Python of an environment with ai-dynamo-runtime; imports nothing of ours but the contents beside this file.
+"""
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+from dynamo._core import RadixTree
+from router_contents import Chain, contents, fresh
+
+
+class Dynamo:
+    """One index, built anew for each cell."""
+
+    def __init__(self) -> None:
+        self.tree: Any = None
+        self.prompts: list[Chain] = []
+        self.events = 0
+
+    def build(self, num_workers: int, prompt_blocks: int, shared: bool, seed: int) -> dict[str, Any]:
+        """Store what every worker holds. Returns the depths that it finds, for comparison."""
+        self.tree = RadixTree()
+        made = contents(num_workers, prompt_blocks, shared=shared, seed=seed)
+        self.prompts = made.prompts
+        for worker, chains in enumerate(made.held):
+            for chain in chains:
+                self.tree.apply_event(worker, self.stored(chain))
+        return {"depths": [self.scores(prompt) for prompt in self.prompts]}
+
+    def stored(self, chain: Chain) -> bytes:
+        """An event of its format: a whole chain, from the root on."""
+        blocks = [{"block_hash": one, "tokens_hash": one, "mm_extra_info": None} for one in chain]
+        return self.event({"stored": {"parent_hash": None, "blocks": blocks}})
+
+    def event(self, data: dict[str, Any]) -> bytes:
+        self.events += 1
+        return json.dumps({"event_id": self.events, "data": data, "dp_rank": 0}).encode()
+
+    def scores(self, prompt: Chain) -> dict[str, int]:
+        found = self.tree.find_matches(prompt, False).scores
+        return {str(key[0] if isinstance(key, tuple) else key): depth for key, depth in found.items()}
+
+    def find(self, count: int) -> dict[str, Any]:
+        """Nanoseconds of each lookup: the call alone, and with the scores read into a dict."""
+        bare, read = [], []
+        for index in range(count):
+            prompt = self.prompts[index % len(self.prompts)]
+            began = time.perf_counter_ns()
+            found = self.tree.find_matches(prompt, False)
+            between = time.perf_counter_ns()
+            found.scores  # noqa: B018
+            read.append(time.perf_counter_ns() - began)
+            bare.append(between - began)
+        return {"bare": bare, "read": read}
+
+    def ingest(self, num_workers: int, num_events: int, num_blocks: int, seed: int) -> dict[str, Any]:
+        """Seconds for so many events that store a chain each and as many that remove it; encoded beforehand."""
+        chains = fresh(random.Random(seed), num_events, num_blocks)
+        stored = [self.stored(chain) for chain in chains]
+        removed = [self.event({"removed": {"block_hashes": chain}}) for chain in chains]
+        self.tree.find_matches(self.prompts[0], False)
+        began = time.perf_counter()
+        for events in (stored, removed):
+            for index, event in enumerate(events):
+                self.tree.apply_event(index % num_workers, event)
+        self.tree.find_matches(self.prompts[0], False)  # after all of them: they are applied by a thread of its own
+        return {"seconds": time.perf_counter() - began}
+
+
+def main() -> None:
+    dynamo = Dynamo()
+    for line in sys.stdin:
+        request = json.loads(line)
+        answer = getattr(dynamo, request.pop("do"))(**request)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

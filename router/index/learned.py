@@ -1,0 +1,47 @@
+"""What a worker that tells nothing probably has: the prompts that this router has seen computed there, for a time. Pure."""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+
+
+class Learned:
+    """Hashes and when each is to be forgotten, soonest first: a promise of nothing, bounded in number and time."""
+
+    __slots__ = ("_expiry", "_ttl_s", "limit", "since_s")
+
+    def __init__(self, limit: int, ttl_s: float) -> None:
+        self.limit, self._ttl_s = limit, ttl_s
+        self._expiry: dict[bytes, float] = {}
+        self.since_s: float | None = None  # when the first prompt was noted
+
+    def __len__(self) -> int:
+        return len(self._expiry)
+
+    def note(self, chain: Sequence[bytes], now_s: float) -> list[bytes]:
+        """This prompt, of at most `limit` hashes, was computed there now. Returns what is to be forgotten, as there are too many.
+
+        That is the longest unused. The ends of a chain go before its beginning, as they do in a worker's pool.
+        """
+        if self.since_s is None:
+            self.since_s = now_s
+        expires_s = now_s + self._ttl_s
+        for block_hash in reversed(chain):
+            self._expiry.pop(block_hash, None)
+            self._expiry[block_hash] = expires_s
+        surplus = list(islice(self._expiry, max(0, len(self._expiry) - self.limit)))
+        return self._forget(surplus)
+
+    def expired(self, now_s: float) -> list[bytes]:
+        """What is to be forgotten by now."""
+        return self._forget(list(self._over(now_s)))
+
+    def _over(self, now_s: float) -> Iterator[bytes]:
+        for block_hash, expires_s in self._expiry.items():
+            if expires_s > now_s:
+                return
+            yield block_hash
+
+    def _forget(self, hashes: list[bytes]) -> list[bytes]:
+        for block_hash in hashes:
+            del self._expiry[block_hash]
+        return hashes
