@@ -15,6 +15,7 @@ the same workers hold. That a jump is taken only over what a walk has verified, 
 Not for use from several threads. Never imports torch, Ray, sockets or a clock.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
@@ -50,10 +51,13 @@ class Holders:
         """The worker with the bits `mine` holds these as `new` says (one of its bits, or both). Returns those it did not."""
         masks = self._masks
         olds = list(map(masks.get, hashes, repeat(0)))
+        if not any(olds):  # as nearly always: nobody has any of them
+            masks.update(dict.fromkeys(hashes, new))
+            return hashes
         kinds = dict(zip(map(id, olds), olds, strict=True))
         moved = {mark: self._shared_mask(old & ~mine | new) for mark, old in kinds.items() if old & mine != new}
         self._break(moved)
-        if len(kinds) == 1:  # as nearly always
+        if len(kinds) == 1:
             for old_mark, mask in moved.items():
                 masks.update(dict.fromkeys(hashes, mask))
                 return () if kinds[old_mark] & mine else hashes
@@ -63,24 +67,22 @@ class Holders:
         gained = {mark for mark in moved if not kinds[mark] & mine}
         return [block_hash for block_hash, mark in pairs if mark in gained]
 
-    def drop(self, hashes: Iterable[bytes], mine: int) -> int:
+    def drop(self, hashes: Sequence[bytes], mine: int) -> int:
         """The worker with these bits holds none of them any more. Returns how many it held."""
-        masks, others, num_dropped = self._masks, ~mine, 0
-        moves: dict[int, tuple[int, int]] = {}  # by the object's id: that object, and what follows it
-        for block_hash in hashes:
-            old = masks.get(block_hash, 0)
-            if not old & mine:
-                continue
-            num_dropped += 1
-            if id(old) not in moves:
-                moves[id(old)] = old, self._shared_mask(old & others)
-                self._break((id(old),))
-            new = moves[id(old)][1]
-            if new:
-                masks[block_hash] = new
-            else:
+        masks = self._masks
+        olds = list(map(masks.get, hashes, repeat(0)))
+        kinds = dict(zip(map(id, olds), olds, strict=True))
+        moved = {mark: self._shared_mask(old & ~mine) for mark, old in kinds.items() if old & mine}
+        self._break(moved)
+        if len(kinds) == 1 and moved and not any(moved.values()):  # as nearly always: it alone had them
+            deque(map(masks.pop, hashes), maxlen=0)
+            return len(hashes)
+        pairs = [(block_hash, mark) for block_hash, mark in zip(hashes, map(id, olds), strict=True) if mark in moved]
+        masks.update((block_hash, moved[mark]) for block_hash, mark in pairs)
+        for block_hash, mark in pairs:
+            if not moved[mark]:
                 del masks[block_hash]
-        return num_dropped
+        return len(pairs)
 
     def held(self, hashes: Iterable[bytes], mine: int) -> Iterator[bytes]:
         """Of these, what the worker with these bits holds."""
