@@ -59,10 +59,15 @@ class Router:
         self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
         self._policy = policy or policy_of(settings, self._model)
         self._fleet = Fleet(self._model)
-        self.index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
+        self._index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
         self._ledger = Ledger()
         self._prediction_error_s = 0.0
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
+
+    @property
+    def index(self) -> PrefixIndex:
+        """Who holds which prefix. Audits and metrics read it; what workers say comes through the calls below."""
+        return self._index
 
     @property
     def prediction_error_s(self) -> float:
@@ -74,19 +79,19 @@ class Router:
     def worker_up(self, info: WorkerInfo) -> None:
         """A worker connected: new, restarted (new epoch: starts empty), or reconnected (its index is STALE)."""
         if not self._fleet.up(info):
-            self.index.mark_stale(info.worker_id)
+            self._index.mark_stale(info.worker_id)
             return
         if self.forecast is not None:
             self.forecast.worker_up(info)
         stride, rest = divmod(info.block_size, self._tokens_per_hash)
         assert not rest, f"blocks of {info.block_size} tokens have no hashes of every {self._tokens_per_hash}"
         max_blocks = HASHES_PER_BLOCK * info.num_blocks
-        self.index.add_worker(info.worker_id, max_blocks=max_blocks, stride=stride, max_learned=info.num_blocks)
+        self._index.add_worker(info.worker_id, max_blocks=max_blocks, stride=stride, max_learned=info.num_blocks)
 
     def worker_down(self, worker_id: str) -> None:
         """Forget a worker; its requests stay counted nowhere, and their `on_end` changes nothing else."""
         self._fleet.down(worker_id)
-        self.index.remove_worker(worker_id)
+        self._index.remove_worker(worker_id)
         if self.forecast is not None:
             self.forecast.worker_down(worker_id)
 
@@ -97,13 +102,13 @@ class Router:
 
     def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """Blocks stored and removed. False: something is missing, ask the worker for a snapshot."""
-        return self.index.apply_events(
+        return self._index.apply_events(
             worker_id, events.seq, events.stored, events.removed, events.lowered, events.raised
         )
 
     def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
         """Everything that a worker has cached: heals its index. False: it came too late for that, ask for another."""
-        return self.index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered)
+        return self._index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered)
 
     def set_misfits(self, misfits: Misfits) -> None:
         """From now on these pairs of live workers are not chosen; any other may be."""
@@ -114,10 +119,11 @@ class Router:
     def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
         """Choose, and count the request from now on. An earlier attempt of the same id ends first."""
         self.on_end(request.request_id)
+        self._index.expire(now_s)
         misfits, lonely = self._fleet.misfits, self._fleet.lonely if self._fleet.misfits else frozenset()
         if lonely and lonely.issuperset(self._fleet.columns(Role.DECODE).names):
             return Refusal("misfit", "; ".join(sorted(misfits.values())), MIN_RETRY_S)
-        held = self._held(request, now_s)
+        held = self._held(request)
         scene = Scene(
             Ask(request, _draw(request.request_id, self._settings.seed), now_s),
             self._side(Role.PREFILL, request, held, now_s, lonely),
@@ -144,7 +150,7 @@ class Router:
         if (computed := self._ledger.computing(request_id)) is not None:
             for account in (computed.compute, computed.decode):
                 if account is not None and self._fleet.accounts.get(account.info.worker_id) is account:
-                    self.index.learn(account.info.worker_id, computed.block_hashes, now_s)
+                    self._index.learn(account.info.worker_id, computed.block_hashes, now_s)
         error_s = self._ledger.first_token(request_id, now_s)
         if self.forecast is not None:
             self.forecast.first_token(request_id, now_s, timings, cached_tokens)
@@ -192,13 +198,12 @@ class Router:
         )
         return columns.side(rows, held[role], self._fleet.prefill_rate, now_s)
 
-    def _held(self, request: RouteRequest, now_s: float) -> dict[Role, Held]:
+    def _held(self, request: RouteRequest) -> dict[Role, Held]:
         """What all live workers hold, and will hold, of the prompt."""
         tables = {role: self._fleet.columns(role) for role in Role}
         size, accounts = self._tokens_per_hash, self._fleet.accounts
         held = {role: np.zeros(len(columns), np.int64) for role, columns in tables.items()}
-        self.index.expire(now_s)
-        for worker_id, hashes in self.index.match(request.block_hashes).items():
+        for worker_id, hashes in self._index.match(request.block_hashes).items():
             account = accounts[worker_id]
             held[account.role][account.row] = hashes * size
         coming = held
@@ -215,7 +220,7 @@ class Router:
         for account, hashes in self._ledger.pending_matches(request.block_hashes).items():
             worker_id = account.info.worker_id
             is_live = self._fleet.accounts.get(worker_id) is account
-            if is_live and self.index.state(worker_id) is not IndexState.STALE:
+            if is_live and self._index.state(worker_id) is not IndexState.STALE:
                 tokens = hashes * size
                 found.append((account, tokens - tokens % account.info.block_size))
         return found
@@ -287,8 +292,8 @@ class Router:
             worker_id=worker_id,
             role=account.info.role,
             epoch=account.info.epoch,
-            index_state=self.index.state(worker_id),
-            indexed_blocks=self.index.num_blocks(worker_id),
+            index_state=self._index.state(worker_id),
+            indexed_blocks=self._index.num_blocks(worker_id),
             assigned_requests=account.own_requests,
             assigned_tokens=account.own_tokens,
             reported_at_s=account.reported_at_s,
