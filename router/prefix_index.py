@@ -59,7 +59,7 @@ class PrefixIndex:
         self._chunk, self._mode, self._learned_s = chunk, mode, learned_s
         self._learning: dict[str, Member] = {}  # of whom there is something to expire
         self._members: dict[str, Member] = {}
-        self._rows: list[Member | None] = []
+        self._names: list[str] = []  # by row; "": nobody's
         self._free_rows: list[int] = []
         self._holders: dict[int, Holders] = {}  # by stride
         self._audits: dict[str, AuditCounts] = {}
@@ -80,13 +80,13 @@ class PrefixIndex:
         if self._free_rows:
             row = self._free_rows.pop()
         else:
-            row = len(self._rows)
-            self._rows.append(None)
+            row = len(self._names)
+            self._names.append("")
         holders = self._holders.setdefault(stride, Holders(self._chunk))
         limit = max_blocks if max_learned is None else min(max_learned, max_blocks)
         learned = None if self._mode == "exact" else Learned(limit, self._learned_s)
         member = Member(worker_id, row, max_blocks, stride, holders, learned)
-        self._members[worker_id] = self._rows[row] = member
+        self._members[worker_id], self._names[row] = member, worker_id
         if self._mode == "approximate":
             self._fall(member, IndexState.APPROXIMATE)
         return row
@@ -98,7 +98,7 @@ class PrefixIndex:
             return
         self._fall(member, IndexState.STALE)
         member.drop(list(member.held()))
-        self._rows[member.row] = None
+        self._names[member.row] = ""
         self._audits.pop(worker_id, None)
         self._learning.pop(worker_id, None)
         self._free_rows.append(member.row)
@@ -111,7 +111,7 @@ class PrefixIndex:
     @property
     def num_rows(self) -> int:
         """Rows are below this. A row of a worker that left goes to the next one that comes."""
-        return len(self._rows)
+        return len(self._names)
 
     def row(self, worker_id: str) -> int:
         """The worker's place in `Depths.rows`, for as long as it is here."""
@@ -119,8 +119,7 @@ class PrefixIndex:
 
     def name(self, row: int) -> str | None:
         """Whose row it is."""
-        member = self._rows[row]
-        return None if member is None else member.name
+        return self._names[row] or None
 
     def state(self, worker_id: str) -> IndexState:
         return self._members[worker_id].state
@@ -273,7 +272,7 @@ class PrefixIndex:
             ends = self._holders[stride].walk(chain, alive)
             if stride != 1:
                 ends = [(depth * stride, bits) for depth, bits in ends]
-            found = depths_by_row(ends, len(self._rows), found)
+            found = depths_by_row(ends, len(self._names), found)
         if found is None:
             return _NOTHING
         rows = np.flatnonzero(found[:, 0])
@@ -283,12 +282,7 @@ class PrefixIndex:
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
         """Leading ones of `hashes` that each worker's blocks cover, in its pool or below; workers with none are absent."""
         depths = self.depths(hashes)
-        members = self._rows
-        return {
-            member.name: depth
-            for row, depth in zip(depths.rows.tolist(), depths.anywhere.tolist(), strict=True)
-            if (member := members[row]) is not None
-        }
+        return dict(zip(map(self._names.__getitem__, depths.rows.tolist()), depths.anywhere.tolist(), strict=True))
 
     def alone_share(self, worker_id: str, *, num_samples: int = 64) -> float | None:
         """Share of a worker's blocks that nobody else has, in a pool or below, of a sample spread over all; None: not known."""
