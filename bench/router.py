@@ -2,8 +2,8 @@
 
 What the workers hold: see bench/router_contents.py. Half of the workers prefill, half decode. For each number of workers and
 length of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again; with
---dynamo, its `RadixTree.find_matches` in a process of its own, alone (`bare`) and with the scores read (`read`), in turns
-with ours and checked to find the same depths; `decision`, the whole of `select_and_reserve`, `on_first_token` and `on_end`,
+--dynamo, its `RadixTree.find_matches` in a process of its own (`first`, again `bare`, and with the scores read, `read`), in
+turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`, the whole of `select_and_reserve`, `on_first_token` and `on_end`,
 and how many of them a core makes in a second. Then news: events a second from the wire's bytes to the index, half of
 them storing a chain and half removing it.
 PYTHON is that of an environment with ai-dynamo-runtime (pip install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
@@ -115,8 +115,8 @@ class Other:
         self._child.wait()
 
 
-def lookups(made: Contents, router: Router, count: int, other: Other | None) -> None:
-    """One line of the first table."""
+def lookups(made: Contents, router: Router, count: int, other: Other | None, their_first: list[float]) -> None:
+    """One line of the first table. `their_first`: nanoseconds."""
     prompts = [hashes(prompt) for prompt in made.prompts]
     depths = router.index.depths
     first = timed_us(lambda i: depths(prompts[i]), len(prompts))
@@ -141,7 +141,7 @@ def lookups(made: Contents, router: Router, count: int, other: Other | None) -> 
     whole = timed_us(decide, ROUNDS * count)
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
     if other is not None:
-        line += f" {cuts(bare)} {cuts(read)} {statistics.median(bare) / statistics.median(again):>6.1f}"
+        line += f" {statistics.median(their_first) / 1e3:>7.0f} {cuts(bare)} {cuts(read)} {statistics.median(bare) / statistics.median(again):>6.1f}"
     print(f"{line} {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}", flush=True)
 
 
@@ -165,13 +165,15 @@ def cell(num_workers: int, tokens: int, shared: bool, count: int, other: Other |
     blocks = tokens // BLOCK_SIZE
     made = contents(num_workers, blocks, shared=shared, seed=0)
     router = build(made)
+    their_first: list[float] = []
     if other is not None:
         theirs = other.ask("build", num_workers=num_workers, prompt_blocks=blocks, shared=shared, seed=0)
         ours = [router.index.match(hashes(prompt)) for prompt in made.prompts]
         assert ours == theirs["depths"], "the two indexes do not find the same"
+        their_first = theirs["first"]
         router = build(made)  # nothing has been looked up in it
     print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
-    lookups(made, router, count, other)
+    lookups(made, router, count, other, their_first)
     seqs = [0] * num_workers
     for num_blocks, num_events in EVENTS if tokens < 10_000 else ():
         mine = 2 * num_events / news(router, seqs, num_events, num_blocks)
@@ -212,7 +214,7 @@ def main() -> None:
         return
     other = Other(options.dynamo) if options.dynamo else None
     head = f"{'workers':>7} {'tokens':>7} {'held':>6} {'first':>7} {'lookup':>7} {'p99':>7}"
-    head += f" {'bare':>7} {'p99':>7} {'read':>7} {'p99':>7} {'ratio':>6}" if other else ""
+    head += f" {'first':>7} {'bare':>7} {'p99':>7} {'read':>7} {'p99':>7} {'ratio':>6}" if other else ""
     print(f"{head} {'decision':>8} {'p99':>6} {'a second':>8}")
     try:
         for num_workers in options.workers:

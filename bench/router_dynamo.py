@@ -22,14 +22,16 @@ class Dynamo:
         self.events = 0
 
     def build(self, num_workers: int, prompt_blocks: int, shared: bool, seed: int) -> dict[str, Any]:
-        """Store what every worker holds. Returns the depths that it finds, for comparison."""
+        """Store what every worker holds. Returns the depths that it finds, and nanoseconds of each prompt's first lookup."""
         self.tree = RadixTree()
         made = contents(num_workers, prompt_blocks, shared=shared, seed=seed)
         self.prompts = made.prompts
         for worker, chains in enumerate(made.held):
             for chain in chains:
                 self.tree.apply_event(worker, self.stored(chain))
-        return {"depths": [self.scores(prompt) for prompt in self.prompts]}
+        self.tree.find_matches([0], False)  # after all events: they are applied by a thread of its own
+        first = self.find(len(self.prompts))["bare"]
+        return {"depths": [self.scores(prompt) for prompt in self.prompts], "first": first}
 
     def stored(self, chain: Chain) -> bytes:
         """An event of its format: a whole chain, from the root on."""

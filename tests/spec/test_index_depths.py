@@ -106,9 +106,35 @@ def test_a_lookup_notes_whole_chunks_and_later_ones_jump():
     assert depths(index, [*LONG[: CHUNK - 1], *chain("y", 10)]) == {"w1": (63, 63), "w2": (63, 63)}
 
 
+@pytest.mark.parametrize("first", [0, 1, 30, CHUNK - 1])
+def test_runs_that_were_stored_as_one_are_found_where_they_lie(first):
+    """Chunks count from the chain's beginning, runs from where an event began."""
+    index = fed(w1=LONG[:first])
+    index.apply_events("w1", 1, [*LONG[first : 3 * CHUNK], *chain("y", CHUNK)], [])
+    assert depths(index, [*LONG[: 2 * CHUNK + 9], *chain("n", CHUNK)]) == {"w1": (2 * CHUNK + 9,) * 2}
+    assert twice(index, LONG) == {"w1": (3 * CHUNK, 3 * CHUNK)}
+    index.apply_events("w1", 2, [], [LONG[CHUNK + first]])
+    assert twice(index, LONG) == {"w1": (CHUNK + first, CHUNK + first)}
+
+
+def test_a_run_of_blocks_that_are_no_chain_is_no_hit():
+    index = fed(w1=[*LONG[:3], *LONG[10 : 10 + CHUNK]])
+    assert twice(index, LONG) == {"w1": (3, 3)}
+    assert twice(index, [*LONG[:3], LONG[5], *LONG[11:90]]) == {"w1": (3, 3)}
+
+
+def test_runs_go_with_their_blocks():
+    index = fed(w1=LONG, w2=LONG[:CHUNK])
+    index.apply_events("w1", 1, [], LONG)
+    index.apply_events("w2", 1, [], LONG[:CHUNK])
+    holders = index._holders[1]
+    tables = (holders._masks, holders._runs, holders._run_masks, holders._run_of, holders._chunks, holders._chunk_of)
+    assert [len(table) for table in tables] == [0] * 6
+
+
 def test_one_lookup_notes_only_so_many_chunks():
     hashes = chain("z", (MAX_NOTED + 3) * CHUNK)
-    index = fed(w1=hashes)
+    index = fed(w1=hashes[::-1])  # in an order of which no run is of use
     depths(index, hashes)
     assert num_chunks(index) == MAX_NOTED
     depths(index, hashes)
@@ -181,7 +207,16 @@ def test_the_collector_walks_none_of_it():
     holders = fed(w1=LONG, w2=LONG)._holders[1]
     holders.walk(LONG, both_bits(0))
     assert holders.num_chunks and not any(
-        gc.is_tracked(table) for table in (holders._masks, holders._chunks, holders._chunk_of, holders._shared)
+        gc.is_tracked(table)
+        for table in (
+            holders._masks,
+            holders._chunks,
+            holders._chunk_of,
+            holders._shared,
+            holders._runs,
+            holders._run_masks,
+            holders._run_of,
+        )
     )
 
 
@@ -297,7 +332,10 @@ def test_the_machine_finds_an_index_that_assumes_what_it_must_verify(broken, mon
     if broken == "_break":
         monkeypatch.setattr(Holders, "_break", lambda self, marks: None)
     else:
-        monkeypatch.setattr("kvrelay.router.index.holders.list", FirstAndLast, raising=False)
+        masks_of = Holders._masks_of
+        monkeypatch.setattr(
+            Holders, "_masks_of", lambda *given: ((found := masks_of(*given)) and FirstAndLast(found[0]), found[1])
+        )
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             DepthsMachine,
