@@ -14,6 +14,7 @@ from kvrelay.router.columns import (
     DECODE_STEP,
     FREE_BLOCKS,
     KV_RATE,
+    PACE,
     PREFILL_RATE,
     QUEUED_REQUESTS,
     QUEUED_TOKENS,
@@ -31,6 +32,7 @@ from kvrelay.wire import LoadReport, WorkerInfo
 _BUCKET = math.log(1.25)
 MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20  # less says more about first touches of memory than about the link
 MAX_PENDING_COMPARED = 128
+PACE_S = 10.0  # of steps that the pace is an average of
 
 
 def _bucketed(value: float) -> float:
@@ -43,6 +45,28 @@ def _bucketed(value: float) -> float:
     return math.exp(_BUCKET * round(math.log(value) / _BUCKET))
 
 
+class Pace:
+    """How often a busy worker has stepped of late: what a sequence there waits for each of its tokens."""
+
+    __slots__ = ("_seconds", "_steps")
+
+    def __init__(self) -> None:
+        self._seconds = self._steps = 0.0
+
+    def observe(self, before: LoadReport, after: LoadReport, passed_s: float) -> None:
+        """Two reports in a row. Between them the worker was busy if it was at the first: it reports when it falls idle."""
+        steps = after.steps - before.steps
+        if before.running and steps > 0 and passed_s > 0:
+            keep = math.exp(-passed_s / PACE_S)
+            self._seconds = self._seconds * keep + passed_s
+            self._steps = self._steps * keep + steps
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0: not known."""
+        return self._seconds / self._steps if self._steps else 0.0
+
+
 class WorkerAccount:
     """One incarnation of one worker. Mutable; written only by Ledger and Router."""
 
@@ -52,6 +76,7 @@ class WorkerAccount:
         "_foreign_sequences",
         "_foreign_tokens",
         "_model",
+        "_pace",
         "info",
         "own_prefills",
         "own_requests",
@@ -81,6 +106,7 @@ class WorkerAccount:
         self._foreign_tokens = 0
         self._foreign_prefills = 0
         self._foreign_sequences = 0
+        self._pace = Pace()
         self.turn = 0  # when it was last chosen
         self._columns: Columns | None = None
 
@@ -92,6 +118,8 @@ class WorkerAccount:
 
     def apply_report(self, report: LoadReport, now_s: float) -> None:
         """Take the newest report. Reports of one connection come in order."""
+        if self.report is not None and self.reported_at_s is not None:
+            self._pace.observe(self.report, report, now_s - self.reported_at_s)
         self.report, self.reported_at_s = report, now_s
         self._foreign_tokens = max(0, report.queued_tokens - self.own_tokens)
         waiting_elsewhere = max(1, report.waiting - self.own_prefills)
@@ -198,7 +226,8 @@ class WorkerAccount:
         floats, row = self._columns.floats, self.row
         rate, step_s, kv_rate = self._speeds()
         floats[PREFILL_RATE, row] = rate
-        floats[DECODE_STEP, row] = step_s or self._model.default_decode_step_s
+        floats[DECODE_STEP, row] = step_s = step_s or self._model.default_decode_step_s
+        floats[PACE, row] = max(step_s, self._pace.seconds)
         floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
         if self.reported_at_s is not None:
             floats[REPORTED_AT, row] = self.reported_at_s

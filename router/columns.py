@@ -17,7 +17,7 @@ from kvrelay.wire import WorkerInfo
 QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
 NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
 # rows of `Columns.floats`; the first is 0 while it is not measured
-PREFILL_RATE, DECODE_STEP, KV_RATE, REPORTED_AT = range(4)
+PREFILL_RATE, DECODE_STEP, PACE, KV_RATE, REPORTED_AT = range(5)
 
 
 class Held(NamedTuple):
@@ -85,8 +85,8 @@ class Columns:
             names = tuple(map(names.__getitem__, rows.tolist()))
             ints, floats, held = ints[:, rows], floats[:, rows], Held(*(column[rows] for column in held))
         tokens, requests, sequences, waiting, free, turn, nodes, blocks, size, per_token, _, _ = ints
-        rate, step_s, kv_rate, reported_at_s = floats
+        rate, step_s, pace_s, kv_rate, reported_at_s = floats
         return Side(
             names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,
-            np.where(rate, rate, prefill_rate), step_s, kv_rate, per_token, turn, now_s - reported_at_s,
+            np.where(rate, rate, prefill_rate), step_s, pace_s, kv_rate, per_token, turn, now_s - reported_at_s,
         )  # fmt: skip

@@ -45,6 +45,7 @@ class Side:
     block_size: Ints  # tokens
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
+    pace_s: Floats  # between two tokens of a sequence there of late, whatever else its steps computed; at least decode_step_s
     kv_bytes_per_s: Floats  # at which KV arrives there from another process of its machine
     kv_bytes_per_token: Ints
     turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
