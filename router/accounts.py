@@ -12,6 +12,7 @@ from itertools import islice
 
 from kvrelay.router.columns import (
     DECODE_STEP,
+    FOREIGN,
     FREE_BLOCKS,
     KV_RATE,
     PACE,
@@ -219,6 +220,7 @@ class WorkerAccount:
             ints[FREE_BLOCKS, row],
         ) = self._counts()  # fmt: skip
         ints[TURN, row] = self.turn
+        ints[FOREIGN, row] = self._foreign_sequences
 
     def _write_report(self) -> None:
         if self._columns is None:
@@ -253,6 +255,7 @@ class Assignment:
     decode_blocks: int
     assigned_at_s: float
     predicted_ttft_s: float
+    tenant: str = ""
     width: int = 1  # sequences on the decode worker
     has_first_token: bool = False
 
@@ -275,6 +278,7 @@ class Ledger:
     def __init__(self) -> None:
         self._assignments: dict[str, Assignment] = {}
         self._pending: dict[bytes, dict[str, Assignment]] = {}  # by first block, until the first token
+        self._queued: dict[str, int] = {}  # by tenant, assigned prompt tokens that are not computed yet
         self._turn = 0
 
     def __len__(self) -> int:
@@ -286,6 +290,7 @@ class Ledger:
         self._turn += 1
         self._assignments[assignment.request_id] = assignment
         compute, decode = assignment.compute, assignment.decode
+        self._queue(assignment.tenant, assignment.compute_tokens)
         compute.turn = self._turn
         compute.add(tokens=assignment.compute_tokens, prefills=1, **_seats(int(decode is not compute)))
         if decode is not None:
@@ -300,6 +305,7 @@ class Ledger:
         if assignment is None or assignment.has_first_token:
             return None
         assignment.has_first_token = True
+        self._queue(assignment.tenant, -assignment.compute_tokens)
         compute, decode = assignment.compute, assignment.decode
         compute.add(tokens=-assignment.compute_tokens, prefills=-1, **_seats(-int(decode is not compute)))
         if decode is not None:
@@ -329,6 +335,21 @@ class Ledger:
         gone, assignment.width = assignment.width - width, width
         if assignment.decode is not None:
             assignment.decode.add(sequences=-gone, shown=-gone * assignment.has_first_token)
+
+    def _queue(self, tenant: str, tokens: int) -> None:
+        left = self._queued.get(tenant, 0) + tokens
+        if left:
+            self._queued[tenant] = left
+        else:
+            self._queued.pop(tenant, None)
+
+    def excess(self, tenant: str) -> float:
+        """By how many times an equal share of all queued tokens the tenant has more than it; 0: no more, or alone."""
+        own = self._queued.get(tenant, 0)
+        if not own or len(self._queued) < 2:
+            return 0.0
+        share = sum(self._queued.values()) / len(self._queued)
+        return max(0.0, own / share - 1.0)
 
     def pending_matches(self, hashes: tuple[bytes, ...]) -> dict[WorkerAccount, int]:
         """Workers that are about to compute a prefix of `hashes`, and how many of its hashes; the newest, bounded."""

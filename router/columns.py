@@ -14,8 +14,8 @@ from kvrelay.router.types import RouteRequest
 from kvrelay.wire import WorkerInfo
 
 # rows of `Columns.ints`: first what changes, in the order in which an account writes it
-QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
-NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
+QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN, FOREIGN = range(7)
+NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(7, 13)
 # rows of `Columns.floats`; the first is 0 while it is not measured
 PREFILL_RATE, DECODE_STEP, PACE, KV_RATE, REPORTED_AT = range(5)
 
@@ -84,7 +84,7 @@ class Columns:
         if rows is not None:
             names = tuple(map(names.__getitem__, rows.tolist()))
             ints, floats, held = ints[:, rows], floats[:, rows], Held(*(column[rows] for column in held))
-        tokens, requests, sequences, waiting, free, turn, nodes, blocks, size, per_token, _, _ = ints
+        tokens, requests, sequences, waiting, free, turn, _, nodes, blocks, size, per_token, _, _ = ints
         rate, step_s, pace_s, kv_rate, reported_at_s = floats
         return Side(
             names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,

@@ -5,7 +5,7 @@ sockets, a clock or a random source.
 """
 
 from kvrelay.router.accounts import WorkerAccount
-from kvrelay.router.columns import Columns
+from kvrelay.router.columns import FOREIGN, SEQUENCES, Columns
 from kvrelay.router.cost import CostModel
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.types import Role
@@ -74,6 +74,15 @@ class Fleet:
         if self._tables is None:
             self._tables = self._laid_out()
         return self._tables[role]
+
+    def others(self) -> float:
+        """The share of all sequences at the workers that other routers sent; 0: none, or nothing runs."""
+        foreign = total = 0
+        for role in Role:
+            ints = self.columns(role).ints
+            foreign += int(ints[FOREIGN].sum())
+            total += int(ints[SEQUENCES].sum())
+        return foreign / total if foreign else 0.0
 
     def _laid_out(self) -> dict[str, Columns]:
         ordered = sorted(self.accounts.items())

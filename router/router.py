@@ -17,6 +17,7 @@ from kvrelay.router.columns import Held
 from kvrelay.router.cost import CostModel
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.forecast import Forecast
+from kvrelay.router.heat import Heat
 from kvrelay.router.misfits import Misfits
 from kvrelay.router.policies.base import Ask, Policy, Side
 from kvrelay.router.policies.registry import policy_of
@@ -61,6 +62,7 @@ class Router:
         self._fleet = Fleet(self._model)
         self._index = PrefixIndex()
         self._ledger = Ledger()
+        self._heat = Heat()
         self._prediction_error_s = 0.0
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
 
@@ -118,7 +120,7 @@ class Router:
             return Refusal("misfit", "; ".join(sorted(misfits.values())), MIN_RETRY_S)
         held = self._held(request)
         scene = Scene(
-            Ask(request, _draw(request.request_id, self._settings.seed), now_s),
+            self._ask(request, held, now_s),
             self._side(Role.PREFILL, request, held, now_s, lonely),
             self._side(Role.DECODE, request, held, now_s, lonely),
             self._policy,
@@ -176,6 +178,16 @@ class Router:
     def workers(self) -> list[WorkerView]:
         """Every live worker, by id."""
         return [self._view(worker_id) for worker_id in sorted(self._fleet.accounts)]
+
+    def _ask(self, request: RouteRequest, held: dict[Role, Held], now_s: float) -> Ask:
+        hashes = request.block_hashes
+        most = max(int(columns.coming.max(initial=0)) for columns in held.values())
+        arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
+        self._heat.observe(hashes, now_s)
+        return Ask(
+            request, _draw(request.request_id, self._settings.seed), now_s,
+            others=self._fleet.others(), arrivals_per_s=arrivals, excess=self._ledger.excess(request.tenant),
+        )  # fmt: skip
 
     def _side(
         self, role: Role, request: RouteRequest, held: dict[Role, Held], now_s: float, lonely: frozenset[str]
@@ -266,11 +278,12 @@ class Router:
                 request_id=request.request_id,
                 block_hashes=request.block_hashes,
                 compute=compute,
-                compute_tokens=request.num_tokens - decision.cached_tokens_prefill,
+                compute_tokens=request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill,
                 decode=decode,
                 decode_blocks=-(-(request.num_tokens + 1) // size) - held + request.width - 1 if decode else 0,
                 assigned_at_s=now_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
+                tenant=request.tenant,
                 width=request.width,
             )
         )

@@ -68,6 +68,11 @@ class Ask:
     request: RouteRequest
     draw: float
     now_s: float
+    others: float = 0.0  # share of all work at the workers that other routers sent
+    arrivals_per_s: float = (
+        0.0  # of prompts that begin with the same prefix, as far as some worker holds or will hold it
+    )
+    excess: float = 0.0  # by how many times its share of the queued work the request's tenant has more than it
     stored: int = 0  # of the prompt's tokens, in the cluster's own store, from where any worker can load them
 
 
