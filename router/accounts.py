@@ -12,7 +12,6 @@ from itertools import islice
 
 from kvrelay.router.columns import (
     DECODE_STEP,
-    FOREIGN,
     FREE_BLOCKS,
     KV_RATE,
     PACE,
@@ -78,6 +77,7 @@ class WorkerAccount:
         "_foreign_tokens",
         "_model",
         "_pace",
+        "_told_foreign",
         "info",
         "own_prefills",
         "own_requests",
@@ -110,10 +110,11 @@ class WorkerAccount:
         self._pace = Pace()
         self.turn = 0  # when it was last chosen
         self._columns: Columns | None = None
+        self._told_foreign = 0  # to the columns
 
     def place(self, columns: Columns | None, row: int = 0) -> None:
         """From now on this is its row; None: it has none, for it is gone."""
-        self._columns, self.row = columns, row
+        self._columns, self.row, self._told_foreign = columns, row, 0
         self._write_report()
         self._write_load()
 
@@ -220,7 +221,8 @@ class WorkerAccount:
             ints[FREE_BLOCKS, row],
         ) = self._counts()  # fmt: skip
         ints[TURN, row] = self.turn
-        ints[FOREIGN, row] = self._foreign_sequences
+        self._columns.num_foreign += self._foreign_sequences - self._told_foreign
+        self._told_foreign = self._foreign_sequences
 
     def _write_report(self) -> None:
         if self._columns is None:

@@ -4,6 +4,7 @@ Columns in, columns out: a term is one array over all workers of a role, or over
 Ray, sockets, a clock or a random source. The terms are types.TERM_NAMES; a way costs their plain sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -50,21 +51,30 @@ class Source(NamedTuple):
     load_s: Floats
 
 
-def sources(ask: Ask, side: Side, model: CostModel) -> Source:
-    """For every worker of a side. The last token is always computed: its logits give the first output token."""
-    usable = (ask.request.num_tokens - 1) // side.block_size * side.block_size
-    cached = np.minimum(side.coming, usable)
-    if not ask.stored and not (side.below > side.coming).any():
-        return Source(cached, np.zeros(len(side), np.int64), np.zeros(len(side)))
-    own = np.maximum(np.minimum(side.below, usable) - cached, 0)
-    stored = np.maximum(np.minimum(ask.stored // side.block_size * side.block_size, usable) - cached - own, 0)
-    far_bytes_per_s = side.kv_bytes_per_s * model.other_node_share
-    own_s = own * side.kv_bytes_per_token / model.tier_bytes_per_s
-    stored_s = stored * side.kv_bytes_per_token / far_bytes_per_s
-    is_own_quicker = own_s <= own / side.prefill_tokens_per_s
-    is_stored_quicker = stored_s <= stored / side.prefill_tokens_per_s
-    loaded = np.where(is_own_quicker, own + np.where(is_stored_quicker, stored, 0), 0)
-    return Source(cached, loaded, np.where(is_own_quicker, own_s + np.where(is_stored_quicker, stored_s, 0.0), 0.0))
+def sources(ask: Ask, sides: Sequence[Side], model: CostModel) -> Source:
+    """For every worker of these sides, one after the other. The last token is always computed: its logits give the first output."""
+    coming, below, size = (joined(sides, name) for name in ("coming", "below", "block_size"))
+    usable = (ask.request.num_tokens - 1) // size * size
+    cached = np.minimum(coming, usable)
+    if not ask.stored and not (below > coming).any():
+        return Source(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
+    token_bytes, kv_rate, speed = (
+        joined(sides, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
+    )
+    own = np.maximum(np.minimum(below, usable) - cached, 0)
+    stored = np.maximum(np.minimum(ask.stored // size * size, usable) - cached - own, 0)
+    own_s, stored_s = (
+        own * token_bytes / model.tier_bytes_per_s,
+        stored * token_bytes / (kv_rate * model.other_node_share),
+    )
+    loads_own, loads_stored = own_s <= own / speed, stored_s <= stored / speed
+    loaded = np.where(loads_own, own + np.where(loads_stored, stored, 0), 0)
+    return Source(cached, loaded, np.where(loads_own, own_s + np.where(loads_stored, stored_s, 0.0), 0.0))
+
+
+def joined(sides: Sequence[Side], name: str) -> np.ndarray:
+    """One column of several sides, one after the other."""
+    return np.concatenate([getattr(side, name) for side in sides])
 
 
 class CommonCost:
@@ -78,7 +88,7 @@ class CommonCost:
         self.prefills, self.decodes = prefills, decodes
         self.num_prefills = len(prefills)
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        self.work, self.uncached = self._work(sources(ask, prefills, model), sources(ask, decodes, model))
+        self.work, self.uncached = self._work(sources(ask, (prefills, decodes), model))
         self.decode = self._decode()
         self.arriving_s: Floats = (
             (self.request.num_tokens - decodes.held) * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
@@ -88,22 +98,20 @@ class CommonCost:
         """Decode workers that lack at most local_prefill_tokens of the prompt."""
         self.stall = self._stall()
 
-    def _work(self, first: Source, second: Source) -> tuple[Floats, Ints]:
+    def _work(self, source: Source) -> tuple[Floats, Ints]:
         """([4, numbers]: own work, the queue ahead, the harm to those behind, and loading; tokens to be computed).
 
         Near saturation a cached prefix *is* capacity: each second of own work counts once more for every request in the shortest
         queue of any prefill worker, for so many will wait behind it; an idle worker anywhere makes it 0.
         """
-        prefills, decodes = self.prefills, self.decodes
-        queued = _both(prefills.queued_tokens, decodes.queued_tokens)
-        speed = _both(prefills.prefill_tokens_per_s, decodes.prefill_tokens_per_s)
-        cached = _both(first.cached, second.cached) + _both(first.loaded, second.loaded)
-        uncached = self.request.num_tokens - cached
+        sides = (self.prefills, self.decodes)
+        queued, speed = joined(sides, "queued_tokens"), joined(sides, "prefill_tokens_per_s")
+        uncached = self.request.num_tokens - source.cached - source.loaded
         work = np.empty((4, len(queued)))
         np.divide(uncached, speed, out=work[0])
         np.divide(queued, speed, out=work[1])
         np.multiply(work[0], self._pressure(), out=work[2])
-        work[3] = _both(first.load_s, second.load_s)
+        work[3] = source.load_s
         return work, uncached
 
     def _pressure(self) -> float:
@@ -190,7 +198,3 @@ def targets(request: RouteRequest, model: CostModel) -> tuple[float, float]:
     wanted = request.slo.targets[0] if request.slo is not None else None
     ttft_s, tpot_s = (wanted.ttft_s, wanted.tpot_s) if wanted is not None else (None, None)
     return ttft_s or model.ttft_s, tpot_s or model.tpot_s
-
-
-def _both(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    return np.concatenate((first, second)) if len(first) else second

@@ -90,7 +90,7 @@ class Scene:
         coming, size = int(side.coming[row]), int(side.block_size[row])
         if not self.ask.stored and side.below[row] <= coming:
             return min(coming, (self.request.num_tokens - 1) // size * size), 0
-        source = sources(self.ask, taken(side, np.array([row])), self.model)
+        source = sources(self.ask, (taken(side, np.array([row])),), self.model)
         return int(source.cached[0]), int(source.loaded[0])
 
     def _common_terms(self, way: Way) -> dict[str, float]:

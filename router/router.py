@@ -59,8 +59,8 @@ class Router:
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
         self._policy = policy or policy_of(settings, self._model)
-        self._fleet = Fleet(self._model)
         self._index = PrefixIndex()
+        self._fleet = Fleet(self._model, self._index.row)
         self._ledger = Ledger()
         self._heat = Heat()
         self._prediction_error_s = 0.0
@@ -181,7 +181,7 @@ class Router:
 
     def _ask(self, request: RouteRequest, held: dict[Role, Held], now_s: float) -> Ask:
         hashes = request.block_hashes
-        most = max(int(columns.coming.max(initial=0)) for columns in held.values())
+        most = max((int(columns.coming.max()) for columns in held.values() if len(columns.coming)), default=0)
         arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
         self._heat.observe(hashes, now_s)
         return Ask(
@@ -202,18 +202,17 @@ class Router:
     def _held(self, request: RouteRequest) -> dict[Role, Held]:
         """What all live workers hold, and will hold, of the prompt."""
         tables = {role: self._fleet.columns(role) for role in Role}
-        size, accounts = self._tokens_per_hash, self._fleet.accounts
-        held = {role: np.zeros(len(columns), np.int64) for role, columns in tables.items()}
-        for worker_id, hashes in self._index.match(request.block_hashes).items():
-            account = accounts[worker_id]
-            held[account.role][account.row] = hashes * size
-        coming = held
+        depths, size = self._index.depths(request.block_hashes), self._tokens_per_hash
+        found = np.zeros((2, self._index.num_rows), np.int64)
+        found[0, depths.rows], found[1, depths.rows] = depths.in_pool * size, depths.anywhere * size
+        held = {role: found[:, columns.index_rows] for role, columns in tables.items()}
+        coming = {role: column[0] for role, column in held.items()}
         if on_the_way := self._on_the_way(request):
-            coming = {role: column.copy() for role, column in held.items()}
+            coming = {role: column.copy() for role, column in coming.items()}
             for account, tokens in on_the_way:
                 column = coming[account.role]
                 column[account.row] = max(column[account.row], tokens)
-        return {role: Held(held[role], coming[role], held[role]) for role in Role}
+        return {role: Held(held[role][0], coming[role], np.maximum(held[role][1], coming[role])) for role in Role}
 
     def _on_the_way(self, request: RouteRequest) -> list[tuple[WorkerAccount, int]]:
         """Live workers that are about to compute a beginning of the prompt, and the tokens of it that will be whole blocks."""

@@ -80,7 +80,7 @@ class Joint:
 
 
 class _Ways:
-    """Ways as columns: rows of both sides (NONE: no such worker), and the terms [terms, ways]."""
+    """Ways as columns: rows of both sides (NONE: no such worker), and the common terms [terms, ways]."""
 
     __slots__ = ("decode", "parts", "prefill")
 
@@ -108,7 +108,7 @@ class _Scene:
 
     def prefill_only(self) -> _Ways:
         rows = self._senders()
-        return _Ways(rows, np.full(len(rows), NONE), self._judged(self.cost.prefill_only(rows), rows, None))
+        return _Ways(rows, np.full(len(rows), NONE), self.cost.prefill_only(rows))
 
     def pairs(self) -> _Ways:
         """The cheapest of each role, each with each; not with decode workers that need nobody."""
@@ -116,14 +116,15 @@ class _Scene:
         if self.ask.request.force != "remote":
             targets = targets[~self.cost.is_near[targets]]
         computing, decode = np.repeat(senders, len(targets)), np.concatenate((targets,) * len(senders))
-        return _Ways(computing, decode, self._judged(self.cost.pairs(computing, decode), computing, decode))
+        return _Ways(computing, decode, self.cost.pairs(computing, decode))
 
     def local(self) -> _Ways:
         """The cheapest decode workers that compute the prompt themselves."""
         rows = np.arange(len(self.decodes))
-        parts = self._judged(self.cost.local(rows), rows + self.cost.num_prefills, rows)
+        parts = self.cost.local(rows)
         if len(rows) > SHORTLIST:
-            rows = cheapest(parts.sum(axis=0), self.decodes.turn, SHORTLIST)
+            score = self.judged(parts, rows + self.cost.num_prefills, rows).sum(axis=0)
+            rows = cheapest(score, self.decodes.turn, SHORTLIST)
             parts = parts[:, rows]
         return _Ways(np.full(len(rows), NONE), rows, parts)
 
@@ -131,8 +132,8 @@ class _Scene:
         rows = np.arange(len(self.prefills))
         if len(rows) <= SHORTLIST:
             return rows
-        parts = self._judged(self.cost.prefill_only(rows), rows, None)
-        return cheapest(parts.sum(axis=0), self.prefills.turn, SHORTLIST)
+        score = self.judged(self.cost.prefill_only(rows), rows, None).sum(axis=0)
+        return cheapest(score, self.prefills.turn, SHORTLIST)
 
     def _targets(self) -> Ints:
         side, cost = self.decodes, self.cost
@@ -142,7 +143,7 @@ class _Scene:
         score = cost.decode.sum(axis=0) + self.model.unhidden_share * cost.arriving_s + self.model.missed_s * late
         return cheapest(score, side.turn, SHORTLIST)
 
-    def _judged(self, parts: Floats, computing: Ints, decode: Ints | None) -> Floats:
+    def judged(self, parts: Floats, computing: Ints, decode: Ints | None) -> Floats:
         """The common terms of some ways, and ours below them. `computing`: by number, see CommonCost."""
         ask, cost = self.ask, self.cost
         ours = np.zeros((len(OWN_TERMS), parts.shape[1]))
@@ -183,19 +184,23 @@ class _Scene:
     def _spread(self, computing: Ints) -> Floats:
         """At most the work that other routers can have sent since the worker's last report: a second each second, of all."""
         age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))[computing]
-        return self.ask.others * np.minimum(age_s, FRESH_S) * ((self.ask.draw + (computing + 1) * _GOLDEN) % 1.0)
+        drawn: Floats = (self.ask.draw + (computing + 1) * _GOLDEN) % 1.0
+        return self.ask.others * np.minimum(age_s, FRESH_S) * drawn
 
 
 def _listed(scene: _Scene, ways: _Ways) -> list[Way]:
     """The best of them in order."""
     prefill, decode = ways.prefill, ways.decode
-    scores = ways.parts.sum(axis=0)
+    is_local = prefill == NONE
+    computing = np.where(is_local, decode + scene.cost.num_prefills, prefill)
+    judged = scene.judged(ways.parts, computing, decode if scene.ask.request.needs_decode or is_local.all() else None)
+    scores = judged.sum(axis=0)
     target_turn = np.where(decode == NONE, 0, _turn(scene.decodes, decode))
-    source_turn = np.where(prefill == NONE, target_turn, _turn(scene.prefills, prefill))
+    source_turn = np.where(is_local, target_turn, _turn(scene.prefills, prefill))
     keys = (decode, prefill, target_turn, source_turn, whole_units(scores))
     order = np.lexsort(keys)[:MAX_WAYS]
     rows = zip(prefill[order].tolist(), decode[order].tolist(), scores[order].tolist(), strict=True)
-    parts = map(tuple, ways.parts[:, order].T.tolist())
+    parts = map(tuple, judged[:, order].T.tolist())
     return [
         Way(None if p == NONE else p, None if d == NONE else d, score, terms)
         for (p, d, score), terms in zip(rows, parts, strict=True)

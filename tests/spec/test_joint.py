@@ -53,7 +53,7 @@ def test_a_tier_that_is_slower_than_computing_is_left_alone():
 
 
 def test_the_clusters_store_serves_every_worker_behind_what_it_has_itself():
-    found = sources(asked(stored=900), side(3, coming=[0, 320, 960], below=[160, 320, 960]), CostModel())
+    found = sources(asked(stored=900), [side(3, coming=[0, 320, 960], below=[160, 320, 960])], CostModel())
     assert found.cached.tolist() == [0, 320, 960]
     assert found.loaded.tolist() == [896, 576, 0]  # whole blocks
     assert found.load_s[0] > found.load_s[1] > found.load_s[2] == 0
@@ -68,7 +68,7 @@ def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_compute
     coming = [BLOCK * min(one, num_tokens // BLOCK) for one, _ in columns]
     below = [max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(coming, columns, strict=True)]
     workers = side(len(columns), coming=coming, below=below)
-    found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored=stored), workers, CostModel())
+    found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored=stored), [workers], CostModel())
     computed = num_tokens - found.cached - found.loaded
     assert (computed >= 1).all() and (found.loaded >= 0).all()
     assert (found.load_s <= found.loaded / workers.prefill_tokens_per_s).all()
