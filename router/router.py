@@ -181,7 +181,7 @@ class Router:
 
     def _ask(self, request: RouteRequest, held: dict[Role, Held], now_s: float) -> Ask:
         hashes = request.block_hashes
-        most = max((int(columns.coming.max()) for columns in held.values() if len(columns.coming)), default=0)
+        most = max(int(one.coming[one.coming.argmax()]) if len(one.coming) else 0 for one in held.values())
         arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
         self._heat.observe(hashes, now_s)
         return Ask(

@@ -139,7 +139,7 @@ class _Scene:
         side, cost = self.decodes, self.cost
         if len(side) <= SHORTLIST:
             return np.arange(len(side))
-        late = self._chance_of_missing(side.pace_s, cost.tpot_s)
+        late = chance_of_missing(side.pace_s / cost.tpot_s)
         score = cost.decode.sum(axis=0) + self.model.unhidden_share * cost.arriving_s + self.model.missed_s * late
         return cheapest(score, side.turn, SHORTLIST)
 
@@ -148,44 +148,47 @@ class _Scene:
         ask, cost = self.ask, self.cost
         ours = np.zeros((len(OWN_TERMS), parts.shape[1]))
         judged: Floats = np.concatenate((parts, ours))
-        late = self._chance_of_missing(parts[_TTFT].sum(axis=0), cost.ttft_s)
+        share = parts[_TTFT].sum(axis=0) * (1.0 / cost.ttft_s)
         if decode is not None:
-            late = np.maximum(late, self._chance_of_missing(self.decodes.pace_s[decode], cost.tpot_s))
-        np.multiply(late, self.model.missed_s, out=judged[MISS])
+            share = np.maximum(share, self.decodes.pace_s[decode] * (1.0 / cost.tpot_s))
+        np.multiply(chance_of_missing(share), self.model.missed_s, out=judged[MISS])
         if ask.arrivals_per_s:
-            judged[REPLICA] = self._replica(parts, computing)
+            self._replicate(judged, computing)
         if ask.excess:
             np.multiply(parts[PRESSURE] + parts[STALL], min(ask.excess, MAX_EXCESS), out=judged[TENANT])
         if ask.others:
             judged[SPREAD] = self._spread(computing)
         return judged
 
-    def _chance_of_missing(self, seconds: Floats, target_s: float) -> Floats:
-        share = seconds * (1.0 / target_s) - SURE_SHARE
-        return np.minimum(np.maximum(share / (LOST_SHARE - SURE_SHARE), 0.0), 1.0)
-
-    def _replica(self, parts: Floats, computing: Ints) -> Floats:
+    def _replicate(self, judged: Floats, computing: Ints) -> None:
         """The hotter a prefix for those that hold it, the less it counts that another has to compute it first.
 
         Prompts that begin like this one keep `load` workers busy; as far as those are more than hold the prefix, others will have
         to compute it anyway, and the sooner the better.
         """
-        work, uncached = self.cost.work[COMPUTE], self.cost.uncached
+        work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.ask.request.num_tokens
         least = int(uncached.argmin())
-        most_held = self.ask.request.num_tokens - int(uncached[least])
-        holders = int(np.count_nonzero(uncached <= self.ask.request.num_tokens - SAME_SHARE * most_held))
         load = self.ask.arrivals_per_s * float(work[least])
+        if load <= 1.0:
+            return
+        most_held = num_tokens - int(uncached[least])
+        holders = int(np.count_nonzero(uncached <= num_tokens - SAME_SHARE * most_held))
         if load <= holders:
-            return np.zeros(len(computing))
-        extra = np.minimum(work[computing] - work[least], most_held / self.ask.request.num_tokens * work[computing])
-        factor = 1.0 + parts[PRESSURE] / np.maximum(parts[COMPUTE], 1e-9)
-        return -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
+            return
+        extra = np.minimum(work[computing] - work[least], most_held / num_tokens * work[computing])
+        factor = 1.0 + judged[PRESSURE] / np.maximum(judged[COMPUTE], 1e-9)
+        judged[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
 
     def _spread(self, computing: Ints) -> Floats:
         """At most the work that other routers can have sent since the worker's last report: a second each second, of all."""
         age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))[computing]
         drawn: Floats = (self.ask.draw + (computing + 1) * _GOLDEN) % 1.0
         return self.ask.others * np.minimum(age_s, FRESH_S) * drawn
+
+
+def chance_of_missing(share: Floats) -> Floats:
+    """Of a target, whose share is predicted to be used up."""
+    return np.minimum(np.maximum((share - SURE_SHARE) * (1.0 / (LOST_SHARE - SURE_SHARE)), 0.0), 1.0)
 
 
 def _listed(scene: _Scene, ways: _Ways) -> list[Way]:
