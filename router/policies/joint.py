@@ -182,8 +182,9 @@ class _Scene:
     def _spread(self, computing: Ints) -> Floats:
         """At most the work that other routers can have sent since the worker's last report: a second each second, of all."""
         age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))[computing]
-        drawn: Floats = (self.ask.draw + (computing + 1) * _GOLDEN) % 1.0
-        return self.ask.others * np.minimum(age_s, FRESH_S) * drawn
+        drawn = (self.ask.draw + (computing + 1) * _GOLDEN) % 1.0
+        spread: Floats = self.ask.others * np.minimum(age_s, FRESH_S) * drawn
+        return spread
 
 
 def chance_of_missing(share: Floats) -> Floats:
