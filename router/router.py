@@ -49,12 +49,14 @@ class Router:
         model: CostModel | None = None,
         slo: SloSettings | None = None,
         policy: Policy | None = None,
+        has_store: bool = False,
     ) -> None:
         """`tokens_per_hash` divides every worker's block size; requests bring one hash for so many tokens.
 
         `max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit). `slo`: while it sets
         anything, times are predicted and learned from; without, nothing is. `policy`: instead of the one that the settings name.
-        Raises ConfigError where they name none.
+        `has_store`: what a worker has computed goes to a store of the cluster's, too, from where all can load it.
+        Raises ConfigError where the settings name no policy.
         """
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
@@ -62,7 +64,7 @@ class Router:
         self._index = PrefixIndex()
         self._fleet = Fleet(self._model, self._index.row)
         self._ledger = Ledger()
-        self._heat = Heat()
+        self._heat, self._has_store = Heat(), has_store
         self._prediction_error_s = 0.0
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
 
@@ -184,9 +186,10 @@ class Router:
         most = max(int(one.coming[one.coming.argmax()]) if len(one.coming) else 0 for one in held.values())
         arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
         self._heat.observe(hashes, now_s)
+        stored = max((int(one.below.max(initial=0)) for one in held.values()), default=0) if self._has_store else 0
         return Ask(
             request, _draw(request.request_id, self._settings.seed), now_s,
-            others=self._fleet.others(), arrivals_per_s=arrivals, excess=self._ledger.excess(request.tenant),
+            others=self._fleet.others(), arrivals_per_s=arrivals, excess=self._ledger.excess(request.tenant), stored=stored,
         )  # fmt: skip
 
     def _side(

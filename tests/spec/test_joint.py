@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.config import RouterSettings
+from kvrelay.config import RouterSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.router.accounts import PACE_S, Pace
 from kvrelay.router.cost import CommonCost, CostModel, sources
@@ -15,7 +15,7 @@ from kvrelay.router.policies.joint import OWN_TERMS, Joint
 from kvrelay.router.promises import SloAsk, SloTarget
 from kvrelay.router.router import Router
 from kvrelay.router.types import TERM_NAMES
-from kvrelay.wire import LoadReport
+from kvrelay.wire import KvSnapshot, LoadReport
 from tests.spec.test_policies import side
 from tests.spec.test_router_policy import BLOCK, ask, chain, cluster, decided, holds, info, load
 
@@ -72,6 +72,27 @@ def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_compute
     computed = num_tokens - found.cached - found.loaded
     assert (computed >= 1).all() and (found.loaded >= 0).all()
     assert (found.load_s <= found.loaded / workers.prefill_tokens_per_s).all()
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_with_a_store_of_the_clusters_every_worker_can_load_what_one_has_computed(has_store):
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK, has_store=has_store)
+    for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
+        router.worker_up(info(name, role))
+        router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
+    holds(router, "p1", chain("a", 50))
+    load(router, "p1", queued_tokens=3000)
+    choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
+    assert (choice.prefill, choice.loaded_tokens_prefill) == ("p2", 800 if has_store else 0)
+    assert (choice.terms["prefill_load"] > 0) == has_store
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_shared"),
+    [({"remote": "cluster"}, True), ({}, False), ({"remote": "cluster", "write": "write-back"}, False)],
+)
+def test_a_store_is_counted_on_where_everything_goes_there(cache, is_shared):
+    assert settings_from({"cache": {"host_memory": "1GiB", **cache}}).cache.is_shared == is_shared
 
 
 def test_what_is_loaded_is_no_prompt_token_in_the_queue():
