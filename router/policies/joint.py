@@ -32,8 +32,8 @@ OWN_TERMS = ("slo_miss", "replica", "tenant", "spread")
 MISS, REPLICA, TENANT, SPREAD = range(len(TERM_NAMES), len(TERM_NAMES) + len(OWN_TERMS))
 SURE_SHARE, LOST_SHARE = 0.7, 1.1
 """Of a target: what is predicted within the first is certain to be kept, beyond the second to be missed."""
-FRESH_S = 0.25
-"""A report that is older is not about older work: workers report every change sooner than that."""
+FRESH_S = 0.05
+"""A report that is older tells no less: workers report changes about so often. Drawing among more ways cost more than it saved."""
 SAME_SHARE = 0.5
 """Of the best overlap: who has at least so much of it holds the prefix, too."""
 MAX_EXCESS = 3.0
