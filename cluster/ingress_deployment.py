@@ -85,6 +85,7 @@ class IngressReplica:
             tokens_per_hash=self._settings.tokens_per_hash,
             max_waiting=self._settings.engine.max_waiting,
             slo=self._settings.slo,
+            has_store=self._settings.cache.is_shared,
         )
         self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
         self._secret = terms.secret

@@ -199,6 +199,7 @@ async def local_cluster(
         tokens_per_hash=settings.tokens_per_hash,
         max_waiting=settings.engine.max_waiting,
         slo=settings.slo,
+        has_store=settings.cache.is_shared,
     )
     cluster = LocalCluster(Dispatcher(router, secret, settings))
     try:

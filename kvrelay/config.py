@@ -281,6 +281,11 @@ class CacheSettings(_Settings):
         return parse_bytes(self.inflight)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether what one worker has computed soon lies in the cluster's own store, from where all can load it."""
+        return self.remote == "cluster" and self.write == "write-through" and self.prefetch != "off"
+
+    @property
     def host_bytes(self) -> int:
         return parse_bytes(self.host_memory) if self.host_memory is not None else 0
 

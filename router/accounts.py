@@ -14,6 +14,7 @@ from kvrelay.router.columns import (
     DECODE_STEP,
     FREE_BLOCKS,
     KV_RATE,
+    PACE,
     PREFILL_RATE,
     QUEUED_REQUESTS,
     QUEUED_TOKENS,
@@ -31,6 +32,7 @@ from kvrelay.wire import LoadReport, WorkerInfo
 _BUCKET = math.log(1.25)
 MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20  # less says more about first touches of memory than about the link
 MAX_PENDING_COMPARED = 128
+PACE_S = 10.0  # of steps that the pace is an average of
 
 
 def _bucketed(value: float) -> float:
@@ -43,6 +45,28 @@ def _bucketed(value: float) -> float:
     return math.exp(_BUCKET * round(math.log(value) / _BUCKET))
 
 
+class Pace:
+    """How often a busy worker has stepped of late: what a sequence there waits for each of its tokens."""
+
+    __slots__ = ("_seconds", "_steps")
+
+    def __init__(self) -> None:
+        self._seconds = self._steps = 0.0
+
+    def observe(self, before: LoadReport, after: LoadReport, passed_s: float) -> None:
+        """Two reports in a row. Between them the worker was busy if it was at the first: it reports when it falls idle."""
+        steps = after.steps - before.steps
+        if before.running and steps > 0 and passed_s > 0:
+            keep = math.exp(-passed_s / PACE_S)
+            self._seconds = self._seconds * keep + passed_s
+            self._steps = self._steps * keep + steps
+
+    @property
+    def seconds(self) -> float:
+        """Of a step; 0: not known."""
+        return self._seconds / self._steps if self._steps else 0.0
+
+
 class WorkerAccount:
     """One incarnation of one worker. Mutable; written only by Ledger and Router."""
 
@@ -52,6 +76,8 @@ class WorkerAccount:
         "_foreign_sequences",
         "_foreign_tokens",
         "_model",
+        "_pace",
+        "_told_foreign",
         "info",
         "own_prefills",
         "own_requests",
@@ -81,17 +107,21 @@ class WorkerAccount:
         self._foreign_tokens = 0
         self._foreign_prefills = 0
         self._foreign_sequences = 0
+        self._pace = Pace()
         self.turn = 0  # when it was last chosen
         self._columns: Columns | None = None
+        self._told_foreign = 0  # to the columns
 
     def place(self, columns: Columns | None, row: int = 0) -> None:
         """From now on this is its row; None: it has none, for it is gone."""
-        self._columns, self.row = columns, row
+        self._columns, self.row, self._told_foreign = columns, row, 0
         self._write_report()
         self._write_load()
 
     def apply_report(self, report: LoadReport, now_s: float) -> None:
         """Take the newest report. Reports of one connection come in order."""
+        if self.report is not None and self.reported_at_s is not None:
+            self._pace.observe(self.report, report, now_s - self.reported_at_s)
         self.report, self.reported_at_s = report, now_s
         self._foreign_tokens = max(0, report.queued_tokens - self.own_tokens)
         waiting_elsewhere = max(1, report.waiting - self.own_prefills)
@@ -191,6 +221,8 @@ class WorkerAccount:
             ints[FREE_BLOCKS, row],
         ) = self._counts()  # fmt: skip
         ints[TURN, row] = self.turn
+        self._columns.num_foreign += self._foreign_sequences - self._told_foreign
+        self._told_foreign = self._foreign_sequences
 
     def _write_report(self) -> None:
         if self._columns is None:
@@ -198,7 +230,8 @@ class WorkerAccount:
         floats, row = self._columns.floats, self.row
         rate, step_s, kv_rate = self._speeds()
         floats[PREFILL_RATE, row] = rate
-        floats[DECODE_STEP, row] = step_s or self._model.default_decode_step_s
+        floats[DECODE_STEP, row] = step_s = step_s or self._model.default_decode_step_s
+        floats[PACE, row] = max(step_s, self._pace.seconds)
         floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
         if self.reported_at_s is not None:
             floats[REPORTED_AT, row] = self.reported_at_s
@@ -224,6 +257,7 @@ class Assignment:
     decode_blocks: int
     assigned_at_s: float
     predicted_ttft_s: float
+    tenant: str = ""
     width: int = 1  # sequences on the decode worker
     has_first_token: bool = False
 
@@ -246,6 +280,7 @@ class Ledger:
     def __init__(self) -> None:
         self._assignments: dict[str, Assignment] = {}
         self._pending: dict[bytes, dict[str, Assignment]] = {}  # by first block, until the first token
+        self._queued: dict[str, int] = {}  # by tenant, assigned prompt tokens that are not computed yet
         self._turn = 0
 
     def __len__(self) -> int:
@@ -257,6 +292,7 @@ class Ledger:
         self._turn += 1
         self._assignments[assignment.request_id] = assignment
         compute, decode = assignment.compute, assignment.decode
+        self._queue(assignment.tenant, assignment.compute_tokens)
         compute.turn = self._turn
         compute.add(tokens=assignment.compute_tokens, prefills=1, **_seats(int(decode is not compute)))
         if decode is not None:
@@ -271,6 +307,7 @@ class Ledger:
         if assignment is None or assignment.has_first_token:
             return None
         assignment.has_first_token = True
+        self._queue(assignment.tenant, -assignment.compute_tokens)
         compute, decode = assignment.compute, assignment.decode
         compute.add(tokens=-assignment.compute_tokens, prefills=-1, **_seats(-int(decode is not compute)))
         if decode is not None:
@@ -305,6 +342,21 @@ class Ledger:
         gone, assignment.width = assignment.width - width, width
         if assignment.decode is not None:
             assignment.decode.add(sequences=-gone, shown=-gone * assignment.has_first_token)
+
+    def _queue(self, tenant: str, tokens: int) -> None:
+        left = self._queued.get(tenant, 0) + tokens
+        if left:
+            self._queued[tenant] = left
+        else:
+            self._queued.pop(tenant, None)
+
+    def excess(self, tenant: str) -> float:
+        """By how many times an equal share of all queued tokens the tenant has more than it; 0: no more, or alone."""
+        own = self._queued.get(tenant, 0)
+        if not own or len(self._queued) < 2:
+            return 0.0
+        share = sum(self._queued.values()) / len(self._queued)
+        return max(0.0, own / share - 1.0)
 
     def pending_matches(self, hashes: tuple[bytes, ...]) -> dict[WorkerAccount, int]:
         """Workers that are about to compute a prefix of `hashes`, and how many of its hashes; the newest, bounded."""

@@ -17,7 +17,7 @@ from kvrelay.wire import WorkerInfo
 QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
 NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
 # rows of `Columns.floats`; the first is 0 while it is not measured
-PREFILL_RATE, DECODE_STEP, KV_RATE, REPORTED_AT = range(4)
+PREFILL_RATE, DECODE_STEP, PACE, KV_RATE, REPORTED_AT = range(5)
 
 
 class Held(NamedTuple):
@@ -31,10 +31,12 @@ class Held(NamedTuple):
 class Columns:
     """All live workers of one role. Written by their accounts."""
 
-    __slots__ = ("_least_longest", "_least_room", "floats", "ints", "names", "row_of")
+    __slots__ = ("_least_longest", "_least_room", "floats", "index_rows", "ints", "names", "num_foreign", "row_of")
 
-    def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int]) -> None:
-        """`infos` in the order of their ids, each on the machine of that number in `nodes`."""
+    def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int], index_rows: Sequence[int]) -> None:
+        """`infos` in the order of their ids, each on the machine of that number in `nodes`, and in that row of the index."""
+        self.num_foreign = 0  # sequences that other routers sent
+        self.index_rows: Ints = np.array(index_rows, np.int64)
         self.names = tuple(info.worker_id for info in infos)
         self.row_of = {name: row for row, name in enumerate(self.names)}
         self.ints: Ints = np.zeros((ROOM + 1, len(infos)), np.int64)
@@ -85,8 +87,8 @@ class Columns:
             names = tuple(map(names.__getitem__, rows.tolist()))
             ints, floats, held = ints[:, rows], floats[:, rows], Held(*(column[rows] for column in held))
         tokens, requests, sequences, waiting, free, turn, nodes, blocks, size, per_token, _, _ = ints
-        rate, step_s, kv_rate, reported_at_s = floats
+        rate, step_s, pace_s, kv_rate, reported_at_s = floats
         return Side(
             names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,
-            np.where(rate, rate, prefill_rate), step_s, kv_rate, per_token, turn, now_s - reported_at_s,
+            np.where(rate, rate, prefill_rate), step_s, pace_s, kv_rate, per_token, turn, now_s - reported_at_s,
         )  # fmt: skip

@@ -4,15 +4,20 @@ Columns in, columns out: a term is one array over all workers of a role, or over
 Ray, sockets, a clock or a random source. The terms are types.TERM_NAMES; a way costs their plain sum.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from kvrelay.router.policies.base import Ask, Bools, Floats, Ints, Side
-from kvrelay.router.types import TERM_NAMES
+from kvrelay.router.types import TERM_NAMES, RouteRequest
 
 HANDOFF, TRANSFER, STALL = (TERM_NAMES.index(name) for name in ("handoff", "transfer", "stall"))
-WORK = slice(TERM_NAMES.index("prefill_compute"), TERM_NAMES.index("prefill_pressure") + 1)
+COMPUTE, QUEUE, PRESSURE, LOAD = (
+    TERM_NAMES.index(name) for name in ("prefill_compute", "prefill_queue", "prefill_pressure", "prefill_load")
+)
+WORK = slice(COMPUTE, LOAD + 1)
 DECODE = slice(TERM_NAMES.index("decode_load"), TERM_NAMES.index("decode_wait") + 1)
 
 
@@ -23,14 +28,53 @@ class CostModel:
     default_prefill_tokens_per_s: float = 2000.0
     default_decode_step_s: float = 0.03
     default_kv_bytes_per_s: float = 4e9  # between processes of one host
-    other_node_share: float = 0.25  # of that bandwidth, between hosts
+    tier_bytes_per_s: float = 2e9  # from a worker's own lower tiers into its pool
+    other_node_share: float = 0.25  # of a bandwidth, between hosts
     unhidden_share: float = 0.05  # of a transfer, even under a long prefill: its last layers
     handoff_s: float = 0.002
     decode_load_weight: float = 0.1  # of a step, per sequence already there
-    stall_weight: float = 1.0  # of the prefill's time, per sequence that it holds up
-    max_pressure: int = 8
-    expected_output_tokens: int = 256  # most output that a request is charged blocks for in advance
+    stall_weight: float = 0.1  # of the prefill's time, per sequence that it holds up
+    next_stall_weight: float = 0.3  # the like, for those that will come while it is computed
+    max_pressure: float = 8.0  # seconds that a second of work costs others, at most
+    missed_s: float = 8.0  # that one missed target counts as
+    ttft_s: float = 5.0  # target of a request that names none
+    tpot_s: float = 0.1  # the like
+    expected_output_tokens: int = 256  # mean output, and most that a request is charged blocks for in advance
     local_prefill_tokens: int = 32  # at most so many uncached ones ride along with a decode step: they stall nobody
+
+
+class Source(NamedTuple):
+    """Where the beginning of a prompt comes from on each worker. Tokens, and the seconds to load `loaded` of them."""
+
+    cached: Ints  # in the pool by the time that it computes the prompt
+    loaded: Ints  # from lower tiers or the cluster's store, where that is quicker than computing them
+    load_s: Floats
+
+
+def sources(ask: Ask, sides: Sequence[Side], model: CostModel) -> Source:
+    """For every worker of these sides, one after the other. The last token is always computed: its logits give the first output."""
+    coming, below, size = (joined(sides, name) for name in ("coming", "below", "block_size"))
+    usable = (ask.request.num_tokens - 1) // size * size
+    cached = np.minimum(coming, usable)
+    if not ask.stored and not (below > coming).any():
+        return Source(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
+    token_bytes, kv_rate, speed = (
+        joined(sides, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
+    )
+    own = np.maximum(np.minimum(below, usable) - cached, 0)
+    stored = np.maximum(np.minimum(ask.stored // size * size, usable) - cached - own, 0)
+    own_s, stored_s = (
+        own * token_bytes / model.tier_bytes_per_s,
+        stored * token_bytes / (kv_rate * model.other_node_share),
+    )
+    loads_own, loads_stored = own_s <= own / speed, stored_s <= stored / speed
+    loaded = np.where(loads_own, own + np.where(loads_stored, stored, 0), 0)
+    return Source(cached, loaded, np.where(loads_own, own_s + np.where(loads_stored, stored_s, 0.0), 0.0))
+
+
+def joined(sides: Sequence[Side], name: str) -> np.ndarray:
+    """One column of several sides, one after the other."""
+    return np.concatenate([getattr(side, name) for side in sides])
 
 
 class CommonCost:
@@ -43,41 +87,38 @@ class CommonCost:
         self.request, self.model = ask.request, model
         self.prefills, self.decodes = prefills, decodes
         self.num_prefills = len(prefills)
-        size = _both(prefills.block_size, decodes.block_size)
-        last = self.request.num_tokens - 1  # the last token is always computed: its logits give the first output token
-        coming = _both(prefills.coming, decodes.coming)
-        self.cached: Ints = np.minimum(coming, last // size * size)
-        """Of the prompt's tokens, in the worker's pool by the time that it computes them; by number."""
-        self.uncached: Ints = self.request.num_tokens - self.cached
-        self.work = self._work()
+        self.ttft_s, self.tpot_s = targets(self.request, model)
+        self.work, self.uncached = self._work(sources(ask, (prefills, decodes), model))
         self.decode = self._decode()
-        self.lacking: Ints = self.request.num_tokens - decodes.held
-        """Prompt tokens whose KV would have to travel to each decode worker."""
-        self.arriving_s: Floats = self.lacking * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
-        """To move those from another process of its machine."""
+        self.arriving_s: Floats = (
+            (self.request.num_tokens - decodes.held) * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
+        )
+        """To move what each decode worker lacks from another process of its machine."""
         self.is_near: Bools = self.uncached[self.num_prefills :] <= model.local_prefill_tokens
         """Decode workers that lack at most local_prefill_tokens of the prompt."""
         self.stall = self._stall()
 
-    def _work(self) -> Floats:
-        """[3, numbers]: own work, the queue ahead, and the delay to those behind.
+    def _work(self, source: Source) -> tuple[Floats, Ints]:
+        """([4, numbers]: own work, the queue ahead, the harm to those behind, and loading; tokens to be computed).
 
-        Near saturation a cached prefix *is* capacity: each token of own work counts once more for every request in the shortest
+        Near saturation a cached prefix *is* capacity: each second of own work counts once more for every request in the shortest
         queue of any prefill worker, for so many will wait behind it; an idle worker anywhere makes it 0.
         """
-        prefills, decodes = self.prefills, self.decodes
-        queued = _both(prefills.queued_tokens, decodes.queued_tokens)
-        speed = _both(prefills.prefill_tokens_per_s, decodes.prefill_tokens_per_s)
-        work = np.empty((3, len(queued)))
-        np.divide(self.uncached, speed, out=work[0])
+        sides = (self.prefills, self.decodes)
+        queued, speed = joined(sides, "queued_tokens"), joined(sides, "prefill_tokens_per_s")
+        uncached = self.request.num_tokens - source.cached - source.loaded
+        work = np.empty((4, len(queued)))
+        np.divide(uncached, speed, out=work[0])
         np.divide(queued, speed, out=work[1])
         np.multiply(work[0], self._pressure(), out=work[2])
-        return work
+        work[3] = source.load_s
+        return work, uncached
 
-    def _pressure(self) -> int:
+    def _pressure(self) -> float:
+        """Seconds that a second of work costs others: the prompts that wait in the shortest queue; 0 while a worker is idle."""
         if not self.num_prefills or self.request.force == "local":
-            return 0
-        return min(int(self.prefills.queued_requests.min()), self.model.max_pressure)
+            return 0.0
+        return min(float(self.prefills.queued_requests.min()), self.model.max_pressure)
 
     def _decode(self) -> Floats:
         """[3, decode workers]: the weight of the sequences and of the memory that are taken there, and the wait for blocks.
@@ -107,9 +148,18 @@ class CommonCost:
         return now, later + num_others * (grown - request.num_tokens // size) if num_others else later
 
     def _stall(self) -> Floats:
-        """Delay to a decode worker's sequences, and to the one that will be next, while it computes the prompt."""
-        compute_s = self.work[0, self.num_prefills :]
-        return np.where(self.is_near, 0.0, self.model.stall_weight * compute_s * (self.decodes.sequences + 1))
+        """Harm to a decode worker's sequences while it computes the prompt: each waits for it, and some miss their TPOT.
+
+        Who has s seconds of slack per token is stalled for too long if its output ends up shorter than the stall over s. Outputs
+        are taken to be of exponential length, of which those that run at any moment are the longer ones (length-biased).
+        """
+        side, model = self.decodes, self.model
+        own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]
+        slack_s = np.maximum(self.tpot_s - side.pace_s, 0.1 * self.tpot_s) * model.expected_output_tokens
+        before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
+        missed = (1.0 + before) * np.exp(-before) - (1.0 + after) * np.exp(-after)
+        waits = (model.stall_weight * side.sequences + model.next_stall_weight) * own_s
+        return np.where(self.is_near, 0.0, waits + model.missed_s * side.sequences * missed)
 
     def transfer(self, computing: Ints, decode: Ints) -> Floats:
         """The part of moving the KV of each pair that computing the prompt does not hide."""
@@ -143,5 +193,8 @@ class CommonCost:
         return parts
 
 
-def _both(first: np.ndarray, second: np.ndarray) -> np.ndarray:
-    return np.concatenate((first, second)) if len(first) else second
+def targets(request: RouteRequest, model: CostModel) -> tuple[float, float]:
+    """Seconds that are wanted at most: to the first token, and for each further one."""
+    wanted = request.slo.targets[0] if request.slo is not None else None
+    ttft_s, tpot_s = (wanted.ttft_s, wanted.tpot_s) if wanted is not None else (None, None)
+    return ttft_s or model.ttft_s, tpot_s or model.tpot_s

@@ -4,8 +4,10 @@ Owns both, and the average speed that is assumed of a worker before its own firs
 sockets, a clock or a random source.
 """
 
+from collections.abc import Callable
+
 from kvrelay.router.accounts import WorkerAccount
-from kvrelay.router.columns import Columns
+from kvrelay.router.columns import SEQUENCES, Columns
 from kvrelay.router.cost import CostModel
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.types import Role
@@ -17,11 +19,12 @@ _SMOOTHING = 0.2  # of the newest speed in the average
 class Fleet:
     """Accounts by worker, and tables that are laid out when they are next looked at."""
 
-    def __init__(self, model: CostModel) -> None:
+    def __init__(self, model: CostModel, index_row: Callable[[str], int]) -> None:
+        """`index_row`: a worker's row in what the index answers."""
         self.accounts: dict[str, WorkerAccount] = {}
         self.misfits: Misfits = {}
         self._prefill_rate = model.default_prefill_tokens_per_s
-        self._model = model
+        self._model, self._index_row = model, index_row
         self._tables: dict[str, Columns] | None = None
         self._lonely: frozenset[str] | None = None
 
@@ -75,6 +78,13 @@ class Fleet:
             self._tables = self._laid_out()
         return self._tables[role]
 
+    def others(self) -> float:
+        """The share of all sequences at the workers that other routers sent; 0: none, or nothing runs."""
+        foreign = sum(self.columns(role).num_foreign for role in Role)
+        if not foreign:
+            return 0.0
+        return foreign / sum(int(self.columns(role).ints[SEQUENCES].sum()) for role in Role)
+
     def _laid_out(self) -> dict[str, Columns]:
         ordered = sorted(self.accounts.items())
         nodes: dict[str, int] = {}
@@ -82,7 +92,9 @@ class Fleet:
         for role in Role:
             accounts = [account for _, account in ordered if account.role is role]
             numbers = [nodes.setdefault(account.info.node_id, len(nodes)) for account in accounts]
-            tables[role.value] = table = Columns([account.info for account in accounts], numbers)
+            tables[role.value] = table = Columns(
+                [account.info for account in accounts], numbers, [self._index_row(a.info.worker_id) for a in accounts]
+            )
             for row, account in enumerate(accounts):
                 account.place(table, row)
         return tables

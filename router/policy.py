@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.router.columns import LONGEST, ROOM, Columns, Held
-from kvrelay.router.cost import CommonCost, CostModel
+from kvrelay.router.cost import CommonCost, CostModel, sources
 from kvrelay.router.misfits import Misfits, circles
 from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Policy, Side, Way, taken
 from kvrelay.router.types import (
@@ -67,15 +67,15 @@ class Scene:
         common = self._common_terms(way)
         computing, row = (self.prefills, way.prefill) if way.prefill is not None else (self.decodes, way.decode)
         assert row is not None, "a way without any worker"
-        size = int(computing.block_size[row])
-        usable = (request.num_tokens - 1) // size * size  # the last token is computed, whatever is held
+        cached, loaded = self._sources(computing, row)
         return Decision(
             request_id=request.request_id,
             prefill=prefill,
             decode=decode,
             path=way.path,
             predicted_ttft_s=sum(common[name] for name in TTFT_TERMS),
-            cached_tokens_prefill=min(int(computing.coming[row]), usable),
+            cached_tokens_prefill=cached,
+            loaded_tokens_prefill=loaded,
             cached_tokens_decode=int(self.decodes.held[way.decode]) if way.decode is not None else 0,
             terms=common,
             policy=self.policy.name,
@@ -84,6 +84,14 @@ class Scene:
             regret=self._regret(computing, row),
             ranking=ranking,
         )
+
+    def _sources(self, side: Side, row: int) -> tuple[int, int]:
+        """Tokens of the prompt that a worker has in its pool when it computes it, and those that it loads."""
+        coming, size = int(side.coming[row]), int(side.block_size[row])
+        if not self.ask.stored and side.below[row] <= coming:
+            return min(coming, (self.request.num_tokens - 1) // size * size), 0
+        source = sources(self.ask, (taken(side, np.array([row])),), self.model)
+        return int(source.cached[0]), int(source.loaded[0])
 
     def _common_terms(self, way: Way) -> dict[str, float]:
         if self.policy.term_names[: len(TERM_NAMES)] == TERM_NAMES:

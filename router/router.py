@@ -17,6 +17,7 @@ from kvrelay.router.columns import Held
 from kvrelay.router.cost import CostModel
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.forecast import Forecast
+from kvrelay.router.heat import Heat
 from kvrelay.router.misfits import Misfits
 from kvrelay.router.policies.base import Ask, Policy, Side
 from kvrelay.router.policies.registry import policy_of
@@ -48,19 +49,22 @@ class Router:
         model: CostModel | None = None,
         slo: SloSettings | None = None,
         policy: Policy | None = None,
+        has_store: bool = False,
     ) -> None:
         """`tokens_per_hash` divides every worker's block size; requests bring one hash for so many tokens.
 
         `max_waiting`: sequences in one worker's line before it gets no more (the engine's own limit). `slo`: while it sets
         anything, times are predicted and learned from; without, nothing is. `policy`: instead of the one that the settings name.
-        Raises ConfigError where they name none.
+        `has_store`: what a worker has computed goes to a store of the cluster's, too, from where all can load it.
+        Raises ConfigError where the settings name no policy.
         """
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
         self._policy = policy or policy_of(settings, self._model)
-        self._fleet = Fleet(self._model)
         self._index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
+        self._fleet = Fleet(self._model, self._index.row)
         self._ledger = Ledger()
+        self._heat, self._has_store = Heat(), has_store
         self._prediction_error_s = 0.0
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
 
@@ -125,7 +129,7 @@ class Router:
             return Refusal("misfit", "; ".join(sorted(misfits.values())), MIN_RETRY_S)
         held = self._held(request)
         scene = Scene(
-            Ask(request, _draw(request.request_id, self._settings.seed), now_s),
+            self._ask(request, held, now_s),
             self._side(Role.PREFILL, request, held, now_s, lonely),
             self._side(Role.DECODE, request, held, now_s, lonely),
             self._policy,
@@ -188,6 +192,17 @@ class Router:
         """Every live worker, by id."""
         return [self._view(worker_id) for worker_id in sorted(self._fleet.accounts)]
 
+    def _ask(self, request: RouteRequest, held: dict[Role, Held], now_s: float) -> Ask:
+        hashes = request.block_hashes
+        most = max(int(one.coming[one.coming.argmax()]) if len(one.coming) else 0 for one in held.values())
+        arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
+        self._heat.observe(hashes, now_s)
+        stored = max((int(one.below.max(initial=0)) for one in held.values()), default=0) if self._has_store else 0
+        return Ask(
+            request, _draw(request.request_id, self._settings.seed), now_s,
+            others=self._fleet.others(), arrivals_per_s=arrivals, excess=self._ledger.excess(request.tenant), stored=stored,
+        )  # fmt: skip
+
     def _side(
         self, role: Role, request: RouteRequest, held: dict[Role, Held], now_s: float, lonely: frozenset[str]
     ) -> Side:
@@ -201,18 +216,17 @@ class Router:
     def _held(self, request: RouteRequest) -> dict[Role, Held]:
         """What all live workers hold, and will hold, of the prompt."""
         tables = {role: self._fleet.columns(role) for role in Role}
-        size, accounts = self._tokens_per_hash, self._fleet.accounts
-        held = {role: np.zeros(len(columns), np.int64) for role, columns in tables.items()}
-        for worker_id, hashes in self._index.match(request.block_hashes).items():
-            account = accounts[worker_id]
-            held[account.role][account.row] = hashes * size
-        coming = held
+        depths, size = self._index.depths(request.block_hashes), self._tokens_per_hash
+        found = np.zeros((2, self._index.num_rows), np.int64)
+        found[0, depths.rows], found[1, depths.rows] = depths.in_pool * size, depths.anywhere * size
+        held = {role: found[:, columns.index_rows] for role, columns in tables.items()}
+        coming = {role: column[0] for role, column in held.items()}
         if on_the_way := self._on_the_way(request):
-            coming = {role: column.copy() for role, column in held.items()}
+            coming = {role: column.copy() for role, column in coming.items()}
             for account, tokens in on_the_way:
                 column = coming[account.role]
                 column[account.row] = max(column[account.row], tokens)
-        return {role: Held(held[role], coming[role], held[role]) for role in Role}
+        return {role: Held(held[role][0], coming[role], np.maximum(held[role][1], coming[role])) for role in Role}
 
     def _on_the_way(self, request: RouteRequest) -> list[tuple[WorkerAccount, int]]:
         """Live workers that are about to compute a beginning of the prompt, and the tokens of it that will be whole blocks."""
@@ -277,11 +291,12 @@ class Router:
                 request_id=request.request_id,
                 block_hashes=request.block_hashes,
                 compute=compute,
-                compute_tokens=request.num_tokens - decision.cached_tokens_prefill,
+                compute_tokens=request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill,
                 decode=decode,
                 decode_blocks=-(-(request.num_tokens + 1) // size) - held + request.width - 1 if decode else 0,
                 assigned_at_s=now_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
+                tenant=request.tenant,
                 width=request.width,
             )
         )

@@ -15,17 +15,18 @@ RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_lo
 TERM_NAMES = (
     "prefill_compute",  # the uncached prompt tokens, at the computing worker's speed
     "prefill_queue",  # the prompt tokens ahead of them there
-    "prefill_pressure",  # delay caused to those who queue behind, when every prefill worker has a queue
+    "prefill_pressure",  # harm to those who queue behind
+    "prefill_load",  # tokens from the worker's lower tiers or the cluster's store, at their bandwidth
     "handoff",  # reserve round trip and hand-over to another worker
     "transfer",  # the part of the KV transfer that prefill does not hide
     "decode_load",  # sequences already on the decode worker
     "decode_memory",  # share of its free blocks that the request takes
     "decode_wait",  # predicted wait for blocks that are not free yet
-    "stall",  # delay that a prefill on the decode worker causes to its running sequences
+    "stall",  # harm that a prefill on the decode worker does to its running sequences
 )
 """Every term of the common cost, in seconds. Which of them are seconds of the request's own TTFT: see TTFT_TERMS."""
 
-TTFT_TERMS = ("prefill_compute", "prefill_queue", "handoff", "decode_wait")
+TTFT_TERMS = ("prefill_compute", "prefill_queue", "prefill_load", "handoff", "decode_wait")
 
 
 class IndexState(enum.StrEnum):
@@ -144,6 +145,7 @@ class Decision:
     path: Path
     predicted_ttft_s: float
     cached_tokens_prefill: int  # of the prompt, expected in the computing worker's cache
+    loaded_tokens_prefill: int  # of the prompt, that it is expected to load from lower tiers or the cluster's store
     cached_tokens_decode: int  # of the prompt, held by the decode worker: not transferred
     terms: dict[str, float]
     policy: str

@@ -232,6 +232,7 @@ class SequenceLife:
             width=max(1, num_sequences(request)),
             companions=max(0, self._slo.num_sequences - self._num_sequences) if self._slo is not None else 0,
             slo=self._slo.ask if self._slo is not None and self._attempts_made == 1 else None,  # then it is let in
+            tenant=request.tenant,
         )
         return self._retries.choose(query, self._carrier.route)
 

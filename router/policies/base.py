@@ -45,6 +45,7 @@ class Side:
     block_size: Ints  # tokens
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
+    pace_s: Floats  # between two tokens of a sequence there of late, whatever else its steps computed; at least decode_step_s
     kv_bytes_per_s: Floats  # at which KV arrives there from another process of its machine
     kv_bytes_per_token: Ints
     turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
@@ -67,6 +68,11 @@ class Ask:
     request: RouteRequest
     draw: float
     now_s: float
+    others: float = 0.0  # share of all work at the workers that other routers sent
+    arrivals_per_s: float = (
+        0.0  # of prompts that begin with the same prefix, as far as some worker holds or will hold it
+    )
+    excess: float = 0.0  # by how many times its share of the queued work the request's tenant has more than it
     stored: int = 0  # of the prompt's tokens, in the cluster's own store, from where any worker can load them
 
 

@@ -1,76 +1,86 @@
-"""Ours: prefill worker, decode worker and who computes the prompt are chosen together, by predicted seconds. Pure.
+"""Ours: prefill worker, decode worker, tier source and who computes the prompt are chosen together, by predicted seconds. Pure.
+
+The score is the common cost (cost.py), and on top of it:
+- slo_miss: the chance that the request's own targets are missed, times what a miss counts.
+- replica: taken off a worker that does not hold the prompt's hot prefix, while too many prompts come for those that do.
+- tenant: of a tenant with more than its share of the queued work, the harm to others counts several times.
+- spread: a little, drawn anew for each request and worker, as far as other routers' work may not be reported yet.
 
 Rules:
 - A decode worker that lacks at most `local_prefill_tokens` of the prompt computes it itself.
-- Otherwise the least sum of terms wins, over all pairs of the shortlists and the cheapest local choices.
+- Otherwise the least score wins, over all pairs of the shortlists and the cheapest local choices.
 - Equal scores (to a microsecond) go to the worker chosen longest ago, then by row.
 """
 
-from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
+from pydantic import Field
 
-from kvrelay.router.cost import CommonCost, CostModel
+from kvrelay.router.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel
 from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Options, Side, Way
-from kvrelay.router.policies.options import no_more
+from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.shortlist import cheapest, whole_units
-from kvrelay.router.types import TERM_NAMES
+from kvrelay.router.types import TERM_NAMES, TTFT_TERMS
 
 SHORTLIST = 6
 """Workers of each role that are paired in full."""
 NONE = -1
 """In a list of rows: no such worker."""
+OWN_TERMS = ("slo_miss", "replica", "tenant", "spread")
+MISS, REPLICA, TENANT, SPREAD = range(len(TERM_NAMES), len(TERM_NAMES) + len(OWN_TERMS))
+SURE_SHARE, LOST_SHARE = 0.7, 1.1
+"""Of a target: what is predicted within the first is certain to be kept, beyond the second to be missed."""
+FRESH_S = 0.05
+"""A report that is older tells no less: workers report changes about so often. Drawing among more ways cost more than it saved."""
+SAME_SHARE = 0.5
+"""Of the best overlap: who has at least so much of it holds the prefix, too."""
+MAX_EXCESS = 3.0
+"""Times its share that a tenant pays for at most."""
+_TTFT = [TERM_NAMES.index(name) for name in TTFT_TERMS]
+_GOLDEN = 0.6180339887498949
+
+
+class JointOptions(Checked):
+    """Weights of the cost model that may be set; see cost.CostModel for their meanings and defaults."""
+
+    max_pressure: float | None = Field(None, ge=0)
+    missed_s: float | None = Field(None, ge=0)
+    stall_weight: float | None = Field(None, ge=0)
+    ttft_s: float | None = Field(None, gt=0)
+    tpot_s: float | None = Field(None, gt=0)
+    tier_bytes_per_s: float | None = Field(None, gt=0)
 
 
 class Joint:
     """Least predicted seconds: of the request's own first token, and of harm to others."""
 
     name: ClassVar[str] = "joint"
-    term_names: ClassVar[tuple[str, ...]] = TERM_NAMES
+    term_names: ClassVar[tuple[str, ...]] = TERM_NAMES + OWN_TERMS
 
     def __init__(self, options: Options, model: CostModel | None = None) -> None:
-        no_more(self.name, options)
-        self._model = model or CostModel()
+        chosen = checked(JointOptions, self.name, options).model_dump(exclude_none=True)
+        self._model = replace(model or CostModel(), **chosen)
 
     def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
         """See base.Policy."""
-        cost = CommonCost(ask, prefills, decodes, self._model)
+        scene = _Scene(ask, prefills, decodes, self._model)
         may_send = len(prefills) > 0 and ask.request.force != "local"
-        senders = self._shortest(cost.work[:, : len(prefills)], prefills.turn) if may_send else _NO_ROWS
         if may_send and not ask.request.needs_decode:
-            return _listed(cost, _Ways(senders, np.full(len(senders), NONE), cost.prefill_only(senders)))
+            return _listed(scene, scene.prefill_only())
         if not len(decodes):
             return []
         ways = []
         if may_send:
-            ways.append(self._pairs(cost, senders))
+            ways.append(scene.pairs())
         if ask.request.force != "remote":
-            ways.append(self._local(cost))
-        return _listed(cost, _Ways.join(ways)) if ways else []
-
-    def _pairs(self, cost: CommonCost, senders: Ints) -> "_Ways":
-        """The cheapest of each role, each with each; not with decode workers that need nobody."""
-        targets = self._shortest((*cost.decode, self._model.unhidden_share * cost.arriving_s), cost.decodes.turn)
-        if cost.request.force != "remote":
-            targets = targets[~cost.is_near[targets]]
-        computing = np.repeat(senders, len(targets))
-        decode = np.concatenate((targets,) * len(senders))
-        return _Ways(computing, decode, cost.pairs(computing, decode))
-
-    def _local(self, cost: CommonCost) -> "_Ways":
-        terms = (*cost.work[:, cost.num_prefills :], *cost.decode, cost.stall)
-        rows = self._shortest(terms, cost.decodes.turn)
-        return _Ways(np.full(len(rows), NONE), rows, cost.local(rows))
-
-    @staticmethod
-    def _shortest(terms: Iterable[Floats], turn: Ints) -> Ints:
-        """Rows of the SHORTLIST cheapest."""
-        return cheapest(sum(terms, _ZERO), turn, SHORTLIST) if len(turn) > SHORTLIST else np.arange(len(turn))
+            ways.append(scene.local())
+        return _listed(scene, _Ways.join(ways)) if ways else []
 
 
 class _Ways:
-    """Ways as columns: rows of both sides (NONE: no such worker), and the terms [terms, ways]."""
+    """Ways as columns: rows of both sides (NONE: no such worker), and the common terms [terms, ways]."""
 
     __slots__ = ("decode", "parts", "prefill")
 
@@ -88,20 +98,113 @@ class _Ways:
         )
 
 
-_NO_ROWS: Ints = np.empty(0, np.int64)
-_ZERO: Floats = np.zeros(1)
+class _Scene:
+    """One request before all workers."""
+
+    def __init__(self, ask: Ask, prefills: Side, decodes: Side, model: CostModel) -> None:
+        self.ask, self.model = ask, model
+        self.cost = CommonCost(ask, prefills, decodes, model)
+        self.prefills, self.decodes = prefills, decodes
+
+    def prefill_only(self) -> _Ways:
+        rows = self._senders()
+        return _Ways(rows, np.full(len(rows), NONE), self.cost.prefill_only(rows))
+
+    def pairs(self) -> _Ways:
+        """The cheapest of each role, each with each; not with decode workers that need nobody."""
+        senders, targets = self._senders(), self._targets()
+        if self.ask.request.force != "remote":
+            targets = targets[~self.cost.is_near[targets]]
+        computing, decode = np.repeat(senders, len(targets)), np.concatenate((targets,) * len(senders))
+        return _Ways(computing, decode, self.cost.pairs(computing, decode))
+
+    def local(self) -> _Ways:
+        """The cheapest decode workers that compute the prompt themselves."""
+        rows = np.arange(len(self.decodes))
+        parts = self.cost.local(rows)
+        if len(rows) > SHORTLIST:
+            score = self.judged(parts, rows + self.cost.num_prefills, rows).sum(axis=0)
+            rows = cheapest(score, self.decodes.turn, SHORTLIST)
+            parts = parts[:, rows]
+        return _Ways(np.full(len(rows), NONE), rows, parts)
+
+    def _senders(self) -> Ints:
+        rows = np.arange(len(self.prefills))
+        if len(rows) <= SHORTLIST:
+            return rows
+        score = self.judged(self.cost.prefill_only(rows), rows, None).sum(axis=0)
+        return cheapest(score, self.prefills.turn, SHORTLIST)
+
+    def _targets(self) -> Ints:
+        side, cost = self.decodes, self.cost
+        if len(side) <= SHORTLIST:
+            return np.arange(len(side))
+        late = chance_of_missing(side.pace_s / cost.tpot_s)
+        score = cost.decode.sum(axis=0) + self.model.unhidden_share * cost.arriving_s + self.model.missed_s * late
+        return cheapest(score, side.turn, SHORTLIST)
+
+    def judged(self, parts: Floats, computing: Ints, decode: Ints | None) -> Floats:
+        """The common terms of some ways, and ours below them. `computing`: by number, see CommonCost."""
+        ask, cost = self.ask, self.cost
+        ours = np.zeros((len(OWN_TERMS), parts.shape[1]))
+        judged: Floats = np.concatenate((parts, ours))
+        share = parts[_TTFT].sum(axis=0) * (1.0 / cost.ttft_s)
+        if decode is not None:
+            share = np.maximum(share, self.decodes.pace_s[decode] * (1.0 / cost.tpot_s))
+        np.multiply(chance_of_missing(share), self.model.missed_s, out=judged[MISS])
+        if ask.arrivals_per_s:
+            self._replicate(judged, computing)
+        if ask.excess:
+            np.multiply(parts[PRESSURE] + parts[STALL], min(ask.excess, MAX_EXCESS), out=judged[TENANT])
+        if ask.others:
+            judged[SPREAD] = self._spread(computing)
+        return judged
+
+    def _replicate(self, judged: Floats, computing: Ints) -> None:
+        """The hotter a prefix for those that hold it, the less it counts that another has to compute it first.
+
+        Prompts that begin like this one keep `load` workers busy; as far as those are more than hold the prefix, others will have
+        to compute it anyway, and the sooner the better.
+        """
+        work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.ask.request.num_tokens
+        least = int(uncached.argmin())
+        load = self.ask.arrivals_per_s * float(work[least])
+        if load <= 1.0:
+            return
+        most_held = num_tokens - int(uncached[least])
+        holders = int(np.count_nonzero(uncached <= num_tokens - SAME_SHARE * most_held))
+        if load <= holders:
+            return
+        extra = np.minimum(work[computing] - work[least], most_held / num_tokens * work[computing])
+        factor = 1.0 + judged[PRESSURE] / np.maximum(judged[COMPUTE], 1e-9)
+        judged[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
+
+    def _spread(self, computing: Ints) -> Floats:
+        """At most the work that other routers can have sent since the worker's last report: a second each second, of all."""
+        age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))[computing]
+        drawn = (self.ask.draw + (computing + 1) * _GOLDEN) % 1.0
+        spread: Floats = self.ask.others * np.minimum(age_s, FRESH_S) * drawn
+        return spread
 
 
-def _listed(cost: CommonCost, ways: _Ways) -> list[Way]:
+def chance_of_missing(share: Floats) -> Floats:
+    """Of a target, whose share is predicted to be used up."""
+    return np.minimum(np.maximum((share - SURE_SHARE) * (1.0 / (LOST_SHARE - SURE_SHARE)), 0.0), 1.0)
+
+
+def _listed(scene: _Scene, ways: _Ways) -> list[Way]:
     """The best of them in order."""
     prefill, decode = ways.prefill, ways.decode
-    scores = ways.parts.sum(axis=0)
-    target_turn = np.where(decode == NONE, 0, _turn(cost.decodes, decode))
-    source_turn = np.where(prefill == NONE, target_turn, _turn(cost.prefills, prefill))
+    is_local = prefill == NONE
+    computing = np.where(is_local, decode + scene.cost.num_prefills, prefill)
+    judged = scene.judged(ways.parts, computing, decode if scene.ask.request.needs_decode or is_local.all() else None)
+    scores = judged.sum(axis=0)
+    target_turn = np.where(decode == NONE, 0, _turn(scene.decodes, decode))
+    source_turn = np.where(is_local, target_turn, _turn(scene.prefills, prefill))
     keys = (decode, prefill, target_turn, source_turn, whole_units(scores))
     order = np.lexsort(keys)[:MAX_WAYS]
     rows = zip(prefill[order].tolist(), decode[order].tolist(), scores[order].tolist(), strict=True)
-    parts = map(tuple, ways.parts[:, order].T.tolist())
+    parts = map(tuple, judged[:, order].T.tolist())
     return [
         Way(None if p == NONE else p, None if d == NONE else d, score, terms)
         for (p, d, score), terms in zip(rows, parts, strict=True)

@@ -457,7 +457,7 @@ async def test_explain_tells_the_decision_and_parts_that_sum_to_the_ttft(make_cl
     told = (await chat(cluster, {}, **headers)).json()["kvrelay"]
     assert told["path"] == {"local": "local", "remote": "disaggregated"}[path]
     assert told["terms"] and told["candidates"]
-    assert sum(told["terms"].values()) == pytest.approx(told["score"])
+    assert sum(told["policy_terms"].values()) == pytest.approx(told["score"])
     assert sum(told["parts_us"].values()) == told["ttft_us"] > 0
     assert told["parts_us"]["prefill_compute"] == 200 and told["parts_us"]["prefill_queue"] == 100
     assert ("transfer" in told) == (path == "remote")

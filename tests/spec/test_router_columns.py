@@ -254,7 +254,7 @@ def test_a_holder_that_may_not_compute_is_no_regret():
     holds(router, "d1", chain("a", 50))
     assert decided(router.select_and_reserve(ask("r1", force="remote"), 0.0)).regret.tokens == 0
     router.on_end("r1")
-    load(router, "d1", running=40)
+    load(router, "d1", running=60, decode_step_s=0.09)
     assert decided(router.select_and_reserve(ask("r2"), 0.0)).regret.tokens == 800
 
 

@@ -34,7 +34,8 @@ def test_a_group_has_a_seat_for_each_of_its_sequences_and_its_prompt_counts_once
 def test_the_next_request_goes_where_there_is_no_wide_group():
     router = cluster(["p"], ["d1", "d2"])
     wide = decided(router.select_and_reserve(ask("g", prompt="g", width=8), 0.0)).decode
-    others = [decided(router.select_and_reserve(ask(f"r{i}", prompt=f"r{i}"), 0.0)).decode for i in range(4)]
+    apart = [ask(f"r{i}", prompt=f"r{i}", force="remote") for i in range(4)]
+    others = [decided(router.select_and_reserve(request, 0.0)).decode for request in apart]
     assert wide not in others
 
 

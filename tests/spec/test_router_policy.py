@@ -272,11 +272,11 @@ def test_a_burst_spreads_evenly_before_any_report():
     assert {name: decodes.count(name) for name in decodes} == dict.fromkeys(("d1", "d2", "d3", "d4"), 8)
 
 
-def test_a_burst_uses_the_decode_workers_too_but_leaves_most_to_prefill():
+def test_a_burst_uses_the_decode_workers_too_but_leaves_half_of_it_to_prefill():
     router = cluster(["p1", "p2"], ["d1", "d2"])
     paths = [decided(router.select_and_reserve(ask(f"r{i}", prompt=f"x{i}"), 0.0)).path for i in range(12)]
     assert paths[:2] == ["disaggregated", "disaggregated"]
-    assert paths.count("local") < paths.count("disaggregated")
+    assert 0 < paths.count("local") <= paths.count("disaggregated")
 
 
 def test_a_report_that_shows_our_own_requests_does_not_count_them_twice():
@@ -336,7 +336,7 @@ def test_a_small_prefill_worker_is_passed_over():
     router.worker_up(info("p2", "prefill"))
     router.worker_up(info("d1", "decode"))
     load(router, "p2", queued_tokens=300)
-    assert decided(router.select_and_reserve(ask(), 0.0)).prefill == "p2"
+    assert decided(router.select_and_reserve(ask(force="remote"), 0.0)).prefill == "p2"
 
 
 def test_a_decode_worker_without_room_makes_the_request_wait_in_line():
@@ -376,7 +376,7 @@ def test_the_terms_are_all_named_and_add_up():
     load(router, "d1", running=3)
     choice = decided(router.select_and_reserve(ask(), 0.0))
     assert tuple(choice.terms) == TERM_NAMES
-    assert choice.score == pytest.approx(sum(choice.terms.values()))
+    assert choice.score == pytest.approx(sum(choice.policy_terms.values()))
     assert choice.predicted_ttft_s == pytest.approx(sum(choice.terms[name] for name in TTFT_TERMS))
     for candidate in choice.candidates:
         assert candidate.score == pytest.approx(sum(candidate.terms.values()))
