@@ -264,6 +264,7 @@ class Ingress:
             return
         self.stats.running += 1
         self.stats.prompt_tokens += job.num_tokens
+        self.stats.prompt_squares += job.num_tokens**2
         life = Life(job, self)
         self.lives[life] = None
         life.begin()
