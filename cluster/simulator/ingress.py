@@ -93,7 +93,10 @@ class Life:
     def reserved(self, attempt: Attempt, held_tokens: int) -> None:
         ingress, decision = self._ingress, attempt.decision
         assert decision.prefill is not None and decision.decode is not None
-        source, target = ingress.workers[decision.prefill], ingress.workers[decision.decode]
+        source, target = ingress.workers.get(decision.prefill), ingress.workers.get(decision.decode)
+        if source is None or target is None:  # gone since the decision, when nothing was there to be lost
+            self.failed(attempt, decision.prefill, "lost")
+            return
         attempt.flow = ingress.network.open(
             source.node_id, target.node_id, lambda: ingress.moved(attempt, source, target)
         )
@@ -264,6 +267,7 @@ class Ingress:
             return
         self.stats.running += 1
         self.stats.prompt_tokens += job.num_tokens
+        self.stats.prompt_squares += job.num_tokens**2
         life = Life(job, self)
         self.lives[life] = None
         life.begin()

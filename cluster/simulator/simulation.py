@@ -7,9 +7,11 @@ import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvrelay.cluster.simulator.autoscaler import Autoscaler
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.course import Course
 from kvrelay.cluster.simulator.faults import Faults
+from kvrelay.cluster.simulator.fleet import Fleet
 from kvrelay.cluster.simulator.ingress import Ingress
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job, jobs_of
@@ -58,6 +60,9 @@ class Simulation:
         self.is_all_arrived = False
         self.ended_s = 0.0
         self.faults = Faults(self)
+        self.fleet = Fleet(self, drain_s=scenario.drain_s)
+        is_planned = self.settings.planner.mode != "off"
+        self._autoscaler = Autoscaler(self, self.fleet, self.settings, profile) if is_planned else None
         self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
         self._turns = itertools.cycle(self.ingresses)
         for number, (worker_id, role) in enumerate(scenario.worker_ids()):
@@ -122,6 +127,9 @@ class Simulation:
 
     def _run(self) -> None:
         self.faults.start()
+        self.fleet.start()
+        if self._autoscaler is not None:
+            self._autoscaler.start()
         self.clock.at(1e-9, self._next)
         self._course.begin()
         self.clock.run()
@@ -139,6 +147,7 @@ class Simulation:
             "moved_bytes": self.network.moved_bytes,
             "tiers": self._tiers(),
             **self._cost(),
+            "scaling": [list(change) for change in self.fleet.changes],
             "faults": dict(sorted(self.faults.happened.items())),
             "retries": sum(ingress.stats.retries for ingress in self.ingresses),
             "events": self.clock.num_events,

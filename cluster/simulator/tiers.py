@@ -27,6 +27,7 @@ from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
 LEAST_UNDER_WAY = 4  # blocks: traces' blocks are large
+MOST_REMEMBERED = 1_000_000  # blocks' homes
 
 
 class Slab:
@@ -170,6 +171,7 @@ class Holders:
     workers: dict[BlockHash, dict[str, str]] = field(default_factory=dict)  # worker -> machine
     nodes: dict[str, TierIndex] = field(default_factory=dict)  # by machine
     addresses: list[StoreAddress] = field(default_factory=list)
+    _homes: dict[BlockHash, tuple[str, ...]] = field(default_factory=dict)
 
     def changed(self, worker_id: str, node_id: str, change: CacheChange) -> None:
         for digest in change.removed:
@@ -191,6 +193,17 @@ class Holders:
         if num_slots and node_id not in self.nodes:
             self.nodes[node_id] = TierIndex(num_slots, make_policy(policy, num_slots))
             self.addresses.append(StoreAddress(node_id, node_id, 1, num_slots))
+            self._homes.clear()
+
+    def homes(self, digest: BlockHash, num_replicas: int) -> tuple[str, ...]:
+        """The machines whose nodes should hold it, best first; remembered, for each block is asked about several times."""
+        known = self._homes.get(digest)
+        if known is None:
+            if len(self._homes) >= MOST_REMEMBERED:
+                self._homes.clear()
+            [found] = places((digest,), self.addresses, num_replicas)
+            known = self._homes[digest] = tuple(home.node_id for home in found)
+        return known
 
     def source(self, digest: BlockHash, asking: str) -> str | None:
         """The machine to ask for a block: a worker's before a node's; never the one that asks."""
@@ -253,19 +266,19 @@ class SharedStore:
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
-        homes = places(hashes, self._holders.addresses, self._num_replicas)
+        homes = [self._holders.homes(digest, self._num_replicas) for digest in hashes]
         if self.asked is not None:
             missing = [
-                (self._node_id, home.node_id)
+                (self._node_id, home)
                 for digest, own in zip(hashes, homes, strict=True)
                 for home in own
-                if digest not in self._holders.nodes[home.node_id]
+                if digest not in self._holders.nodes[home]
             ]
             self._note(missing)
             return [False] * len(hashes)
         for digest, own, meta in zip(hashes, homes, metas, strict=True):
             for home in own:
-                self._keep(self._holders.nodes[home.node_id], digest, meta)
+                self._keep(self._holders.nodes[home], digest, meta)
         self.num_stored += sum(map(bool, homes))
         return [True] * len(hashes)
 

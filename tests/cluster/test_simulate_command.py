@@ -1,6 +1,9 @@
 """`kvrelay simulate`: what it reads, prints and writes, and how it says what is wrong."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -79,3 +82,25 @@ def test_pairs_win_over_a_scenario_s_settings_and_leave_them_as_they_are():
     }  # fmt: skip
     assert before == {"router": {"policy": "random"}}
     assert simulate_command.with_pairs({}, []) == {}
+
+
+def test_figures_do_not_depend_on_how_this_process_orders_its_sets(files):
+    """The same to the bit in processes with unlike hash seeds, with all that draws, crashes, fetches and forgets."""
+    (files / "scenario.yaml").write_text(
+        "prefill: 2\ndecode: 2\ningress: 2\nnoise: 0.1\ndetect_s: 0.1\nfault_rate: {every_s: 10, down_s: 1}\n"
+        "settings: {cache: {host_memory: 4MiB, remote: cluster}, slo: {ttft_s: 1.0}, router: {policy: power_of_two}}\n"
+    )
+    code = (
+        "import sys; from kvrelay.cluster.cli import main; "
+        f"sys.argv = ['kvrelay', 'simulate', {str(files / 'trace.jsonl')!r}, '--profile', {str(files / 'profile.json')!r}, "
+        f"'--scenario', {str(files / 'scenario.yaml')!r}, '--rate', '20', '--json', sys.argv[1]]; main()"
+    )
+    found = []
+    for seed in ("1", "2"):
+        out = files / f"{seed}.json"
+        subprocess.run(
+            [sys.executable, "-c", code, str(out)], env={**os.environ, "PYTHONHASHSEED": seed}, timeout=120, check=True,
+            capture_output=True,
+        )  # fmt: skip
+        found.append(out.read_bytes())
+    assert found[0] == found[1]

@@ -110,3 +110,17 @@ def test_a_full_line_turns_away_and_another_worker_is_tried():
     ).run()
     assert sim.tally.outcomes["overloaded"] > 0 and sim.tally.outcomes["done"] > 0
     everything_is_given_back(sim)
+
+
+def test_a_prefill_worker_that_went_before_it_was_asked_is_replaced():
+    """It crashes while the request is in line for blocks at the only decode worker."""
+    load = [entry(0.0, 1500, 60), *(entry(0.01 * index, 1500, 60) for index in range(1, 8))]
+    sim = simulate(
+        load,
+        decode=1,
+        workers=profile(num_blocks=200),
+        faults=[fault("crash", 0.5, "p0"), fault("crash", 0.5, "p1", 0.5)],
+        detect_s=0.0,
+    )
+    assert sim.tally.outcomes == {"done": 8} and sim.summary()["retries"] > 0
+    everything_is_given_back(sim)

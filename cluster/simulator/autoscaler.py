@@ -1,0 +1,46 @@
+"""The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/autoscaling.py)."""
+
+from kvrelay.cluster.planner_feed import Feed, Look, ingress_report, worker_report
+from kvrelay.cluster.planner_model import model_of, planner_settings, rules_of, target_of
+from kvrelay.cluster.simulator.fleet import Cluster, Fleet
+from kvrelay.cluster.simulator_profile import SimulatorProfile
+from kvrelay.config import Settings
+from kvrelay.router.planner import Plan, Planner
+from kvrelay.router.planning.types import Counts, Limits
+from kvrelay.types import Role
+
+
+class Autoscaler:
+    """Looks every `planner.interval_s` and has the fleet follow."""
+
+    def __init__(self, cluster: Cluster, fleet: Fleet, settings: Settings, profile: SimulatorProfile) -> None:
+        own = self._settings = planner_settings(settings)
+        self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
+        limits = Limits(own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20)
+        counts = Counts(cluster.scenario.prefill, cluster.scenario.decode)
+        self._planner = Planner(self._model, target_of(own), limits, rules_of(own), counts)
+        self._feed = Feed(target_of(own))
+        self._plan: Plan | None = None
+
+    def start(self) -> None:
+        self._look()
+
+    def _look(self) -> None:
+        clock = self._cluster.clock
+        look = Look(
+            clock.now_s,
+            {f"i{number}": ingress_report(ingress.stats) for number, ingress in enumerate(self._cluster.ingresses)},
+            self._reports(Role.PREFILL),
+            self._reports(Role.DECODE),
+            self._fleet.is_changing,
+        )
+        load = self._plan.load if self._plan is not None else None
+        interval = self._feed.interval(look, self._model, load)
+        if interval is not None:
+            self._plan = self._planner.observe(interval)
+            self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
+            self._fleet.scale(Role.DECODE, self._planner.counts.decode)
+        clock.after(self._settings.interval_s, self._look)
+
+    def _reports(self, role: Role) -> dict[str, dict[str, float]]:
+        return {worker.worker_id: worker_report(worker.last_load, worker.info) for worker in self._fleet.serving(role)}
