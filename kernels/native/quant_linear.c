@@ -9,30 +9,10 @@
  */
 #pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could load again, and spills the sums: 1.4 x */
 #include "experts.h"
-#include "linear_cut.h"
 #include "linear_store.h"
-#include "quant.h"
+#include "quant_job.h"
 
-#define AHEAD 5          /* groups that weights are fetched ahead of their use */
-#define FEW_TILES 3      /* of so many it is faster to turn integers into floats for each */
-#define PLAIN_BYTES 16384 /* of integers turned into floats at once: half of a first-level cache */
-
-typedef struct {
-    int bits, wide;
-    const void *source; /* x as it came */
-    long source_ldx;
-    float *x, *sums; /* [M][ldx], in the units of the integers; [M][groups] */
-    long ldx;
-    void *y;
-    const char *w;
-    const float *bias;
-    long M, N, K, group, groups;
-    float unit;
-    long panel_bytes, group_bytes;
-    linear_cut cut;
-} quant_job;
-
-typedef void (*quant_tile)(const quant_job *, const float *, const float *, const char *, const float *, long, float *);
+#define PLAIN_BYTES 16384 /* of integers unpacked at once: half of a first-level cache */
 
 #define OVER(bits) (1.0f / (1ll << (bits)))
 #define UNITS4 1.0f, OVER(4), OVER(8), OVER(12), OVER(16), OVER(20), OVER(24), 1.0f
@@ -58,8 +38,9 @@ INLINE vf integers(vu words, int i, int bits)
 #include "tiles.h"
 
 /* `count` groups at w as floats, [count * group][NR]. */
-static void unpack(const quant_job *j, const char *w, long count, float *out)
+static void unpack(const quant_job *j, const char *w, long count, void *plain)
 {
+    float *out = plain;
     for (long g = 0; g < count; g++, w += j->group_bytes) {
         const char *at = w + quant_scale_bytes(j->bits);
         __builtin_prefetch(at + j->group_bytes);
@@ -83,32 +64,33 @@ static void finish(const quant_job *j, long row, long panel, long rows, long wid
 static void few_rows(const quant_job *j, long row, int rows, long first, long last)
 {
     const long np = side_by_side(rows);
-    const quant_tile *wide = j->bits == 4 ? wide_4 : wide_8, *narrow = j->bits == 4 ? narrow_4 : narrow_8;
     for (long panel = first; panel < last;) {
         const long taken = panel + np <= last ? np : 1;
         float acc[MR * NR] = {0};
-        (taken == np ? wide : narrow)[rows](j, j->x + row * j->ldx, j->sums + row * j->groups,
-                                            j->w + panel * j->panel_bytes, 0, j->groups, acc);
+        (taken == np ? j->kernels->wide : j->kernels->narrow)[rows](
+            j, j->x + row * j->x_bytes, j->sums + row * j->groups, j->w + panel * j->panel_bytes, 0, j->groups, acc);
         finish(j, row, panel, rows, taken * NR, acc);
         panel += taken;
     }
 }
 
-/* The part's rows against one panel, whose integers become floats some groups at a time. */
+/* The part's rows against one panel, whose integers are unpacked some groups at a time. */
 static void many_rows(const quant_job *j, const linear_part *part, long panel)
 {
-    const long rows = part->end - part->begin, tiles = part_tiles(part), at_once = PLAIN_BYTES / (j->group * NR * 4) + 1;
-    float *plain = thread_scratch((at_once * j->group + rows) * NR * sizeof(float));
-    float *acc = plain + at_once * j->group * NR;
+    const quant_kernels *kernels = j->kernels;
+    const long rows = part->end - part->begin, tiles = part_tiles(part), plain_bytes = j->group * NR * kernels->input_bytes;
+    const long at_once = PLAIN_BYTES / plain_bytes + 1;
+    char *plain = thread_scratch(at_once * plain_bytes + rows * NR * sizeof(float));
+    float *acc = (float *)(plain + at_once * plain_bytes);
     for (long i = 0; i < rows * NR; i++) acc[i] = 0.0f;
     for (long g = 0; g < j->groups; g += at_once) {
         const long count = g + at_once < j->groups ? at_once : j->groups - g;
         const char *w = j->w + panel * j->panel_bytes + g * j->group_bytes;
-        unpack(j, w, count, plain);
+        kernels->unpack(j, w, count, plain);
         for (long t = 0; t < tiles; t++) {
             const long top = tile_begin(part, t), bottom = tile_begin(part, t + 1);
-            narrow_0[bottom - top](j, j->x + top * j->ldx + g * j->group, j->sums + top * j->groups + g, w, plain, count,
-                                   acc + (top - part->begin) * NR);
+            kernels->unpacked[bottom - top](j, j->x + top * j->x_bytes + g * j->group * kernels->input_bytes,
+                                            j->sums + top * j->groups + g, w, plain, count, acc + (top - part->begin) * NR);
         }
     }
     finish(j, part->begin, panel, rows, NR, acc);
@@ -122,7 +104,7 @@ static void multiply(const quant_job *j, const linear_part *part)
         return;
     }
     for (long panel = part->first; panel < part->last; panel++) {
-        if (tiles > FEW_TILES) many_rows(j, part, panel);
+        if (tiles > j->kernels->few_tiles) many_rows(j, part, panel);
         else
             for (long t = 0; t < tiles; t++) {
                 const long top = tile_begin(part, t);
@@ -138,37 +120,50 @@ static void quant_task(void *arg, long index)
     multiply(j, &part);
 }
 
-/* Rows of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
+/* A row of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
+static void prepare_row(const quant_job *j, long m)
+{
+    const float *units = UNITS[j->bits == 8];
+    const long padded = j->groups * j->group;
+    float *x = (float *)(j->x + m * j->x_bytes);
+    widen_row(j->source, m * j->source_ldx, j->K, j->wide, x);
+    for (long k = j->K; k < padded; k++) x[k] = 0.0f;
+    for (long g = 0; g < j->groups; g++) {
+        vf sum = {0};
+        for (float *from = x + g * j->group; from < x + (g + 1) * j->group; from += VL) {
+            vf value = vload(from);
+            sum += value;
+            vstore(from, value * vload(units + (from - x) % 8));
+        }
+        j->sums[m * j->groups + g] = vsum(sum);
+    }
+}
+
+static const quant_kernels PLAIN[2] = {{wide_4, narrow_4, narrow_0, unpack, prepare_row, 4, 3},
+                                       {wide_8, narrow_8, narrow_0, unpack, prepare_row, 4, 3}};
+
+static const quant_kernels *kernels_for(int bits, int wide)
+{
+    return !wide && quant_dot_kernels(bits) ? quant_dot_kernels(bits) : &PLAIN[bits == 8];
+}
+
 static void prepare_task(void *arg, long index)
 {
     const quant_job *j = arg;
-    const float *units = UNITS[j->bits == 8];
-    const long padded = j->groups * j->group, end = (index + 1) * 8 < j->M ? (index + 1) * 8 : j->M;
-    for (long m = index * 8; m < end; m++) {
-        float *x = j->x + m * j->ldx;
-        widen_row(j->source, m * j->source_ldx, j->K, j->wide, x);
-        for (long k = j->K; k < padded; k++) x[k] = 0.0f;
-        for (long g = 0; g < j->groups; g++) {
-            vf sum = {0};
-            for (float *from = x + g * j->group; from < x + (g + 1) * j->group; from += VL) {
-                vf value = vload(from);
-                sum += value;
-                vstore(from, value * vload(units + (from - x) % 8));
-            }
-            j->sums[m * j->groups + g] = vsum(sum);
-        }
-    }
+    const long end = (index + 1) * 8 < j->M ? (index + 1) * 8 : j->M;
+    for (long m = index * 8; m < end; m++) j->kernels->prepare(j, m);
 }
 
 /* The sizes of groups and panels, and x in the form that the tiles take. */
 static void prepare(pool *p, quant_job *j)
 {
+    j->kernels = kernels_for(j->bits, j->wide);
     j->groups = (j->K + j->group - 1) / j->group;
     j->group_bytes = quant_group_bytes(j->bits, j->group);
     j->panel_bytes = j->groups * j->group_bytes;
-    j->ldx = j->groups * j->group;
-    j->x = pool_scratch(p, 0, j->M * (j->ldx + j->groups) * sizeof(float));
-    j->sums = j->x + j->M * j->ldx;
+    j->x_bytes = j->groups * j->group * j->kernels->input_bytes;
+    j->x = pool_scratch(p, 0, j->M * (j->x_bytes + j->groups * sizeof(float)));
+    j->sums = (float *)(j->x + j->M * j->x_bytes);
     pool_run(p, prepare_task, j, (j->M + 7) / 8);
 }
 
@@ -179,8 +174,9 @@ void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void 
 {
     if (M < 1 || N < 1 || K < 1) return;
     quant_job j = {.bits = bits, .wide = wide, .source = x, .source_ldx = ldx, .y = y, .w = w, .bias = bias, .M = M,
-                   .N = N, .K = K, .group = group, .unit = unit, .cut = cut_linear(p, M, N, K)};
+                   .N = N, .K = K, .group = group, .unit = unit};
     prepare(p, &j);
+    j.cut = cut_linear(p, M, N, (K * j.kernels->input_bytes + 3) / 4);
     pool_run(p, quant_task, &j, cut_tasks(&j.cut));
 }
 

@@ -1,0 +1,44 @@
+/* A product with weights in groups of integers, and the kernels that it is made of: what quant_linear.c runs and
+ * quant_dot.c has another kind of. */
+#ifndef KVRELAY_QUANT_JOB_H
+#define KVRELAY_QUANT_JOB_H
+
+#include "linear_cut.h"
+#include "quant.h"
+
+#define AHEAD 5 /* groups that weights are fetched ahead of their use */
+
+typedef struct quant_kernels quant_kernels;
+
+typedef struct {
+    int bits, wide;
+    const quant_kernels *kernels;
+    const void *source; /* x as it came */
+    long source_ldx;
+    char *x;     /* [M] rows of x_bytes, in the form that the kernels take */
+    float *sums; /* [M][groups], of x */
+    long x_bytes;
+    void *y;
+    const char *w;
+    const float *bias;
+    long M, N, K, group, groups;
+    float unit;
+    long panel_bytes, group_bytes;
+    linear_cut cut;
+} quant_job;
+
+/* Rows at x times `groups` groups of panels at w, added to acc, in units; `plain`: their integers, unpacked. */
+typedef void (*quant_tile)(const quant_job *, const char *x, const float *sums, const char *w, const void *plain,
+                           long groups, float *acc);
+
+struct quant_kernels {
+    const quant_tile *wide, *narrow, *unpacked; /* by rows, see tiles.h; `unpacked` take `plain` */
+    void (*unpack)(const quant_job *, const char *w, long groups, void *plain);
+    void (*prepare)(const quant_job *, long row); /* x and its sums from the source */
+    long input_bytes;                             /* of an input of x; and of plain, NR times */
+    long few_tiles;                               /* of so many it is faster to unpack integers for each, in registers */
+};
+
+const quant_kernels *quant_dot_kernels(int bits); /* of bf16 pairs; NULL where the processor has no such products */
+
+#endif
