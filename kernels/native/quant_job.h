@@ -1,5 +1,5 @@
-/* A product with weights in groups of integers, and the kernels that it is made of: what quant_linear.c runs and
- * quant_dot.c has another kind of. */
+/* A product with weights in groups of integers, and the kernels that it is made of: those of quant_linear.c, or those of
+ * quant_dot.c. */
 #ifndef KVRELAY_QUANT_JOB_H
 #define KVRELAY_QUANT_JOB_H
 
@@ -27,16 +27,15 @@ typedef struct {
     linear_cut cut;
 } quant_job;
 
-/* Rows at x times `groups` groups of panels at w, added to acc, in units; `plain`: their integers, unpacked. */
-typedef void (*quant_tile)(const quant_job *, const char *x, const float *sums, const char *w, const void *plain,
+/* Rows at x times `groups` groups of panels at w, added to acc, in units; `plain`: their integers as floats, or NULL. */
+typedef void (*quant_tile)(const quant_job *, const char *x, const float *sums, const char *w, const float *plain,
                            long groups, float *acc);
 
 struct quant_kernels {
-    const quant_tile *wide, *narrow, *unpacked; /* by rows, see tiles.h; `unpacked` take `plain` */
-    void (*unpack)(const quant_job *, const char *w, long groups, void *plain);
+    const quant_tile *wide, *narrow; /* by rows, see tiles.h */
     void (*prepare)(const quant_job *, long row); /* x and its sums from the source */
-    long input_bytes;                             /* of an input of x; and of plain, NR times */
-    long few_tiles;                               /* of so many it is faster to unpack integers for each, in registers */
+    long input_bytes;                             /* of x */
+    const quant_tile *plain; /* that take integers as floats, for many rows; NULL: it is faster to convert for each tile */
 };
 
 const quant_kernels *quant_dot_kernels(int bits); /* of bf16 pairs; NULL where the processor has no such products */

@@ -2,7 +2,8 @@
  *
  * Sums are in float32. Every output is, group by group, one chain of fused multiply-adds over the group's inputs and
  * one or two more that scale it, for every M, tile and thread count: a row's result never depends on the rows beside it.
- * Few rows turn integers into floats in registers; many rows do it once for all, into a scratch panel.
+ * Few rows turn integers into floats in registers; many rows do it once for all, into a scratch panel. bf16 rows take
+ * quant_dot.c's kernels where the processor has them.
  *
  * An integer is not shifted down to its value: i of a word stays q * 2^(bits i), and x was multiplied by 2^-(bits i)
  * before. Both are exact, and a mask and a conversion are all that is left to do for it.
@@ -12,7 +13,8 @@
 #include "linear_store.h"
 #include "quant_job.h"
 
-#define PLAIN_BYTES 16384 /* of integers unpacked at once: half of a first-level cache */
+#define FEW_TILES 3       /* of so many it is faster to turn integers into floats for each */
+#define PLAIN_BYTES 16384 /* of integers turned into floats at once: half of a first-level cache */
 
 #define OVER(bits) (1.0f / (1ll << (bits)))
 #define UNITS4 1.0f, OVER(4), OVER(8), OVER(12), OVER(16), OVER(20), OVER(24), 1.0f
@@ -38,9 +40,8 @@ INLINE vf integers(vu words, int i, int bits)
 #include "tiles.h"
 
 /* `count` groups at w as floats, [count * group][NR]. */
-static void unpack(const quant_job *j, const char *w, long count, void *plain)
+static void unpack(const quant_job *j, const char *w, long count, float *out)
 {
-    float *out = plain;
     for (long g = 0; g < count; g++, w += j->group_bytes) {
         const char *at = w + quant_scale_bytes(j->bits);
         __builtin_prefetch(at + j->group_bytes);
@@ -74,22 +75,20 @@ static void few_rows(const quant_job *j, long row, int rows, long first, long la
     }
 }
 
-/* The part's rows against one panel, whose integers are unpacked some groups at a time. */
+/* The part's rows against one panel, whose integers become floats some groups at a time. */
 static void many_rows(const quant_job *j, const linear_part *part, long panel)
 {
-    const quant_kernels *kernels = j->kernels;
-    const long rows = part->end - part->begin, tiles = part_tiles(part), plain_bytes = j->group * NR * kernels->input_bytes;
-    const long at_once = PLAIN_BYTES / plain_bytes + 1;
-    char *plain = thread_scratch(at_once * plain_bytes + rows * NR * sizeof(float));
-    float *acc = (float *)(plain + at_once * plain_bytes);
+    const long rows = part->end - part->begin, tiles = part_tiles(part), at_once = PLAIN_BYTES / (j->group * NR * 4) + 1;
+    float *plain = thread_scratch((at_once * j->group + rows) * NR * sizeof(float));
+    float *acc = plain + at_once * j->group * NR;
     for (long i = 0; i < rows * NR; i++) acc[i] = 0.0f;
     for (long g = 0; g < j->groups; g += at_once) {
         const long count = g + at_once < j->groups ? at_once : j->groups - g;
         const char *w = j->w + panel * j->panel_bytes + g * j->group_bytes;
-        kernels->unpack(j, w, count, plain);
+        unpack(j, w, count, plain);
         for (long t = 0; t < tiles; t++) {
             const long top = tile_begin(part, t), bottom = tile_begin(part, t + 1);
-            kernels->unpacked[bottom - top](j, j->x + top * j->x_bytes + g * j->group * kernels->input_bytes,
+            j->kernels->plain[bottom - top](j, j->x + top * j->x_bytes + g * j->group * sizeof(float),
                                             j->sums + top * j->groups + g, w, plain, count, acc + (top - part->begin) * NR);
         }
     }
@@ -104,7 +103,7 @@ static void multiply(const quant_job *j, const linear_part *part)
         return;
     }
     for (long panel = part->first; panel < part->last; panel++) {
-        if (tiles > j->kernels->few_tiles) many_rows(j, part, panel);
+        if (j->kernels->plain && tiles > FEW_TILES) many_rows(j, part, panel);
         else
             for (long t = 0; t < tiles; t++) {
                 const long top = tile_begin(part, t);
@@ -139,8 +138,8 @@ static void prepare_row(const quant_job *j, long m)
     }
 }
 
-static const quant_kernels PLAIN[2] = {{wide_4, narrow_4, narrow_0, unpack, prepare_row, 4, 3},
-                                       {wide_8, narrow_8, narrow_0, unpack, prepare_row, 4, 3}};
+static const quant_kernels PLAIN[2] = {{wide_4, narrow_4, prepare_row, sizeof(float), narrow_0},
+                                       {wide_8, narrow_8, prepare_row, sizeof(float), narrow_0}};
 
 static const quant_kernels *kernels_for(int bits, int wide)
 {
@@ -174,9 +173,8 @@ void kr_quant_linear(pool *p, int bits, int wide, const void *x, long ldx, void 
 {
     if (M < 1 || N < 1 || K < 1) return;
     quant_job j = {.bits = bits, .wide = wide, .source = x, .source_ldx = ldx, .y = y, .w = w, .bias = bias, .M = M,
-                   .N = N, .K = K, .group = group, .unit = unit};
+                   .N = N, .K = K, .group = group, .unit = unit, .cut = cut_linear(p, M, N, K)};
     prepare(p, &j);
-    j.cut = cut_linear(p, M, N, (K * j.kernels->input_bytes + 3) / 4);
     pool_run(p, quant_task, &j, cut_tasks(&j.cut));
 }
 
