@@ -2,37 +2,19 @@
  *
  * Sums are in float32. Every output is, group by group, one chain of fused multiply-adds over the group's inputs and
  * one or two more that scale it, for every M, tile and thread count: a row's result never depends on the rows beside it.
- * Few rows turn integers into floats in registers; many rows do it once for all, into a scratch panel.
+ * Few rows turn integers into floats in registers; many rows do it once for all, into a scratch panel. bf16 rows take
+ * quant_dot.c's kernels where the processor has them.
  *
  * An integer is not shifted down to its value: i of a word stays q * 2^(bits i), and x was multiplied by 2^-(bits i)
  * before. Both are exact, and a mask and a conversion are all that is left to do for it.
  */
 #pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could load again, and spills the sums: 1.4 x */
 #include "experts.h"
-#include "linear_cut.h"
 #include "linear_store.h"
-#include "quant.h"
+#include "quant_job.h"
 
-#define AHEAD 5          /* groups that weights are fetched ahead of their use */
-#define FEW_TILES 3      /* of so many it is faster to turn integers into floats for each */
+#define FEW_TILES 3       /* of so many it is faster to turn integers into floats for each */
 #define PLAIN_BYTES 16384 /* of integers turned into floats at once: half of a first-level cache */
-
-typedef struct {
-    int bits, wide;
-    const void *source; /* x as it came */
-    long source_ldx;
-    float *x, *sums; /* [M][ldx], in the units of the integers; [M][groups] */
-    long ldx;
-    void *y;
-    const char *w;
-    const float *bias;
-    long M, N, K, group, groups;
-    float unit;
-    long panel_bytes, group_bytes;
-    linear_cut cut;
-} quant_job;
-
-typedef void (*quant_tile)(const quant_job *, const float *, const float *, const char *, const float *, long, float *);
 
 #define OVER(bits) (1.0f / (1ll << (bits)))
 #define UNITS4 1.0f, OVER(4), OVER(8), OVER(12), OVER(16), OVER(20), OVER(24), 1.0f
@@ -83,12 +65,11 @@ static void finish(const quant_job *j, long row, long panel, long rows, long wid
 static void few_rows(const quant_job *j, long row, int rows, long first, long last)
 {
     const long np = side_by_side(rows);
-    const quant_tile *wide = j->bits == 4 ? wide_4 : wide_8, *narrow = j->bits == 4 ? narrow_4 : narrow_8;
     for (long panel = first; panel < last;) {
         const long taken = panel + np <= last ? np : 1;
         float acc[MR * NR] = {0};
-        (taken == np ? wide : narrow)[rows](j, j->x + row * j->ldx, j->sums + row * j->groups,
-                                            j->w + panel * j->panel_bytes, 0, j->groups, acc);
+        (taken == np ? j->kernels->wide : j->kernels->narrow)[rows](
+            j, j->x + row * j->x_bytes, j->sums + row * j->groups, j->w + panel * j->panel_bytes, 0, j->groups, acc);
         finish(j, row, panel, rows, taken * NR, acc);
         panel += taken;
     }
@@ -107,8 +88,8 @@ static void many_rows(const quant_job *j, const linear_part *part, long panel)
         unpack(j, w, count, plain);
         for (long t = 0; t < tiles; t++) {
             const long top = tile_begin(part, t), bottom = tile_begin(part, t + 1);
-            narrow_0[bottom - top](j, j->x + top * j->ldx + g * j->group, j->sums + top * j->groups + g, w, plain, count,
-                                   acc + (top - part->begin) * NR);
+            j->kernels->plain[bottom - top](j, j->x + top * j->x_bytes + g * j->group * sizeof(float),
+                                            j->sums + top * j->groups + g, w, plain, count, acc + (top - part->begin) * NR);
         }
     }
     finish(j, part->begin, panel, rows, NR, acc);
@@ -122,7 +103,7 @@ static void multiply(const quant_job *j, const linear_part *part)
         return;
     }
     for (long panel = part->first; panel < part->last; panel++) {
-        if (tiles > FEW_TILES) many_rows(j, part, panel);
+        if (j->kernels->plain && tiles > FEW_TILES) many_rows(j, part, panel);
         else
             for (long t = 0; t < tiles; t++) {
                 const long top = tile_begin(part, t);
@@ -138,37 +119,50 @@ static void quant_task(void *arg, long index)
     multiply(j, &part);
 }
 
-/* Rows of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
+/* A row of x: as floats, zeros up to whole groups, sums of groups, and then in the units of the integers. */
+static void prepare_row(const quant_job *j, long m)
+{
+    const float *units = UNITS[j->bits == 8];
+    const long padded = j->groups * j->group;
+    float *x = (float *)(j->x + m * j->x_bytes);
+    widen_row(j->source, m * j->source_ldx, j->K, j->wide, x);
+    for (long k = j->K; k < padded; k++) x[k] = 0.0f;
+    for (long g = 0; g < j->groups; g++) {
+        vf sum = {0};
+        for (float *from = x + g * j->group; from < x + (g + 1) * j->group; from += VL) {
+            vf value = vload(from);
+            sum += value;
+            vstore(from, value * vload(units + (from - x) % 8));
+        }
+        j->sums[m * j->groups + g] = vsum(sum);
+    }
+}
+
+static const quant_kernels PLAIN[2] = {{wide_4, narrow_4, prepare_row, sizeof(float), narrow_0},
+                                       {wide_8, narrow_8, prepare_row, sizeof(float), narrow_0}};
+
+static const quant_kernels *kernels_for(int bits, int wide)
+{
+    return !wide && quant_dot_kernels(bits) ? quant_dot_kernels(bits) : &PLAIN[bits == 8];
+}
+
 static void prepare_task(void *arg, long index)
 {
     const quant_job *j = arg;
-    const float *units = UNITS[j->bits == 8];
-    const long padded = j->groups * j->group, end = (index + 1) * 8 < j->M ? (index + 1) * 8 : j->M;
-    for (long m = index * 8; m < end; m++) {
-        float *x = j->x + m * j->ldx;
-        widen_row(j->source, m * j->source_ldx, j->K, j->wide, x);
-        for (long k = j->K; k < padded; k++) x[k] = 0.0f;
-        for (long g = 0; g < j->groups; g++) {
-            vf sum = {0};
-            for (float *from = x + g * j->group; from < x + (g + 1) * j->group; from += VL) {
-                vf value = vload(from);
-                sum += value;
-                vstore(from, value * vload(units + (from - x) % 8));
-            }
-            j->sums[m * j->groups + g] = vsum(sum);
-        }
-    }
+    const long end = (index + 1) * 8 < j->M ? (index + 1) * 8 : j->M;
+    for (long m = index * 8; m < end; m++) j->kernels->prepare(j, m);
 }
 
 /* The sizes of groups and panels, and x in the form that the tiles take. */
 static void prepare(pool *p, quant_job *j)
 {
+    j->kernels = kernels_for(j->bits, j->wide);
     j->groups = (j->K + j->group - 1) / j->group;
     j->group_bytes = quant_group_bytes(j->bits, j->group);
     j->panel_bytes = j->groups * j->group_bytes;
-    j->ldx = j->groups * j->group;
-    j->x = pool_scratch(p, 0, j->M * (j->ldx + j->groups) * sizeof(float));
-    j->sums = j->x + j->M * j->ldx;
+    j->x_bytes = j->groups * j->group * j->kernels->input_bytes;
+    j->x = pool_scratch(p, 0, j->M * (j->x_bytes + j->groups * sizeof(float)));
+    j->sums = (float *)(j->x + j->M * j->x_bytes);
     pool_run(p, prepare_task, j, (j->M + 7) / 8);
 }
 

@@ -5,10 +5,11 @@
  * the order of the inputs; then scale times that sum is added, then offset times the sum of the group's activations.
  */
 #define PER (KIND ? 32 / (KIND + !KIND) : 8) /* inputs of one word */
-static __attribute__((noinline)) void NAME(ROWS, NP)(const quant_job *j, const float *x, const float *sums,
+static __attribute__((noinline)) void NAME(ROWS, NP)(const quant_job *j, const char *rows, const float *sums,
                                                      const char *w, const float *plain, long groups, float *acc)
 {
-    const long group = j->group, group_bytes = j->group_bytes, panel_bytes = j->panel_bytes, ldx = j->ldx;
+    const long group = j->group, group_bytes = j->group_bytes, panel_bytes = j->panel_bytes, ldx = j->x_bytes / 4;
+    const float *x = (const float *)rows;
     const long scale_bytes = quant_scale_bytes(j->bits);
     for (long g = 0; g < groups; g++, w += group_bytes, x += group) {
         vf part[ROWS][NP * NV];

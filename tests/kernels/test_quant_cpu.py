@@ -78,6 +78,21 @@ def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2
             assert torch.equal(linear(x[:rows]), alone[:rows])
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 40])
+@pytest.mark.parametrize(("scheme", "least", "most"), [(INT4, -8, 7), (Scheme(4, 64), 0, 15), (INT8, -127, 127)], ids=str)
+def test_whole_numbers_are_multiplied_without_any_rounding_but_the_last(cpu, scheme, least, most, rows):
+    """Sums below 2^24 of products that bf16 holds: every input meets its own integer, and no bit is lost on the way."""
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randint(least, most + 1, (70, 160), generator=generator).float()
+    weight[:, ::32], weight[:, 31::32] = least, most  # so that a step is 1 in every group
+    x = torch.randint(-6, 7, (rows, 160), generator=generator).float()
+    for dtype in (BF16, torch.float32):
+        linear = cpu.pack_quantized(weight, None, scheme, dtype)
+        due = (x.double() @ weight.double().T).to(dtype)
+        assert torch.equal(linear(x.to(dtype)), due)
+        assert not torch.equal(linear(x.roll(1, dims=1).to(dtype)), due)
+
+
 def ggml_q4_1(rows):
     """What GGUF's Q4_1 makes of rows [N, K]: half floats and 16 steps between a group's ends."""
     groups = rows.numpy().reshape(rows.shape[0], -1, 32)
