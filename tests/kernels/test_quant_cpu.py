@@ -79,7 +79,9 @@ def test_a_row_alone_equals_itself_in_any_batch_bit_for_bit(compiled, compiled_2
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 6, 13, 40])
-@pytest.mark.parametrize(("scheme", "least", "most"), [(INT4, -8, 7), (Scheme(4, 64), 0, 15), (INT8, -127, 127)], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "least", "most"), [(INT4, -8, 7), (Scheme(4, 64), 0, 15), (INT8, -127, 127)], ids=str
+)
 def test_whole_numbers_are_multiplied_without_any_rounding_but_the_last(cpu, scheme, least, most, rows):
     """Sums below 2^24 of products that bf16 holds: every input meets its own integer, and no bit is lost on the way."""
     generator = torch.Generator().manual_seed(rows)
