@@ -36,8 +36,8 @@ class Speed:
         if num_output and seconds > 0:
             self.decode_step_s = _blend(self.decode_step_s, seconds * num_sequences / num_output)
 
-    def note_batch(self, num_sequences: int, num_tokens: int) -> None:
-        self.num_steps += 1
+    def note_batch(self, num_sequences: int, num_tokens: int, num_steps: int = 1) -> None:
+        self.num_steps += num_steps
         self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
 
 

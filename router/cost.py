@@ -34,7 +34,7 @@ class CostModel:
     handoff_s: float = 0.002
     decode_load_weight: float = 0.1  # of a step, per sequence already there
     stall_weight: float = 0.1  # of the prefill's time, per sequence that it holds up
-    next_stall_weight: float = 0.3  # the like, for those that will come while it is computed
+    next_stall_weight: float = 1.0  # the like, for those that will come while it is computed
     max_pressure: float = 8.0  # seconds that a second of work costs others, at most
     missed_s: float = 8.0  # that one missed target counts as
     ttft_s: float = 5.0  # target of a request that names none

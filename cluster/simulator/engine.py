@@ -204,7 +204,7 @@ class VirtualEngine:
                 seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
 
     def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
-        self.speed.note_batch(num_sequences, num_tokens)
+        self.speed.note_batch(num_sequences, num_tokens, num_steps)
         self.speed.observe(num_tokens, num_decode, seconds, num_steps)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
         if self.below is not None:

@@ -33,7 +33,7 @@ MISS, REPLICA, TENANT, SPREAD = range(len(TERM_NAMES), len(TERM_NAMES) + len(OWN
 SURE_SHARE, LOST_SHARE = 0.7, 1.1
 """Of a target: what is predicted within the first is certain to be kept, beyond the second to be missed."""
 FRESH_S = 0.05
-"""A report that is older tells no less: workers report changes about so often. Drawing among more ways cost more than it saved."""
+"""A report that is older tells no less: workers report changes about so often."""
 SAME_SHARE = 0.5
 """Of the best overlap: who has at least so much of it holds the prefix, too."""
 MAX_EXCESS = 3.0
