@@ -192,7 +192,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.seeds, options.requests = options.seeds[:1], options.requests or 1500
-        options.loads, options.precision = (3.0, 5.0, 8.0), 0.1
+        options.loads = (3.0, 5.0, 8.0) if options.loads is LOADS else options.loads
+        options.precision = 0.1
     loads = tuple(sorted(options.loads))
     tasks = [
         Task(name, seed, options.load, options.requests, options.profile, options.prefill, options.decode, loads, options.precision)
