@@ -32,7 +32,8 @@ typedef void (*quant_tile)(const quant_job *, const char *x, const float *sums, 
                            long groups, float *acc);
 
 struct quant_kernels {
-    const quant_tile *wide, *narrow; /* by rows, see tiles.h */
+    const quant_tile *wide, *narrow;              /* by rows, see tiles.h */
+    long alone;                                   /* panels that one row takes */
     void (*prepare)(const quant_job *, long row); /* x and its sums from the source */
     long input_bytes;                             /* of x */
     const quant_tile *plain; /* that take integers as floats, for many rows; NULL: it is faster to convert for each tile */

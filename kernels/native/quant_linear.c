@@ -64,7 +64,7 @@ static void finish(const quant_job *j, long row, long panel, long rows, long wid
 /* Rows that fit one tile, against panels first..last. */
 static void few_rows(const quant_job *j, long row, int rows, long first, long last)
 {
-    const long np = side_by_side(rows);
+    const long np = rows == 1 ? j->kernels->alone : side_by_side(rows);
     for (long panel = first; panel < last;) {
         const long taken = panel + np <= last ? np : 1;
         float acc[MR * NR] = {0};
@@ -138,8 +138,8 @@ static void prepare_row(const quant_job *j, long m)
     }
 }
 
-static const quant_kernels PLAIN[2] = {{wide_4, narrow_4, prepare_row, sizeof(float), narrow_0},
-                                       {wide_8, narrow_8, prepare_row, sizeof(float), narrow_0}};
+static const quant_kernels PLAIN[2] = {{wide_4, narrow_4, 4, prepare_row, sizeof(float), narrow_0},
+                                       {wide_8, narrow_8, 4, prepare_row, sizeof(float), narrow_0}};
 
 static const quant_kernels *kernels_for(int bits, int wide)
 {

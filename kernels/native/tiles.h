@@ -32,7 +32,10 @@ static const TILE_TYPE NAME2(narrow_, KIND)[MR + 1] = {
 };
 
 #ifndef NARROW
-#define NP 4
+#ifndef ALONE
+#define ALONE 4 /* panels that one row takes */
+#endif
+#define NP ALONE
 #define ROWS 1
 #include TILE_FILE
 #undef ROWS
@@ -46,7 +49,7 @@ static const TILE_TYPE NAME2(narrow_, KIND)[MR + 1] = {
 #undef ROWS
 #undef NP
 static const TILE_TYPE NAME2(wide_, KIND)[MR + 1] = {
-    0, NAME(1, 4), NAME(2, 2), NAME(3, 2), NAME(4, 1), NAME(5, 1), NAME(6, 1),
+    0, NAME(1, ALONE), NAME(2, 2), NAME(3, 2), NAME(4, 1), NAME(5, 1), NAME(6, 1),
 };
 #endif
 
@@ -55,6 +58,7 @@ static const TILE_TYPE NAME2(wide_, KIND)[MR + 1] = {
 static inline long side_by_side(long rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
 #endif
 #undef KIND
+#undef ALONE
 #undef NAME
 #undef NAME4
 #undef JOIN4
