@@ -11,7 +11,7 @@ from kvrelay.router.columns import SEQUENCES, Columns
 from kvrelay.router.cost import CostModel
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.types import Role
-from kvrelay.wire import LoadReport, WorkerInfo
+from kvrelay.wire import Assigned, AssignedByOthers, LoadReport, WorkerInfo
 
 _SMOOTHING = 0.2  # of the newest speed in the average
 
@@ -27,6 +27,7 @@ class Fleet:
         self._model, self._index_row = model, index_row
         self._tables: dict[str, Columns] | None = None
         self._lonely: frozenset[str] | None = None
+        self._changed: dict[WorkerAccount, None] = {}  # of those whose other routers want to hear of it
 
     @property
     def prefill_rate(self) -> float:
@@ -37,6 +38,8 @@ class Fleet:
         """True: it is new, or anew (another epoch). False: it has only connected again."""
         known = self.accounts.get(info.worker_id)
         self._tables = self._lonely = None
+        if known is not None:
+            self._unwatch(known)
         if known is not None and known.info.epoch == info.epoch:
             known.info = info
             return False
@@ -49,7 +52,33 @@ class Fleet:
         """Forget it. What its requests still count is counted nowhere."""
         if (account := self.accounts.pop(worker_id, None)) is not None:
             account.place(None)
+            self._unwatch(account)
             self._tables = self._lonely = None
+
+    def _unwatch(self, account: WorkerAccount) -> None:
+        """Nobody is to be told of it until it says that somebody listens."""
+        account.changed = None
+        account.apply_others(AssignedByOthers(0, False))
+        self._changed.pop(account, None)
+
+    def others(self, worker_id: str, others: AssignedByOthers) -> None:
+        """What the other routers have assigned to a worker; from now on they are told what we have. Unless it is not here."""
+        account = self.accounts.get(worker_id)
+        if account is None:
+            return
+        account.apply_others(others)
+        if not others.num_others:
+            account.changed = None
+            self._changed.pop(account, None)
+        elif account.changed is None:
+            account.changed = self._changed
+            self._changed[account] = None
+
+    def take_assigned(self) -> list[tuple[str, Assigned]]:
+        """Workers whose other routers are to hear what we have assigned to it: what has changed since the last call."""
+        found = [(account.info.worker_id, account.assigned()) for account in self._changed]
+        self._changed.clear()
+        return found
 
     def report(self, worker_id: str, report: LoadReport, now_s: float) -> bool:
         """A worker's load. False: it is not here."""
