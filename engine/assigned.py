@@ -10,7 +10,9 @@ from typing import Generic, TypeVar
 from kvrelay.wire import Assigned, AssignedByOthers
 
 P = TypeVar("P")
-_NOTHING = Assigned()
+Numbers = tuple[int, int, int, int]
+"""Tokens, prompts, sequences, blocks."""
+_NOTHING: Numbers = (0, 0, 0, 0)
 _MOST = 1 << 40
 
 
@@ -18,38 +20,47 @@ class AssignedShares(Generic[P]):
     """The ingresses that listen, and their sums. `P`: an ingress's connection."""
 
     def __init__(self) -> None:
-        self._shares: dict[P, Assigned | None] = {}  # None: it has not said
+        self._shares: dict[P, Numbers | None] = {}  # None: it has not said
+        self._total: Numbers = _NOTHING
+        self._num_silent = 0
         self._told: dict[P, AssignedByOthers] = {}
 
     def join(self, peer: P) -> None:
         """It listens from now on. Idempotent: what it has said stays."""
-        self._shares.setdefault(peer, None)
+        if peer not in self._shares:
+            self._shares[peer] = None
+            self._num_silent += 1
 
     def leave(self, peer: P) -> None:
         """It is gone, and so is what it had assigned. Idempotent."""
-        self._shares.pop(peer, None)
-        self._told.pop(peer, None)
+        if peer in self._shares:
+            self._put(peer, None)
+            del self._shares[peer]
+            self._num_silent -= 1
+            self._told.pop(peer, None)
 
     def hear(self, peer: P, share: Assigned) -> bool:
         """Its sums are these from now on. False: it does not listen, so it does not count."""
         if peer not in self._shares:
             return False
-        self._shares[peer] = share
+        self._put(peer, _numbers(share))
         return True
+
+    def _put(self, peer: P, share: Numbers | None) -> None:
+        before = self._shares[peer]
+        self._num_silent += (share is None) - (before is None)
+        self._total = _plus(_minus(self._total, before or _NOTHING), share or _NOTHING)
+        self._shares[peer] = share
 
     def take_news(self) -> list[tuple[P, AssignedByOthers]]:
         """Whom to tell what: those of whose others something has changed since they were last told."""
-        said = [share for share in self._shares.values() if share is not None]
-        total = [sum(column) for column in zip(*map(_numbers, said), strict=True)] or list(_numbers(_NOTHING))
-        num_silent = len(self._shares) - len(said)
         news = []
+        num_others, told = len(self._shares) - 1, self._told
         for peer, own in self._shares.items():
-            others = AssignedByOthers(
-                len(self._shares) - 1, num_silent == (own is None),
-                *(both - one for both, one in zip(total, _numbers(own or _NOTHING), strict=True)),
-            )  # fmt: skip
-            if self._told.get(peer, _ALONE) != others:
-                self._told[peer] = others
+            is_complete = self._num_silent == (own is None)
+            others = AssignedByOthers(num_others, is_complete, *_minus(self._total, own or _NOTHING))
+            if told.get(peer, _ALONE) != others:
+                told[peer] = others
                 news.append((peer, others))
         return news
 
@@ -57,7 +68,17 @@ class AssignedShares(Generic[P]):
 _ALONE = AssignedByOthers(0, True)
 
 
-def _numbers(share: Assigned) -> tuple[int, ...]:
+def _numbers(share: Assigned) -> Numbers:
     """What may be added up whatever a peer says."""
-    given = (share.tokens, share.prompts, share.sequences, share.blocks)
-    return tuple(min(max(0, number), _MOST) for number in given)
+    return (
+        min(max(0, share.tokens), _MOST), min(max(0, share.prompts), _MOST), min(max(0, share.sequences), _MOST),
+        min(max(0, share.blocks), _MOST),
+    )  # fmt: skip
+
+
+def _plus(one: Numbers, other: Numbers) -> Numbers:
+    return one[0] + other[0], one[1] + other[1], one[2] + other[2], one[3] + other[3]
+
+
+def _minus(one: Numbers, other: Numbers) -> Numbers:
+    return one[0] - other[0], one[1] - other[1], one[2] - other[2], one[3] - other[3]
