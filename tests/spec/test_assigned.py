@@ -264,3 +264,20 @@ def _mean_ttft_s(**settings):
 
 def test_six_ingresses_that_share_wait_less_than_six_that_do_not():
     assert _mean_ttft_s() < 0.9 * _mean_ttft_s(share_load_s=0)
+
+
+def test_when_all_is_over_nobody_counts_anything_not_even_of_an_ingress_that_was_restarted():
+    faults = [
+        {"kind": "ingress_restart", "at_s": 0.8, "who": "i1"},
+        {"kind": "crash", "at_s": 1.1, "who": "p1", "for_s": 0.4},
+    ]
+    sim = simulate(chats(120, every_s=0.012), ingress=3, faults=faults, detect_s=0.05, start_s=0.0)
+    assert set(sim.summary()["outcomes"]) == {"done", "error"}  # those that the restarted one had are lost
+    sim.clock.run(sim.clock.now_s + 1.0)
+    for ingress in sim.ingresses:
+        views = ingress.router.workers()
+        assert {view.worker_id for view in views} == {"p0", "p1", "d0", "d1"}
+        assert [(view.load.queued_tokens, view.load.sequences) for view in views] == [(0, 0)] * 4
+    assert all(
+        shares._total == (0, 0, 0, 0) for shares in (worker.assigned for worker in sim.workers if worker.is_alive)
+    )
