@@ -1,12 +1,13 @@
 """Routing with real workers: hit tokens as the workers report them against an oracle, and what the index claimed wrongly.
 
     python bench/live_routing.py [--policies joint round_robin prefix_affinity] [--model M | --tiny] [--prefill 2] [--decode 2]
-                                 [--requests 40] [--rate 2.0] [--kv-memory 96MiB] [--seed 0] [--json FILE]
+                                 [--requests 30] [--rate 2.0] [--kv-memory 96MiB] [--seed 0] [--json FILE]
 
 2 prefill workers (processes) and 2 decode workers (in this process) without Ray, behind one ingress without HTTP. The load is made of
 conversations behind shared system prompts, arriving at their times whatever is under way; every policy gets the same, from empty
 caches. Columns, in prompt tokens that need not be computed, as a share of all prompt tokens:
 
+    requests    that got a first token
     hits        as the workers report them with the first token
     chosen      what the chosen worker's pool could have given: all prompts that it had got before, least recently used first out
     best        what any worker's could have, when the request was routed
@@ -16,7 +17,7 @@ caches. Columns, in prompt tokens that need not be computed, as a share of all p
 The oracle follows the decisions, so a policy that scatters a conversation lowers its own `best`. It knows nothing of time, and
 counts a block as soon as its prompt is computed.
 
-Takes two minutes at most: requests that have not ended 12 s after the last arrival are given up and count as failed. On a machine
+Takes about two minutes: requests that have not ended 12 s after the last arrival are given up and count as failed. On a machine
 with other work the times mean little, the counts remain what they are.
 
 At the end of each run an ingress starts anew beside one that has seen everything since the beginning: after how many ms are all its
@@ -131,9 +132,11 @@ class Run:
         for outcome in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(outcome, BaseException):
                 self.tally.failed += 1
-                print(f"failed: {outcome or type(outcome).__name__}", file=sys.stderr)
-                if not isinstance(outcome, KvrelayError | asyncio.CancelledError):
+                if isinstance(outcome, asyncio.CancelledError):
+                    continue  # late
+                if not isinstance(outcome, KvrelayError):
                     raise outcome
+                print(f"failed: {outcome}", file=sys.stderr)
         return self.tally
 
     async def _one(self, number: int, entry: TraceEntry) -> None:
@@ -268,7 +271,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
                         await asyncio.sleep(0.01)
                 run = Run(dispatcher, entries, vocab_size)
                 rows.append((await run.play()).row(policy))
-            await asyncio.sleep(0.5)  # the last news arrive
+            await _quiet(cluster.dispatcher)
             restarts.append(await restart(cluster, settings, run.asked))
     total = sum(entry.input_tokens for entry in entries)
     title = f"{folder.name}: {len(entries)} requests, {total} prompt tokens, {options.rate:g} requests/s"
@@ -280,6 +283,14 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
             f"{one.same_choices} of {one.prompts} prompts routed alike"
         )
     return all(one.is_good for one in restarts)
+
+
+async def _quiet(dispatcher: Dispatcher) -> None:
+    """Nothing is computed any more, and the last news have arrived."""
+    async with asyncio.timeout(60):
+        while any(load.running + load.waiting + load.receiving + load.held for _, load in dispatcher.live_workers()):
+            await asyncio.sleep(0.05)
+    await asyncio.sleep(0.5)
 
 
 async def _warm_up(dispatcher: Dispatcher, vocab_size: int) -> None:
@@ -299,7 +310,7 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model: all but the speed is real")
     parser.add_argument("--prefill", type=int, default=2)
     parser.add_argument("--decode", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=30)
     parser.add_argument("--rate", type=float, default=2.0, help="requests per second")
     parser.add_argument("--kv-memory", default="96MiB", help="of each worker")
     parser.add_argument("--seed", type=int, default=0)

@@ -6,14 +6,14 @@ sockets, a clock or a random source.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from kvrelay.router.accounts import WorkerAccount
-from kvrelay.router.columns import SEQUENCES, Columns
+from kvrelay.router.columns import PREFILL_RATE, SEQUENCES, Columns
 from kvrelay.router.cost import CostModel
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.types import Role
 from kvrelay.wire import Assigned, AssignedByOthers, LoadReport, WorkerInfo
-
-_SMOOTHING = 0.2  # of the newest speed in the average
 
 
 class Fleet:
@@ -23,7 +23,7 @@ class Fleet:
         """`index_row`: a worker's row in what the index answers."""
         self.accounts: dict[str, WorkerAccount] = {}
         self.misfits: Misfits = {}
-        self._prefill_rate = model.default_prefill_tokens_per_s
+        self._prefill_rate: float | None = None
         self._model, self._index_row = model, index_row
         self._tables: dict[str, Columns] | None = None
         self._lonely: frozenset[str] | None = None
@@ -31,13 +31,18 @@ class Fleet:
 
     @property
     def prefill_rate(self) -> float:
-        """Moving average over all workers' measurements, prompt tokens/s."""
+        """The mean of all workers' last measurements, prompt tokens/s: the same for a router that has only just heard them."""
+        if self._prefill_rate is None:
+            rates = [self.columns(role).floats[PREFILL_RATE] for role in Role]
+            count = sum(int(np.count_nonzero(one)) for one in rates)
+            total = sum(float(one.sum()) for one in rates)
+            self._prefill_rate = total / count if count else self._model.default_prefill_tokens_per_s
         return self._prefill_rate
 
     def up(self, info: WorkerInfo) -> bool:
         """True: it is new, or anew (another epoch). False: it has only connected again."""
         known = self.accounts.get(info.worker_id)
-        self._tables = self._lonely = None
+        self._tables = self._lonely = self._prefill_rate = None
         if known is not None:
             self._unwatch(known)
         if known is not None and known.info.epoch == info.epoch:
@@ -53,7 +58,7 @@ class Fleet:
         if (account := self.accounts.pop(worker_id, None)) is not None:
             account.place(None)
             self._unwatch(account)
-            self._tables = self._lonely = None
+            self._tables = self._lonely = self._prefill_rate = None
 
     def _unwatch(self, account: WorkerAccount) -> None:
         """Nobody is to be told of it until it says that somebody listens."""
@@ -61,7 +66,7 @@ class Fleet:
         account.apply_others(AssignedByOthers(0, False))
         self._changed.pop(account, None)
 
-    def others(self, worker_id: str, others: AssignedByOthers) -> None:
+    def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
         """What the other routers have assigned to a worker; from now on they are told what we have. Unless it is not here."""
         account = self.accounts.get(worker_id)
         if account is None:
@@ -86,8 +91,7 @@ class Fleet:
         if account is None:
             return False
         account.apply_report(report, now_s)
-        if measured := account.prefill_tokens_per_s:
-            self._prefill_rate += _SMOOTHING * (measured - self._prefill_rate)
+        self._prefill_rate = None
         return True
 
     def set_misfits(self, misfits: Misfits) -> None:

@@ -106,7 +106,7 @@ class Router:
 
     def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
         """What the other ingresses' routers have assigned to a worker."""
-        self._fleet.others(worker_id, others)
+        self._fleet.apply_others(worker_id, others)
 
     def take_assigned(self) -> list[tuple[str, Assigned]]:
         """What the others are to hear: workers, and what is assigned to each, where it has changed since the last call."""
