@@ -3,7 +3,8 @@
 Owns the accounts; never imports torch, Ray, sockets or a clock. A request counts from the moment it is
 assigned, before any report can show it, so that a burst spreads. When a report comes, what it
 shows beyond our own assignments is other routers' work ("foreign"): own and foreign are added, so
-nothing counts twice. Where the other routers tell theirs (wire.Assigned), foreign is what they say, without a report's delay. Each change is written into the account's row of its role's columns at once.
+nothing counts twice. Where the other routers tell theirs (wire.Assigned), foreign is what they say, without a report's delay.
+Each change is written into the account's row of its role's columns at once.
 """
 
 import math
@@ -76,9 +77,9 @@ class WorkerAccount:
         "_foreign_sequences",
         "_foreign_tokens",
         "_model",
+        "_others",
         "_pace",
         "_told_foreign",
-        "_others",
         "changed",
         "info",
         "own_prefills",
@@ -249,8 +250,9 @@ class WorkerAccount:
             ints[FREE_BLOCKS, row],
         ) = self._counts()  # fmt: skip
         ints[TURN, row] = self.turn
-        self._columns.num_foreign += self._foreign_sequences - self._told_foreign
-        self._told_foreign = self._foreign_sequences
+        unseen = 0 if self._others is not None and self._others.is_complete else self._foreign_sequences
+        self._columns.num_foreign += unseen - self._told_foreign
+        self._told_foreign = unseen
 
     def _write_report(self) -> None:
         if self._columns is None:

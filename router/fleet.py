@@ -112,7 +112,7 @@ class Fleet:
         return self._tables[role]
 
     def others(self) -> float:
-        """The share of all sequences at the workers that other routers sent; 0: none, or nothing runs."""
+        """The share of all sequences at the workers that other routers sent without telling; 0: none, or nothing runs."""
         foreign = sum(self.columns(role).num_foreign for role in Role)
         if not foreign:
             return 0.0

@@ -186,7 +186,7 @@ def test_while_one_has_not_said_the_report_counts_for_it():
 
 def test_only_where_others_listen_is_anything_told():
     router = cluster(["p1"], ["d1"])
-    router.select_and_reserve(ask("r1"), 0.0)
+    router.select_and_reserve(ask("r1", force="remote"), 0.0)
     assert router.take_assigned() == []
     router.apply_others("p1", AssignedByOthers(1, False))
     assert router.take_assigned() == [("p1", share(tokens=1000, prompts=1, sequences=1))]
@@ -199,7 +199,7 @@ def test_only_where_others_listen_is_anything_told():
 def test_a_worker_that_goes_is_told_of_no_more_and_begins_anew():
     router = cluster(["p1"], ["d1"])
     router.apply_others("p1", AssignedByOthers(1, True, tokens=700))
-    assert isinstance(router.select_and_reserve(ask("r1"), 0.0), Decision)
+    assert isinstance(router.select_and_reserve(ask("r1", force="remote"), 0.0), Decision)
     info = router._fleet.accounts["p1"].info
     router.worker_down("p1")
     router.on_end("r1")
@@ -214,7 +214,7 @@ def test_a_connection_made_again_tells_again():
     """The worker has forgotten with the old one what we had said."""
     router = cluster(["p1"], ["d1"])
     router.apply_others("p1", AssignedByOthers(1, True, tokens=700))
-    router.select_and_reserve(ask("r1"), 0.0)
+    router.select_and_reserve(ask("r1", force="remote"), 0.0)
     router.take_assigned()
     router.worker_up(router._fleet.accounts["p1"].info)
     assert router.workers()[1].load.queued_tokens == 1000
