@@ -139,6 +139,7 @@ class LocalCluster:
     """Prefill processes, decode workers in this process or their own, and a dispatcher in front."""
 
     dispatcher: Dispatcher
+    secret: bytes
     prefill: list[ProcessWorker] = field(default_factory=list)
     decode: list[ProcessWorker] = field(default_factory=list)
     inside: list[WorkerService] = field(default_factory=list)  # decode workers of this very process
@@ -150,6 +151,18 @@ class LocalCluster:
             Member(worker.worker_id, str(worker.role), HOST, worker.info.port) for worker in self.inside if worker.info
         ]
         return [worker.member for worker in [*self.prefill, *self.decode]] + own
+
+    @contextlib.asynccontextmanager
+    async def another_ingress(self, settings: Settings) -> AsyncIterator[Dispatcher]:
+        """One more over the same workers, which knows nothing yet; connected to all of them."""
+        dispatcher = Dispatcher(_router(settings), self.secret, settings)
+        try:
+            await dispatcher.start()
+            dispatcher.set_members(self.members)
+            await _all_up(dispatcher, len(self.members))
+            yield dispatcher
+        finally:
+            await dispatcher.aclose()
 
     async def pool_leaks(self, within_s: float = 10.0) -> list[str]:
         """For each decode worker of this process: why its pool does not add up, if it does not within this time.
@@ -194,14 +207,7 @@ async def local_cluster(
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
-    router = Router(
-        settings.router,
-        tokens_per_hash=settings.tokens_per_hash,
-        max_waiting=settings.engine.max_waiting,
-        slo=settings.slo,
-        has_store=settings.cache.is_shared,
-    )
-    cluster = LocalCluster(Dispatcher(router, secret, settings))
+    cluster = LocalCluster(Dispatcher(_router(settings), secret, settings), secret)
     try:
         if settings.cache.remote == CLUSTER:
             cluster.stores = await _spawn_stores(num_stores, settings, secret)
@@ -223,8 +229,7 @@ async def local_cluster(
                 raise outcome
         await cluster.dispatcher.start()
         cluster.dispatcher.set_members(cluster.members)
-        async with asyncio.timeout(30.0):
-            await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == len(cluster.members))
+        await _all_up(cluster.dispatcher, len(cluster.members))
         yield cluster
     finally:
         await cluster.dispatcher.aclose()
@@ -232,6 +237,21 @@ async def local_cluster(
         for inside in cluster.inside:
             await inside.aclose()
         await asyncio.gather(*(store.aclose() for store in cluster.stores))
+
+
+def _router(settings: Settings) -> Router:
+    return Router(
+        settings.router,
+        tokens_per_hash=settings.tokens_per_hash,
+        max_waiting=settings.engine.max_waiting,
+        slo=settings.slo,
+        has_store=settings.cache.is_shared,
+    )
+
+
+async def _all_up(dispatcher: Dispatcher, count: int) -> None:
+    async with asyncio.timeout(30.0):
+        await dispatcher.wait_for(lambda d: len(d.live_workers()) == count)
 
 
 async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[ProcessStore]:

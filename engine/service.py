@@ -19,6 +19,7 @@ import msgspec
 import torch
 
 from kvrelay.config import EngineSettings, Settings
+from kvrelay.engine.assigned import AssignedShares
 from kvrelay.engine.draft_model import DraftModel, make_draft_model
 from kvrelay.engine.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.engine.fit import check_fit, check_kv_layout, check_quantization, scheme_of
@@ -34,6 +35,7 @@ from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.remote import ClusterStore
 from kvrelay.kvcache.storage import DTYPES
 from kvrelay.machine import physical_cores
+from kvrelay.pacing import Paced
 from kvrelay.plane import Connection, Server
 from kvrelay.tls import cluster_tls
 from kvrelay.tracing import Spans, spans_of
@@ -42,6 +44,7 @@ from kvrelay.wire import (
     PREEMPTED,
     PROTOCOL_VERSION,
     Abort,
+    Assigned,
     Audit,
     Audited,
     CacheReset,
@@ -162,6 +165,8 @@ class WorkerService:
         self._spans: dict[str, Spans] = {}  # of the requests that are traced
         self._links: set[Link] = set()
         self._subscribers: set[Link] = set()
+        self._assigned: AssignedShares[Link] = AssignedShares()
+        self._tell_others: Paced | None = None
         self._load = LoadReport(seq=0)
         self._heartbeat: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -170,7 +175,9 @@ class WorkerService:
 
     async def start(self) -> WorkerInfo:
         """Load the model, start the engine and listen. Raises ModelError, ConfigError, BackendUnavailable."""
-        self._loop = asyncio.get_running_loop()
+        self._loop = loop = asyncio.get_running_loop()
+        period_s = self.settings.router.share_load_s
+        self._tell_others = Paced(self._on_assigned, period_s, now=loop.time, after=loop.call_later)
         engine = await self.thread.start()
         await self._start_transfers(engine)
         port = await self._server.start(self.host)
@@ -389,6 +396,8 @@ class WorkerService:
         finally:
             self._links.discard(link)
             self._subscribers.discard(link)
+            self._assigned.leave(link)
+            self._ask_to_tell()
             for request_id in list(link.requests):
                 self._forget(request_id)
                 self._release(request_id, "the ingress went")
@@ -412,6 +421,9 @@ class WorkerService:
                     self._release(request_id, reason)
             case Subscribe():
                 self._subscribe(link)
+            case Assigned():
+                if self._assigned.hear(link, message):
+                    self._ask_to_tell()
             case Pair():
                 self._on_pair(link, message)
             case StatusQuery(query_id=query_id):
@@ -462,6 +474,8 @@ class WorkerService:
                 link.send(snapshot)
                 link.send(self.load())
                 self._subscribers.add(link)
+                self._assigned.join(link)
+                self._ask_to_tell()
 
         def snap(engine: Engine) -> None:
             snapshot = engine.snapshot()
@@ -469,6 +483,15 @@ class WorkerService:
 
         self._subscribers.discard(link)
         self.thread.post(snap)
+
+    def _ask_to_tell(self) -> None:
+        assert self._tell_others is not None
+        self._tell_others.ask()
+
+    def _on_assigned(self) -> None:
+        """Tell each ingress what the others have assigned here."""
+        for link, others in self._assigned.take_news():
+            link.send(others)
 
     def _admit(self, link: Link, request: SequenceRequest, take: Callable[[Engine], None]) -> bool:
         """Take a request unless there is a reason not to; the answer to a refusal is `Refused`.

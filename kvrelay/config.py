@@ -400,6 +400,13 @@ class RouterSettings(_Settings):
         ge=0,
         description="every worker is asked so often whether it holds what the index says, a sample; 0: never",
     )
+    share_load_s: float = Field(
+        0.002,
+        ge=0,
+        le=1,
+        description="where there are several ingresses: at most so often each tells a worker what it has assigned to it, and the "
+        "worker tells the others; 0: never, they see each other's requests in the workers' reports only",
+    )
 
 
 class SloClass(_Settings):

@@ -336,6 +336,18 @@ class EndPins(_Message, frozen=True, tag="end-pins"):
     session: str
 
 
+class Assigned(_Message, frozen=True, tag="assigned"):
+    """All that this ingress has assigned to the worker and that has not ended: sums, as it decided, before any of it arrives.
+
+    Sent when they change, where other ingresses listen to the worker. Never answered; the others hear of it.
+    """
+
+    tokens: int = 0  # of prompts, to be computed there
+    prompts: int = 0  # not yet computed there
+    sequences: int = 0
+    blocks: int = 0  # of requests without a first token
+
+
 class Pair(_Message, frozen=True, tag="pair"):
     """Prefill: see whether KV can travel to this decode worker, and how fast. Answered by Paired.
 
@@ -481,6 +493,17 @@ class Audited(_Message, frozen=True, tag="audited"):
     tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it is on its way
 
 
+class AssignedByOthers(_Message, frozen=True, tag="assigned-by-others", kw_only=False):
+    """The sum of what all other ingresses have said that they assigned here; see Assigned."""
+
+    num_others: int  # that listen; with none nobody need be told anything
+    is_complete: bool  # each of them has said
+    tokens: int = 0
+    prompts: int = 0
+    sequences: int = 0
+    blocks: int = 0
+
+
 class Status(_Message, frozen=True, tag="status"):
     """A worker's state for `kvrelay status`, as JSON."""
 
@@ -501,10 +524,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     candidates: list[tuple[int, float]] = []  # instead of tokens, for a beam search
 
 
-ToWorker = Union[Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins, Audit]
+ToWorker = Union[
+    Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins,
+    Audit, Assigned,
+]  # fmt: skip
 FromWorker = Union[
     Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen,
-    Prefetched, Audited,
+    Prefetched, Audited, AssignedByOthers,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

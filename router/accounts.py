@@ -3,7 +3,8 @@
 Owns the accounts; never imports torch, Ray, sockets or a clock. A request counts from the moment it is
 assigned, before any report can show it, so that a burst spreads. When a report comes, what it
 shows beyond our own assignments is other routers' work ("foreign"): own and foreign are added, so
-nothing counts twice. Each change is written into the account's row of its role's columns at once.
+nothing counts twice. Where the other routers tell theirs (wire.Assigned), foreign is what they say, without a report's delay.
+Each change is written into the account's row of its role's columns at once.
 """
 
 import math
@@ -27,7 +28,7 @@ from kvrelay.router.columns import (
 from kvrelay.router.cost import CostModel
 from kvrelay.router.types import WorkerLoad
 from kvrelay.types import Role
-from kvrelay.wire import LoadReport, WorkerInfo
+from kvrelay.wire import Assigned, AssignedByOthers, LoadReport, WorkerInfo
 
 _BUCKET = math.log(1.25)
 MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20  # less says more about first touches of memory than about the link
@@ -76,8 +77,10 @@ class WorkerAccount:
         "_foreign_sequences",
         "_foreign_tokens",
         "_model",
+        "_others",
         "_pace",
         "_told_foreign",
+        "changed",
         "info",
         "own_prefills",
         "own_requests",
@@ -108,6 +111,8 @@ class WorkerAccount:
         self._foreign_prefills = 0
         self._foreign_sequences = 0
         self._pace = Pace()
+        self._others: AssignedByOthers | None = None
+        self.changed: dict[WorkerAccount, None] | None = None  # where it is noted that our own share has changed
         self.turn = 0  # when it was last chosen
         self._columns: Columns | None = None
         self._told_foreign = 0  # to the columns
@@ -123,13 +128,35 @@ class WorkerAccount:
         if self.report is not None and self.reported_at_s is not None:
             self._pace.observe(self.report, report, now_s - self.reported_at_s)
         self.report, self.reported_at_s = report, now_s
-        self._foreign_tokens = max(0, report.queued_tokens - self.own_tokens)
-        waiting_elsewhere = max(1, report.waiting - self.own_prefills)
-        self._foreign_prefills = waiting_elsewhere if self._foreign_tokens else 0
-        shown = report.running + report.waiting + report.receiving
-        self._foreign_sequences = max(0, shown - self.own_shown)
+        self._count_foreign()
         self._write_report()
         self._write_load()
+
+    def apply_others(self, others: AssignedByOthers) -> None:
+        """What the other routers say that they have assigned to it."""
+        self._others = others
+        self._count_foreign()
+        self._write_load()
+
+    def _count_foreign(self) -> None:
+        """As the others say; while one of them has not, at least what the last report shows beyond our own."""
+        others, report = self._others or _UNTOLD, self.report or _UNREPORTED
+        tokens, prefills, sequences = others.tokens, others.prompts, others.sequences
+        if not others.is_complete:
+            unexplained = max(0, report.queued_tokens - self.own_tokens)
+            waiting_elsewhere = max(1, report.waiting - self.own_prefills)
+            shown = report.running + report.waiting + report.receiving
+            tokens = max(tokens, unexplained)
+            prefills = max(prefills, waiting_elsewhere if unexplained else 0)
+            sequences = max(sequences, shown - self.own_shown)
+        self._foreign_tokens, self._foreign_prefills, self._foreign_sequences = tokens, prefills, sequences
+
+    def assigned(self) -> Assigned:
+        """Our own share, for the other routers."""
+        return Assigned(
+            tokens=self.own_tokens, prompts=self.own_prefills, sequences=self.own_sequences,
+            blocks=self.own_unconfirmed_blocks,
+        )  # fmt: skip
 
     @property
     def foreign_tokens(self) -> int:
@@ -164,6 +191,8 @@ class WorkerAccount:
         self.own_unconfirmed_blocks += blocks
         assert min(self.own_tokens, self.own_prefills, self.own_requests, self.own_unconfirmed_blocks) >= 0
         assert self.own_requests <= self.own_shown <= self.own_sequences
+        if self.changed is not None:
+            self.changed[self] = None
         self._write_load()
 
     def load(self) -> WorkerLoad:
@@ -199,7 +228,7 @@ class WorkerAccount:
             self._foreign_prefills + self.own_prefills,
             sequences,
             max(report.waiting, sequences - self.info.max_running, 0),
-            free - max(0, self.own_unconfirmed_blocks - report.leased_blocks),
+            free - max(0, self.own_unconfirmed_blocks + (self._others or _UNTOLD).blocks - report.leased_blocks),
         )
 
     def _speeds(self) -> tuple[float, float, float]:
@@ -221,8 +250,9 @@ class WorkerAccount:
             ints[FREE_BLOCKS, row],
         ) = self._counts()  # fmt: skip
         ints[TURN, row] = self.turn
-        self._columns.num_foreign += self._foreign_sequences - self._told_foreign
-        self._told_foreign = self._foreign_sequences
+        unseen = 0 if self._others is not None and self._others.is_complete else self._foreign_sequences
+        self._columns.num_foreign += unseen - self._told_foreign
+        self._told_foreign = unseen
 
     def _write_report(self) -> None:
         if self._columns is None:
@@ -238,6 +268,7 @@ class WorkerAccount:
 
 
 _UNREPORTED = LoadReport(seq=-1)
+_UNTOLD = AssignedByOthers(0, False)
 
 
 def _seats(count: int) -> dict[str, int]:

@@ -35,7 +35,7 @@ class Columns:
 
     def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int], index_rows: Sequence[int]) -> None:
         """`infos` in the order of their ids, each on the machine of that number in `nodes`, and in that row of the index."""
-        self.num_foreign = 0  # sequences that other routers sent
+        self.num_foreign = 0  # sequences that other routers sent and do not tell of
         self.index_rows: Ints = np.array(index_rows, np.int64)
         self.names = tuple(info.worker_id for info in infos)
         self.row_of = {name: row for row, name in enumerate(self.names)}

@@ -6,14 +6,14 @@ sockets, a clock or a random source.
 
 from collections.abc import Callable
 
+import numpy as np
+
 from kvrelay.router.accounts import WorkerAccount
-from kvrelay.router.columns import SEQUENCES, Columns
+from kvrelay.router.columns import PREFILL_RATE, SEQUENCES, Columns
 from kvrelay.router.cost import CostModel
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.types import Role
-from kvrelay.wire import LoadReport, WorkerInfo
-
-_SMOOTHING = 0.2  # of the newest speed in the average
+from kvrelay.wire import Assigned, AssignedByOthers, LoadReport, WorkerInfo
 
 
 class Fleet:
@@ -23,20 +23,28 @@ class Fleet:
         """`index_row`: a worker's row in what the index answers."""
         self.accounts: dict[str, WorkerAccount] = {}
         self.misfits: Misfits = {}
-        self._prefill_rate = model.default_prefill_tokens_per_s
+        self._prefill_rate: float | None = None
         self._model, self._index_row = model, index_row
         self._tables: dict[str, Columns] | None = None
         self._lonely: frozenset[str] | None = None
+        self._changed: dict[WorkerAccount, None] = {}  # of those whose other routers want to hear of it
 
     @property
     def prefill_rate(self) -> float:
-        """Moving average over all workers' measurements, prompt tokens/s."""
+        """The mean of all workers' last measurements, prompt tokens/s: the same for a router that has only just heard them."""
+        if self._prefill_rate is None:
+            rates = [self.columns(role).floats[PREFILL_RATE] for role in Role]
+            count = sum(int(np.count_nonzero(one)) for one in rates)
+            total = sum(float(one.sum()) for one in rates)
+            self._prefill_rate = total / count if count else self._model.default_prefill_tokens_per_s
         return self._prefill_rate
 
     def up(self, info: WorkerInfo) -> bool:
         """True: it is new, or anew (another epoch). False: it has only connected again."""
         known = self.accounts.get(info.worker_id)
-        self._tables = self._lonely = None
+        self._tables = self._lonely = self._prefill_rate = None
+        if known is not None:
+            self._unwatch(known)
         if known is not None and known.info.epoch == info.epoch:
             known.info = info
             return False
@@ -49,7 +57,33 @@ class Fleet:
         """Forget it. What its requests still count is counted nowhere."""
         if (account := self.accounts.pop(worker_id, None)) is not None:
             account.place(None)
-            self._tables = self._lonely = None
+            self._unwatch(account)
+            self._tables = self._lonely = self._prefill_rate = None
+
+    def _unwatch(self, account: WorkerAccount) -> None:
+        """Nobody is to be told of it until it says that somebody listens."""
+        account.changed = None
+        account.apply_others(AssignedByOthers(0, False))
+        self._changed.pop(account, None)
+
+    def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
+        """What the other routers have assigned to a worker; from now on they are told what we have. Unless it is not here."""
+        account = self.accounts.get(worker_id)
+        if account is None:
+            return
+        account.apply_others(others)
+        if not others.num_others:
+            account.changed = None
+            self._changed.pop(account, None)
+        elif account.changed is None:
+            account.changed = self._changed
+            self._changed[account] = None
+
+    def take_assigned(self) -> list[tuple[str, Assigned]]:
+        """Workers whose other routers are to hear what we have assigned to it: what has changed since the last call."""
+        found = [(account.info.worker_id, account.assigned()) for account in self._changed]
+        self._changed.clear()
+        return found
 
     def report(self, worker_id: str, report: LoadReport, now_s: float) -> bool:
         """A worker's load. False: it is not here."""
@@ -57,8 +91,7 @@ class Fleet:
         if account is None:
             return False
         account.apply_report(report, now_s)
-        if measured := account.prefill_tokens_per_s:
-            self._prefill_rate += _SMOOTHING * (measured - self._prefill_rate)
+        self._prefill_rate = None
         return True
 
     def set_misfits(self, misfits: Misfits) -> None:
@@ -79,7 +112,7 @@ class Fleet:
         return self._tables[role]
 
     def others(self) -> float:
-        """The share of all sequences at the workers that other routers sent; 0: none, or nothing runs."""
+        """The share of all sequences at the workers that other routers sent without telling; 0: none, or nothing runs."""
         foreign = sum(self.columns(role).num_foreign for role in Role)
         if not foreign:
             return 0.0

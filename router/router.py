@@ -27,7 +27,7 @@ from kvrelay.router.promises import Prediction
 from kvrelay.router.slo import why_refused
 from kvrelay.router.types import Decision, IndexState, LeftOut, Ranking, Refusal, RouteRequest, WorkerView
 from kvrelay.types import Role
-from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
+from kvrelay.wire import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 
 HASHES_PER_BLOCK = 16
 """A worker may announce so many hashes per block of its pool (lower tiers included) before it is DEGRADED."""
@@ -103,6 +103,14 @@ class Router:
         """A worker's load; what comes after its death is ignored."""
         if self._fleet.report(worker_id, report, now_s) and self.forecast is not None:
             self.forecast.apply_load(worker_id, report, now_s)
+
+    def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
+        """What the other ingresses' routers have assigned to a worker."""
+        self._fleet.apply_others(worker_id, others)
+
+    def take_assigned(self) -> list[tuple[str, Assigned]]:
+        """What the others are to hear: workers, and what is assigned to each, where it has changed since the last call."""
+        return self._fleet.take_assigned()
 
     def apply_events(self, worker_id: str, events: KvEvents) -> bool:
         """Blocks stored and removed. False: something is missing, ask the worker for a snapshot."""

@@ -16,6 +16,7 @@ from typing import Literal
 from kvrelay import wire
 from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
+from kvrelay.pacing import Paced
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
@@ -41,6 +42,10 @@ RETRY_AFTER_FULL_S = 1.0
 _SAME_SETTINGS = "start every worker and ingress with the same settings"
 
 
+def _later(delay_s: float, call: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(delay_s, call)
+
+
 @dataclass(frozen=True, slots=True)
 class _Query:
     """A question to a worker, and the link it went over."""
@@ -64,7 +69,8 @@ class Dispatcher:
         self._queries: dict[int, _Query] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
-        self._is_open = False
+        self._is_open = self._has_others = False
+        self._sharing = Paced(self._tell_assigned, settings.router.share_load_s, now=clock, after=_later)
         self.pairs = PairWatch(self.send, self._on_pairs, clock)
         self._blocked: str | None = None
         self._audits = AuditWatch(
@@ -210,6 +216,11 @@ class Dispatcher:
         if isinstance(message, wire.LoadReport):
             link.load = message
             self.router.apply_load(link.worker_id, message, self.clock())
+        elif isinstance(message, wire.AssignedByOthers):
+            if self.settings.router.share_load_s:
+                self._has_others |= message.num_others > 0
+                self.router.apply_others(link.worker_id, message)
+                self.load_changed()
         elif isinstance(message, wire.KvEvents):
             if not self.router.apply_events(link.worker_id, message):
                 link.send(wire.Subscribe())
@@ -221,6 +232,18 @@ class Dispatcher:
         elif isinstance(message, wire.PairsSeen):
             for report in message.reports:
                 self.pairs.book.seen(report)
+
+    # ---- other ingresses
+
+    def load_changed(self) -> None:
+        """What the router counts at some worker is not what it was: other ingresses are to hear of it."""
+        if self.settings.router.share_load_s and self._has_others:
+            self._sharing.ask()
+
+    def _tell_assigned(self) -> None:
+        for worker_id, assigned in self.router.take_assigned():
+            with contextlib.suppress(ConnectionLost):
+                self.send(worker_id, assigned)
 
     # ---- questions to workers
 
@@ -337,7 +360,9 @@ class Dispatcher:
     def route(self, request: RouteRequest) -> Decision | Refusal:
         if self._blocked is not None:
             return Refusal("misfit", self._blocked, RETRY_AFTER_FULL_S)
-        return self.router.select_and_reserve(request, self.clock())
+        choice = self.router.select_and_reserve(request, self.clock())
+        self.load_changed()
+        return choice
 
     def attach(self, attempt: Attempt) -> None:
         self._attempts[attempt.id] = attempt
@@ -347,6 +372,7 @@ class Dispatcher:
         if self._attempts.pop(attempt.id, None) is None:
             return
         self.router.on_end(attempt.id)
+        self.load_changed()
         for link in attempt.holders.values():
             try:
                 link.send(wire.Abort(request_id=attempt.id, reason=reason))

@@ -54,6 +54,7 @@ class Carrier(Protocol):
     def attach(self, attempt: Attempt) -> None: ...
     def detach(self, attempt: Attempt, reason: str) -> None: ...
     def abort_choice(self, attempt: Attempt, choice: int) -> None: ...
+    def load_changed(self) -> None: ...
     def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink: ...
 
 
@@ -376,12 +377,14 @@ class SequenceLife:
         group = self._request.group
         if group is not None and group.beams is None:
             self._carrier.router.on_narrowed(attempt.id, group.num_choices - len(order.ended))
+            self._carrier.load_changed()
 
     def _on_first_token(self, attempt: Attempt, output: wire.TokenOutput) -> None:
         now_s = self._carrier.clock()
         self._carrier.router.on_first_token(
             attempt.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0
         )
+        self._carrier.load_changed()
         self._carrier.stats.cached_prefix_tokens += output.cached_tokens or 0
         self._record.first_token(output, now_s)
         if self._explain is not None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from kvrelay import plane, wire
+from kvrelay.engine.assigned import AssignedShares
 from kvrelay.errors import ConnectionLost
 from kvrelay.serve.detokenizer import ByteDetokenizer
 from kvrelay.serve.worker_link import Member
@@ -102,6 +103,9 @@ class FakeWorker:
         self.prefetched: wire.Prefetched | None = wire.Prefetched(query_id=0)  # its answer; None: it says nothing
         self.audited: tuple[int, list[int]] | None = None  # its answer; None: it says nothing
         self.cached_tokens = 0
+        self.cached: list[bytes] = []  # of its snapshot, as of event kv_seq
+        self.kv_seq = 0
+        self._assigned: AssignedShares[plane.Connection] = AssignedShares()
         self.tokens_per_message = 1
         self.num_greetings = 0
         self._name, self._info = claims_to_be or worker_id, info
@@ -162,6 +166,12 @@ class FakeWorker:
                     self.changed.notify_all()
         finally:
             self._all_connections.discard(connection)
+            self._assigned.leave(connection)
+            self._tell_others()
+
+    def _tell_others(self) -> None:
+        for connection, others in self._assigned.take_news():
+            self._send(connection, others)
 
     def _handle(self, connection: plane.Connection, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Abort) and message.choice is not None:
@@ -170,8 +180,13 @@ class FakeWorker:
             if self._connections.get(message.request_id) is connection:  # as a real worker: who asked may abort
                 self.end(message.request_id)
         elif isinstance(message, wire.Subscribe):
-            self._send(connection, wire.KvSnapshot(seq=0, hashes=[]))
+            self._send(connection, wire.KvSnapshot(seq=self.kv_seq, hashes=self.cached))
             self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
+            self._assigned.join(connection)
+            self._tell_others()
+        elif isinstance(message, wire.Assigned):
+            self._assigned.hear(connection, message)
+            self._tell_others()
         elif isinstance(message, wire.StatusQuery | wire.CacheReset):
             self._send(connection, wire.Status(query_id=message.query_id, json=b"{}"))
         elif isinstance(message, wire.Prefetch):

@@ -102,7 +102,7 @@ class Faults:
             return
         for ingress in self._cluster.ingresses:
             if ingress.workers.get(worker.worker_id) is not worker:
-                worker.peers.pop(ingress, None)
+                worker.forget_peer(ingress)
                 worker.drop_all(ingress)
                 ingress.worker_up(worker)
         worker.thaw()

@@ -15,6 +15,7 @@ from kvrelay.cluster.simulator.requests import Job
 from kvrelay.cluster.simulator.worker import Delays, Worker
 from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
+from kvrelay.pacing import Paced
 from kvrelay.router.promises import SloAsk
 from kvrelay.router.router import Router
 from kvrelay.router.types import Decision, Refusal, RouteRequest
@@ -22,7 +23,7 @@ from kvrelay.serve.attempt import AttemptFailed
 from kvrelay.serve.refusals import outcome_of
 from kvrelay.serve.retries import Retries
 from kvrelay.serve.stats import ServeStats
-from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
+from kvrelay.wire import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, TokenOutput
 
 
 class Life:
@@ -109,6 +110,7 @@ class Life:
             self._ingress.router.on_first_token(
                 attempt.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0
             )
+            self._ingress.load_changed()
             self._num_emitted = max(self._num_emitted, 1)
             if math.isnan(job.first_s):
                 job.first_s, job.cached_tokens = now_s, output.cached_tokens or 0
@@ -184,6 +186,8 @@ class Ingress:
         self.block_size, self.bytes_per_token, self.max_tokens, self.ask = block_size, bytes_per_token, max_tokens, ask
         self._ended = ended
         self.router = self._new_router()
+        self._has_others = False
+        self._sharing = Paced(self._tell_assigned, settings.router.share_load_s, now=clock.time, after=clock.after)
         self.workers: dict[str, Worker] = {}
         self.attempts: dict[str, Attempt] = {}
         self.lives: dict[Life, None] = {}
@@ -231,6 +235,21 @@ class Ingress:
         if self._is_member(worker):
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
+    def hear_others(self, worker: Worker, others: AssignedByOthers) -> None:
+        if self.settings.router.share_load_s and self.workers.get(worker.worker_id) is worker:
+            self._has_others |= others.num_others > 0
+            self.router.apply_others(worker.worker_id, others)
+            self.load_changed()
+
+    def load_changed(self) -> None:
+        """Other ingresses are to hear of it, where there are any."""
+        if self.settings.router.share_load_s and self._has_others:
+            self._sharing.ask()
+
+    def _tell_assigned(self) -> None:
+        for worker_id, share in self.router.take_assigned():
+            self.send(self.workers[worker_id].hear_assigned, self, share)
+
     def worker_gone(self, worker: Worker) -> None:
         """Its connection ended."""
         if self.workers.get(worker.worker_id) is not worker:
@@ -273,7 +292,9 @@ class Ingress:
         life.begin()
 
     def route(self, request: RouteRequest) -> Decision | Refusal:
-        return self.router.select_and_reserve(request, self.clock.now_s)
+        choice = self.router.select_and_reserve(request, self.clock.now_s)
+        self.load_changed()
+        return choice
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
         """A message to a worker."""
@@ -287,6 +308,7 @@ class Ingress:
         attempt.is_over = True
         del self.attempts[attempt.id]
         self.router.on_end(attempt.id)
+        self.load_changed()
         if attempt.flow is not None:
             attempt.flow.cancel()
             attempt.flow = None
@@ -326,7 +348,7 @@ class Ingress:
             life.lost()
         self.router = self._new_router()
         for worker in self.workers.values():
-            worker.peers.pop(self, None)
+            worker.forget_peer(self)
             if worker.is_alive and not worker.is_draining:
                 self.router.worker_up(worker.info)
                 self._subscribe(worker)

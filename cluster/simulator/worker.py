@@ -19,9 +19,20 @@ from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.tiers import Holders, make_below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
+from kvrelay.engine.assigned import AssignedShares
 from kvrelay.engine.sequence import Sequence
+from kvrelay.pacing import Paced
 from kvrelay.types import Fingerprint, Role
-from kvrelay.wire import PREEMPTED, KvEvents, KvSnapshot, LoadReport, TokenOutput, WorkerInfo
+from kvrelay.wire import (
+    PREEMPTED,
+    Assigned,
+    AssignedByOthers,
+    KvEvents,
+    KvSnapshot,
+    LoadReport,
+    TokenOutput,
+    WorkerInfo,
+)
 
 HEARTBEAT_S = 2.0
 LAYER_GROUPS = 4  # in which a prompt's KV is announced: see engine.py, layers_per_hook
@@ -32,6 +43,7 @@ class Peer(Protocol):
 
     def hear_events(self, worker: "Worker", events: KvEvents) -> None: ...
     def hear_load(self, worker: "Worker", load: LoadReport) -> None: ...
+    def hear_others(self, worker: "Worker", others: AssignedByOthers) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,8 @@ class Worker:
             self.engine.attach(below)
         self._patience: Event | None = None
         self.peers: dict[Peer, None] = {}
+        self.assigned: AssignedShares[Peer] = AssignedShares()
+        self._tell_others = Paced(self._on_assigned, settings.router.share_load_s, now=clock.time, after=clock.after)
         self.started_s, self.stopped_s = clock.now_s, math.inf
         self.paid_from_s = clock.now_s
         self.is_alive, self.is_draining, self.is_frozen = True, False, False
@@ -338,7 +352,25 @@ class Worker:
     def subscribe(self, peer: Peer) -> tuple[KvSnapshot, LoadReport]:
         """From now on this ingress hears all news; first what there is."""
         self.peers[peer] = None
+        self.assigned.join(peer)
+        self._tell_others.ask()
         return self.engine.snapshot(), self.load()
+
+    def forget_peer(self, peer: Peer) -> None:
+        """This ingress's connection has ended."""
+        self.peers.pop(peer, None)
+        self.assigned.leave(peer)
+        self._tell_others.ask()
+
+    def hear_assigned(self, peer: Peer, share: Assigned) -> None:
+        """What this ingress has assigned here."""
+        if self.is_alive and self.assigned.hear(peer, share):
+            self._tell_others.ask()
+
+    def _on_assigned(self) -> None:
+        if self.is_alive and not self.is_frozen:
+            for peer, others in self.assigned.take_news():
+                self._tell(peer.hear_others, self, others)
 
     # ---- faults
 
@@ -357,6 +389,7 @@ class Worker:
     def thaw(self) -> None:
         """It goes on with the step that it was at, from that step's beginning."""
         self.is_frozen = False
+        self._tell_others.ask()
         if self._stride is None:
             self._wake()
             return

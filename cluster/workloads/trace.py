@@ -8,7 +8,8 @@ from itertools import count, groupby
 from kvrelay.errors import ConfigError
 
 MOONCAKE_BLOCK_TOKENS = 512
-MOONCAKE_BUCKET_S = 3.0  # its conversation trace's timestamps are rounded down to this
+MOONCAKE_BUCKET_S = 3.0  # its conversation trace's timestamps are rounded to this,
+MOONCAKE_JITTER_S = 0.003  # give or take so much: 29% of them are 1 to 3 ms off
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +31,8 @@ class TraceEntry:
 def spread_buckets(entries: Sequence[TraceEntry], *, bucket_s: float, seed: int) -> list[TraceEntry]:
     """Undo a timestamp's rounding: entries of one bucket get uniform times inside it, in their order."""
     spread: list[TraceEntry] = []
-    for start_s, group in groupby(entries, key=lambda entry: entry.arrival_s):
-        bucket = list(group)
+    for number, group in groupby(entries, key=lambda entry: round(entry.arrival_s / bucket_s)):
+        bucket, start_s = list(group), number * bucket_s
         draw = random.Random(f"{seed}:{start_s}")
         offsets = sorted(draw.random() * bucket_s for _ in bucket)
         spread += [replace(entry, arrival_s=start_s + offset) for entry, offset in zip(bucket, offsets, strict=True)]
@@ -39,9 +40,10 @@ def spread_buckets(entries: Sequence[TraceEntry], *, bucket_s: float, seed: int)
 
 
 def is_rounded(entries: Sequence[TraceEntry], bucket_s: float = MOONCAKE_BUCKET_S) -> bool:
-    """Whether all times are whole buckets, and there are several."""
+    """Whether all times are whole buckets but for a few milliseconds (Mooncake's trace has 5999 ms, too), and there are several."""
     times = {entry.arrival_s for entry in entries}
-    return len(times) > 1 and all(time_s % bucket_s == 0 for time_s in times)
+    off_s = (round(abs(time_s - round(time_s / bucket_s) * bucket_s), 6) for time_s in times)
+    return len(times) > 1 and all(one <= MOONCAKE_JITTER_S for one in off_s)
 
 
 def scale_entries(

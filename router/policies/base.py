@@ -68,7 +68,7 @@ class Ask:
     request: RouteRequest
     draw: float
     now_s: float
-    others: float = 0.0  # share of all work at the workers that other routers sent
+    others: float = 0.0  # share of all work at the workers that other routers sent, and do not tell of
     arrivals_per_s: float = (
         0.0  # of prompts that begin with the same prefix, as far as some worker holds or will hold it
     )

@@ -65,6 +65,7 @@ TO_WORKER = [
     wire.Prefetch(query_id=5, request=REQUEST, hold_s=30.0),
     wire.EndPins(session="/chat#1"),
     wire.Audit(query_id=6, hashes=[b"a" * 16]),
+    wire.Assigned(tokens=700, prompts=2, sequences=3, blocks=44),
 ]
 FROM_WORKER = [
     wire.Welcome(protocol=wire.PROTOCOL_VERSION, info=INFO),
@@ -73,6 +74,7 @@ FROM_WORKER = [
     wire.Tokens(outputs=[OUTPUT, wire.TokenOutput(request_id="r2", position=9, token_ids=[1, 2])]),
     wire.Failed(request_id="r1", code="transfer", message="x", retryable=True),
     wire.Transferred(request_id="r1", transport="shm", blocks=2, num_bytes=99, seconds=0.1, exposed_s=0.0),
+    wire.AssignedByOthers(2, False, tokens=700, prompts=2, sequences=3, blocks=44),
     wire.KvEvents(seq=4, stored=[b"a" * 16], removed=[]),
     wire.KvSnapshot(seq=4, hashes=[b"a" * 16]),
     wire.LoadReport(

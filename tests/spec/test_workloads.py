@@ -244,8 +244,16 @@ def test_only_whole_buckets_are_spread(tmp_path):
     first, second = load_trace(path, seed=1)
     assert 0 < first.arrival_s < 3 < second.arrival_s < 6
     assert load_trace(path, seed=1) == [first, second] != load_trace(path, seed=2)
-    path.write_text("".join(MOONCAKE).replace("3000", "3001"))
-    assert [one.arrival_s for one in load_trace(path, seed=1)] == [0.0, 3.001]
+    path.write_text("".join(MOONCAKE).replace("3000", "3004"))
+    assert [one.arrival_s for one in load_trace(path, seed=1)] == [0.0, 3.004]
+
+
+def test_buckets_that_are_milliseconds_off_are_spread_all_the_same():
+    """As in Mooncake's own conversation trace."""
+    entries = [entry(arrival_s=at) for at in (0.0, 2.999, 3.0, 3.001, 5.997, 6.003)]
+    assert is_rounded(entries) and not is_rounded([*entries, entry(arrival_s=9.004)])
+    times = [one.arrival_s for one in spread_buckets(entries, bucket_s=3.0, seed=1)]
+    assert [int(time_s // 3) for time_s in times] == [0, 1, 1, 1, 2, 2]
 
 
 # ---- prompts that grow
