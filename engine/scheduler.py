@@ -375,7 +375,6 @@ class Scheduler:
         chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
         self.copied()
-        self._copies = []
         self._look_again()
         others = self._schedule_decodes(budget, singles, preempted)
         budget -= len(singles)
@@ -514,7 +513,8 @@ class Scheduler:
         return True
 
     def copied(self) -> None:
-        """The last plan's copies are made: their sources may be used for something else."""
+        """The last plan's copies are made: their sources may be used for something else, and hold nobody's tokens but their own."""
+        self._copies = []
         while self._sources:
             self.pool.release((self._sources.pop(),))
 

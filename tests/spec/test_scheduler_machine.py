@@ -69,6 +69,15 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.tally()
 
 
+def test_a_sequence_that_gives_way_after_its_block_was_copied_is_saved_as_it_is():
+    """From outside, between two steps: once the content of the block that had been copied from was saved."""
+    machine = SchedulerMachine()
+    machine.begin(role="decode", seed=13039)
+    for seed in (23267528, 12416337, 0, 809):
+        machine.burst(seed=seed)
+    machine.teardown()
+
+
 @pytest.mark.slow
 def test_any_life_of_the_scheduler():
     machine_steps.live("scheduler", SchedulerMachine, examples=40, rules_each=60)
