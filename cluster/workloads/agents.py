@@ -102,7 +102,7 @@ class _Task:
         parent.prompt.ids(parent.num_tokens)  # what it has said so far is the siblings', too
         for index in range(self._draw.randint(*spec.fan_out)):
             sibling = _Loop(
-                parent.prompt.fork(),
+                parent.prompt.branch(),
                 parent.num_tokens + self._length(spec.task_tokens) // 4 + 1,
                 start_s + index * spec.sibling_gap_s,
             )

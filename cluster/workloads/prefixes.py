@@ -21,6 +21,6 @@ class GrowingPrompt:
             self._full.append(next(self._fresh))
         return (*self._full[:full], next(self._fresh)) if rest else tuple(self._full[:full])
 
-    def fork(self) -> "GrowingPrompt":
+    def branch(self) -> "GrowingPrompt":
         """Another that begins alike and goes on by itself."""
         return GrowingPrompt(self._fresh, tuple(self._full))

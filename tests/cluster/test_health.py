@@ -53,6 +53,7 @@ def replica(thread: Thread, *, is_alive: bool = True) -> Any:
     listing = asyncio.get_running_loop().create_future()
     return SimpleNamespace(
         _record=SimpleNamespace(worker_id="decode-1"),
+        _ending=None,
         _worker=SimpleNamespace(healthy=lambda: is_alive),
         _watch=StepWatch(thread),
         _listing=listing,

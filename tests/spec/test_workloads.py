@@ -275,7 +275,7 @@ def test_a_growing_prompt_keeps_its_full_blocks_and_nothing_else(growths):
 def test_forks_share_what_was_said_and_part_then():
     prompt = GrowingPrompt(iter(range(100)), shared=(70, 71))
     prompt.ids(4 * 512)
-    first, second = prompt.fork().ids(6 * 512), prompt.fork().ids(6 * 512)
+    first, second = prompt.branch().ids(6 * 512), prompt.branch().ids(6 * 512)
     assert first[:4] == second[:4] == prompt.ids(4 * 512) and first[:2] == (70, 71)
     assert not set(first[4:]) & set(second[4:])
 
