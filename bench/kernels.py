@@ -65,22 +65,28 @@ def measure(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str, float | s
             x = torch.randn(rows, in_features).to(dtype)
             seconds = best_s(lambda x=x, linears=linears: [linear(x) for linear in linears], 5) / COPIES
             num_bytes, flops = out_features * in_features * dtype.itemsize, 2 * rows * out_features * in_features
-            limit = max(num_bytes / bandwidth, flops / peak)
-            lines.append(
-                {
-                    "shape": name,
-                    "rows": rows,
-                    "ms": seconds * 1e3,
-                    "gb_per_s": num_bytes / seconds / 1e9,
-                    "gflop_per_s": flops / seconds / 1e9,
-                    "of_limit": limit / seconds,
-                }
-            )
-            print(
-                f"{name:8} rows {rows:4}  {seconds * 1e3:8.3f} ms  {num_bytes / seconds / 1e9:6.1f} GB/s"
-                f"  {flops / seconds / 1e9:7.1f} GFLOP/s  {limit / seconds:5.0%} of the limit"
-            )
+            figures = figures_of(seconds, num_bytes, flops, max(num_bytes / bandwidth, flops / peak))
+            lines.append({"shape": name, "rows": rows, **figures})
+            print(f"{name:8} rows {rows:4}  {told(figures)}")
     return lines
+
+
+def figures_of(seconds: float, num_bytes: float, flops: float, limit_s: float) -> dict[str, float]:
+    """What a call that took so long makes of the machine."""
+    return {
+        "ms": seconds * 1e3,
+        "gb_per_s": num_bytes / seconds / 1e9,
+        "gflop_per_s": flops / seconds / 1e9,
+        "of_limit": limit_s / seconds,
+    }
+
+
+def told(figures: dict[str, float]) -> str:
+    """They in a line."""
+    return (
+        f"{figures['ms']:8.3f} ms  {figures['gb_per_s']:6.1f} GB/s  {figures['gflop_per_s']:7.1f} GFLOP/s"
+        f"  {figures['of_limit']:5.0%} of the limit"
+    )
 
 
 def measure_attention(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str, float | str]]:
@@ -99,20 +105,9 @@ def measure_attention(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str,
         pairs = sum(new * context - new * (new - 1) // 2 for new, context in lengths)
         flops = 4 * HEADS * HEAD_DIM * pairs
         num_bytes = 2 * KV_HEADS * HEAD_DIM * dtype.itemsize * sum(context for _, context in lengths)
-        limit = max(num_bytes / bandwidth, flops / peak)
-        lines.append(
-            {
-                "step": name,
-                "ms": seconds * 1e3,
-                "gb_per_s": num_bytes / seconds / 1e9,
-                "gflop_per_s": flops / seconds / 1e9,
-                "of_limit": limit / seconds,
-            }
-        )
-        print(
-            f"{name:18}  {seconds * 1e3:8.3f} ms  {num_bytes / seconds / 1e9:6.1f} GB/s"
-            f"  {flops / seconds / 1e9:7.1f} GFLOP/s  {limit / seconds:5.0%} of the limit"
-        )
+        figures = figures_of(seconds, num_bytes, flops, max(num_bytes / bandwidth, flops / peak))
+        lines.append({"step": name, **figures})
+        print(f"{name:18}  {told(figures)}")
     return lines
 
 

@@ -7,20 +7,25 @@ from kvrelay.config import DEFAULT_MODEL, Settings, in_one_line, load_settings, 
 from kvrelay.errors import ConfigError
 
 
+def with_pairs(sections: dict[str, dict[str, Any]], pairs: list[str]) -> dict[str, dict[str, Any]]:
+    """A copy of these settings with `section.key=value` pairs over them. Raises ConfigError."""
+    merged = {section: dict(values) for section, values in sections.items()}
+    for pair in pairs:
+        name, equals, value = pair.partition("=")
+        section, dot, key = name.partition(".")
+        if not (equals and dot and key):
+            raise ConfigError(f"--set {pair}: write section.key=value, for example engine.token_budget=1024")
+        merged.setdefault(section, {})[key] = plain_value(pair, value)
+    return merged
+
+
 def settings_from_flags(config: Path | None, flags: dict[str, dict[str, Any]], pairs: list[str]) -> Settings:
     """The file, then the flags (None: not given), then `section.key=value` pairs, checked; secrets, too, of the environment.
 
     Raises:
         ConfigError: naming the key and the nearest known one.
     """
-    overrides = {section: dict(values) for section, values in flags.items()}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        section, dot, key = name.partition(".")
-        if not (equals and dot and key):
-            raise ConfigError(f"--set {pair}: write section.key=value, for example engine.token_budget=1024")
-        overrides.setdefault(section, {})[key] = plain_value(pair, value)
-    settings = load_settings(config, overrides)
+    settings = load_settings(config, with_pairs(flags, pairs))
     return with_secrets(with_absolute_source(settings))
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kvrelay.cluster.published_profiles import find_profile
-from kvrelay.cluster.settings_flags import plain_value
+from kvrelay.cluster.settings_flags import with_pairs
 from kvrelay.cluster.simulation_plots import check_picture, runs_of
 from kvrelay.cluster.simulation_plots import plot as draw
 from kvrelay.cluster.simulator.report import show
@@ -20,7 +20,6 @@ from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.errors import ConfigError
 
 FILE_WIDTH = 120  # of the table, where it is not printed on a terminal
 
@@ -93,15 +92,3 @@ def with_policy(scenario: Scenario, name: str | None) -> Scenario:
         return scenario
     settings = {**scenario.settings, "router": {**scenario.settings.get("router", {}), "policy": name}}
     return scenario.model_copy(update={"settings": settings})
-
-
-def with_pairs(settings: dict[str, dict[str, Any]], pairs: list[str]) -> dict[str, dict[str, Any]]:
-    """`section.key=value` over a scenario's settings. Raises ConfigError."""
-    merged = {section: dict(values) for section, values in settings.items()}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        section, dot, key = name.partition(".")
-        if not (equals and dot and key):
-            raise ConfigError(f"--set {pair}: write section.key=value, for example router.max_inflight=4096")
-        merged.setdefault(section, {})[key] = plain_value(pair, value)
-    return merged

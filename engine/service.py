@@ -578,8 +578,11 @@ class WorkerService:
 
     def _send_tokens(self, result: StepResult) -> None:
         """On the engine's thread: what changes nothing here but the stream is sent at once; the rest is left to the loop."""
-        plain = [output for output in result.outputs if not self._is_noted(output)]
-        result.outputs = [output for output in result.outputs if self._is_noted(output)]
+        plain: list[TokenOutput] = []
+        noted: list[TokenOutput] = []
+        for output in result.outputs:
+            (noted if self._is_noted(output) else plain).append(output)
+        result.outputs = noted
         for link, outputs in self._by_link(plain).items():
             if not link.send_from_thread(Tokens(outputs=outputs)):
                 result.outputs += outputs
