@@ -46,7 +46,12 @@ def request_json(
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-            return dict(json.loads(answer.read() or b"{}"))
+            text = answer.read()
+            try:
+                return dict(json.loads(text or b"{}"))
+            except (ValueError, TypeError) as error:
+                told = text.decode(errors="replace").strip()[:80]
+                raise ClusterError(f"{url}: another server has this address? It answers {told!r}") from error
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
         try:
@@ -54,7 +59,7 @@ def request_json(
         except (ValueError, KeyError, TypeError):
             text = text.strip()[:200] or str(error)
         raise ClusterError(f"{url}: {text}") from error
-    except (OSError, ValueError, TypeError, http.client.HTTPException) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         raise ClusterError(f"{url} does not answer: {reason}") from error
 

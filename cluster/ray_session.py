@@ -44,6 +44,7 @@ class RaySession:
         self._settings = settings
         self._folder: Path | None = None
         self._has_ray = False
+        self._held: list[socket.socket] = []
         self.dashboard_url = ""
         self.after_ray: Callable[[], None] = lambda: None  # called once Ray has set its signal handlers
 
@@ -55,9 +56,14 @@ class RaySession:
     # ---- start
 
     def check_ports(self) -> None:
-        """Before anything is started. Raises ClusterError when the API's port is taken."""
+        """Hold the ingresses' ports until `stop`, before anything is started: Ray's own servers, which listen on whatever
+        is free, would now and then get one. Raises ClusterError when the API's port is taken.
+        """
         serve = self._settings.serve
         adopt_orphans()
+        for port in range(serve.port, min(serve.port + self._settings.cluster.ingress, 65536)):
+            with contextlib.suppress(OSError):  # the API's own is told below; Serve passes over the others
+                self._held.append(held_port(serve.host, port))
         why = why_not_free(serve.host, serve.port)
         if why is not None and why.errno == errno.EADDRINUSE:
             raise ClusterError(
@@ -161,6 +167,8 @@ class RaySession:
             with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
                 ray.shutdown()
         end_descendants(grace_s=STOP_GRACE_S)
+        while self._held:
+            self._held.pop().close()
         return self._remove_folder(keep_logs=keep_logs)
 
     def kill(self) -> None:
@@ -231,6 +239,20 @@ def why_not_free(host: str, port: int) -> OSError | None:
         except OSError as error:
             return error
     return None
+
+
+def held_port(host: str, port: int) -> socket.socket:
+    """A socket for whose life the system gives the port to nobody who asks for any; whoever asks for this one, with
+    SO_REUSEADDR, can listen there. Raises OSError.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
 
 
 def free_port(host: str) -> int:

@@ -122,6 +122,21 @@ def test_a_server_that_speaks_no_http_is_told_in_one_line(capsys: pytest.Capture
     assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
 
 
+def test_another_server_at_the_address_is_told_with_what_it_says(capsys: pytest.CaptureFixture[str]):
+    def answer(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n# HELP steps")
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=answer, args=(server,))
+        thread.start()
+        code, text = said(capsys, ["status", "--url", f"127.0.0.1:{server.getsockname()[1]}"])
+        thread.join()
+    assert code == 1 and "another server" in text and "# HELP" in text and len(text.splitlines()) == 1
+
+
 def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own: the command is only put in place by the console script."""
     command = [sys.executable, "-m", "kvrelay.cluster.cli", "bench", *arguments]
