@@ -110,7 +110,7 @@ class Link:
             self._connection.send_nowait(encode(message))
 
     def send_from_thread(self, message: msgspec.Struct) -> bool:
-        """Send a message at once, from any thread. False: the loop must do it."""
+        """Send a message from any thread, at once where the ingress keeps up. False: the loop must do it."""
         return self._connection.send_from_thread(encode(message))
 
 

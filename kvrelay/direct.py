@@ -6,6 +6,8 @@ import os
 import socket
 import threading
 
+MOST_WAITING_BYTES = 64 << 20  # a peer that has not read so much is lost
+
 
 class Direct:
     """Whole frames from any thread, past the event loop, as long as the socket takes them at once.
@@ -20,52 +22,59 @@ class Direct:
         self._transport, self._loop = transport, asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._rest = bytearray()  # of frames, on its way to the transport
-        self._is_loops_turn = transport.get_write_buffer_size() > 0
+        self._given_bytes = transport.get_write_buffer_size()  # to the transport, and not sent when it was last asked
+        self._is_loops_turn = self._given_bytes > 0
 
     def send(self, data: bytes) -> bool:
-        """From any thread. False: not sent, the loop must do it, with `send_on_loop`."""
+        """From any thread. False: not taken, since the connection is closed, or its peer has not read for too long."""
         with self._lock:
-            return not self._is_loops_turn and self._push(data)
+            if self._socket is None or self._given_bytes + len(self._rest) > MOST_WAITING_BYTES:
+                return False
+            self._send(data)
+            return True
 
     def send_on_loop(self, data: bytes) -> None:
         """From the loop's thread; never refuses."""
         with self._lock:
             self._hand_over()
-            if self._is_loops_turn and self._transport.get_write_buffer_size() == 0:
-                self._is_loops_turn = False
-            if self._is_loops_turn or not self._push(data):
+            if self._is_loops_turn or self._socket is None:
                 self._transport.write(data)
+            else:
+                self._send(data)
 
-    def _push(self, data: bytes) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            sent = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            sent = 0
-        except OSError:  # the connection is lost, which its reader notices
-            return True
+    def _send(self, data: bytes) -> None:
+        """To the socket what it takes, the rest to the loop."""
+        assert self._socket is not None
+        sent = 0
+        if not self._is_loops_turn:
+            try:
+                with contextlib.suppress(BlockingIOError):
+                    sent = self._socket.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except OSError:  # the connection is lost, which its reader notices
+                return
         if sent < len(data):
+            if not self._rest:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
+                    self._loop.call_soon_threadsafe(self._resume)
             self._is_loops_turn = True
             self._rest += data[sent:]
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
-                self._loop.call_soon_threadsafe(self._resume)
-        return True
 
     def _resume(self) -> None:
         with self._lock:
             self._hand_over()
 
     def _hand_over(self) -> None:
+        """On the loop: what waits goes to the transport; once that has sent everything, threads send again."""
         if self._rest:
             self._transport.write(bytes(self._rest))
             self._rest.clear()
+        self._given_bytes = self._transport.get_write_buffer_size()
+        self._is_loops_turn = self._given_bytes > 0
 
     def close(self) -> None:
         """No more past the loop. Idempotent."""
         with self._lock:
             self._hand_over()
-            self._is_loops_turn = True
             if self._socket is not None:
                 self._socket.close()
             self._socket = None

@@ -54,7 +54,7 @@ class Connection:
             self._direct = Direct(self._writer.transport)
 
     def send_from_thread(self, frame: bytes) -> bool:
-        """Send one frame at once, from any thread. False: that cannot be; it is to be sent on the loop's thread."""
+        """Send one frame from any thread, at once where the peer keeps up. False: it is to be sent on the loop's thread."""
         return self._direct is not None and self._direct.send(_framed(frame))
 
     def send_nowait(self, frame: bytes) -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from kvrelay import local_socket, plane
+from kvrelay.direct import Direct
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
 from kvrelay.tls import ClusterTls
 
@@ -313,9 +314,10 @@ def sent_from_a_thread(connection, loop, frames) -> int:
     return num_direct
 
 
-async def test_frames_of_a_thread_stay_whole_and_in_order_beside_the_loops(tls):
+async def test_frames_of_a_thread_stay_whole_and_in_order_beside_the_loops(tls, monkeypatch):
     """Large ones do not fit into the socket's buffer: those begin past the loop, and the loop sends their rest."""
-    counts = []
+    counts, turns, real = [], [], Direct._resume
+    monkeypatch.setattr(Direct, "_resume", lambda self: (turns.append(1), real(self)))
 
     def frames(who: bytes) -> list[bytes]:
         return [who + bytes([index]) * (700_000 if index % 7 == 0 else 30) for index in range(60)]
@@ -342,10 +344,49 @@ async def test_frames_of_a_thread_stay_whole_and_in_order_beside_the_loops(tls):
         await connection.send(b"all here")
         assert [await connection.receive() for _ in range(7)] == [b"later"] * 3 + [b"the loop again"] + [b"last"] * 3
     if tls is None:
-        assert counts[0] == 3 and counts[1] < 60, "the loop's turn never came"
-        assert counts[3] == 3, "the loop does not give way again"
+        assert counts == [3, 60, 3, 3]
+        assert turns, "the loop's turn never came"
     else:
         assert counts == [0, 0, 0, 0], "nothing may go past TLS"
+
+
+async def test_what_the_socket_did_not_take_is_not_overtaken_once_it_does_again():
+    """The loop sends something while a thread's frames wait for it; the thread goes on at once when the socket is free."""
+    small = [b"%d" % index for index in range(4)]
+
+    async def handler(connection):
+        connection.allow_threads()
+        loop = asyncio.get_running_loop()
+        first = b"x" * 8_000_000
+        assert await asyncio.to_thread(sent_from_a_thread, connection, loop, [first]) == 1  # its rest is the loop's
+        # without the loop running in between, as an engine's thread would find it
+        assert sent_from_a_thread(connection, loop, small[:2]) == 2
+        while connection._writer.transport.get_write_buffer_size():
+            await asyncio.sleep(0.001)
+        connection.send_nowait(small[2])
+        assert await asyncio.to_thread(sent_from_a_thread, connection, loop, [small[3]]) == 1
+        await connection.receive()
+
+    async with serving(None, handler) as port, connected(port) as connection:
+        assert len(await connection.receive()) == 8_000_000
+        assert [await connection.receive() for _ in small] == small
+
+
+async def test_a_peer_that_does_not_read_is_given_up():
+    """What waits for it is bounded, whoever sends."""
+    ended = asyncio.get_running_loop().create_future()
+
+    async def handler(connection):
+        connection.allow_threads()
+        loop, frame, sent = asyncio.get_running_loop(), bytes(16 << 20), 0
+        while sent < 100 and await asyncio.to_thread(sent_from_a_thread, connection, loop, [frame]):
+            sent += 1
+        with pytest.raises(ConnectionLost):
+            connection.send_nowait(b"more")
+        ended.set_result(sent)
+
+    async with serving(None, handler) as port, connected(port):
+        assert 4 <= await ended <= 8
 
 
 async def test_a_connection_that_threads_send_on_ends_with_its_handler():
