@@ -1,0 +1,84 @@
+"""A worker's process that writes down its steps: what each computed, when it began, how long it took.
+
+    python -m bench.step_log FOLDER      what cluster/local.py starts instead of its own `main`: see `spawn_worker`
+
+FOLDER/<worker>.json has a row for each step when the worker has ended. Times are seconds of the machine's monotonic clock, which
+all its processes share. A step lasts from the engine's being called to its answer; what the worker does between two steps is not
+in it, but the gap between them is told by when they begin.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster import local
+from kvrelay.cluster.profile_fit import work_of
+from kvrelay.engine.engine import Engine
+from kvrelay.engine.service import WorkerService
+from kvrelay.router.speed_curve import StepWork
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedStep:
+    """One step of a worker."""
+
+    began_s: float
+    seconds: float
+    work: StepWork
+
+
+def watch(engine: Engine, file: Path) -> None:
+    """Have every step noted from now on, and written when the engine is closed. Not for engines that look ahead."""
+    rows: list[Sequence[float]] = []
+    plans: list[StepWork] = []
+    schedule, step, close = engine.scheduler.schedule, engine.step, engine.close
+
+    def noting() -> Any:
+        plan = schedule()
+        if plan.work:
+            plans.append(work_of(plan))
+        return plan
+
+    def timed() -> Any:
+        plans.clear()
+        began_s = time.monotonic()
+        result = step()
+        seconds = time.monotonic() - began_s
+        if plans:
+            work = plans[-1]
+            rows.append((began_s, seconds, work.prompt_tokens, work.prompt_pairs, work.sequences, work.context_tokens))
+        return result
+
+    def written() -> None:
+        file.write_text(json.dumps(rows))
+        close()
+
+    engine.scheduler.schedule = noting  # type: ignore[method-assign]
+    engine.step = timed  # type: ignore[method-assign]
+    engine.close = written  # type: ignore[method-assign]
+
+
+def read_steps(file: Path) -> list[LoggedStep]:
+    """What `watch` wrote, in order."""
+    return [LoggedStep(began, seconds, StepWork(*work)) for began, seconds, *work in json.loads(file.read_text())]
+
+
+def main() -> int:
+    folder = Path(sys.argv[1])
+    build = WorkerService.build_engine
+
+    def watched(self: WorkerService) -> Engine:
+        engine = build(self)
+        watch(engine, folder / f"{self.worker_id}.json")
+        return engine
+
+    WorkerService.build_engine = watched  # type: ignore[method-assign]
+    return local.main()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
