@@ -1,6 +1,6 @@
 """The simulator against real runs: one load through real workers and through `kvrelay simulate`, every figure side by side.
 
-    python -m bench.simulator_check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny]
+    python -m bench.simulator_check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny [--paced]]
         [--profile FILE] [--save-profile FILE [--fit-workers N]] [--policy joint] [--speed 1.0] [--json FILE] [--markdown FILE]
 
 1. `kvrelay profile --fit` measures a worker's speed in a process of its own (or --profile has it from before), alone and with as
@@ -15,6 +15,9 @@
 What is the same by construction: lengths, shared prefixes, arrivals, limits of outputs (told to the router in both). What is not:
 the real ingress's own computing, and everything that the machine does beside it.
 
+--tiny --paced --profile FILE: a tiny model's workers, whose every step is drawn out, asleep, to what the profile says. That leaves the
+curve and the machine's cores out of the comparison: what is left are the simulator's own errors, and more workers than the machine
+has cores do not disturb each other.
 --speed 2 simulates workers twice as fast as measured: what a wrong profile makes of the errors.
 The real runs need a quiet machine: others' work makes its steps longer, not the simulator's.
 """
@@ -151,7 +154,9 @@ def simulate(
             "settings": sections_of(options),
         }
     )  # fmt: skip
-    update: dict[str, Any] = {"workers_per_node": options.prefill + options.decode}
+    update: dict[str, Any] = {"workers_per_node": options.prefill + options.decode, **ways.sizes}
+    if options.paced:
+        update["slowdown"] = {}  # they sleep beside each other
     if ways.kv_bytes_per_s:
         update["local_bytes_per_s"] = ways.kv_bytes_per_s
     simulation = Recorded(scenario, faster(profile, options.speed).model_copy(update=update), entries)
@@ -193,7 +198,9 @@ async def real_runs(
     """For each rate the load as it came, what came of it, and the workers' steps."""
     settings, vocab_size = settings_from(sections_of(options)), count_weights(folder).vocab_size
     runs = []
-    async with real_cluster(settings, folder, logs, options.cores) as cluster:
+    async with real_cluster(
+        settings, folder, logs, options.cores, options.profile if options.paced else None
+    ) as cluster:
         ways = await measure_ways(cluster, settings, vocab_size)
         for rate in options.rates:
             entries = load_of(max(4, round(rate * options.seconds)), rate, options.seed)
@@ -278,6 +285,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="random weights of a tiny model")
     parser.add_argument("--kv-memory", default="96MiB", help="of each worker")
     parser.add_argument("--policy", default="joint")
+    parser.add_argument("--paced", action="store_true", help="with --tiny: steps are drawn out to what --profile says")
     parser.add_argument("--set", nargs="*", default=[], help="any setting: section.key=value")
     parser.add_argument("--profile", type=Path, help="of workers like these; default: fitted now")
     parser.add_argument("--save-profile", type=Path, help="where the fitted one is kept")
@@ -290,6 +298,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args(arguments)
+    if options.paced and not (options.tiny and options.profile):
+        parser.error("--paced needs --tiny, whose steps are short, and the --profile that they are drawn out to")
     cores = sorted(os.sched_getaffinity(0))
     workers = options.prefill + options.decode
     options.cores = [(core,) for core in cores[:workers]] if workers <= len(cores) else []

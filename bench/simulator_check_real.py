@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.simulator_check_figures import Answer, Outcome
@@ -33,10 +33,11 @@ NUM_PROBES = 12  # single requests on an idle cluster that tell what a message t
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What is measured of the machine beside its workers' steps."""
+    """What the real cluster tells of itself beside its workers' steps, while it is idle."""
 
     hop_s: float  # of a message: what a first token takes besides waiting and computing, by the number of messages
     kv_bytes_per_s: float  # between two workers, as their pairs report it; 0: they do not
+    sizes: dict[str, int] = field(default_factory=dict)  # of a worker: what a profile has of these names
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,13 +137,14 @@ def _words(block: int, size: int, vocab_size: int) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def real_cluster(
-    settings: Settings, folder: Path, logs: Path, cores: Sequence[tuple[int, ...] | None]
+    settings: Settings, folder: Path, logs: Path, cores: Sequence[tuple[int, ...] | None], pace: Path | None = None
 ) -> AsyncIterator[LocalCluster]:
-    """Worker processes that write their steps to `logs` when they end."""
+    """Worker processes that write their steps to `logs` when they end. pace: a profile that their steps are drawn out to."""
     counts = settings.cluster
+    paced = [] if pace is None else [str(pace)]
     async with local_cluster(
         settings, folder, num_prefill=counts.prefill, num_decode=counts.decode, num_inside=0, cores=cores,
-        program=("-m", "bench.step_log", str(logs)),
+        program=("-m", "bench.step_log", str(logs), *paced),
     ) as cluster:  # fmt: skip
         yield cluster
 
@@ -162,8 +164,10 @@ async def measure_ways(cluster: LocalCluster, settings: Settings, vocab_size: in
         for number, probe in enumerate(probes):
             await player._one(number, probe, player._request(number, probe))
         speeds = [pair.path.bytes_per_s for pair in dispatcher.pairs.book.pairs if pair.path is not None]
+        info = dispatcher.live_workers()[0][0]
     hop_s = statistics.median(player.hops_s[-NUM_PROBES:])
-    return Ways(max(hop_s, 0.0), min(speeds, default=0.0))
+    names = ("num_blocks", "block_size", "max_running", "max_model_len", "kv_bytes_per_token")
+    return Ways(max(hop_s, 0.0), min(speeds, default=0.0), {name: getattr(info, name) for name in names})
 
 
 async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[TraceEntry], vocab_size: int) -> RealRun:

@@ -1,10 +1,13 @@
 """A worker's process that writes down its steps: what each computed, when it began, how long it took.
 
-    python -m bench.step_log FOLDER      what cluster/local.py starts instead of its own `main`: see `spawn_worker`
+    python -m bench.step_log FOLDER [PROFILE]     what cluster/local.py starts instead of its own `main`: see `spawn_worker`
 
 FOLDER/<worker>.json has a row for each step when the worker has ended. Times are seconds of the machine's monotonic clock, which
 all its processes share. A step lasts from the engine's being called to its answer; what the worker does between two steps is not
 in it, but the gap between them is told by when they begin.
+
+With PROFILE, of a faster worker's steps each is drawn out to what the profile's curve says, asleep: a cluster whose speed is known
+exactly, on a machine that could not hold so many workers side by side.
 """
 
 import json
@@ -17,9 +20,11 @@ from typing import Any
 
 from kvrelay.cluster import local
 from kvrelay.cluster.profile_fit import work_of
+from kvrelay.cluster.simulator_profile import load_profile
 from kvrelay.engine.engine import Engine
 from kvrelay.engine.service import WorkerService
-from kvrelay.router.speed_curve import StepWork
+from kvrelay.router.speed_curve import SpeedCurve, StepWork
+from kvrelay.types import Role
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +36,11 @@ class LoggedStep:
     work: StepWork
 
 
-def watch(engine: Engine, file: Path) -> None:
-    """Have every step noted from now on, and written when the engine is closed. Not for engines that look ahead."""
+def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
+    """Have every step noted from now on, and written when the engine is closed. Not for engines that look ahead.
+
+    curve: what each step is to take; one that takes longer by itself stays as it is.
+    """
     rows: list[Sequence[float]] = []
     plans: list[StepWork] = []
     schedule, step, close = engine.scheduler.schedule, engine.step, engine.close
@@ -47,6 +55,8 @@ def watch(engine: Engine, file: Path) -> None:
         plans.clear()
         began_s = time.monotonic()
         result = step()
+        if plans and curve is not None:
+            time.sleep(max(0.0, began_s + curve.step_s(plans[-1]) - time.monotonic()))
         seconds = time.monotonic() - began_s
         if plans:
             work = plans[-1]
@@ -68,12 +78,14 @@ def read_steps(file: Path) -> list[LoggedStep]:
 
 
 def main() -> int:
-    folder = Path(sys.argv[1])
+    folder, *profiles = map(Path, sys.argv[1:])
+    profile = load_profile(profiles[0]) if profiles else None
     build = WorkerService.build_engine
 
     def watched(self: WorkerService) -> Engine:
         engine = build(self)
-        watch(engine, folder / f"{self.worker_id}.json")
+        curve = None if profile is None else profile.prefill if self.role is Role.PREFILL else profile.decode
+        watch(engine, folder / f"{self.worker_id}.json", curve)
         return engine
 
     WorkerService.build_engine = watched  # type: ignore[method-assign]

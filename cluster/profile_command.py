@@ -105,13 +105,13 @@ def command(
 
 def _fit(settings: Settings, file: Path, budget_s: float, num_workers: int) -> None:
     """Measure, fit, write, and say how well the curve tells what was measured. Raises ConfigError."""
-    from kvrelay.cluster.profile_fit import StepSampler, profile_of
+    from kvrelay.cluster.profile_fit import StepSampler, profile_of, step_clock_of
     from kvrelay.cluster.profile_neighbours import slowdowns
     from kvrelay.engine.checkpoint import model_name, prepare_checkpoint
 
     engine = _engine(settings)
     try:
-        sampler = StepSampler(engine, budget_s=budget_s)
+        sampler = StepSampler(engine, budget_s=budget_s, step_clock=step_clock_of(engine))
         samples = sampler.run()
         threads = _num_threads(engine)
         date = time.strftime("%Y-%m-%d")

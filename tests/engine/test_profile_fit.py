@@ -1,9 +1,20 @@
 """Samples for a speed curve: what a step computes is counted right, every kind comes, and the engine is left as it was."""
 
+import time
+
 import pytest
 import torch
 
-from kvrelay.cluster.profile_fit import PASSES, REPEATS, ROUNDS, StepSampler, copy_bytes_per_s, profile_of, work_of
+from kvrelay.cluster.profile_fit import (
+    PASSES,
+    REPEATS,
+    ROUNDS,
+    StepSampler,
+    copy_bytes_per_s,
+    profile_of,
+    step_clock_of,
+    work_of,
+)
 from kvrelay.cluster.simulator_profile import parse_profile
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.engine import EngineConfig, load_engine
@@ -156,3 +167,20 @@ def test_too_short_a_time_is_refused_by_the_fit(engine):
 
 def test_copying_has_a_speed():
     assert copy_bytes_per_s() > 1e8
+
+
+def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(engine):
+    """Steps that sleep for 20 ms are as long as those that do not; on a clock of the wall they would be far longer."""
+    clock = step_clock_of(engine)
+    sampler = StepSampler(engine, budget_s=60.0, step_clock=clock)
+    plain = sampler.reference_s(1)
+    step = engine.step
+
+    def held_up():
+        time.sleep(0.02)
+        return step()
+
+    engine.step = held_up
+    held, wall = (StepSampler(engine, budget_s=60.0, step_clock=one).reference_s(1) for one in (clock, None))
+    assert clock is time.thread_time and min(wall.values()) > 0.02
+    assert all(held[kind] < plain[kind] + 0.01 for kind in ("prefill", "decode"))
