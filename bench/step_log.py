@@ -43,7 +43,8 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
     """
     rows: list[Sequence[float]] = []
     plans: list[StepWork] = []
-    schedule, step, close = engine.scheduler.schedule, engine.step, engine.close
+    schedule, step, close, run = engine.scheduler.schedule, engine.step, engine.close, engine._runner.run
+    times = {"began": 0.0, "computed": 0.0, "tail": 0.0}  # tail: what a step takes beyond its model's run
 
     def noting() -> Any:
         plan = schedule()
@@ -51,16 +52,25 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
             plans.append(work_of(plan))
         return plan
 
+    def drawn_out(*args: Any) -> Any:
+        hidden = run(*args)
+        if curve is not None:
+            until_s = times["began"] + curve.step_s(plans[-1]) - times["tail"]
+            time.sleep(max(0.0, until_s - time.monotonic()))
+        times["computed"] = time.monotonic()
+        return hidden
+
     def timed() -> Any:
         plans.clear()
-        began_s = time.monotonic()
+        began_s = times["began"] = time.monotonic()
         result = step()
-        if plans and curve is not None:
-            time.sleep(max(0.0, began_s + curve.step_s(plans[-1]) - time.monotonic()))
-        seconds = time.monotonic() - began_s
+        ended_s = time.monotonic()
         if plans:
             work = plans[-1]
-            rows.append((began_s, seconds, work.prompt_tokens, work.prompt_pairs, work.sequences, work.context_tokens))
+            times["tail"] = ended_s - times["computed"]
+            rows.append(
+                (began_s, ended_s - began_s, work.prompt_tokens, work.prompt_pairs, work.sequences, work.context_tokens)
+            )
         return result
 
     def written() -> None:
@@ -69,6 +79,7 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
 
     engine.scheduler.schedule = noting  # type: ignore[method-assign]
     engine.step = timed  # type: ignore[method-assign]
+    engine._runner.run = drawn_out  # type: ignore[method-assign]
     engine.close = written  # type: ignore[method-assign]
 
 
