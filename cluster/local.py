@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
+PROGRAM = ("-m", "kvrelay.cluster.local")  # what Python runs as a worker's process
 
 
 def make_worker(
@@ -98,6 +99,7 @@ async def spawn_worker(
     worker_id: str,
     cores: tuple[int, ...] | None = None,
     stores: Sequence[StoreAddress] = (),
+    program: Sequence[str] = PROGRAM,
 ) -> ProcessWorker:
     """Start a worker process and wait until it listens. Raises WorkerLost with its last words."""
     order = {
@@ -111,7 +113,7 @@ async def spawn_worker(
     }
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "NIXL_LOG_LEVEL": "WARN"}
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvrelay.cluster.local",
+        sys.executable, *program,
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
@@ -198,12 +200,14 @@ async def local_cluster(
     num_inside: int = 1,
     num_stores: int = 1,
     cores: Sequence[tuple[int, ...] | None] = (),
+    program: Sequence[str] = PROGRAM,
 ) -> AsyncIterator[LocalCluster]:
     """A running cluster that is stopped and reaped on the way out.
 
     num_inside decode workers run in this process, where a test can look at their pools.
     num_stores: nodes of the KV store, where `cache.remote` is `cluster`.
     cores: for the prefill workers, then the decode processes; missing ones are not pinned.
+    program: what their processes run instead, which must end in `main` of this file.
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
@@ -214,7 +218,7 @@ async def local_cluster(
         nodes = [store.address for store in cluster.stores]
         roles = [(Role.PREFILL, i) for i in range(num_prefill)] + [(Role.DECODE, i) for i in range(num_decode)]
         starting = [
-            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None), nodes)
+            spawn_worker(role, settings, model_dir, secret, f"{role}-{index}", next(pins, None), nodes, program)
             for role, index in roles
         ]
         cluster.inside = [
@@ -268,8 +272,13 @@ async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[P
     return stores
 
 
+def main() -> int:
+    """One worker's process: read the order from standard input, serve until it closes."""
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
+    return asyncio.run(_child())
+
+
 async def _child() -> int:
-    """Read the order from standard input, serve until it closes."""
     order = json.loads(sys.stdin.buffer.readline())
     worker = make_worker(
         Role(order["role"]), settings_from(order["settings"]), Path(order["model_dir"]), bytes.fromhex(order["secret"]),
@@ -292,5 +301,4 @@ async def _child() -> int:
 
 
 if __name__ == "__main__":
-    logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
-    sys.exit(asyncio.run(_child()))
+    sys.exit(main())

@@ -19,6 +19,7 @@ from rich.table import Table
 from kvrelay.cluster.flame import below, sampled, tree_of, write_page
 from kvrelay.cluster.published_profiles import published_profile
 from kvrelay.cluster.settings_flags import settings_from_flags
+from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
 from kvrelay.router.speed_fit import Fitted, fit_curve
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from kvrelay.engine.engine import Engine
     from kvrelay.engine.step_profile import StepProfile, Workload
 
+BUSY_SPREAD = 0.10  # of steps of the same work: beyond what a quiet machine shows
 TARGET_SHARE = 0.10  # of a step with one sequence on the CPU
 _SAMPLED_FUNCTION = "StepProfiler._step"
 _FLAME_S = 2.0  # sampled of each workload, if the sequences can grow so long
@@ -40,6 +42,9 @@ def command(
         typer.Option("--fit", help="measure steps of all kinds, write a profile for `kvrelay simulate` there"),
     ] = None,
     seconds: Annotated[float, typer.Option(min=5, help="longest that --fit measures")] = 90.0,
+    workers: Annotated[
+        int, typer.Option(min=1, help="of one machine: --fit also measures how they slow each other down")
+    ] = 1,
     published: Annotated[
         str | None,
         typer.Option("--published", help="print this ready-made profile: H100s and A100s by published figures"),
@@ -73,7 +78,7 @@ def command(
     }
     settings = settings_from_flags(config, flags, set_ or [])
     if fit is not None:
-        _fit(settings, fit, seconds)
+        _fit(settings, fit, seconds, workers)
         return
     from kvrelay.engine.step_profile import StepProfiler, Workload
 
@@ -98,23 +103,30 @@ def command(
         json_file.write_text(json.dumps(_as_data(profiles, where), indent=1) + "\n")
 
 
-def _fit(settings: Settings, file: Path, budget_s: float) -> None:
+def _fit(settings: Settings, file: Path, budget_s: float, num_workers: int) -> None:
     """Measure, fit, write, and say how well the curve tells what was measured. Raises ConfigError."""
-    from kvrelay.cluster.profile_fit import StepSampler, profile_of
-    from kvrelay.engine.checkpoint import model_name
+    from kvrelay.cluster.profile_fit import StepSampler, profile_of, step_clock_of
+    from kvrelay.cluster.profile_neighbours import slowdowns
+    from kvrelay.engine.checkpoint import model_name, prepare_checkpoint
 
     engine = _engine(settings)
     try:
-        samples = StepSampler(engine, budget_s=budget_s).run()
+        sampler = StepSampler(engine, budget_s=budget_s, step_clock=step_clock_of(engine))
+        samples = sampler.run()
         threads = _num_threads(engine)
         date = time.strftime("%Y-%m-%d")
         fitted = fit_curve(samples)
-        profile = profile_of(engine, fitted, model=model_name(settings.model), num_threads=threads, date=date)
+        profile = profile_of(
+            engine, fitted, model=model_name(settings.model), num_threads=threads, date=date, spread=sampler.spread()
+        )
+        if num_workers > 1:
+            found = slowdowns(engine, settings, prepare_checkpoint(settings.model), num_workers)
+            profile = profile.model_copy(update={"slowdown": found, "workers_per_node": num_workers})
         where = _where(engine, settings)
     finally:
         engine.close()
     file.write_text(profile.text())
-    _show_fit(Console(), fitted, where, file)
+    _show_fit(Console(), fitted, where, file, profile)
 
 
 def _num_threads(engine: "Engine") -> int:
@@ -124,7 +136,7 @@ def _num_threads(engine: "Engine") -> int:
     return torch.get_num_threads() if engine.backend.device.type == "cpu" else 0
 
 
-def _show_fit(console: Console, fitted: Fitted, where: str, file: Path) -> None:
+def _show_fit(console: Console, fitted: Fitted, where: str, file: Path, profile: SimulatorProfile) -> None:
     curve = fitted.curve
     console.print(where, highlight=False)
     table = Table(box=box.SIMPLE)
@@ -139,6 +151,18 @@ def _show_fit(console: Console, fitted: Fitted, where: str, file: Path) -> None:
         f"{1e6 * curve.context_s:.3f} µs a token of context + {_micro(curve.sequence_s)} µs a sequence",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    spread = profile.fit.spread if profile.fit is not None else None
+    if spread is not None:
+        told = f"steps of the same work differ: p90 is {spread:.1%} of the median above p10"
+        is_busy = spread > BUSY_SPREAD
+        console.print(
+            told + (": [red]something else ran meanwhile[/], measure again" if is_busy else ""), highlight=False
+        )
+    for kind, ratios in profile.slowdown.items():
+        times = ", ".join(f"{ratio:.2f} with {count}" for count, ratio in enumerate(ratios, 1) if count > 1)
+        console.print(
+            f"a {kind} step takes so many times as long: {times} workers that compute", highlight=False, soft_wrap=True
+        )
     console.print(f"written to {file}", highlight=False, soft_wrap=True)
 
 
@@ -150,14 +174,10 @@ def _check_writable(file: Path | None, flag: str) -> None:
 
 def _engine(settings: Settings) -> "Engine":
     """As a decode worker makes it. Raises ModelError, BackendUnavailable."""
-    from kvrelay.cluster.local import make_worker
+    from kvrelay.cluster.profile_neighbours import profiled_engine
     from kvrelay.engine.checkpoint import prepare_checkpoint
-    from kvrelay.types import Role
 
-    folder = prepare_checkpoint(settings.model)
-    # a step that brings several tokens of a sequence is not the next step's like
-    plain = settings.model_copy(update={"engine": settings.engine.model_copy(update={"speculation": "off"})})
-    return make_worker(Role.DECODE, plain, folder, b"", "profile", None).build_engine()
+    return profiled_engine(settings, prepare_checkpoint(settings.model))
 
 
 def _measure(

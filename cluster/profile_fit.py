@@ -1,7 +1,7 @@
 """Steps of a real engine as samples for a speed curve, and a profile of what they give. Runs on the engine's thread.
 
 Every step that is taken on the way counts: prompts alone, chunk by chunk; decoding at fewer and fewer sequences of one length;
-prompts beside decoding. Steps of the same work are one sample: their median.
+prompts beside decoding; all of it again, as long as there is time. Steps of the same work are one sample: their median.
 """
 
 import math
@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+import torch
 
 from kvrelay.cluster.simulator_profile import Fit, FitError, SimulatorProfile, Source
 from kvrelay.engine.engine import Engine, StepResult
@@ -22,8 +23,9 @@ from kvrelay.engine.step_profile import add_prompt, encode_result
 from kvrelay.router.speed_curve import StepWork
 from kvrelay.router.speed_fit import Fitted, StepSample
 
-ROUNDS = 6  # decode steps of each number of sequences
-REPEATS = 3  # prompts of each length
+PASSES = 3  # over all kinds of work: what else the machine does for a while then spoils few samples of each
+ROUNDS = 4  # decode steps of each number of sequences, in a pass
+REPEATS = 2  # prompts of each length
 CONTEXTS = (64, 512, 2048, 192, 1024, 4096)
 PROMPTS = (512, 64, 16, 256, 32, 128)
 LONG_PROMPT = 4096
@@ -34,6 +36,7 @@ _SPARE = 24  # steps: of prompts beside those that decode
 _COPY_BYTES = 64 << 20
 _CELLS_PER_OCTAVE = 4  # of context tokens
 LINK_BYTES_PER_S = 1.25e9  # 10 Gb/s
+REFERENCE_PROMPT, REFERENCE_SEQUENCES = 256, 4
 
 
 def work_of(plan: StepPlan) -> StepWork:
@@ -47,6 +50,15 @@ def work_of(plan: StepPlan) -> StepWork:
         sequences=plan.num_single,
         context_tokens=sum(item.start + 1 for item in plan.work[: plan.num_single]),
     )
+
+
+def step_clock_of(engine: Engine) -> Callable[[], float]:
+    """What its steps are measured by: where one CPU thread computes them, that thread's own time on a core.
+
+    Whatever else the machine runs then takes cores away from it without making its steps seem longer. Seconds.
+    """
+    computes_alone = engine.backend.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if computes_alone else time.perf_counter
 
 
 class _TimeIsOver(Exception):
@@ -71,8 +83,16 @@ class _Cell:
 class StepSampler:
     """Drives one idle engine until all kinds of steps are measured, or `budget_s` are over."""
 
-    def __init__(self, engine: Engine, *, budget_s: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._engine, self._clock = engine, clock
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        budget_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+        step_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`clock` says when the time is over; `step_clock`, by default the same, what a step takes."""
+        self._engine, self._clock, self._step_clock = engine, clock, step_clock or clock
         self._end_s = clock() + budget_s
         self._cells: defaultdict[_Cell, list[tuple[StepWork, float]]] = defaultdict(list)
         self._planned: deque[StepWork] = deque()
@@ -85,14 +105,37 @@ class StepSampler:
             self._prompts(min(64, self._engine.config.token_budget), 2)
             self._decode(16, min(4, self._engine.max_running))
             self._cells.clear()
-            for part in self._parts():
-                part()
+            for _ in range(PASSES):
+                for part in self._parts():
+                    part()
         self._engine.check()
         return self.samples()
+
+    def spread(self) -> float:
+        """How far steps of the same work are apart: all but the fastest and slowest tenth, as a share of their median.
+
+        The mean over all kinds of work with at least four steps; 0: none came so often.
+        """
+        found = [_spread([taken_s for _, taken_s in steps]) for steps in self._cells.values() if len(steps) >= 4]
+        return statistics.fmean(found) if found else 0.0
 
     def samples(self) -> list[StepSample]:
         """Of all steps so far."""
         return [_sample(steps) for steps in self._cells.values()]
+
+    def reference_s(self, rounds: int) -> dict[str, float]:
+        """What a step takes on average, always of the same work, by kind: prefill and decode."""
+        self._cells.clear()
+        self._engine.reset_cache()  # an earlier sampler's prompts are the same
+        with self._watched():
+            for _ in range(rounds):
+                self._prompts(REFERENCE_PROMPT, 1)
+                self._decode(REFERENCE_PROMPT, REFERENCE_SEQUENCES)
+        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        for steps in self._cells.values():
+            for work, taken_s in steps:
+                seconds[StepSample(work, taken_s).kind].append(taken_s)
+        return {kind: statistics.fmean(values) for kind, values in seconds.items()}
 
     def _parts(self) -> Iterator[Callable[[], None]]:
         """Short ones of each kind first: the time may be over."""
@@ -176,11 +219,11 @@ class StepSampler:
         return self._step_now()
 
     def _step_now(self) -> StepResult:
-        begin_s = self._clock()
+        begin_s = self._step_clock()
         result = self._engine.step()
         result.events = self._engine.drain_events()
         encode_result(result)
-        seconds = result.seconds if self._engine.looks_ahead else self._clock() - begin_s
+        seconds = result.seconds if self._engine.looks_ahead else self._step_clock() - begin_s
         if result.num_tokens:
             self._note(result, seconds)
         return result
@@ -231,6 +274,11 @@ def _sample(steps: list[tuple[StepWork, float]]) -> StepSample:
     return StepSample(work, statistics.median(seconds for _, seconds in steps))
 
 
+def _spread(values: list[float]) -> float:
+    low, middle, high = np.quantile(values, (0.1, 0.5, 0.9))
+    return float((high - low) / middle)
+
+
 def copy_bytes_per_s() -> float:
     """How fast this machine copies memory: what a transfer between its workers is bounded by."""
     source = np.ones(_COPY_BYTES, dtype=np.uint8)
@@ -243,8 +291,10 @@ def copy_bytes_per_s() -> float:
     return _COPY_BYTES / best
 
 
-def profile_of(engine: Engine, fitted: Fitted, *, model: str, num_threads: int, date: str) -> SimulatorProfile:
-    """What the simulator needs to know of workers like this engine. `date`: of the measurement."""
+def profile_of(
+    engine: Engine, fitted: Fitted, *, model: str, num_threads: int, date: str, spread: float | None = None
+) -> SimulatorProfile:
+    """What the simulator needs to know of workers like this engine. `date`: of the measurement; `spread`: see StepSampler."""
     compute_dtype, device = engine.fingerprint.compute_dtype, engine.backend.device.type
     copied = copy_bytes_per_s()
     measured = f"{model}, {compute_dtype}, {device}, {date}"
@@ -257,7 +307,7 @@ def profile_of(engine: Engine, fitted: Fitted, *, model: str, num_threads: int, 
             Source(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
         ),
         fit=Fit(
-            model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date,
+            model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date, spread=spread,
             errors={
                 kind: FitError(num_samples=error.num_samples, median=error.median, p90=error.p90)
                 for kind, error in fitted.errors.items()

@@ -13,11 +13,14 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvrelay.errors import ConfigError
 from kvrelay.router.speed_curve import SpeedCurve
+from kvrelay.types import Role
 
 Tier = Literal["host", "disk", "remote"]
+StepKind = Literal["prefill", "decode"]
 Seconds = Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)]
 Count = Annotated[int, Field(gt=0)]
 Speed = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Slowdown = Annotated[float, Field(ge=1, allow_inf_nan=False)]
 
 
 class _File(BaseModel):
@@ -71,6 +74,9 @@ class Fit(_File):
     threads: int = Field(ge=0, description="CPU threads; 0: not a CPU")
     date: str
     errors: dict[str, FitError]
+    spread: float | None = Field(
+        None, ge=0, description="of steps of the same work: p90 - p10, as a share of their median"
+    )
 
 
 class SimulatorProfile(_File):
@@ -94,6 +100,10 @@ class SimulatorProfile(_File):
     local_bytes_per_s: Speed = Field(description="of KV between workers of one machine")
     load_bytes_per_s: dict[Tier, Speed] = Field({}, description="of KV from a tier into the pool")
     workers_per_node: Count = Field(1, description="that share a machine")
+    slowdown: dict[StepKind, tuple[Slowdown, ...]] = Field(
+        {},
+        description="how many times as long steps take while 1, 2... of a machine's workers compute; none: they do not meet",
+    )
     cost_per_hour: float = Field(1.0, ge=0, allow_inf_nan=False, description="of a worker, in any currency")
 
     @model_validator(mode="after")
@@ -104,6 +114,10 @@ class SimulatorProfile(_File):
             if tier not in self.load_bytes_per_s:
                 raise ValueError(f"tier_blocks has {tier}, but load_bytes_per_s does not")
         return self
+
+    def slowdown_of(self, role: Role) -> tuple[float, ...]:
+        """Of a worker's steps, by how many of its machine's workers compute; empty: it does not matter."""
+        return self.slowdown.get("prefill" if role is Role.PREFILL else "decode", ())
 
     @property
     def pool_tokens(self) -> int:

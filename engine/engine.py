@@ -201,6 +201,7 @@ class Engine:
         self._ahead = backend if isinstance(backend, AsyncBackend) else None
         self._flight: Flight | None = None  # launched, to be collected
         self._collected_s = -math.inf
+        self.on_reserved: Callable[[list[Reservation]], object] | None = None  # told before the step is computed
 
     @property
     def memory(self) -> KvMemory:
@@ -451,6 +452,8 @@ class Engine:
             area.poll()
         for seq in self.scheduler.grant_reservations():
             result.reservations.append(self._reservation(seq, now_s))
+        if result.reservations and self.on_reserved is not None:
+            self.on_reserved(result.reservations)
 
     def _plan(self, result: StepResult) -> StepPlan:
         plan = self.scheduler.schedule()

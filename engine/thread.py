@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from kvrelay.engine.engine import Engine, StepResult
+from kvrelay.engine.engine import Engine, Reservation, StepResult
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -37,6 +37,7 @@ def _sooner(*waits_s: float | None) -> float | None:
 class EngineThread:
     """Runs `engine.step()` while there is work; sleeps on a condition while there is none.
 
+    Reservations are told by an `on_step` of their own before the step that granted them is computed.
     Once in each longer rest it checks that every block is accounted for: an engine that has lost one fails.
 
     `on_step(result)` is called on the event loop, once per step that brought something about. Before it `send(result)` is
@@ -141,6 +142,7 @@ class EngineThread:
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         reported_s, is_stuck, is_checked = 0.0, False, False
+        engine.on_reserved = partial(self._tell_reserved, loop)
         while True:
             with self._wake:
                 while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
@@ -160,15 +162,20 @@ class EngineThread:
                 action()
             result = engine.step()
             is_stuck = result.is_stuck
+            result.reservations = []  # told already
             if self._send is not None and result.outputs:
                 self._send(result)
             result.events = engine.drain_events()
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
-            news = (result.outputs, result.reservations, result.refused, result.handed_back, result.events, result.load)
+            news = (result.outputs, result.refused, result.handed_back, result.events, result.load)
             if any(news):
                 self._tell(loop, partial(self._on_step, result))
+
+    def _tell_reserved(self, loop: asyncio.AbstractEventLoop, reservations: list[Reservation]) -> None:
+        """At once: a prompt waits for it, and the step that follows is none of its business."""
+        self._tell(loop, partial(self._on_step, StepResult(reservations=reservations)))
 
     @staticmethod
     def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import gc
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from kvrelay.cluster.simulator.course import Course
 from kvrelay.cluster.simulator.faults import Faults
 from kvrelay.cluster.simulator.fleet import Fleet
 from kvrelay.cluster.simulator.ingress import Ingress
+from kvrelay.cluster.simulator.machine import Machine
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job, jobs_of
 from kvrelay.cluster.simulator.results import Tally
@@ -52,6 +54,7 @@ class Simulation:
             local_bytes_per_s=profile.local_bytes_per_s,
         )  # fmt: skip
         self.holders = Holders()
+        self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
         self.workers: list[Worker] = []  # those that are gone, too
         self._course = Course(self.clock, self.workers, lambda: self.num_open)
@@ -82,7 +85,8 @@ class Simulation:
         """It takes requests from now on; `paid_from_s`: it was begun then."""
         worker = Worker(
             worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
-            settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network, seed=self.scenario.seed,
+            settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network,
+            machine=self._machines[node_id], seed=self.scenario.seed,
         )  # fmt: skip
         if paid_from_s is not None:
             worker.paid_from_s = paid_from_s

@@ -15,6 +15,7 @@ import msgspec
 from kvrelay.cluster.simulator.attempt import Attempt
 from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
+from kvrelay.cluster.simulator.machine import Machine, slowed
 from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.tiers import Holders, make_below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
@@ -72,12 +73,15 @@ class Worker:
         delays: Delays,
         holders: Holders,
         network: Network,
+        machine: Machine,
         seed: int,
     ) -> None:
         self.worker_id, self.role, self.node_id, self.profile = worker_id, role, node_id, profile
         self._clock, self._delays = clock, delays
         self.engine = VirtualEngine(profile, settings, role, clock)
         self._holders = holders
+        self._slowdown = profile.slowdown_of(role)
+        self._machine = machine if self._slowdown else None  # where it matters who else computes
         below = make_below(
             self.engine.pool, profile, settings, holders, network, clock, worker_id=worker_id, node_id=node_id,
             wake=lambda: self.post(_nothing), hop_s=delays.hop_s,
@@ -233,14 +237,19 @@ class Worker:
         factor = (
             self.slowness if self._noise is None else self.slowness * math.exp(self._noise.gauss(0, self._delays.noise))
         )
+        if self._machine is not None:
+            factor *= slowed(self._slowdown, self._machine.crowd_with(self))
         stride = self._stride = self.engine.begin(now_s, factor)
         self.engine.take_gone(told)
         self._tell_all(told)
         if stride is None:
+            self._rest()
             self._publish(is_idle=True)
             self._be_patient()
             return
         self._ends = self._clock.at(now_s + stride.seconds(stride.count), self._step_ended)
+        if self._machine is not None:
+            self._machine.begins(self)
         if stride.plan is not None and self.role is Role.PREFILL:
             self._feed(stride)
 
@@ -260,6 +269,24 @@ class Worker:
         self._publish(is_idle=not self.engine.has_work)
         if self.engine.has_work or self._inbox:
             self._turn()
+        else:
+            self._rest()
+
+    def _rest(self) -> None:
+        if self._machine is not None:
+            self._machine.rests(self)
+
+    def crowd_changed(self, before: int, now: int) -> None:
+        """What is left of the step under way takes longer, or less long; those that were to follow are planned anew."""
+        ratio = slowed(self._slowdown, now) / slowed(self._slowdown, before)
+        stride = self._stride
+        if ratio == 1.0 or stride is None or self._ends is None:
+            return
+        self.settle()
+        stride.count = 1
+        stride.first_s += (ratio - 1) * max(0.0, stride.began_s + stride.first_s - self._clock.now_s)
+        self._ends.cancel()
+        self._ends = self._clock.at(stride.began_s + stride.first_s, self._step_ended)
 
     def _granted(self, seq: Sequence) -> None:
         attempt = self.attempts.get(seq.request_id)
@@ -385,6 +412,7 @@ class Worker:
         if self._ends is not None:
             self._ends.cancel()
             self._ends = None
+        self._rest()
 
     def thaw(self) -> None:
         """It goes on with the step that it was at, from that step's beginning."""
@@ -394,6 +422,8 @@ class Worker:
             self._wake()
             return
         self._stride.began_s = self._clock.now_s
+        if self._machine is not None:
+            self._machine.begins(self)
         self._ends = self._clock.after(self._stride.seconds(self._stride.count), self._step_ended)
 
     def drop_all(self, peer: object) -> None:
@@ -425,6 +455,7 @@ class Worker:
         """It is gone at once, with everything that it holds."""
         self.settle()
         self.is_alive, self.stopped_s = False, self._clock.now_s
+        self._rest()
         if self.engine.below is not None:
             self.engine.below.close()
             self._holders.gone(self.worker_id)

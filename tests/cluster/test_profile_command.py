@@ -56,6 +56,17 @@ def test_a_profile_is_fitted_and_written(capsys, tmp_path):
     assert profile.decode.decode_step_s(1, 100) > 0
 
 
+def test_how_workers_of_one_machine_slow_each_other_down_is_measured_and_written(capsys, tmp_path):
+    folder, file = tiny_checkpoint("llama", tmp_path / "tiny"), tmp_path / "tiny.json"
+    code, out, _ = said(
+        capsys, "--fit", str(file), "--model", str(folder), "--dtype", "float32", "--seconds", "10", "--workers", "2",
+        "--set", "engine.kv_memory=8MiB", "--set", "engine.num_threads=1",
+    )  # fmt: skip
+    assert code == 0 and "with 2 workers that compute" in out
+    profile = load_profile(file)
+    assert profile.workers_per_node == 2 and {len(ratios) for ratios in profile.slowdown.values()} == {2}
+
+
 def test_a_published_profile_is_printed(capsys):
     code, out, _ = said(capsys, "--published", "llama-3.1-70b-h100x8-fp8")
     assert code == 0 and parse_profile(out, "printed") == published_profile("llama-3.1-70b-h100x8-fp8")

@@ -1,9 +1,20 @@
 """Samples for a speed curve: what a step computes is counted right, every kind comes, and the engine is left as it was."""
 
+import time
+
 import pytest
 import torch
 
-from kvrelay.cluster.profile_fit import REPEATS, ROUNDS, StepSampler, copy_bytes_per_s, profile_of, work_of
+from kvrelay.cluster.profile_fit import (
+    PASSES,
+    REPEATS,
+    ROUNDS,
+    StepSampler,
+    copy_bytes_per_s,
+    profile_of,
+    step_clock_of,
+    work_of,
+)
 from kvrelay.cluster.simulator_profile import parse_profile
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.engine import EngineConfig, load_engine
@@ -34,12 +45,14 @@ class CurveClock:
 
     def __init__(self, engine):
         self.now_s = 0.0
+        self.disturbed = (0.0, 0.0)  # from when until when steps take three times as long
         step, schedule = engine.step, engine.scheduler.schedule
 
         def planned():
             plan = schedule()
             if plan.work:
-                self.now_s += CURVE.step_s(work_of(plan))
+                is_disturbed = self.disturbed[0] <= self.now_s < self.disturbed[1]
+                self.now_s += CURVE.step_s(work_of(plan)) * (3 if is_disturbed else 1)
             return plan
 
         engine.scheduler.schedule = planned
@@ -110,12 +123,30 @@ def test_a_sample_is_the_median_of_its_steps(engine):
     clock = CurveClock(engine)
     sampler = StepSampler(engine, budget_s=1e9, clock=clock)
     plain = {sample.work: sample.seconds for sample in sampler.run()}
-    cell = next(steps for steps in sampler._cells.values() if len(steps) >= ROUNDS)
+    cell = next(steps for steps in sampler._cells.values() if len(steps) >= ROUNDS * PASSES)
     cell[0] = (cell[0][0], 100 * cell[0][1])
     again = [sample for sample in sampler.samples() if sample.work.sequences == cell[0][0].sequences]
     clock.restore()
-    assert REPEATS >= 3 and plain
+    assert REPEATS * PASSES >= 3 and plain
     assert all(sample.seconds < 10 * CURVE.step_s(sample.work) for sample in again)
+
+
+def test_what_happens_for_a_while_is_outvoted_and_told(engine):
+    """A quarter of the time every step takes three times as long."""
+    clock = CurveClock(engine)
+    sampler = StepSampler(engine, budget_s=1e9, clock=clock)
+    quiet = fit_curve(sampler.run()).curve
+    quiet_spread, whole_s = sampler.spread(), clock()
+    engine.reset_cache()
+    clock = CurveClock(engine)
+    clock.disturbed = (whole_s / 2, 0.75 * whole_s)
+    sampler = StepSampler(engine, budget_s=1e9, clock=clock)
+    disturbed = fit_curve(sampler.run()).curve
+    clock.restore()
+    assert sampler.spread() > quiet_spread + 0.05
+    for sequences in (1, 8):
+        assert disturbed.decode_step_s(sequences, 512) == pytest.approx(quiet.decode_step_s(sequences, 512), rel=0.1)
+    assert disturbed.prefill_s(512, 0, 96) == pytest.approx(quiet.prefill_s(512, 0, 96), rel=0.1)
 
 
 def test_a_fitted_profile_is_a_file_that_reads_back(engine):
@@ -136,3 +167,20 @@ def test_too_short_a_time_is_refused_by_the_fit(engine):
 
 def test_copying_has_a_speed():
     assert copy_bytes_per_s() > 1e8
+
+
+def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(engine):
+    """Steps that sleep for 20 ms are as long as those that do not; on a clock of the wall they would be far longer."""
+    clock = step_clock_of(engine)
+    sampler = StepSampler(engine, budget_s=60.0, step_clock=clock)
+    plain = sampler.reference_s(1)
+    step = engine.step
+
+    def held_up():
+        time.sleep(0.02)
+        return step()
+
+    engine.step = held_up
+    held, wall = (StepSampler(engine, budget_s=60.0, step_clock=one).reference_s(1) for one in (clock, None))
+    assert clock is time.thread_time and min(wall.values()) > 0.02
+    assert all(held[kind] < plain[kind] + 0.01 for kind in ("prefill", "decode"))
