@@ -263,8 +263,8 @@ class PrefixIndex:
 
     # ---- answers
 
-    def depths(self, hashes: Sequence[bytes]) -> Depths:
-        """How deep each worker holds this chain."""
+    def table(self, hashes: Sequence[bytes]) -> Ints:
+        """[num_rows, 2]: how deep each row's worker holds this chain, anywhere and in its pool; 0 where it holds nothing."""
         found: Ints | None = None
         for stride, alive in self._routable.items():
             chain = hashes if stride == 1 else hashes[stride - 1 :: stride]
@@ -272,8 +272,11 @@ class PrefixIndex:
             if stride != 1:
                 ends = [(depth * stride, bits) for depth, bits in ends]
             found = depths_by_row(ends, len(self._names), found)
-        if found is None:
-            return _NOTHING
+        return np.zeros((len(self._names), 2), np.int64) if found is None else found
+
+    def depths(self, hashes: Sequence[bytes]) -> Depths:
+        """How deep each worker holds this chain."""
+        found = self.table(hashes)
         rows = np.flatnonzero(found[:, 0])
         held = found[rows]
         return Depths(rows, held[:, 1], held[:, 0])
@@ -307,6 +310,3 @@ class PrefixIndex:
 
 def _unique(hashes: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys(hashes))
-
-
-_NOTHING = Depths(*(np.zeros(0, np.int64) for _ in range(3)))

@@ -188,7 +188,12 @@ class Slots:
         return self._names.startswith(packed, HASH_BYTES * slot)
 
     def _parting(self, hashes: Sequence[bytes], depth: int, slot: int, low: int, high: int) -> int:
-        """How many of `high` chained slots the chain passes; at least `low`."""
+        """How many of `high` chained slots the chain passes; at least `low`. Where it leaves them their holders often differ, too."""
+        edge = self.edge(slot + low - 1, slot + high)
+        if edge >= 0 and self._is_named(edge, hashes[depth + edge - slot]):
+            low = edge + 1 - slot
+            if not self._is_named(edge + 1, hashes[depth + low]):
+                return low
         while low < high:
             middle = (low + high + 1) // 2
             if self._is_named(slot + middle - 1, hashes[depth + middle - 1]):
