@@ -1,6 +1,8 @@
 """Sequence-numbered news of what a worker has cached, and in which tier. Pure."""
 
+from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.changes import CacheChange
@@ -8,17 +10,21 @@ from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash
 from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 
+Hashes = dict[BlockHash, None]
+"""A set that keeps its order."""
+
 
 class EventLog:
     """Numbers the changes of one worker. A subscriber starts from `snapshot` and applies what follows.
 
     A hash is *stored* as long as some tier of the worker has its block, and *lowered* while only a tier below the pool has.
+    Hashes are kept in the order in which they were stored, so that in a snapshot a chain's lie together.
     """
 
     def __init__(self) -> None:
         self._seq = 0
-        self._pool: set[BlockHash] = set()
-        self._host: set[BlockHash] = set()
+        self._pool: Hashes = {}
+        self._host: Hashes = {}
 
     def drain(self, pool: BlockPool, below: Iterable[CacheChange] = ()) -> KvEvents | None:
         """The next event, or None when nothing changed. `below`: what happened in the host tier, in order."""
@@ -40,16 +46,14 @@ class EventLog:
         pool = self._pool
         stored: list[bytes] = [digest for digest in change.stored if digest not in pool]
         removed: list[bytes] = [digest for digest in change.removed if digest in pool]
-        pool.difference_update(change.removed)
-        pool.update(change.stored)
+        _change(pool, change)
         return self._numbered(stored, removed, [], [])
 
-    def _apply(self, tier: set[BlockHash], change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
+    def _apply(self, tier: Hashes, change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
         for digest in (*change.stored, *change.removed):
             if digest not in touched:
                 touched[digest] = digest in self._pool, digest in self._host
-        tier.difference_update(change.removed)
-        tier.update(change.stored)
+        _change(tier, change)
 
     def _event(self, touched: dict[BlockHash, tuple[bool, bool]]) -> KvEvents | None:
         stored: list[bytes] = []
@@ -79,7 +83,8 @@ class EventLog:
 
     def snapshot(self) -> KvSnapshot:
         """All that the events so far add up to."""
-        return KvSnapshot(seq=self._seq, hashes=list(self._pool | self._host), lowered=list(self._host - self._pool))
+        lowered: list[bytes] = [digest for digest in self._host if digest not in self._pool]
+        return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
 
     def audit(self, hashes: Sequence[bytes], pool: BlockPool, host: TierIndex | None) -> tuple[int, list[int]]:
         """(the last event's number, where each of these is): what the caches themselves say, not what was told of them.
@@ -95,3 +100,8 @@ class EventLog:
             told = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
             tiers.append(CHANGING if is_moving and tier != told else tier)
         return self._seq, tiers
+
+
+def _change(tier: Hashes, change: CacheChange) -> None:
+    deque(map(tier.pop, change.removed, repeat(None)), maxlen=0)
+    tier.update(dict.fromkeys(change.stored))

@@ -16,7 +16,6 @@ from kvrelay.router.columns import (
     FREE_BLOCKS,
     KV_RATE,
     PACE,
-    PREFILL_RATE,
     QUEUED_REQUESTS,
     QUEUED_TOKENS,
     REPORTED_AT,
@@ -80,6 +79,7 @@ class WorkerAccount:
         "_others",
         "_pace",
         "_told_foreign",
+        "_told_sequences",
         "changed",
         "info",
         "own_prefills",
@@ -115,11 +115,11 @@ class WorkerAccount:
         self.changed: dict[WorkerAccount, None] | None = None  # where it is noted that our own share has changed
         self.turn = 0  # when it was last chosen
         self._columns: Columns | None = None
-        self._told_foreign = 0  # to the columns
+        self._told_foreign = self._told_sequences = 0  # to the columns
 
     def place(self, columns: Columns | None, row: int = 0) -> None:
         """From now on this is its row; None: it has none, for it is gone."""
-        self._columns, self.row, self._told_foreign = columns, row, 0
+        self._columns, self.row, self._told_foreign, self._told_sequences = columns, row, 0, 0
         self._write_report()
         self._write_load()
 
@@ -189,7 +189,7 @@ class WorkerAccount:
         self.own_sequences += sequences
         self.own_shown += shown
         self.own_unconfirmed_blocks += blocks
-        assert min(self.own_tokens, self.own_prefills, self.own_requests, self.own_unconfirmed_blocks) >= 0
+        assert self.own_tokens >= 0 <= self.own_prefills and self.own_requests >= 0 <= self.own_unconfirmed_blocks
         assert self.own_requests <= self.own_shown <= self.own_sequences
         if self.changed is not None:
             self.changed[self] = None
@@ -244,22 +244,22 @@ class WorkerAccount:
     def _write_load(self) -> None:
         if self._columns is None:
             return
-        ints, row = self._columns.ints, self.row
-        (
-            ints[QUEUED_TOKENS, row], ints[QUEUED_REQUESTS, row], ints[SEQUENCES, row], ints[WAITING, row],
-            ints[FREE_BLOCKS, row],
-        ) = self._counts()  # fmt: skip
-        ints[TURN, row] = self.turn
+        columns, row = self._columns, self.row
+        ints = columns.ints
+        tokens, requests, sequences, waiting, free = self._counts()
+        ints[QUEUED_TOKENS, row], ints[QUEUED_REQUESTS, row], ints[SEQUENCES, row] = tokens, requests, sequences
+        ints[WAITING, row], ints[FREE_BLOCKS, row], ints[TURN, row] = waiting, free, self.turn
         unseen = 0 if self._others is not None and self._others.is_complete else self._foreign_sequences
-        self._columns.num_foreign += unseen - self._told_foreign
-        self._told_foreign = unseen
+        columns.num_foreign += unseen - self._told_foreign
+        columns.num_sequences += sequences - self._told_sequences
+        self._told_foreign, self._told_sequences = unseen, sequences
 
     def _write_report(self) -> None:
         if self._columns is None:
             return
         floats, row = self._columns.floats, self.row
         rate, step_s, kv_rate = self._speeds()
-        floats[PREFILL_RATE, row] = rate
+        self._columns.set_prefill_rate(row, rate)
         floats[DECODE_STEP, row] = step_s = step_s or self._model.default_decode_step_s
         floats[PACE, row] = max(step_s, self._pace.seconds)
         floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s

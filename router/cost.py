@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.router.policies.base import Ask, Bools, Floats, Ints, Side
+from kvrelay.router.columns import only
+from kvrelay.router.policies.base import Ask, Bools, Floats, Ints, Side, any_of
 from kvrelay.router.types import TERM_NAMES, RouteRequest
 
 HANDOFF, TRANSFER, STALL = (TERM_NAMES.index(name) for name in ("handoff", "transfer", "stall"))
@@ -53,10 +54,10 @@ class Source(NamedTuple):
 
 def sources(ask: Ask, sides: Sequence[Side], model: CostModel) -> Source:
     """For every worker of these sides, one after the other. The last token is always computed: its logits give the first output."""
-    coming, below, size = (joined(sides, name) for name in ("coming", "below", "block_size"))
+    coming, below, size = joined(sides, "coming"), joined(sides, "below"), block_sizes(sides)
     usable = (ask.request.num_tokens - 1) // size * size
-    cached = np.minimum(coming, usable)
-    if not ask.stored and not (below > coming).any():
+    cached: Ints = np.minimum(coming, usable)
+    if not ask.stored and not any_of(below > coming):
         return Source(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
     token_bytes, kv_rate, speed = (
         joined(sides, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
@@ -74,7 +75,15 @@ def sources(ask: Ask, sides: Sequence[Side], model: CostModel) -> Source:
 
 def joined(sides: Sequence[Side], name: str) -> np.ndarray:
     """One column of several sides, one after the other."""
-    return np.concatenate([getattr(side, name) for side in sides])
+    columns = [getattr(side, name) for side in sides]
+    return columns[0] if len(columns) == 1 else np.concatenate(columns)
+
+
+def block_sizes(sides: Sequence[Side]) -> Ints | int:
+    """Of every worker of these sides, one after the other; one number where all are equal and that is known at once."""
+    sizes = {only(side.block_size) for side in sides if len(side)}
+    size = sizes.pop() if len(sizes) == 1 else None
+    return joined(sides, "block_size") if size is None else size
 
 
 class CommonCost:
@@ -83,7 +92,9 @@ class CommonCost:
     A worker that computes the prompt has a number: its row, or, for decode workers, the number of prefill workers plus its row.
     """
 
-    def __init__(self, ask: Ask, prefills: Side, decodes: Side, model: CostModel) -> None:
+    def __init__(self, ask: Ask, prefills: Side, decodes: Side, model: CostModel, *, num_more: int = 0) -> None:
+        """`num_more`: terms that are 0 below the common ones, for the policy to fill."""
+        self._num_terms = len(TERM_NAMES) + num_more
         self.request, self.model = ask.request, model
         self.prefills, self.decodes = prefills, decodes
         self.num_prefills = len(prefills)
@@ -96,6 +107,7 @@ class CommonCost:
         """To move what each decode worker lacks from another process of its machine."""
         self.is_near: Bools = self.uncached[self.num_prefills :] <= model.local_prefill_tokens
         """Decode workers that lack at most local_prefill_tokens of the prompt."""
+        self.has_near = any_of(self.is_near)
         self.stall = self._stall()
 
     def _work(self, source: Source) -> tuple[Floats, Ints]:
@@ -118,7 +130,8 @@ class CommonCost:
         """Seconds that a second of work costs others: the prompts that wait in the shortest queue; 0 while a worker is idle."""
         if not self.num_prefills or self.request.force == "local":
             return 0.0
-        return min(float(self.prefills.queued_requests.min()), self.model.max_pressure)
+        queued = self.prefills.queued_requests
+        return min(float(queued[queued.argmin()]), self.model.max_pressure)
 
     def _decode(self) -> Floats:
         """[3, decode workers]: the weight of the sequences and of the memory that are taken there, and the wait for blocks.
@@ -128,18 +141,22 @@ class CommonCost:
         """
         side, model = self.decodes, self.model
         now, later = self._blocks()
-        step_s, running = side.decode_step_s, np.maximum(side.sequences, 1)
-        missing = np.maximum(now * (1 + side.waiting) - side.free_blocks, 0)
+        step_s, sequences, free = side.decode_step_s, side.sequences, side.free_blocks
         terms = np.empty((3, len(side)))
-        np.multiply(model.decode_load_weight * step_s, side.sequences, out=terms[0])
-        np.multiply(step_s, np.minimum(1.0, later / np.maximum(side.free_blocks, 1)), out=terms[1])
-        np.divide(missing * side.block_size * step_s, running, out=terms[2])
+        np.multiply(model.decode_load_weight * step_s, sequences, out=terms[0])
+        np.multiply(step_s, np.minimum(1.0, later / np.maximum(free, 1)), out=terms[1])
+        missing = now * (1 + side.waiting) - free
+        if any_of(missing > 0):
+            missing = np.maximum(missing, 0) * block_sizes((side,))
+            np.divide(missing * step_s, np.maximum(sequences, 1), out=terms[2])
+        else:
+            terms[2] = 0.0
         return terms
 
     def _blocks(self) -> tuple[Ints, Ints]:
         """What must be reserved at once on each decode worker, and what it may grow to."""
         request, side = self.request, self.decodes
-        size = side.block_size
+        size = block_sizes((side,))
         num_others = request.width - 1  # of a group: they share the prompt's full blocks
         held = side.held // size
         grown = -(-(request.num_tokens + min(request.max_tokens, self.model.expected_output_tokens)) // size)
@@ -156,24 +173,31 @@ class CommonCost:
         side, model = self.decodes, self.model
         own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]
         slack_s = np.maximum(self.tpot_s - side.pace_s, 0.1 * self.tpot_s) * model.expected_output_tokens
-        before, after = queue_s / slack_s, (queue_s + own_s) / slack_s
-        missed = (1.0 + before) * np.exp(-before) - (1.0 + after) * np.exp(-after)
-        waits = (model.stall_weight * side.sequences + model.next_stall_weight) * own_s
-        return np.where(self.is_near, 0.0, waits + model.missed_s * side.sequences * missed)
+        share = np.empty((2, len(side)))  # before it has come, and after
+        share[0] = queue_s
+        np.add(queue_s, own_s, out=share[1])
+        share /= slack_s
+        kept = (1.0 + share) * np.exp(-share)
+        missed = kept[0] - kept[1]
+        stalled_s = (model.stall_weight * side.sequences + model.next_stall_weight) * own_s
+        harm_s: Floats = stalled_s + model.missed_s * side.sequences * missed
+        return np.where(self.is_near, 0.0, harm_s) if self.has_near else harm_s
 
-    def transfer(self, computing: Ints, decode: Ints) -> Floats:
-        """The part of moving the KV of each pair that computing the prompt does not hide."""
+    def _transfer(self, computing: Ints, decode: Ints, compute_s: Floats) -> Floats:
+        """The part of moving the KV of each pair that computing the prompt, for so long, does not hide."""
         seconds = self.arriving_s[decode]
-        is_far = self.prefills.nodes[computing] != self.decodes.nodes[decode]
-        if is_far.any():
-            seconds = np.where(is_far, seconds / self.model.other_node_share, seconds)
+        node = only(self.prefills.nodes)
+        if node is None or node != only(self.decodes.nodes):
+            is_far = self.prefills.nodes[computing] != self.decodes.nodes[decode]
+            if any_of(is_far):
+                seconds = np.where(is_far, seconds / self.model.other_node_share, seconds)
         share = self.model.unhidden_share
-        hidden: Floats = np.minimum(seconds, self.work[0, computing])
+        hidden: Floats = np.minimum(seconds, compute_s)
         return seconds - (1 - share) * hidden
 
     def prefill_only(self, computing: Ints) -> Floats:
         """[terms, ways] of computing the prompt, by number, with nothing to follow."""
-        parts = np.zeros((len(TERM_NAMES), len(computing)))
+        parts = np.zeros((self._num_terms, len(computing)))
         parts[WORK] = self.work[:, computing]
         return parts
 
@@ -181,7 +205,7 @@ class CommonCost:
         """[terms, ways] of a prefill worker (its row) and a decode worker (its row) each."""
         parts = self.prefill_only(computing)
         parts[HANDOFF] = self.model.handoff_s
-        parts[TRANSFER] = self.transfer(computing, decode)
+        parts[TRANSFER] = self._transfer(computing, decode, parts[COMPUTE])
         parts[DECODE] = self.decode[:, decode]
         return parts
 

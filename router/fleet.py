@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 
 from kvrelay.router.accounts import WorkerAccount
-from kvrelay.router.columns import PREFILL_RATE, SEQUENCES, Columns
+from kvrelay.router.columns import PREFILL_RATE, Columns
 from kvrelay.router.cost import CostModel
 from kvrelay.router.misfits import Misfits, isolated
 from kvrelay.types import Role
@@ -90,8 +90,10 @@ class Fleet:
         account = self.accounts.get(worker_id)
         if account is None:
             return False
+        before = account.prefill_tokens_per_s
         account.apply_report(report, now_s)
-        self._prefill_rate = None
+        if account.prefill_tokens_per_s != before:
+            self._prefill_rate = None
         return True
 
     def set_misfits(self, misfits: Misfits) -> None:
@@ -113,10 +115,9 @@ class Fleet:
 
     def others(self) -> float:
         """The share of all sequences at the workers that other routers sent without telling; 0: none, or nothing runs."""
-        foreign = sum(self.columns(role).num_foreign for role in Role)
-        if not foreign:
-            return 0.0
-        return foreign / sum(int(self.columns(role).ints[SEQUENCES].sum()) for role in Role)
+        prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
+        foreign = prefills.num_foreign + decodes.num_foreign
+        return foreign / (prefills.num_sequences + decodes.num_sequences) if foreign else 0.0
 
     def _laid_out(self) -> dict[str, Columns]:
         ordered = sorted(self.accounts.items())

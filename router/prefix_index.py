@@ -51,7 +51,7 @@ class PrefixIndex:
     """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot."""
 
     def __init__(self, *, chunk: int = CHUNK, mode: Mode = "exact", learned_s: float = LEARNED_S) -> None:
-        """`chunk`: blocks that one jump of a lookup passes.
+        """`chunk`: scattered blocks that are looked up, and moved next to each other, at a time.
 
         `mode`: "exact" takes workers' news alone, "approximate" none but what `learn` is told, for `learned_s`; "auto" learns of
         those that have sent neither event nor snapshot, and believes it when SILENT_S have passed since it first learned of them.
@@ -97,7 +97,7 @@ class PrefixIndex:
         if member is None:
             return
         self._fall(member, IndexState.STALE)
-        member.drop(list(member.held()))
+        member.clear()
         self._names[member.row] = ""
         self._audits.pop(worker_id, None)
         self._learning.pop(worker_id, None)
@@ -208,7 +208,7 @@ class PrefixIndex:
         if member.learned is None:
             return
         member.learned = None
-        member.drop(list(member.held()))
+        member.clear()
         self._fall(member, IndexState.STALE)
 
     # ---- audits
@@ -223,8 +223,7 @@ class PrefixIndex:
             return None
         if member.state is IndexState.STALE:
             return []
-        others = [other for other in self._members.values() if other is not member and other.stride == member.stride]
-        return audits.sample(member, others, seed, num_hashes)
+        return audits.sample(member, seed, num_hashes)
 
     def apply_audit(self, worker_id: str, seq: int, hashes: Sequence[bytes], tiers: Sequence[int]) -> bool:
         """A worker's answer as of its event `seq`. False: the index is not what it says, a snapshot is needed.
@@ -264,8 +263,8 @@ class PrefixIndex:
 
     # ---- answers
 
-    def depths(self, hashes: Sequence[bytes]) -> Depths:
-        """How deep each worker holds this chain."""
+    def table(self, hashes: Sequence[bytes]) -> Ints:
+        """[num_rows, 2]: how deep each row's worker holds this chain, anywhere and in its pool; 0 where it holds nothing."""
         found: Ints | None = None
         for stride, alive in self._routable.items():
             chain = hashes if stride == 1 else hashes[stride - 1 :: stride]
@@ -273,8 +272,11 @@ class PrefixIndex:
             if stride != 1:
                 ends = [(depth * stride, bits) for depth, bits in ends]
             found = depths_by_row(ends, len(self._names), found)
-        if found is None:
-            return _NOTHING
+        return np.zeros((len(self._names), 2), np.int64) if found is None else found
+
+    def depths(self, hashes: Sequence[bytes]) -> Depths:
+        """How deep each worker holds this chain."""
+        found = self.table(hashes)
         rows = np.flatnonzero(found[:, 0])
         held = found[rows]
         return Depths(rows, held[:, 1], held[:, 0])
@@ -287,12 +289,10 @@ class PrefixIndex:
     def alone_share(self, worker_id: str, *, num_samples: int = 64) -> float | None:
         """Share of a worker's blocks that nobody else has, in a pool or below, of a sample spread over all; None: not known."""
         member = self._members.get(worker_id)
-        if member is None or member.state is IndexState.STALE or not member.num_listed:
+        if member is None or member.state is IndexState.STALE or not member.num_blocks:
             return None
-        listed, holders = member.num_listed, member.holders
-        places = {listed * number // num_samples for number in range(num_samples)}
-        masks = [mask for place in places if (mask := holders.mask(member.listed(place))) & member.both]
-        return sum(not mask & ~member.both for mask in masks) / len(masks) if masks else None
+        both = member.both
+        return member.holders.share(lambda mask: not mask & ~both, both, member.num_blocks, num_samples)
 
     # ---- within
 
@@ -310,6 +310,3 @@ class PrefixIndex:
 
 def _unique(hashes: Sequence[bytes]) -> list[bytes]:
     return list(dict.fromkeys(hashes))
-
-
-_NOTHING = Depths(*(np.zeros(0, np.int64) for _ in range(3)))

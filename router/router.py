@@ -223,18 +223,21 @@ class Router:
 
     def _held(self, request: RouteRequest) -> dict[Role, Held]:
         """What all live workers hold, and will hold, of the prompt."""
-        tables = {role: self._fleet.columns(role) for role in Role}
-        depths, size = self._index.depths(request.block_hashes), self._tokens_per_hash
-        found = np.zeros((2, self._index.num_rows), np.int64)
-        found[0, depths.rows], found[1, depths.rows] = depths.in_pool * size, depths.anywhere * size
-        held = {role: found[:, columns.index_rows] for role, columns in tables.items()}
-        coming = {role: column[0] for role, column in held.items()}
-        if on_the_way := self._on_the_way(request):
-            coming = {role: column.copy() for role, column in coming.items()}
-            for account, tokens in on_the_way:
-                column = coming[account.role]
-                column[account.row] = max(column[account.row], tokens)
-        return {role: Held(held[role][0], coming[role], np.maximum(held[role][1], coming[role])) for role in Role}
+        found, on_the_way = self._index.table(request.block_hashes), self._on_the_way(request)
+        found *= self._tokens_per_hash
+        held = {}
+        for role in Role:
+            tokens = found[self._fleet.columns(role).index_rows]
+            in_pool, below = tokens[:, 1], tokens[:, 0]
+            coming = in_pool
+            if on_the_way:
+                coming = in_pool.copy()
+                for account, num_tokens in on_the_way:
+                    if account.role is role:
+                        coming[account.row] = max(coming[account.row], num_tokens)
+                below = np.maximum(below, coming)
+            held[role] = Held(in_pool, coming, below)
+        return held
 
     def _on_the_way(self, request: RouteRequest) -> list[tuple[WorkerAccount, int]]:
         """Live workers that are about to compute a beginning of the prompt, and the tokens of it that will be whole blocks."""

@@ -7,7 +7,6 @@ from itertools import islice
 from kvrelay.router.index.member import Member
 from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
-_TRIES = 4  # draws for each hash that is wanted
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -30,27 +29,14 @@ def draws(seed: int) -> Iterator[int]:
         yield mixed ^ (mixed >> 31)
 
 
-def sample(member: Member, others: Sequence[Member], seed: int, num_hashes: int) -> list[bytes]:
+def sample(member: Member, seed: int, num_hashes: int) -> list[bytes]:
     """Up to so many: half of what it is known to hold, half of what it is not known to (others hold it, or it went of late)."""
-    numbers = draws(seed)
-    claimed = _drawn([member], numbers, num_hashes - num_hashes // 2)
-    chosen = dict.fromkeys(one for one in claimed if member.holders.mask(one) & member.both)
-    elsewhere = [*reversed(member.lately_removed), *_drawn(others, numbers, num_hashes)]
-    unclaimed = dict.fromkeys(one for one in elsewhere if not member.holders.mask(one) & member.both)
-    return [*chosen, *islice(unclaimed, num_hashes // 2)]
-
-
-def _drawn(members: Sequence[Member], numbers: Iterator[int], count: int) -> list[bytes]:
-    listed = [member for member in members if member.num_listed]
-    if not listed:
-        return []
-    found: list[bytes] = []
-    for _ in range(_TRIES * count):
-        if len(found) == count:
-            break
-        member = listed[next(numbers) % len(listed)]
-        found.append(member.listed(next(numbers) % member.num_listed))
-    return found
+    numbers, holders, mine = draws(seed), member.holders, member.both
+    num_claimed = num_hashes - num_hashes // 2
+    claimed = holders.sample(lambda mask: mask & mine != 0, member.num_blocks, num_claimed, numbers)
+    others = holders.sample(lambda mask: mask & mine == 0, len(holders), num_hashes, numbers)
+    unclaimed = (one for one in (*reversed(member.lately_removed), *others) if not holders.mask(one) & mine)
+    return [*dict.fromkeys(claimed), *islice(dict.fromkeys(unclaimed), num_hashes // 2)]
 
 
 def compare(member: Member, hashes: Sequence[bytes], tiers: Sequence[int]) -> AuditCounts:

@@ -1,7 +1,6 @@
 """Two bits for each worker in one integer: "holds it anywhere" and, above it, "holds it in its pool". Pure arithmetic.
 
-Row r of the index has the bits 2 r and 2 r + 1, above FIRST_BIT. No mask is smaller than 2**FIRST_BIT, so that none is one of
-Python's small integers, which exist only once: holders.py tells masks apart by identity.
+Row r of the index has the bits 2 r and 2 r + 1.
 """
 
 from collections.abc import Iterable
@@ -11,18 +10,17 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-FIRST_BIT = 10
 _FEW = 6  # bits that are found faster one by one
 
 
 def anywhere_bit(row: int) -> int:
     """Set where a worker holds a block, in whatever tier."""
-    return 1 << (FIRST_BIT + 2 * row)
+    return 1 << 2 * row
 
 
 def both_bits(row: int) -> int:
     """Set where a worker holds a block in its pool."""
-    return 3 << (FIRST_BIT + 2 * row)
+    return 3 << 2 * row
 
 
 def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | None = None) -> Ints:
@@ -33,9 +31,9 @@ def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | 
     for depth, bits in ends:
         if bits.bit_count() <= _FEW:
             while bits:
-                flat[bits.bit_length() - 1 - FIRST_BIT] = depth
-                bits ^= 1 << (bits.bit_length() - 1)
+                flat[place := bits.bit_length() - 1] = depth
+                bits ^= 1 << place
         else:
-            packed = (bits >> FIRST_BIT).to_bytes((2 * num_rows + 7) // 8, "little")
+            packed = bits.to_bytes((2 * num_rows + 7) // 8, "little")
             flat[np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little"))] = depth
     return found

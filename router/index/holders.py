@@ -1,41 +1,40 @@
-"""Block hash -> who holds it, for workers whose blocks cover equally many tokens; and how deep a chain is held, by jumps.
+"""Who holds which block, for workers whose blocks cover equally many tokens; and how deep a chain is held, by jumps.
 
-One dict from hash to a mask of workers (bits.py). A mask is an integer that all blocks with the same holders share, so a block
-costs its key and its place in the dict, however many workers hold it. The garbage collector walks none of it.
+A block has a slot (slots.py), and in it a number that stands for its holders (kinds.py). Jump search: chained hashes are
+nested, so that who meets the last name of a row of slots that are known to be a chain has met them all. A lookup finds the
+slot of the first hash, compares one name at the end of the chained slots that follow (and bisects where it is another), and goes
+from edge to edge of what the same workers hold. It looks up a hash only where the row breaks off, whatever the chain's length. What
+is not known to be chained is compared by name once, in order, and known from then on.
 
-Jump search. Chained hashes are nested: who meets the last hash of a chunk has met all CHUNK of them. Where a lookup has seen
-that all blocks of a chunk have the same holders, it points them to an integer object of the chunk's own and notes it under the
-chunk's last hash; from then on a lookup reads one entry for the CHUNK blocks. Whatever re-points one of its blocks takes the
-note away. Nothing is assumed of workers: a hole in what one holds is a difference of masks within a chunk, which then has no note
-and is walked block by block. A block has one object, so of two chunks that part after it only one is noted at a time.
-
-Runs. CHUNK hashes that nobody held before, stored by one event in this order, get an object of their own and their names are kept,
-packed. A lookup that meets the first of them compares names (a few bytes for each block, in order) where it would look up
-each block in a table larger than any cache. A run that is a whole chunk becomes its note.
+Nothing is assumed of workers: a hole in what one holds is a slot of another kind, or none. Blocks that lie scattered (stored one by
+one, or out of order) are looked up one by one, and moved next to each other as they are.
 
 Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two positions that
-the same workers hold. That a jump is taken only over what a walk has verified, and its note dropped by events, is ours.
+the same workers hold. That what is skipped has been compared before, and that names and holders are kept apart, is ours.
 
 Not for use from several threads. Never imports torch, Ray, sockets or a clock.
 """
 
-from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
-from kvrelay.hashing import HASH_BYTES
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.router.index.bits import Ints
+from kvrelay.router.index.kinds import Kinds
+from kvrelay.router.index.slots import Slots
 
 CHUNK = 64
-"""Blocks that one jump passes."""
-MAX_NOTED = 8
-"""Chunks of which one lookup moves the blocks to a note, at most, so that none takes much longer than the walk itself."""
-MAX_SHARED = 32768
-"""Masks of several workers that are kept for sharing; past it they are begun anew, which costs memory alone."""
+"""Scattered blocks that are looked up, and moved, together."""
+MAX_GATHERED = 8
+"""Chunks that one lookup moves, at most, so that none takes much longer than looking them up."""
+SHORT = 16
+"""Slots in a row; after two rows in a chain that are shorter its blocks are looked up one by one."""
+_DENSE = 8  # blocks of a scattered chunk to each break of the row, at most, that make it worth moving
 
-
-Run = tuple[bytes, int]
-"""Packed hashes, and the mask that their blocks point to."""
-_NO_RUN: Run = (b"", 0)
+Ends = list[tuple[int, int]]
+"""(depth, bits that reach just so many leading hashes), ascending."""
 
 
 class Holders:
@@ -43,199 +42,166 @@ class Holders:
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
-        self._masks: dict[bytes, int] = {}
-        self._chunks: dict[bytes, int] = {}  # a chunk's last hash -> the object that all of its blocks point to
-        self._chunk_of: dict[int, bytes] = {}  # that object's id -> the chunk's last hash
-        self._runs: dict[bytes, bytes] = {}  # a run's first hash -> all of its hashes, packed
-        self._run_masks: dict[bytes, int] = {}  # the object that all of its blocks point to
-        self._run_of: dict[int, bytes] = {}  # that object's id -> the run's first hash
-        self._shared: dict[int, int] = {}  # every mask of several workers by its value
+        self._slots, self._kinds = Slots(), Kinds()
 
     def __len__(self) -> int:
-        return len(self._masks)
+        return len(self._slots)
 
     @property
-    def num_chunks(self) -> int:
-        """Chunks that lookups pass in one step now."""
-        return len(self._chunks)
+    def num_kinds(self) -> int:
+        """Different sets of holders."""
+        return len(self._kinds)
 
     # ---- what workers hold
 
-    def put(self, hashes: Sequence[bytes], mine: int, new: int) -> Sequence[bytes]:
-        """The worker with the bits `mine` holds these as `new` says (one of its bits, or both). Returns those it did not."""
-        masks = self._masks
-        olds = list(map(masks.get, hashes, repeat(0)))
-        if not any(olds):  # as nearly always: nobody has any of them
-            self._put_runs(hashes, new)
-            return hashes
-        kinds = dict(zip(map(id, olds), olds, strict=True))
-        moved = {mark: self._shared_mask(old & ~mine | new) for mark, old in kinds.items() if old & mine != new}
-        self._break(moved)
-        if not moved:
-            return ()
-        if len(moved) == len(kinds) and len(set(map(id, moved.values()))) == 1:
-            masks.update(dict.fromkeys(hashes, next(iter(moved.values()))))
-            if not any(old & mine for old in kinds.values()):
-                return hashes
-            return [block_hash for block_hash, old in zip(hashes, olds, strict=True) if not old & mine]
-        pairs = list(zip(hashes, map(id, olds), strict=True))
-        masks.update((block_hash, moved[mark]) for block_hash, mark in pairs if mark in moved)
-        gained = {mark for mark in moved if not kinds[mark] & mine}
-        return [block_hash for block_hash, mark in pairs if mark in gained]
+    def put(self, hashes: Sequence[bytes], mine: int, new: int) -> int:
+        """The worker with the bits `mine` holds these as `new` says (one of its bits, or both). Returns how many it did not."""
+        slots, kinds = self._slots.kinds_of(hashes)
+        num_new = kinds.count(0)
+        if num_new < len(slots):
+            gained = 0
+            for kind, some in _grouped(kinds, slots):
+                old = self._kinds.masks[kind]
+                mask = old & ~mine | new
+                if kind and mask != old:
+                    gained += 0 if old & mine else len(some)
+                    self._slots.paint(some, self._kinds.moved(kind, mask, len(some)))
+            hashes = [block_hash for block_hash, slot in zip(hashes, slots, strict=True) if not slot] if num_new else ()
+            num_new += gained
+        if hashes:
+            self._slots.add(hashes, self._kinds.moved(0, new, len(hashes)))
+        return num_new
 
     def drop(self, hashes: Sequence[bytes], mine: int) -> int:
         """The worker with these bits holds none of them any more. Returns how many it held."""
-        masks = self._masks
-        olds = list(map(masks.get, hashes, repeat(0)))
-        kinds = dict(zip(map(id, olds), olds, strict=True))
-        moved = {mark: self._shared_mask(old & ~mine) for mark, old in kinds.items() if old & mine}
-        self._break(moved)
-        if len(moved) == len(kinds) and not any(moved.values()):  # as nearly always: it alone had them
-            deque(map(masks.pop, hashes), maxlen=0)
-            return len(hashes)
-        pairs = [(block_hash, mark) for block_hash, mark in zip(hashes, map(id, olds), strict=True) if mark in moved]
-        masks.update((block_hash, moved[mark]) for block_hash, mark in pairs)
-        for block_hash, mark in pairs:
-            if not moved[mark]:
-                del masks[block_hash]
-        return len(pairs)
+        slots, kinds = self._slots.kinds_of(hashes)
+        return self._drop(slots, kinds, mine, hashes)
 
-    def held(self, hashes: Iterable[bytes], mine: int) -> Iterator[bytes]:
+    def keep(self, hashes: Sequence[bytes], mine: int) -> None:
+        """Of all that the worker with these bits holds, only these."""
+        kept, _ = self._slots.kinds_of(hashes)
+        slots = np.setdiff1d(self._held_by(mine), np.array(kept, np.int64)).tolist()
+        self._drop(slots, list(map(self._slots.kinds.__getitem__, slots)), mine, None)
+
+    def _drop(self, slots: Sequence[int], kinds: Sequence[int], mine: int, hashes: Sequence[bytes] | None) -> int:
+        num_dropped = 0
+        for kind, some in _grouped(kinds, slots):
+            old = self._kinds.masks[kind]
+            if not old & mine:
+                continue
+            num_dropped += len(some)
+            target = self._kinds.moved(kind, old & ~mine, len(some))
+            if target:
+                self._slots.paint(some, target)
+            else:
+                is_all = hashes is not None and len(some) == len(hashes)
+                self._slots.remove(some, hashes if is_all and hashes is not None else self._slots.names(some))
+        return num_dropped
+
+    def known(self, hashes: Iterable[bytes], mine: int) -> list[bytes]:
         """Of these, what the worker with these bits holds."""
-        get = self._masks.get
-        return (block_hash for block_hash in hashes if get(block_hash, 0) & mine)
+        return [block_hash for block_hash in hashes if self.mask(block_hash) & mine]
 
     def mask(self, block_hash: bytes) -> int:
         """The bits of everybody who holds it."""
-        return self._masks.get(block_hash, 0)
+        return self._kinds.masks[self._slots.kind(block_hash)]
+
+    def _held_by(self, mine: int) -> Ints:
+        """Slots of all that the worker with these bits holds: one look at each slot of the row."""
+        found, _ = self._found(lambda mask: mask & mine != 0, 0, 1)
+        return found
+
+    def _found(self, wanted: Callable[[int], bool], first: int, step: int) -> tuple[Ints, NDArray[np.intc]]:
+        """Every `step`-th slot from `first` on whose block's holders are wanted, and their kinds."""
+        kinds = np.frombuffer(self._slots.kinds, np.intc)[first::step]
+        masks, is_there = self._kinds.masks, np.zeros(len(self._kinds.masks), np.bool_)
+        for kind in np.flatnonzero(np.bincount(kinds, minlength=1)).tolist():
+            is_there[kind] = kind != 0 and wanted(masks[kind])
+        places = np.flatnonzero(is_there[kinds])
+        found: Ints = first + step * places
+        return found, kinds[places]
+
+    # ---- samples
+
+    def sample(self, wanted: Callable[[int], bool], total: int, count: int, numbers: Iterator[int]) -> list[bytes]:
+        """Some `count` hashes whose holders' mask is wanted, spread over the `total` that there are; drawn by `numbers`."""
+        step = max(1, total // (4 * max(count, 1)))
+        slots, _ = self._found(wanted, next(numbers) % step, step)
+        if len(slots) > count:
+            slots = slots[[next(numbers) % len(slots) for _ in range(count)]]
+        return self._slots.names(slots.tolist())
+
+    def share(self, wanted: Callable[[int], bool], mine: int, total: int, count: int) -> float | None:
+        """Of the `total` blocks of the worker with these bits, by some `count`, those whose mask is wanted; None: it has none."""
+        _, kinds = self._found(lambda mask: mask & mine != 0, 0, max(1, total // count))
+        masks = self._kinds.masks
+        good = sum(wanted(masks[kind]) for kind in kinds.tolist())
+        return good / len(kinds) if len(kinds) else None
 
     # ---- how deep a chain is held
 
-    def walk(self, hashes: Sequence[bytes], alive: int) -> list[tuple[int, int]]:
+    def walk(self, hashes: Sequence[bytes], alive: int) -> Ends:
         """(depth, bits of `alive` that reach just so many leading hashes), ascending; those that reach none are left out."""
-        ends: list[tuple[int, int]] = []
-        to_note, size, rest = MAX_NOTED, self._chunk, _NO_RUN
-        for start in range(0, len(hashes), size):
-            stop = start + size
-            whole = self._chunks.get(hashes[stop - 1]) if stop <= len(hashes) else None
-            if whole is None and not rest[0] and hashes[start] in self._runs:
-                whole = self._note_run(hashes[start:stop])
-            if whole is not None:
-                rest = _NO_RUN
-                kept = alive & whole
-                if kept != alive:
-                    if start:
-                        ends.append((start, alive ^ kept))
-                    alive = kept
+        ends: Ends = []
+        slots, depth, num_short, to_gather = self._slots, 0, 0, MAX_GATHERED
+        while depth < len(hashes):
+            slot = slots.slot_of.get(hashes[depth])
+            if slot is None:
+                break
+            count = slots.follow(hashes, depth, slot)
+            num_short = num_short + 1 if count < SHORT else 0
+            if num_short < 2:
+                depth, alive = self._along(slot, slot + count, depth, alive, ends)
             else:
-                chunk = hashes[start:stop]
-                masks, rest = self._masks_of(chunk, rest)
-                is_uniform = masks.count(masks[0]) == len(masks)
-                alive = self._step(masks[:1] if is_uniform else masks, start, alive, ends)
-                if is_uniform and alive and to_note and len(chunk) == size:
-                    to_note -= 1
-                    self._note(chunk, masks)
+                num_short = 1
+                depth, alive, has_moved = self._each(hashes, depth, alive, ends, to_gather > 0)
+                to_gather -= has_moved
             if not alive:
                 return ends
-        if hashes:
-            ends.append((len(hashes), alive))
+        if depth and alive:
+            ends.append((depth, alive))
         return ends
 
-    def _step(self, masks: Sequence[int], start: int, alive: int, ends: list[tuple[int, int]]) -> int:
-        """Block by block, from depth `start`; who is left."""
-        seen = -1
-        for depth, mask in enumerate(masks, start):
-            if mask is seen:
-                continue
-            seen, kept = mask, alive & mask
-            if kept != alive:
-                if depth:
-                    ends.append((depth, alive ^ kept))
-                alive = kept
+    def _along(self, slot: int, stop: int, depth: int, alive: int, ends: Ends) -> tuple[int, int]:
+        """From edge to edge of slots whose names have been met; up to one that is free, whose block may have another. (depth, who is left)."""
+        kinds, masks = self._slots.kinds, self._kinds.masks
+        while kind := kinds[slot]:
+            alive = _step(depth, masks[kind], alive, ends)
+            edge = self._slots.edge(slot, stop - 1)
+            if edge < 0 or not alive:
+                return depth + stop - slot, alive
+            depth, slot = depth + edge + 1 - slot, edge + 1
+        return depth, alive
+
+    def _each(
+        self, hashes: Sequence[bytes], depth: int, alive: int, ends: Ends, may_gather: bool
+    ) -> tuple[int, int, bool]:
+        """A chunk, block by block: (depth, who is left, whether the blocks moved next to each other)."""
+        chunk, masks, seen = hashes[depth : depth + self._chunk], self._kinds.masks, -1
+        slots, kinds = self._slots.kinds_of(chunk)
+        for place, kind in enumerate(kinds, depth):
+            if kind != seen:
+                seen, alive = kind, _step(place, masks[kind], alive, ends)
                 if not alive:
-                    break
-        return alive
-
-    def _masks_of(self, chunk: Sequence[bytes], rest: Run) -> tuple[list[int], Run]:
-        """The masks of these blocks; `rest`: what has not been compared yet of a run that began before, and after, them."""
-        found: list[int] = []
-        packed = b""
-        while len(found) < len(chunk):
-            if not rest[0]:
-                first = chunk[len(found)]
-                if first not in self._runs:
-                    break
-                rest = self._runs[first], self._run_masks[first]
-            packed = packed or b"".join(chunk)
-            same = _num_common(rest[0], packed[HASH_BYTES * len(found) :])
-            found += [rest[1]] * same
-            rest = (rest[0][HASH_BYTES * same :], rest[1]) if same and len(found) == len(chunk) else _NO_RUN
-        if len(found) < len(chunk):
-            found += map(self._masks.get, chunk[len(found) :], repeat(0))
-        return found, rest
-
-    # ---- notes
-
-    def _put_runs(self, hashes: Sequence[bytes], new: int) -> None:
-        """Nobody has held any of these. Whether they follow each other in a chain, a lookup will see."""
-        num_whole = len(hashes) - len(hashes) % self._chunk
-        for start in range(0, num_whole, self._chunk):
-            run = hashes[start : start + self._chunk]
-            own = (new ^ 1) ^ 1  # an object of its own; bit 0 is nobody's
-            self._masks.update(dict.fromkeys(run, own))
-            self._runs[run[0]], self._run_masks[run[0]] = b"".join(run), own
-            self._run_of[id(own)] = run[0]
-        self._masks.update(dict.fromkeys(hashes[num_whole:], new))
-
-    def _note_run(self, chunk: Sequence[bytes]) -> int | None:
-        """Where the chunk is a run, the run becomes its note."""
-        first = chunk[0]
-        if b"".join(chunk) != self._runs[first]:
-            return None
-        own = self._run_masks.pop(first)
-        del self._runs[first], self._run_of[id(own)]
-        self._chunks[chunk[-1]] = own
-        self._chunk_of[id(own)] = chunk[-1]
-        return own
-
-    def _note(self, chunk: Sequence[bytes], masks: Sequence[int]) -> None:
-        """All of the chunk's masks are equal. Chains may part within a chunk: a block is in one that is noted, at most."""
-        self._break(set(map(id, masks)))
-        own = (masks[0] ^ 1) ^ 1  # an object of its own; bit 0 is nobody's
-        self._masks.update(dict.fromkeys(chunk, own))
-        self._chunks[chunk[-1]] = own
-        self._chunk_of[id(own)] = chunk[-1]
-
-    def _break(self, marks: Iterable[int]) -> None:
-        """The objects with these ids are about to lose blocks: no chunk and no run is whole by them any more."""
-        for mark in marks:
-            if mark in self._chunk_of:
-                del self._chunks[self._chunk_of.pop(mark)]
-            elif mark in self._run_of:
-                first = self._run_of.pop(mark)
-                del self._runs[first], self._run_masks[first]
-
-    def _shared_mask(self, mask: int) -> int:
-        """The one object for this value."""
-        known = self._shared.get(mask)
-        if known is not None:
-            return known
-        if len(self._shared) >= MAX_SHARED:
-            self._shared.clear()
-        if mask:
-            self._shared[mask] = mask
-        return mask
+                    return place, 0, False
+        num_breaks = sum(slot + 1 != after for slot, after in pairwise(slots))
+        has_moved = may_gather and _DENSE * num_breaks >= len(chunk) and self._slots.gather(chunk, slots)
+        return depth + len(chunk), alive, has_moved
 
 
-def _num_common(run: bytes, packed: bytes) -> int:
-    """Leading hashes that the two have in common."""
-    low, high = 0, min(len(run), len(packed)) // HASH_BYTES
-    if run[: HASH_BYTES * high] == packed[: HASH_BYTES * high]:
-        return high
-    while low < high:
-        middle = (low + high + 1) // 2
-        if run[HASH_BYTES * low : HASH_BYTES * middle] == packed[HASH_BYTES * low : HASH_BYTES * middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+def _step(depth: int, mask: int, alive: int, ends: Ends) -> int:
+    """Who of `alive` has the block at this depth; the others end here."""
+    kept = alive & mask
+    if kept != alive and depth:
+        ends.append((depth, alive ^ kept))
+    return kept
+
+
+def _grouped(kinds: Sequence[int], slots: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+    """(kind, its slots); those of kind 0, of blocks that have no slot, are one group, too."""
+    if not kinds or kinds.count(kinds[0]) == len(kinds):
+        return [(kinds[0], slots)] if kinds else ()
+    groups: dict[int, list[int]] = {}
+    for kind, slot in zip(kinds, slots, strict=True):
+        groups.setdefault(kind, []).append(slot)
+    return groups.items()

@@ -1,12 +1,11 @@
-"""One worker's part of the index: which of its messages count, and a list of what it holds, for the day it goes.
+"""One worker's part of the index: which of its messages count, and how many blocks it holds.
 
 Owns no masks. Never imports torch, Ray, sockets or a clock.
 """
 
 import enum
-import struct
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.router.index.bits import anywhere_bit, both_bits
@@ -16,10 +15,8 @@ from kvrelay.router.types import IndexState
 
 REASK_EVERY = 256
 """While a snapshot is awaited, every so many further events it is asked for again."""
-_SLACK = 1024  # entries of `held` that may be out of date, beside as many as are not
 _REMEMBERED = 32  # removed hashes that an audit may ask about
 _LENGTHS = frozenset([HASH_BYTES])
-_HASH = struct.Struct(f"{HASH_BYTES}s")
 
 
 class Word(enum.Enum):
@@ -34,7 +31,6 @@ class Member:
     """One worker, in one of the index's rows. Mutable; written only by PrefixIndex."""
 
     __slots__ = (
-        "_held",
         "anywhere",
         "both",
         "holders",
@@ -69,7 +65,6 @@ class Member:
         self.was_behind = False  # its last answer to an audit was older than the events applied
         self.num_blocks = 0
         self.lately_removed: deque[bytes] = deque(maxlen=_REMEMBERED)
-        self._held = bytearray()  # hashes that it came to hold, in order; may name some twice, and some that went
 
     # ---- which messages count
 
@@ -108,15 +103,13 @@ class Member:
         fitting = hashes if len(hashes) <= room else hashes[: max(room, 0)]
         if not _LENGTHS.issuperset(map(len, fitting)):
             fitting = [one for one in fitting if len(one) == HASH_BYTES]
-        gained = self.holders.put(fitting, self.both, self.both if in_pool else self.anywhere)
-        self.num_blocks += len(gained)
-        self._held += b"".join(gained)
+        self.num_blocks += self.holders.put(fitting, self.both, self.both if in_pool else self.anywhere)
         return len(fitting) == len(hashes)
 
     def move(self, hashes: Iterable[bytes], *, in_pool: bool) -> bool:
         """Between its pool and below. False when it was not known to hold all of them: those stay unknown."""
         wanted = list(hashes)
-        known = list(self.holders.held(wanted, self.both))
+        known = self.holders.known(wanted, self.both)
         self.holders.put(known, self.both, self.both if in_pool else self.anywhere)
         return len(known) == len(wanted)
 
@@ -125,31 +118,25 @@ class Member:
         num_dropped = self.holders.drop(hashes, self.both)
         self.lately_removed.extend(hashes[-_REMEMBERED:])
         self.num_blocks -= num_dropped
-        if len(self._held) > HASH_BYTES * (2 * self.num_blocks + _SLACK):
-            self._held = bytearray(b"".join(self.held()))
         return num_dropped == len(hashes)
 
     def replace(self, hashes: Iterable[bytes], lowered: Iterable[bytes]) -> bool:
         """It holds exactly these now, `lowered` of them only below its pool. False when not all fit, or some are no hashes."""
         unique = list(dict.fromkeys(hashes))
         fitting = dict.fromkeys([one for one in unique if len(one) == HASH_BYTES][: self.max_blocks])
-        self.holders.drop([one for one in self.held() if one not in fitting], self.both)
+        if self.num_blocks:
+            self.holders.keep(list(fitting), self.both)
         below = fitting.keys() & set(lowered)
-        self.holders.put([one for one in fitting if one not in below] if below else list(fitting), self.both, self.both)
-        self.holders.put(list(below), self.both, self.anywhere)
+        in_pool, low = list(fitting), []
+        if below:
+            in_pool, low = [one for one in fitting if one not in below], [one for one in fitting if one in below]
+        self.holders.put(in_pool, self.both, self.both)
+        self.holders.put(low, self.both, self.anywhere)
         self.num_blocks = len(fitting)
-        self._held = bytearray(b"".join(fitting))
         return len(fitting) == len(unique)
 
-    def held(self) -> Iterator[bytes]:
-        """What it holds, each once."""
-        names = dict.fromkeys(one for (one,) in _HASH.iter_unpack(self._held))
-        return self.holders.held(names, self.both)
-
-    @property
-    def num_listed(self) -> int:
-        return len(self._held) // HASH_BYTES
-
-    def listed(self, place: int) -> bytes:
-        """One of the list: it may not hold it any more."""
-        return bytes(self._held[HASH_BYTES * place : HASH_BYTES * (place + 1)])
+    def clear(self) -> None:
+        """It holds nothing."""
+        if self.num_blocks:
+            self.holders.keep((), self.both)
+        self.num_blocks = 0

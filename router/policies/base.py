@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvrelay.router.types import RouteRequest, Way
 
-__all__ = ["MAX_WAYS", "Ask", "Bools", "Floats", "Ints", "Options", "Policy", "Side", "Way", "taken"]
+__all__ = ["MAX_WAYS", "Ask", "Bools", "Floats", "Ints", "Options", "Policy", "Side", "Way", "any_of", "taken"]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -23,9 +23,11 @@ MAX_WAYS = 16
 """Ways that a policy lists, best first."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Side:
     """The workers of one role that may take a request, as columns: row i is `names[i]`. Not to be written into.
+
+    Two are made for each decision; not frozen, since making one of 19 fields then takes ten times as long (1.4 us).
 
     Token counts of the prompt (`held`, `coming`, `below`) are whole blocks. Speeds are measured ones, else what is assumed of a
     worker that has not measured: never 0.
@@ -53,6 +55,11 @@ class Side:
 
     def __len__(self) -> int:
         return len(self.names)
+
+
+def any_of(bools: Bools) -> bool:
+    """As `bools.any()`, in a fifth of the time where there are few."""
+    return len(bools) > 0 and bool(bools[bools.argmax()])
 
 
 def taken(side: Side, rows: Ints) -> Side:

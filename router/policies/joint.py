@@ -13,6 +13,7 @@ Rules:
 """
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import ClassVar
 
 import numpy as np
@@ -80,19 +81,19 @@ class Joint:
 
 
 class _Ways:
-    """Ways as columns: rows of both sides (NONE: no such worker), and the common terms [terms, ways]."""
+    """Ways as columns: who computes the prompt (by number, see CommonCost), the row of who decodes (NONE: nobody), [terms, ways]."""
 
-    __slots__ = ("decode", "parts", "prefill")
+    __slots__ = ("computing", "decode", "parts")
 
-    def __init__(self, prefill: Ints, decode: Ints, parts: Floats) -> None:
-        self.prefill, self.decode, self.parts = prefill, decode, parts
+    def __init__(self, computing: Ints, decode: Ints, parts: Floats) -> None:
+        self.computing, self.decode, self.parts = computing, decode, parts
 
     @classmethod
     def join(cls, several: list["_Ways"]) -> "_Ways":
         if len(several) == 1:
             return several[0]
         return cls(
-            np.concatenate([ways.prefill for ways in several]),
+            np.concatenate([ways.computing for ways in several]),
             np.concatenate([ways.decode for ways in several]),
             np.concatenate([ways.parts for ways in several], axis=1),
         )
@@ -103,8 +104,9 @@ class _Scene:
 
     def __init__(self, ask: Ask, prefills: Side, decodes: Side, model: CostModel) -> None:
         self.ask, self.model = ask, model
-        self.cost = CommonCost(ask, prefills, decodes, model)
+        self.cost = CommonCost(ask, prefills, decodes, model, num_more=len(OWN_TERMS))
         self.prefills, self.decodes = prefills, decodes
+        self._spreads: Floats | None = None
 
     def prefill_only(self) -> _Ways:
         rows = self._senders()
@@ -113,9 +115,10 @@ class _Scene:
     def pairs(self) -> _Ways:
         """The cheapest of each role, each with each; not with decode workers that need nobody."""
         senders, targets = self._senders(), self._targets()
-        if self.ask.request.force != "remote":
+        if self.ask.request.force != "remote" and self.cost.has_near:
             targets = targets[~self.cost.is_near[targets]]
-        computing, decode = np.repeat(senders, len(targets)), np.concatenate((targets,) * len(senders))
+        first, second = _crossed(len(senders), len(targets))
+        computing, decode = senders[first], targets[second]
         return _Ways(computing, decode, self.cost.pairs(computing, decode))
 
     def local(self) -> _Ways:
@@ -123,16 +126,16 @@ class _Scene:
         rows = np.arange(len(self.decodes))
         parts = self.cost.local(rows)
         if len(rows) > SHORTLIST:
-            score = self.judged(parts, rows + self.cost.num_prefills, rows).sum(axis=0)
+            score = np.add.reduce(self.judged(parts, rows + self.cost.num_prefills, rows), axis=0)
             rows = cheapest(score, self.decodes.turn, SHORTLIST)
             parts = parts[:, rows]
-        return _Ways(np.full(len(rows), NONE), rows, parts)
+        return _Ways(rows + self.cost.num_prefills, rows, parts)
 
     def _senders(self) -> Ints:
         rows = np.arange(len(self.prefills))
         if len(rows) <= SHORTLIST:
             return rows
-        score = self.judged(self.cost.prefill_only(rows), rows, None).sum(axis=0)
+        score = np.add.reduce(self.judged(self.cost.prefill_only(rows), rows, None), axis=0)
         return cheapest(score, self.prefills.turn, SHORTLIST)
 
     def _targets(self) -> Ints:
@@ -140,25 +143,30 @@ class _Scene:
         if len(side) <= SHORTLIST:
             return np.arange(len(side))
         late = chance_of_missing(side.pace_s / cost.tpot_s)
-        score = cost.decode.sum(axis=0) + self.model.unhidden_share * cost.arriving_s + self.model.missed_s * late
+        score = (
+            np.add.reduce(cost.decode, axis=0)
+            + self.model.unhidden_share * cost.arriving_s
+            + self.model.missed_s * late
+        )
         return cheapest(score, side.turn, SHORTLIST)
 
     def judged(self, parts: Floats, computing: Ints, decode: Ints | None) -> Floats:
-        """The common terms of some ways, and ours below them. `computing`: by number, see CommonCost."""
+        """The common terms of some ways, with ours written below them. `computing`: by number, see CommonCost."""
         ask, cost = self.ask, self.cost
-        ours = np.zeros((len(OWN_TERMS), parts.shape[1]))
-        judged: Floats = np.concatenate((parts, ours))
-        share = parts[_TTFT].sum(axis=0) * (1.0 / cost.ttft_s)
+        share = parts[_TTFT[0]] + parts[_TTFT[1]]
+        for term in _TTFT[2:]:
+            share += parts[term]
+        share *= 1.0 / cost.ttft_s
         if decode is not None:
             share = np.maximum(share, self.decodes.pace_s[decode] * (1.0 / cost.tpot_s))
-        np.multiply(chance_of_missing(share), self.model.missed_s, out=judged[MISS])
+        np.multiply(chance_of_missing(share), self.model.missed_s, out=parts[MISS])
         if ask.arrivals_per_s:
-            self._replicate(judged, computing)
+            self._replicate(parts, computing)
         if ask.excess:
-            np.multiply(parts[PRESSURE] + parts[STALL], min(ask.excess, MAX_EXCESS), out=judged[TENANT])
+            np.multiply(parts[PRESSURE] + parts[STALL], min(ask.excess, MAX_EXCESS), out=parts[TENANT])
         if ask.others:
-            judged[SPREAD] = self._spread(computing)
-        return judged
+            parts[SPREAD] = self._spread()[computing]
+        return parts
 
     def _replicate(self, judged: Floats, computing: Ints) -> None:
         """The hotter a prefix for those that hold it, the less it counts that another has to compute it first.
@@ -175,16 +183,24 @@ class _Scene:
         holders = int(np.count_nonzero(uncached <= num_tokens - SAME_SHARE * most_held))
         if load <= holders:
             return
-        extra = np.minimum(work[computing] - work[least], most_held / num_tokens * work[computing])
+        own = work[computing]
+        extra = np.minimum(own - work[least], most_held / num_tokens * own)
         factor = 1.0 + judged[PRESSURE] / np.maximum(judged[COMPUTE], 1e-9)
         judged[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
 
-    def _spread(self, computing: Ints) -> Floats:
-        """At most the work that other routers can have sent since the worker's last report: a second each second, of all."""
-        age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))[computing]
-        drawn = (self.ask.draw + (computing + 1) * _GOLDEN) % 1.0
-        spread: Floats = self.ask.others * np.minimum(age_s, FRESH_S) * drawn
-        return spread
+    def _spread(self) -> Floats:
+        """By number, at most the work that other routers can have sent since the worker's last report: a second each second, of all."""
+        if self._spreads is None:
+            age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))
+            drawn = (self.ask.draw + np.arange(1, len(age_s) + 1) * _GOLDEN) % 1.0
+            self._spreads = self.ask.others * np.minimum(age_s, FRESH_S) * drawn
+        return self._spreads
+
+
+@lru_cache(maxsize=64)
+def _crossed(count: int, other: int) -> tuple[Ints, Ints]:
+    """Each of so many with each of the others, by place."""
+    return np.repeat(np.arange(count), other), np.tile(np.arange(other), count)
 
 
 def chance_of_missing(share: Floats) -> Floats:
@@ -194,22 +210,16 @@ def chance_of_missing(share: Floats) -> Floats:
 
 def _listed(scene: _Scene, ways: _Ways) -> list[Way]:
     """The best of them in order."""
-    prefill, decode = ways.prefill, ways.decode
-    is_local = prefill == NONE
-    computing = np.where(is_local, decode + scene.cost.num_prefills, prefill)
-    judged = scene.judged(ways.parts, computing, decode if scene.ask.request.needs_decode or is_local.all() else None)
-    scores = judged.sum(axis=0)
-    target_turn = np.where(decode == NONE, 0, _turn(scene.decodes, decode))
-    source_turn = np.where(is_local, target_turn, _turn(scene.prefills, prefill))
+    computing, decode, num_prefills = ways.computing, ways.decode, scene.cost.num_prefills
+    has_decode = len(decode) > 0 and decode[0] != NONE  # then all have
+    prefill = np.where(computing < num_prefills, computing, NONE)
+    judged = scene.judged(ways.parts, computing, decode if has_decode else None)
+    scores = np.add.reduce(judged, axis=0)
+    source_turn = np.concatenate((scene.prefills.turn, scene.decodes.turn))[computing]
+    target_turn = scene.decodes.turn[decode] if has_decode else decode
     keys = (decode, prefill, target_turn, source_turn, whole_units(scores))
     order = np.lexsort(keys)[:MAX_WAYS]
-    rows = zip(prefill[order].tolist(), decode[order].tolist(), scores[order].tolist(), strict=True)
+    prefills = [None if row == NONE else row for row in prefill[order].tolist()]
+    decodes = [None if row == NONE else row for row in decode[order].tolist()]
     parts = map(tuple, judged[:, order].T.tolist())
-    return [
-        Way(None if p == NONE else p, None if d == NONE else d, score, terms)
-        for (p, d, score), terms in zip(rows, parts, strict=True)
-    ]
-
-
-def _turn(side: Side, rows: Ints) -> Ints:
-    return side.turn[rows] if len(side) else np.zeros(len(rows), np.int64)
+    return list(map(Way, prefills, decodes, scores[order].tolist(), parts))

@@ -1,6 +1,8 @@
 """How deep each worker holds a chain: two depths, holes, jumps; held against the plain definition by a state machine."""
 
 import gc
+import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,8 +17,9 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.router.index.bits import FIRST_BIT, anywhere_bit, both_bits, depths_by_row
-from kvrelay.router.index.holders import CHUNK, MAX_NOTED, Holders
+from kvrelay.router.index.bits import anywhere_bit, both_bits, depths_by_row
+from kvrelay.router.index.holders import CHUNK, MAX_GATHERED
+from kvrelay.router.index.slots import Slots
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
 
@@ -26,6 +29,14 @@ def chain(name, length, first=0):
 
 
 LONG = chain("x", 5 * CHUNK)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_rows():
+    """So that slots are soon filled anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrelay.router.index.slots.MIN_GROWTH", 4)
+        yield
 
 
 def fed(**held):
@@ -51,8 +62,30 @@ def twice(index, hashes):
     return walked
 
 
-def num_chunks(index):
-    return sum(holders.num_chunks for holders in index._holders.values())
+def num_rows(index, hashes):
+    """How many rows of slots next to each other a chain lies in."""
+    slots = [index._holders[1]._slots.slot_of[one] for one in hashes]
+    return 1 + sum(slot + 1 != after for slot, after in pairwise(slots))
+
+
+class Looks:
+    """Counts the names that lookups compare and the pieces of the prompt that they pack."""
+
+    def __init__(self, monkeypatch):
+        self.hashes = 0
+        is_named = Slots._is_named
+
+        def counted(slots, slot, packed):
+            self.hashes += len(packed) // 16
+            return is_named(slots, slot, packed)
+
+        monkeypatch.setattr(Slots, "_is_named", counted)
+
+    def of(self, index, hashes):
+        """Hashes compared by one lookup."""
+        before = self.hashes
+        depths(index, hashes)
+        return self.hashes - before
 
 
 def test_what_was_lowered_counts_below_the_pool_and_what_was_raised_in_it_again():
@@ -99,11 +132,22 @@ def test_what_is_no_hash_is_not_taken():
     assert (index.state("w1"), index.num_blocks("w1")) == (IndexState.DEGRADED, 1)
 
 
-def test_a_lookup_notes_whole_chunks_and_later_ones_jump():
-    index = fed(w1=LONG, w2=LONG[: 2 * CHUNK + 5])
-    assert twice(index, LONG) == {"w1": (320, 320), "w2": (133, 133)}
-    assert num_chunks(index) == 4  # the one in which w2 ends is walked each time
+def test_a_first_lookup_compares_each_name_and_later_ones_a_few(monkeypatch):
+    looks, index = Looks(monkeypatch), fed(w1=LONG, w2=LONG[: 2 * CHUNK + 5])
+    assert len(LONG) <= looks.of(index, LONG) < len(LONG) + 20
+    assert looks.of(index, LONG) == 1
+    assert looks.of(index, [*LONG[:200], *chain("y", 10)]) < 12  # where they part is searched by halves
+    assert depths(index, LONG) == {"w1": (320, 320), "w2": (133, 133)}
     assert depths(index, [*LONG[: CHUNK - 1], *chain("y", 10)]) == {"w1": (63, 63), "w2": (63, 63)}
+
+
+def test_who_comes_to_hold_it_and_who_goes_takes_nothing_of_what_is_known_of_a_chain(monkeypatch):
+    looks, index = Looks(monkeypatch), fed(w1=LONG, w2=[])
+    depths(index, LONG)
+    index.apply_events("w2", 1, LONG[:100], [])
+    index.apply_events("w1", 1, [], LONG[50:])
+    assert looks.of(index, LONG) == 1
+    assert depths(index, LONG) == {"w1": (50, 50), "w2": (100, 100)}
 
 
 @pytest.mark.parametrize("first", [0, 1, 30, CHUNK - 1])
@@ -123,51 +167,61 @@ def test_a_run_of_blocks_that_are_no_chain_is_no_hit():
     assert twice(index, [*LONG[:3], LONG[5], *LONG[11:90]]) == {"w1": (3, 3)}
 
 
-def test_runs_go_with_their_blocks():
+def test_what_is_held_no_more_leaves_nothing_and_its_slots_are_used_again():
     index = fed(w1=LONG, w2=LONG[:CHUNK])
-    index.apply_events("w1", 1, [], LONG)
-    index.apply_events("w2", 1, [], LONG[:CHUNK])
     holders = index._holders[1]
-    tables = (holders._masks, holders._runs, holders._run_masks, holders._run_of, holders._chunks, holders._chunk_of)
-    assert [len(table) for table in tables] == [0] * 6
+    size = len(holders._slots.kinds)
+    for turn in range(20):
+        index.apply_events("w1", 2 * turn + 1, chain(f"t{turn}", 300), LONG if not turn else [])
+        index.apply_events("w1", 2 * turn + 2, [], chain(f"t{turn}", 300))
+    index.apply_events("w2", 1, [], LONG[:CHUNK])
+    assert (len(index), holders.num_kinds, len(holders._slots.slot_of)) == (0, 0, 0)
+    assert not any(holders._slots.kinds) and len(holders._slots.kinds) < 2 * size + 300
 
 
-def test_one_lookup_notes_only_so_many_chunks():
-    hashes = chain("z", (MAX_NOTED + 3) * CHUNK)
-    index = fed(w1=hashes[::-1])  # in an order of which no run is of use
-    depths(index, hashes)
-    assert num_chunks(index) == MAX_NOTED
-    depths(index, hashes)
-    assert num_chunks(index) == MAX_NOTED + 3
+def test_scattered_blocks_are_moved_next_to_each_other_as_they_are_looked_up():
+    hashes = chain("z", (MAX_GATHERED + 3) * CHUNK)
+    index = fed(w1=hashes[::-1], w2=[])
+    assert num_rows(index, hashes) == len(hashes)
+    assert depths(index, hashes) == {"w1": (704, 704)}
+    assert num_rows(index, hashes) <= (3 * CHUNK - 2) + 3 + MAX_GATHERED
+    assert twice(index, hashes) == {"w1": (704, 704)}
+    assert num_rows(index, hashes) <= 2 + MAX_GATHERED + 3
+    index.apply_events("w2", 1, hashes[:100], [])
+    index.apply_events("w1", 1, [], [hashes[60]])
+    assert twice(index, hashes) == {"w1": (60, 60), "w2": (100, 100)}
 
 
-def test_a_block_that_goes_takes_its_chunk_s_note_with_it_and_no_other():
-    index = fed(w1=LONG, w2=LONG)
-    twice(index, LONG)
-    assert num_chunks(index) == 5
-    index.apply_events("w1", 1, [], [LONG[CHUNK + 7]])
-    assert num_chunks(index) == 4
-    assert twice(index, LONG) == {"w1": (71, 71), "w2": (320, 320)}
-    index.apply_events("w1", 2, [LONG[CHUNK + 7]], [])
-    assert twice(index, LONG) == {"w1": (320, 320), "w2": (320, 320)}
-    assert num_chunks(index) == 5
+def test_chains_that_part_stay_where_they_are():
+    """Two conversations with one beginning do not take it from each other."""
+    one, other = chain("s", 9) + chain("a", 10) + chain("c", 20), chain("s", 9) + chain("a", 10) + chain("d", 20)
+    index = fed(w1=[*one, *other[19:]])
+    for hashes in (one, other, one, other):
+        assert depths(index, hashes) == {"w1": (39, 39)}
+    assert (num_rows(index, one), num_rows(index, other)) == (1, 2)
 
 
 def test_a_hole_is_found_by_who_jumped_over_it_before():
-    """The control: with notes that nothing takes away, the hole is jumped over."""
+    index = fed(w1=LONG, w2=LONG)
+    assert twice(index, LONG) == {"w1": (320, 320), "w2": (320, 320)}
+    index.apply_events("w1", 1, [], [LONG[CHUNK + 7]])
+    assert twice(index, LONG) == {"w1": (71, 71), "w2": (320, 320)}
+    index.apply_events("w1", 2, [LONG[CHUNK + 7]], [])
+    assert twice(index, LONG) == {"w1": (320, 320), "w2": (320, 320)}
+
+
+def test_a_block_that_comes_back_is_found_in_another_slot():
     index = fed(w1=LONG)
-    twice(index, LONG)
-    index._holders[1]._break = lambda marks: None
-    index.apply_events("w1", 1, [], [LONG[3]])
-    assert depths(index, LONG) == {"w1": (320, 320)}
+    depths(index, LONG)
+    index.apply_events("w1", 1, [], LONG[3:5])
+    index.apply_events("w1", 2, [*chain("y", 3), *LONG[3:5]], [])
+    assert twice(index, LONG) == {"w1": (320, 320)} and num_rows(index, LONG) == 3
 
 
-def test_chains_that_part_within_a_chunk_each_find_the_hole_before_it():
-    """A block may be in two chunks, with different ends; only one of them is noted at a time."""
+def test_chains_that_part_each_find_the_hole_before_it():
     one, other = chain("s", 9) + chain("a", CHUNK - 9), chain("s", 9) + chain("b", CHUNK - 9)
     index = fed(w1=[*one, *other[9:]])
     assert twice(index, one) == twice(index, other) == twice(index, one) == {"w1": (CHUNK, CHUNK)}
-    assert num_chunks(index) == 1
     index.apply_events("w1", 1, [], [one[3]])
     assert twice(index, one) == twice(index, other) == {"w1": (3, 3)}
 
@@ -187,41 +241,39 @@ def test_masks_of_many_workers():
     assert twice(fed(**names), LONG) == {name: (len(held), len(held)) for name, held in names.items() if held}
 
 
-def test_the_list_of_what_a_worker_holds_does_not_grow_with_what_came_and_went():
-    index = fed(w1=LONG)
-    for turn in range(200):
-        index.apply_events("w1", 2 * turn + 1, chain("y", 50), [])
-        index.apply_events("w1", 2 * turn + 2, [], chain("y", 50))
-    assert index._members["w1"].num_listed <= 2 * len(LONG) + 1024 + 50
-    index.remove_worker("w1")
-    assert len(index) == 0
-
-
-def test_blocks_with_the_same_holders_share_one_mask():
+def test_blocks_with_the_same_holders_are_of_one_kind():
     names = {f"w{i}": LONG for i in range(50)}
     index = fed(**names)
-    assert len({id(mask) for mask in index._holders[1]._masks.values()}) == 1
+    assert index._holders[1].num_kinds == 1
+    index.remove_worker("w7")
+    assert index._holders[1].num_kinds == 1
+    index.apply_events("w8", 1, [], LONG[:3])
+    assert index._holders[1].num_kinds == 2
 
 
 def test_the_collector_walks_none_of_it():
-    holders = fed(w1=LONG, w2=LONG)._holders[1]
-    holders.walk(LONG, both_bits(0))
-    assert holders.num_chunks and not any(
-        gc.is_tracked(table)
-        for table in (
-            holders._masks,
-            holders._chunks,
-            holders._chunk_of,
-            holders._shared,
-            holders._runs,
-            holders._run_masks,
-            holders._run_of,
-        )
-    )
+    slots = fed(w1=LONG, w2=LONG)._holders[1]._slots
+    assert not any(gc.is_tracked(getattr(slots, name)) for name in Slots.__slots__ if name != "kinds")
+
+
+def test_slots_among_others_that_stay_are_filled():
+    """Every third block stays, in an order of which no row is of use; what comes then lies between them."""
+    hashes = chain("z", 3000)
+    index = fed(w1=hashes)
+    gone = [one for place, one in enumerate(hashes) if place % 3]
+    random.Random(1).shuffle(gone)
+    index.apply_events("w1", 1, [], gone)
+    size = len(index._holders[1]._slots.kinds)
+    new = chain("n", 900)
+    index.apply_events("w1", 2, new, [])
+    assert len(index._holders[1]._slots.kinds) == size
+    assert twice(index, new) == {"w1": (900, 900)}
+    assert depths(index, hashes) == {"w1": (1, 1)}
+    assert index.num_blocks("w1") == 1900
 
 
 def test_bits_of_rows():
-    assert anywhere_bit(0) == 1 << FIRST_BIT and both_bits(1) == 3 << (FIRST_BIT + 2)
+    assert anywhere_bit(0) == 1 and both_bits(1) == 12
     many = sum(both_bits(row) for row in range(40))
     found = depths_by_row([(3, both_bits(41) - anywhere_bit(41)), (5, anywhere_bit(41)), (9, many)], 43)
     assert found[41].tolist() == [5, 3] and found[40].tolist() == found[42].tolist() == [0, 0]
@@ -276,6 +328,16 @@ class DepthsMachine(RuleBasedStateMachine):
         (self.below if low else self.pool)[name] |= new
         self.event(name, stored=new, lowered=new if low else ())
 
+    @rule(chain_name=st.sampled_from("abc"), start=st.integers(1, 8), length=st.integers(1, 6))
+    def start_alone_with_other_blocks_in_between(self, chain_name, start, length):
+        """Names lie where the chain's would."""
+        for name in list(self.pool):
+            self.index.remove_worker(name)
+        hashes = [*TREE[chain_name][:start], *TREE["d"][:length], *TREE[chain_name][start + length :]]
+        self.index.add_worker("w1", max_blocks=1000)
+        self.index.apply_snapshot("w1", 0, hashes)
+        self.pool, self.below, self.seq = {"w1": set(hashes)}, {"w1": set()}, {"w1": 0}
+
     @precondition(lambda self: self.pool)
     @rule(data=st.data(), kind=st.sampled_from(["removed", "lowered", "raised"]))
     def change(self, data, kind):
@@ -314,32 +376,45 @@ class DepthsMachine(RuleBasedStateMachine):
     def teardown(self):
         for name in list(getattr(self, "pool", ())):
             self.index.remove_worker(name)
-        assert not hasattr(self, "index") or (len(self.index), num_chunks(self.index)) == (0, 0)
+        if hasattr(self, "index"):
+            assert len(self.index) == 0
+            assert not any(holders.num_kinds or any(holders._slots.kinds) for holders in self.index._holders.values())
 
 
 TestDepthsMachine = DepthsMachine.TestCase
 TestDepthsMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
 
 
-@pytest.mark.parametrize("broken", ["_break", "count"])
+def no_edges(monkeypatch):
+    monkeypatch.setattr(Slots, "_mark_edge", lambda self, slot: None)
+
+
+def unverified(monkeypatch):
+    is_named = Slots._is_named
+    monkeypatch.setattr(
+        Slots, "_is_named", lambda self, slot, packed: is_named(self, slot + len(packed) // 16 - 1, packed[-16:])
+    )
+
+
+def kept_chains(monkeypatch):
+    add = Slots.add
+
+    def without_forgetting(self, hashes, kind):
+        before = bytes(self._chained)
+        add(self, hashes, kind)
+        self._chained[: len(before)] = before
+
+    monkeypatch.setattr(Slots, "add", without_forgetting)
+
+
+@pytest.mark.parametrize("broken", [no_edges, unverified, kept_chains])
 def test_the_machine_finds_an_index_that_assumes_what_it_must_verify(broken, monkeypatch):
-    """A control: notes that nothing takes away; chunks of which the first and the last block alone are looked at."""
-
-    class FirstAndLast(list):
-        def count(self, value):
-            return len(self) if self[-1] == value else super().count(value)
-
-    if broken == "_break":
-        monkeypatch.setattr(Holders, "_break", lambda self, marks: None)
-    else:
-        masks_of = Holders._masks_of
-        monkeypatch.setattr(
-            Holders, "_masks_of", lambda *given: ((found := masks_of(*given)) and FirstAndLast(found[0]), found[1])
-        )
+    """Controls: jumps over changes of holders; only the ends of what is compared are; slots that are filled anew stay chained."""
+    broken(monkeypatch)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             DepthsMachine,
             settings=settings(
-                max_examples=300, stateful_step_count=25, deadline=None, database=None, phases=[Phase.generate]
+                max_examples=400, stateful_step_count=25, deadline=None, database=None, phases=[Phase.generate]
             ),
         )
