@@ -19,11 +19,12 @@ _BLOCKS_EACH = 2  # that one token of a sequence can take: the next block, and a
 class Leaps:
     """The decode batch of one scheduler. `token`: what every sleeper gets, each step.
 
-    Whoever changes or reads a sequence otherwise calls `wake` or `refresh` before it.
+    Whoever changes or reads a sequence beside the scheduler's planning calls `wake` or `refresh` before it.
     """
 
     def __init__(self, scheduler: Scheduler, token: int) -> None:
         self._scheduler, self._token = scheduler, token
+        scheduler.before_headroom = self.refresh
         self._step = 0
         self._asleep: dict[Sequence, int] = {}  # up to which step it has its tokens
         self._ends: list[tuple[int, int, Sequence]] = []  # a heap: after which step, arrival, who wakes
@@ -54,9 +55,7 @@ class Leaps:
         if self._may_crowd(len(running) - len(asleep)):
             self.wake()
             return 0
-        if scheduler.waiting:  # who is to join may ask what the others have come to
-            self.refresh()
-        if scheduler.waiting or len(asleep) < len(running):
+        if len(asleep) < len(running) or scheduler.waiting:
             return 0
         return 1 if scheduler.reserving else self._ends[0][0] - self._step
 

@@ -8,7 +8,7 @@ import math
 from array import array
 from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 
@@ -31,6 +31,10 @@ from kvrelay.types import BlockId, FinishReason
 from kvrelay.wire import SequenceRequest
 
 _arrival = attrgetter("arrival")
+
+
+def _nothing() -> None:
+    """Everything is as it says."""
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -115,6 +119,7 @@ class Scheduler:
         self.hit_tokens = 0
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
+        self.before_headroom: Callable[[], object] = _nothing  # before lengths of outputs are looked at: see leap.py
         self.pinning = Pinning(pool, lambda: self.tiers)
         self.preemptor = Preemptor(pool, block_size)
         self.lengths = OutputLengths()
@@ -357,6 +362,7 @@ class Scheduler:
         others = [*self.running, *self.receiving.values()]
         if not others or not self.limits.headroom:
             return len(others)
+        self.before_headroom()
         everyone = [seq, *others]
         count = len(everyone)
         so_far = np.fromiter((one.num_output for one in everyone), np.float64, count)

@@ -136,11 +136,7 @@ class VirtualEngine:
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.reserving:
             scheduler.turn_late_away(now_s)
-        if not scheduler.reserving:
-            return []
-        if scheduler.limits.headroom:  # it looks at what those that run have come to
-            self._leaps.refresh()
-        return scheduler.grant_reservations()
+        return scheduler.grant_reservations() if scheduler.reserving else []
 
     def begin(self, now_s: float, factor: float) -> Stride | None:
         """What is computed from now on; None: nothing can be. `factor`: on the curve's times."""
@@ -189,15 +185,19 @@ class VirtualEngine:
         self._sample(plan, told)
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
 
-    def take_gone(self, told: Told) -> None:
+    def take_gone(self) -> Told | None:
         """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
         scheduler = self.scheduler
+        if not scheduler.turned_away and not scheduler.handed_back:
+            return None
+        told = Told()
         if scheduler.turned_away:
             told.refused += [(seq.request_id, reason) for seq, reason in scheduler.turned_away]
             scheduler.turned_away = []
         if scheduler.handed_back:
             told.handed_back += [(seq.request_id, seq.num_output) for seq in scheduler.handed_back]
             scheduler.handed_back.clear()
+        return told
 
     def _sample(self, plan: StepPlan, told: Told) -> None:
         """Who reached its end gets a token: the last of an output that is over with it."""
@@ -230,6 +230,8 @@ class VirtualEngine:
         return self.scheduler.has_work
 
     def drain_events(self) -> KvEvents | None:
+        if self.below is None and not self.pool.has_changes:
+            return None
         return self._events.drain(self.pool, self.below.tiers.tiers.drain_changes() if self.below is not None else ())
 
     def snapshot(self) -> KvSnapshot:

@@ -224,15 +224,15 @@ class Worker:
         inbox, self._inbox = self._inbox, []
         for call, args in inbox:
             call(*args)
-        now_s, told = self._clock.now_s, Told()
+        now_s = self._clock.now_s
         for seq in self.engine.grants(now_s):
             self._granted(seq)
         factor = (
             self.slowness if self._noise is None else self.slowness * math.exp(self._noise.gauss(0, self._delays.noise))
         )
         stride = self._stride = self.engine.begin(now_s, factor)
-        self.engine.take_gone(told)
-        self._tell_all(told)
+        if (gone := self.engine.take_gone()) is not None:
+            self._tell_all(gone)
         if stride is None:
             self._publish(is_idle=True)
             self._be_patient()
