@@ -1,44 +1,143 @@
-"""Several decode steps at once, for whoever wants to know only what they lead to: the simulator. Pure.
+"""Decode steps without looking at every sequence each time, for whoever wants to know only what they lead to: the simulator. Pure.
 
-A stretch of steps in which every running sequence just gets a token is the same work over and over. `leap` leaves the
-scheduler and its sequences as those steps would, one by one (tests/spec/test_leap.py).
+Most sequences of a decode batch just get a token in a step: no block is filled or needed, nothing ends. For those it is known
+how long that goes on, so they sleep until then; the scheduler plans and applies a step for the others alone, and a stretch in
+which all sleep is passed at once. What sleepers came to meanwhile is noted when somebody looks (`refresh`), or wakes them.
+All is left as single steps of everybody would leave it (tests/spec/test_leap.py).
 """
 
-from collections import defaultdict
+import heapq
+from collections import Counter
+from collections.abc import Collection
 
-from kvrelay.engine.scheduler import Scheduler
+from kvrelay.engine.scheduler import Scheduler, StepPlan
+from kvrelay.engine.sequence import Sequence
+
+_BLOCKS_EACH = 2  # that one token of a sequence can take: the next block, and a copy of one that it shares
 
 
-def quiet_steps(scheduler: Scheduler) -> int:
-    """So many of the next steps give each running sequence a token and do nothing else; 0: look at the next one by itself.
+class Leaps:
+    """The decode batch of one scheduler. `token`: what every sleeper gets, each step.
 
-    Nothing else: nobody joins, ends, fills a block or needs one. Who has a last token coming must have said so by its
-    `plain_until`.
+    Whoever changes or reads a sequence beside the scheduler's planning calls `wake` or `refresh` before it.
     """
-    running = scheduler.running
-    if not running or len(running) > scheduler.limits.token_budget:
-        return 0
-    if scheduler.waiting or scheduler.reserving or scheduler.swapped or scheduler.groups.by_id:
-        return 0
-    count = 1 << 30
-    for seq in running:
+
+    def __init__(self, scheduler: Scheduler, token: int) -> None:
+        self._scheduler, self._token = scheduler, token
+        scheduler.before_headroom = self.refresh
+        self._step = 0
+        self._asleep: dict[Sequence, int] = {}  # up to which step it has its tokens
+        self._ends: list[tuple[int, int, Sequence]] = []  # a heap: after which step, arrival, who wakes
+        self._tenants: Counter[str] = Counter()  # of the sleepers
+        self._context = 0  # tokens that they attend to in the next step
+
+    @property
+    def asleep(self) -> Collection[Sequence]:
+        """Whom `Scheduler.schedule_beside` need not look at."""
+        return self._asleep
+
+    @property
+    def context_tokens(self) -> int:
+        """That the sleepers attend to in the next step."""
+        return self._context
+
+    # ---- before a step
+
+    def look(self) -> int:
+        """So many steps bring every sequence a token and do nothing else; 0: the next must be planned, for who does not sleep."""
+        scheduler, asleep = self._scheduler, self._asleep
+        running = scheduler.running
+        if len(asleep) < len(running):
+            num_awake = sum([seq not in asleep and not self._falls_asleep(seq) for seq in running])
+            assert len(asleep) + num_awake == len(running), "a sleeper left the batch"
+        if not asleep:
+            return 0
+        if self._may_crowd(len(running) - len(asleep)):
+            self.wake()
+            return 0
+        if len(asleep) < len(running) or scheduler.waiting:
+            return 0
+        return 1 if scheduler.reserving else self._ends[0][0] - self._step
+
+    def _may_crowd(self, num_awake: int) -> bool:
+        """Whether somebody may have to give way in the next step, or to stand back."""
+        scheduler = self._scheduler
+        return (
+            len(scheduler.running) > scheduler.limits.token_budget
+            or num_awake * _BLOCKS_EACH > scheduler.pool.num_available
+            or bool(scheduler.swapped or scheduler.groups.by_id)
+        )
+
+    def _falls_asleep(self, seq: Sequence) -> bool:
+        """Whether the next step just brings it a token. Who has a last token coming must have said so by its `plain_until`."""
         computed, num_tokens = seq.num_computed, len(seq.token_ids)
-        if num_tokens - computed != 1 or computed != seq.num_charged or computed < seq.num_given or not seq.is_pinned:
-            return 0
-        count = min(count, seq.own_until - 1 - computed, seq.plain_until - num_tokens)
-        if count <= 0:
-            return 0
-    return count
+        steps = min(seq.own_until - 1 - computed, seq.plain_until - num_tokens)
+        if (
+            steps <= 0
+            or num_tokens - computed != 1
+            or computed != seq.num_charged
+            or computed < seq.num_given
+            or not seq.is_pinned
+        ):
+            return False
+        self._asleep[seq] = self._step
+        heapq.heappush(self._ends, (self._step + steps, seq.arrival, seq))
+        self._tenants[seq.request.tenant] += 1
+        self._context += num_tokens
+        return True
 
+    # ---- after it
 
-def leap(scheduler: Scheduler, count: int, token: int) -> None:
-    """As `count` steps, at most `quiet_steps`, that bring this token to every running sequence each."""
-    scheduler.copied()
-    outputs: defaultdict[str, int] = defaultdict(int)
-    tokens = [token] * count
-    for seq in scheduler.running:
-        seq.token_ids += tokens
+    def passed(self, count: int) -> None:
+        """Of the steps that `look` told of, so many are over."""
+        self._scheduler.copied()
+        self._scheduler.shares.serve(self._served(count))
+        self._pass(count)
+
+    def advance(self, plan: StepPlan) -> None:
+        """A step is over: the sleepers have a token more, and the work of those that do not sleep is done."""
+        self._scheduler.copied()
+        self._scheduler.advance(*plan.work, others=self._served(1))
+        self._pass(1)
+
+    def _served(self, count: int) -> dict[str, int]:
+        """Tokens of output in so many steps, by tenant."""
+        return {tenant: count * number for tenant, number in self._tenants.items()}
+
+    def _pass(self, count: int) -> None:
+        ends, asleep = self._ends, self._asleep
+        self._step += count
+        self._context += count * len(asleep)
+        while ends and ends[0][0] <= self._step:
+            seq = heapq.heappop(ends)[2]
+            self._bring_up(seq, asleep.pop(seq))
+            self._context -= len(seq.token_ids)
+            tenant = seq.request.tenant
+            self._tenants[tenant] -= 1
+            if not self._tenants[tenant]:
+                del self._tenants[tenant]
+
+    # ---- for whoever looks
+
+    def refresh(self) -> None:
+        """Every sequence is what it has come to."""
+        asleep = self._asleep
+        for seq, since in asleep.items():
+            if since != self._step:
+                self._bring_up(seq, since)
+                asleep[seq] = self._step
+
+    def wake(self) -> None:
+        """The same, and none sleeps: they may be changed, or leave."""
+        if self._asleep:
+            self.refresh()
+            self._asleep.clear()
+            self._ends.clear()
+            self._tenants.clear()
+            self._context = 0
+
+    def _bring_up(self, seq: Sequence, since: int) -> None:
+        count = self._step - since
+        seq.token_ids += [self._token] * count
         seq.num_computed += count
         seq.num_charged += count
-        outputs[seq.request.tenant] += count
-    scheduler.shares.serve(outputs)

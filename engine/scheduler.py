@@ -6,9 +6,11 @@ Who is next in line says line.py; a step is filled up to the token budget, runni
 
 import math
 from array import array
+from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 
 import msgspec
 import numpy as np
@@ -27,6 +29,12 @@ from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.radix import BlockTable, Match
 from kvrelay.types import BlockId, FinishReason
 from kvrelay.wire import SequenceRequest
+
+_arrival = attrgetter("arrival")
+
+
+def _nothing() -> None:
+    """Everything is as it says."""
 
 
 class Scheduled(msgspec.Struct, frozen=True, gc=False):
@@ -111,11 +119,12 @@ class Scheduler:
         self.hit_tokens = 0
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
+        self.before_headroom: Callable[[], object] = _nothing  # before lengths of outputs are looked at: see leap.py
         self.pinning = Pinning(pool, lambda: self.tiers)
         self.preemptor = Preemptor(pool, block_size)
         self.lengths = OutputLengths()
         self.groups = Groups(self)
-        self._arrivals = self._num_kept = 0
+        self._arrivals = self._num_kept = self._longest_output = 0
         self._copies: list[BlockCopy] = []  # of the step that is being planned
         self._sources: list[BlockId] = []  # of copies that are not made yet: held
 
@@ -171,6 +180,7 @@ class Scheduler:
             self.num_displaced += 1
         self._arrivals += 1
         seq = Sequence(request, self.block_size, self._arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s)
+        self._longest_output = max(self._longest_output, request.sampling.max_tokens)
         self.sequences[request.request_id] = seq
         self.groups.begin(seq)
         return seq
@@ -200,6 +210,8 @@ class Scheduler:
 
     def _first(self, line: Line) -> Sequence | None:
         """Whose turn it is: who waits for blocks from a store stands back, for as long as the settings say."""
+        if not len(line):
+            return None
         return line.head(None if self.tiers is None else self.tiers.is_waiting)
 
     def _look_again(self) -> None:
@@ -254,8 +266,7 @@ class Scheduler:
 
     def seat(self, seq: Sequence) -> None:
         """It is in the batch from now on."""
-        self.running.append(seq)
-        self.running.sort(key=lambda other: other.arrival)
+        insort(self.running, seq, key=_arrival)
 
     def _has_seat(self, owed: int, seq: Sequence) -> bool:
         """Whether `seq`, with its group, may join; so many of the last seats are left to whom they are owed."""
@@ -326,7 +337,9 @@ class Scheduler:
         """These cached blocks and fresh ones for the rest of `seq`, all with a reference; None: no room."""
         self.pool.acquire(hit)
         need = self._blocks_at_most(seq) - len(hit)
-        spare = self._headroom(seq, need) + num_to_copy + owed
+        spare = num_to_copy + owed
+        if seq.group is not None or need + spare + self._most_headroom() > self.pool.num_available:
+            spare += self._headroom(seq, need)
         if seq.group is not None and self._will_part(seq):
             spare = max(spare, min(spare + seq.group.blocks_to_part(), self.pool.num_blocks - need - len(hit)))
         is_short = need + spare > self.pool.num_available
@@ -338,11 +351,18 @@ class Scheduler:
             return None
         return hit + fresh
 
+    def _most_headroom(self) -> int:
+        """`_headroom` is at most that: as if every output got as long as any request has allowed."""
+        num_others = len(self.running) + len(self.receiving)
+        blocks = (num_others + 1) * self._longest_output / self.block_size
+        return max(num_others, math.ceil(self.limits.headroom * blocks))
+
     def _headroom(self, seq: Sequence, num_own: int) -> int:
         """Blocks to leave free when `seq` joins with so many of its own: one for each that runs, or what they are expected to need."""
         others = [*self.running, *self.receiving.values()]
         if not others or not self.limits.headroom:
             return len(others)
+        self.before_headroom()
         everyone = [seq, *others]
         count = len(everyone)
         so_far = np.fromiter((one.num_output for one in everyone), np.float64, count)
@@ -370,13 +390,21 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Blocks are taken here; tokens are applied by `advance`."""
-        budget = self.limits.token_budget
+        return self.schedule_beside(())
+
+    def schedule_beside(self, asleep: Collection[Sequence]) -> StepPlan:
+        """The same for all but these, which run, just get a token and need nothing for it; their share of the budget is theirs.
+
+        The caller knows that nobody has to give way in this step, if any sleeps: see leap.py.
+        """
+        awake = [seq for seq in self.running if seq not in asleep] if asleep else self.running.copy()
+        budget = self.limits.token_budget - (len(self.running) - len(awake))
         singles: list[Scheduled] = []
         chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
         self.copied()
         self._look_again()
-        others = self._schedule_decodes(budget, singles, preempted)
+        others = self._schedule_decodes(awake, budget, singles, preempted)
         budget -= len(singles)
         num_passing = 0
         for seq in sorted(others, key=self._chunk_order):
@@ -395,20 +423,23 @@ class Scheduler:
             self._admit(budget, singles, chunks, preempted)
         if not preempted:
             return StepPlan((*singles, *chunks), len(singles), (), tuple(self._copies))
+        assert not asleep, "somebody gave way in a step in which others were not looked at"
         gone = set(map(id, preempted))
         singles = [item for item in singles if id(item.seq) not in gone]
         work = (*singles, *(item for item in chunks if id(item.seq) not in gone))
         copies = tuple(copy for copy in self._copies if id(copy.seq) not in gone)
         return StepPlan(work, len(singles), tuple(preempted), copies)
 
-    def _schedule_decodes(self, budget: int, singles: list[Scheduled], preempted: list[Sequence]) -> list[Sequence]:
+    def _schedule_decodes(
+        self, seqs: list[Sequence], budget: int, singles: list[Scheduled], preempted: list[Sequence]
+    ) -> list[Sequence]:
         """Schedule those that lack one token, as far as the budget goes; returns the others.
 
         Runs for every sequence in every step: short of a block's end it calls nothing.
         """
         running, work = State.RUNNING, Scheduled
         others: list[Sequence] = []
-        for seq in self.running.copy():  # who gives way leaves it meanwhile
+        for seq in seqs:
             start = seq.num_computed
             if len(seq.token_ids) - start != 1:
                 others.append(seq)
@@ -613,10 +644,13 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.gone(seq)
 
-    def advance(self, *work: Scheduled) -> None:
-        """The KV of this work is in its blocks now. A step's is told at once: its tenants then pay once each."""
+    def advance(self, *work: Scheduled, others: Mapping[str, int] | None = None) -> None:
+        """The KV of this work is in its blocks now. A step's is told at once: its tenants then pay once each.
+
+        others: by tenant, single tokens of output that it computed beside, which are in their sequences already, or will be.
+        """
         shares, size = self.shares, self.block_size
-        outputs: defaultdict[str, int] = defaultdict(int)  # single tokens of output, as nearly all are, by tenant
+        outputs: defaultdict[str, int] = defaultdict(int, others or ())  # the same, as nearly all of the work is
         for item in work:
             seq = item.seq
             paid, count = seq.num_charged, item.num_tokens
@@ -733,9 +767,8 @@ class Scheduler:
     @property
     def queued_tokens(self) -> int:
         """Prompt tokens in line or begun, not yet computed."""
-        return sum(seq.num_uncomputed for seq in self.waiting) + sum(
-            seq.num_uncomputed for seq in self.running if seq.num_uncomputed > 1
-        )
+        begun = [len(seq.token_ids) - seq.num_computed for seq in self.running]
+        return sum([seq.num_uncomputed for seq in self.waiting]) + sum([count for count in begun if count > 1])
 
     def ready_blocks(self, item: Scheduled) -> tuple[int, list[BlockId]]:
         """(first index, ids) of the blocks that `item` completes: full ones, and the tail with the prompt's end."""

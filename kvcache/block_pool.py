@@ -13,9 +13,9 @@ What is kept for each block is in the ledger, which works on many at once.
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import islice
 
+import msgspec
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
@@ -31,8 +31,7 @@ PIN_SHARE = 0.25  # of the pool, for each tenant's pins
 MIN_TAIL_TOKENS = 4  # fewer tokens are not worth copying a block for
 
 
-@dataclass(frozen=True, slots=True)
-class BlockCounts:
+class BlockCounts(msgspec.Struct, frozen=True, gc=False):
     """How many blocks are in each state; they add up to the pool's size. `pinned` ones are cached, or used too."""
 
     free: int
@@ -55,7 +54,9 @@ class BlockPool:
         prefix_caching: bool = True,
         policy: Policy | None = None,
         pin_share: float = PIN_SHARE,
+        keeps_tokens: bool = True,
     ) -> None:
+        """keeps_tokens: so that blocks whose beginnings are alike are found (`tail`); without, that much memory is spared."""
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -63,7 +64,7 @@ class BlockPool:
         self.now_s = 0.0
         self._prefix_caching = prefix_caching
         self._ledger = Ledger(num_blocks)
-        self._tree = RadixTree(self._ledger, block_size)
+        self._tree = RadixTree(self._ledger, block_size, keeps_tokens=keeps_tokens)
         self._free = array("i", range(num_blocks - 1, -1, -1))  # the last is handed out next
         self._num_idle = 0  # named blocks without a reference
         self._pins = PinLedger(int(num_blocks * pin_share))
@@ -162,6 +163,8 @@ class BlockPool:
 
         To be asked straight after `match`. tokens: those that follow it, packed; less than a block of them counts. (-1, 0) when there are less than MIN_TAIL_TOKENS.
         """
+        if not self._tree.width:
+            return -1, 0
         block, count = self._tree.tail(match, tokens[: self._tree.width - TOKEN_BYTES])
         return (block, count) if count >= MIN_TAIL_TOKENS else (-1, 0)
 
@@ -212,7 +215,7 @@ class BlockPool:
             self._split(node, offset)
         width = self._tree.width
         fresh, run = blocks[start:last], bytes(chain.data[start * HASH_BYTES : last * HASH_BYTES])
-        known = tokens[(start - first) * width :] if tokens and start >= first else b""
+        known = tokens[(start - first) * width :] if tokens and width and start >= first else b""
         assert not known or len(known) == width * len(fresh), "tokens do not fill the blocks"
         if not node.children and node.blocks and node.priority == priority:
             self._tree.extend(node, run, fresh, known)

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, tenant_name
+from kvrelay.hashing import HASH_BYTES, tenant_name
 from kvrelay.kvcache.eviction import Policy
 from kvrelay.kvcache.radix import Node, RadixTree
 from kvrelay.types import BlockHash, BlockId
@@ -105,7 +105,7 @@ class LeafQueue:
         tree, end = self._tree, at * HASH_BYTES
         before = node if at else node.parent
         above = before.digests[end - HASH_BYTES : end or None] if before is not None else b""
-        end_tokens = (node.start + at + 1) * tree.width // TOKEN_BYTES
+        end_tokens = (node.start + at + 1) * tree.block_size
         tenant = tenant_name(tree.root_of(node).usage.digest)
         digest, block = BlockHash(bytes(node.digests[end : end + HASH_BYTES])), BlockId(node.blocks[at])
         return Cold(digest, block, BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant)

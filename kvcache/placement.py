@@ -7,6 +7,7 @@ Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates
 Schomaker, "Weighted distributed hash tables" (2005).
 """
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +29,9 @@ class StoreAddress:
     epoch: str = ""
 
 
-def _seed(node_id: str) -> np.uint64:
-    return np.uint64(int.from_bytes(hashlib.blake2b(node_id.encode(), digest_size=8).digest(), "little"))
+@functools.lru_cache(4096)
+def _seed(node_id: str) -> int:
+    return int.from_bytes(hashlib.blake2b(node_id.encode(), digest_size=8).digest(), "little")
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -49,11 +51,10 @@ def ranked(keys: Sequence[bytes], nodes: Sequence[StoreAddress]) -> NDArray[np.i
     if not keys or not nodes:
         return np.zeros((len(keys), len(nodes)), dtype=np.int64)
     words = np.frombuffer(b"".join(key[-8:] for key in keys), dtype="<u8").astype(np.uint64)
-    scores = np.empty((len(keys), len(nodes)))
-    with np.errstate(over="ignore"):
-        for column, node in enumerate(nodes):
-            uniform = ((_mixed(words ^ _seed(node.node_id)) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
-            scores[:, column] = np.log(uniform) / max(node.capacity_bytes, 1)  # the greatest is the nearest to 0
+    seeds = np.array([_seed(node.node_id) for node in nodes], np.uint64)
+    capacities = np.array([max(node.capacity_bytes, 1) for node in nodes], np.float64)
+    uniform = ((_mixed(words[:, None] ^ seeds) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
+    scores = np.log(uniform) / capacities  # the greatest is the nearest to 0
     order: NDArray[np.int64] = np.argsort(-scores, axis=1, kind="stable")
     return order
 

@@ -88,9 +88,9 @@ class Match:
 class RadixTree:
     """Nodes by hash, and each block's node. Not thread-safe."""
 
-    def __init__(self, ledger: Ledger, block_size: int) -> None:
-        self._ledger = ledger
-        self.width = TOKEN_BYTES * block_size
+    def __init__(self, ledger: Ledger, block_size: int, *, keeps_tokens: bool = True) -> None:
+        self._ledger, self.block_size = ledger, block_size
+        self.width = TOKEN_BYTES * block_size if keeps_tokens else 0  # bytes that are kept of a block's tokens
         self.roots: dict[bytes, Node] = {}
         self.nodes: list[Node | None] = []
         self.num_nodes = 0
@@ -199,7 +199,7 @@ class RadixTree:
     ) -> Node:
         """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
         start, size = parent.start + len(parent.blocks), len(blocks)
-        end_tokens = (start + size) * self.width // TOKEN_BYTES
+        end_tokens = (start + size) * self.block_size
         usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, 0, 0.0, 0, above)
         node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
         self._ledger.assign(blocks, node.index)
@@ -228,7 +228,7 @@ class RadixTree:
         usage, size = node.usage, len(node.blocks)
         usage.num_blocks = size
         usage.digest = BlockHash(bytes(digests[-HASH_BYTES:]))
-        usage.end_tokens = (node.start + size) * self.width // TOKEN_BYTES
+        usage.end_tokens = (node.start + size) * self.block_size
 
     def _unlink(self, parent: Node, child: Node) -> None:
         del parent.children[child.first]

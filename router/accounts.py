@@ -293,9 +293,9 @@ class Assignment:
     has_first_token: bool = False
 
 
-def common_prefix(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> int:
-    """Leading hashes that two chains share. Chained hashes are nested, so bisection is exact."""
-    low, high = 0, min(len(one), len(other))
+def common_prefix(one: tuple[bytes, ...], other: tuple[bytes, ...], known: int = 0) -> int:
+    """Leading hashes that two chains share, at least the `known` ones. Chained hashes are nested, so bisection is exact."""
+    low, high = known, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
         if one[middle - 1] == other[middle - 1]:
@@ -395,10 +395,11 @@ class Ledger:
         bucket = self._pending.get(hashes[0]) if hashes else None
         if bucket is None:
             return found
+        num_hashes, known_of = len(hashes), found.get
         for assignment in islice(reversed(bucket.values()), MAX_PENDING_COMPARED):
-            known, chain = found.get(assignment.compute, 0), assignment.block_hashes
+            known, chain = known_of(assignment.compute, 0), assignment.block_hashes
             if (
-                known < len(hashes) and known < len(chain) and hashes[known] == chain[known]
+                known < num_hashes and known < len(chain) and hashes[known] == chain[known]
             ):  # it shares more than is known
-                found[assignment.compute] = common_prefix(hashes, chain)
+                found[assignment.compute] = common_prefix(hashes, chain, known + 1)
         return found

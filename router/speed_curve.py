@@ -5,10 +5,10 @@ came before them and decoding sequences read their context.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class StepWork:
+class StepWork(NamedTuple):
     """What one step computes.
 
     prompt_tokens: of chunks. prompt_pairs: (token, earlier token) pairs of chunks, each token with itself. sequences: that
@@ -45,7 +45,12 @@ class SpeedCurve:
 
     def decode_step_s(self, sequences: int, context_tokens: int) -> float:
         """Of a step that only decodes."""
-        return self.step_s(StepWork(sequences=sequences, context_tokens=context_tokens))
+        return (
+            self.overhead_s
+            + max(self.weights_s, sequences * self.token_s)
+            + context_tokens * self.context_s
+            + sequences * self.sequence_s
+        )
 
     def prefill_s(self, num_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 512) -> float:
         """Of one prompt that is computed alone, chunk by chunk, behind what is cached of it."""

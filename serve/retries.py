@@ -32,7 +32,8 @@ class Retries:
     def choose(self, query: RouteRequest, route: Callable[[RouteRequest], Decision | Refusal]) -> Decision | Refusal:
         """The router's answer, asked as what has gone wrong demands."""
         force = query.force or ("local" if self.num_transfer_faults > 1 else None)
-        query = replace(query, excluded=self.excluded, force=force)
+        if force != query.force or self.excluded != query.excluded:
+            query = replace(query, excluded=self.excluded, force=force)
         if self.last_failure is not None and self.last_failure.code == wire.PREEMPTED and query.force is None:
             choice = route(replace(query, force="remote"))
             if not isinstance(choice, Refusal):

@@ -1,12 +1,13 @@
 """One worker's engine without a model: production's scheduler, pool, appender and events; a step takes what its curve says.
 
-As engine/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. A stretch
-of steps that only decode is taken at once (`engine/leap.py`). Left out: speculation, groups, swapping.
+As engine/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. Sequences to
+which nothing happens but a token are not looked at, and stretches of such steps are taken at once (`engine/leap.py`). Left out: speculation, groups, swapping.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Any, cast
 
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
@@ -14,12 +15,12 @@ from kvrelay.cluster.simulator.tiers import Below
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
 from kvrelay.engine.appending import Appender
-from kvrelay.engine.leap import leap, quiet_steps
+from kvrelay.engine.leap import Leaps
 from kvrelay.engine.load_report import load_report
 from kvrelay.engine.lower_tiers import LowerTiers
 from kvrelay.engine.preemption import Way
 from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import line_rules
 from kvrelay.engine.speed import Speed
 from kvrelay.kvcache.block_pool import BlockPool
@@ -35,10 +36,11 @@ class Stride:
     """What is being computed: one planned step, or `count` quiet ones."""
 
     began_s: float
-    plan: StepPlan | None
+    plan: StepPlan | None  # of all sequences, or of those that do not sleep: see leap.py
     count: int
     first_s: float  # what the first of its steps takes
     more_s: float = 0.0  # by how much each takes longer than the one before
+    num_asleep: int = 0
 
     def seconds(self, count: int) -> float:
         """Of its first `count` steps."""
@@ -78,7 +80,7 @@ class VirtualEngine:
         self._clock = clock
         self.pool = BlockPool(
             profile.num_blocks, block_size=profile.block_size, prefix_caching=own.prefix_caching,
-            policy=make_policy(settings.cache.policy, profile.num_blocks),
+            policy=make_policy(settings.cache.policy, profile.num_blocks), keeps_tokens=False,
         )  # fmt: skip
         self.max_running = min(profile.max_running, profile.token_budget)
         self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)
@@ -89,6 +91,7 @@ class VirtualEngine:
         self._appender = Appender(
             self.scheduler.finish, clock.time, eos_ids=(END_TOKEN,), max_model_len=self.max_model_len
         )
+        self._leaps = Leaps(self.scheduler, WORD_TOKEN)
         self._events, self.speed = EventLog(), Speed()
         self._load_seq = 0
         self.below: Below | None = None
@@ -114,6 +117,8 @@ class VirtualEngine:
         """Free everything that it holds. Idempotent."""
         seq = self.scheduler.sequences.get(request_id)
         if seq is not None:
+            if seq.state is State.RUNNING:
+                self._leaps.wake()
             self.scheduler.finish(seq, FinishReason.ABORT)
 
     def activate(self, request_id: str) -> TokenOutput | None:
@@ -128,15 +133,19 @@ class VirtualEngine:
         self.pool.tick(now_s)
         if self.below is not None:
             self.below.tiers.tiers.poll()
-        self.scheduler.turn_late_away(now_s)
-        return self.scheduler.grant_reservations()
+        scheduler = self.scheduler
+        if scheduler.waiting or scheduler.reserving:
+            scheduler.turn_late_away(now_s)
+        return scheduler.grant_reservations() if scheduler.reserving else []
 
     def begin(self, now_s: float, factor: float) -> Stride | None:
         """What is computed from now on; None: nothing can be. `factor`: on the curve's times."""
-        if count := quiet_steps(self.scheduler):
+        leaps = self._leaps
+        if count := leaps.look():
             return self._quiet(now_s, count, factor)
-        plan = self.scheduler.schedule()
-        if not plan.work:
+        num_asleep = len(leaps.asleep)
+        plan = self.scheduler.schedule_beside(leaps.asleep)
+        if not plan.work and not num_asleep:
             self.scheduler.copied()
             return None
         for item in plan.work:
@@ -144,7 +153,8 @@ class VirtualEngine:
                 item.seq.num_chunks += 1
                 if item.seq.scheduled_s is None:
                     item.seq.scheduled_s = now_s
-        return Stride(now_s, plan, 1, max(factor * self.curve.step_s(work_of(plan)), self._loading_s(plan, now_s)))
+        seconds = factor * self.curve.step_s(work_of(plan, num_asleep, leaps.context_tokens))
+        return Stride(now_s, plan, 1, max(seconds, self._loading_s(plan, now_s)), num_asleep=num_asleep)
 
     def _loading_s(self, plan: StepPlan, now_s: float) -> float:
         """How long this step has to wait for what comes up from below the pool: layer by layer, beside its computing."""
@@ -156,36 +166,38 @@ class VirtualEngine:
         return self.below.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float) -> Stride:
-        running = self.scheduler.running
-        size, context = len(running), sum(seq.num_computed for seq in running) + len(running)
+        size, context = len(self._leaps.asleep), self._leaps.context_tokens
         first_s = self.curve.decode_step_s(size, context)
         more_s = self.curve.decode_step_s(size, context + size) - first_s
-        return Stride(now_s, None, count, factor * first_s, factor * more_s)
+        return Stride(now_s, None, count, factor * first_s, factor * more_s, size)
 
     def end(self, stride: Stride, count: int, told: Told) -> None:
         """So many of its steps are computed; the others are not begun."""
+        size, plan = stride.num_asleep, stride.plan
         self.num_steps += count
         self.busy_s += stride.seconds(count)
-        if stride.plan is None:
-            size = len(self.scheduler.running)
-            self.output_tokens += size * count
-            leap(self.scheduler, count, WORD_TOKEN)
+        self.output_tokens += size * count
+        if plan is None:
+            self._leaps.passed(count)
             self._note(size, size, size, stride.seconds(count) / count, count)
             return
-        self.scheduler.copied()
-        self.scheduler.advance(*stride.plan.work)
-        self._sample(stride.plan, told)
-        self._note(len(stride.plan.work), stride.plan.num_tokens, stride.plan.num_decode, stride.first_s)
+        self._leaps.advance(plan)
+        self._sample(plan, told)
+        self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
 
-    def take_gone(self, told: Told) -> None:
+    def take_gone(self) -> Told | None:
         """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
         scheduler = self.scheduler
+        if not scheduler.turned_away and not scheduler.handed_back:
+            return None
+        told = Told()
         if scheduler.turned_away:
             told.refused += [(seq.request_id, reason) for seq, reason in scheduler.turned_away]
             scheduler.turned_away = []
         if scheduler.handed_back:
             told.handed_back += [(seq.request_id, seq.num_output) for seq in scheduler.handed_back]
             scheduler.handed_back.clear()
+        return told
 
     def _sample(self, plan: StepPlan, told: Told) -> None:
         """Who reached its end gets a token: the last of an output that is over with it."""
@@ -218,6 +230,8 @@ class VirtualEngine:
         return self.scheduler.has_work
 
     def drain_events(self) -> KvEvents | None:
+        if self.below is None and not self.pool.has_changes:
+            return None
         return self._events.drain(self.pool, self.below.tiers.tiers.drain_changes() if self.below is not None else ())
 
     def snapshot(self) -> KvSnapshot:
@@ -227,12 +241,20 @@ class VirtualEngine:
         """When a request in line stops waiting for a store, if any does."""
         return None if self.below is None else self.below.tiers.tiers.fetches.next_deadline_s()
 
-    def load(self) -> LoadReport:
+    def load(self, own: Mapping[str, Any]) -> LoadReport:
+        """With these fields of its worker's."""
         self._load_seq += 1
-        return load_report(self._load_seq, self.scheduler, self.speed, {})
+        return load_report(self._load_seq, self.scheduler, self.speed, own)
+
+    def num_output(self, request_id: str) -> int:
+        """Tokens of output that it has, as of the steps that ended."""
+        self._leaps.refresh()
+        seq = self.scheduler.sequences.get(request_id)
+        return 0 if seq is None else seq.num_output
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
+        self._leaps.refresh()
         self.scheduler.check()
         if self.below is not None:
             self.below.tiers.tiers.check()
@@ -243,13 +265,13 @@ def target(seq: Sequence) -> int:
     return cast(Ending, seq.request).output_tokens
 
 
-def work_of(plan: StepPlan) -> StepWork:
-    """A plan as the curve has it."""
-    prompt_tokens = pairs = context = 0
+def work_of(plan: StepPlan, num_others: int = 0, context_tokens: int = 0) -> StepWork:
+    """A plan as the curve has it, with so many others that decode and attend to so many tokens."""
+    prompt_tokens = pairs = 0
     for item in plan.work[plan.num_single :]:
         size = item.num_tokens
         prompt_tokens += size
         pairs += size * item.start + size * (size + 1) // 2
     for item in plan.work[: plan.num_single]:
-        context += item.start + 1
-    return StepWork(prompt_tokens, pairs, plan.num_single, context)
+        context_tokens += item.start + 1
+    return StepWork(prompt_tokens, pairs, num_others + plan.num_single, context_tokens)

@@ -36,8 +36,7 @@ class Life:
         self._retries = Retries(ingress.settings.router.retry_budget)
         self._attempt: Attempt | None = None
         self._num_emitted = 0
-        limit_s = ingress.settings.serve.request_timeout_s
-        self._deadline = ingress.clock.after(limit_s, self._end, "error")
+        self._deadline = ingress.time_limit.begin(self._end, "error")
 
     @property
     def peer(self) -> object:
@@ -192,6 +191,7 @@ class Ingress:
         self.attempts: dict[str, Attempt] = {}
         self.lives: dict[Life, None] = {}
         self.stats = ServeStats()
+        self.time_limit = clock.timer(settings.serve.request_timeout_s)
 
     def _new_router(self) -> Router:
         settings = self.settings
@@ -224,16 +224,17 @@ class Ingress:
             self.router.apply_snapshot(worker.worker_id, snapshot)
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
-    def hear_events(self, worker: Worker, events: KvEvents) -> None:
-        if self._is_member(worker) and not self.router.apply_events(worker.worker_id, events):
+    def hear(self, worker: Worker, events: KvEvents | None, load: LoadReport | None) -> None:
+        """News of its cache, and of its load."""
+        if not self._is_member(worker):
+            return
+        if events is not None and not self.router.apply_events(worker.worker_id, events):
             self._subscribe(worker)
+        if load is not None:
+            self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
     def _is_member(self, worker: Worker) -> bool:
         return self.workers.get(worker.worker_id) is worker and not worker.is_draining
-
-    def hear_load(self, worker: Worker, load: LoadReport) -> None:
-        if self._is_member(worker):
-            self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
     def hear_others(self, worker: Worker, others: AssignedByOthers) -> None:
         if self.settings.router.share_load_s and self.workers.get(worker.worker_id) is worker:

@@ -22,6 +22,8 @@ class Link:
 
     def share(self) -> float:
         """Bytes per second that a flow may take here at most: who wants less leaves the rest to the others."""
+        if len(self.flows) == 1:
+            return self.bytes_per_s
         wants = sorted(flow.pace_limit for flow in self.flows)
         left, count = self.bytes_per_s, len(wants)
         for want in wants:
@@ -93,9 +95,11 @@ class Flow:
         if moved > 0:
             self._waiting_bytes -= moved
             self.moved_bytes += moved
-            self.read_s += moved / min(link.bytes_per_s for link in self.links)
+            slowest = math.inf
             for link in self.links:
                 link.moved_bytes += moved
+                slowest = min(slowest, link.bytes_per_s)
+            self.read_s += moved / slowest
         self._settled_s = now_s
 
     def _changed(self) -> None:
@@ -123,13 +127,17 @@ def _share(links: Iterable[Link]) -> None:
     """Tell every flow of these links what it gets now."""
     touched: dict[Flow, None] = {}
     for link in links:
-        touched |= link.flows
+        touched.update(link.flows)
     shares: dict[Link, float] = {}
     for flow in touched:
+        rate = flow.pace_limit
         for link in flow.links:
-            if link not in shares:
-                shares[link] = link.share()
-        flow.set_rate(min(flow.pace_limit, *(shares[link] for link in flow.links)))
+            share = shares.get(link)
+            if share is None:
+                share = shares[link] = link.share()
+            if share < rate:
+                rate = share
+        flow.set_rate(rate)
 
 
 class Network:

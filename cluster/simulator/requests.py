@@ -113,7 +113,9 @@ def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:
         last_s = entry.arrival_s
         num_tokens, output_tokens = max(1, entry.input_tokens), max(1, entry.output_tokens)
         names = _names(index, entry, num_tokens // block_size, known, parents)
-        names += tuple(known.setdefault(hash_id, _name(hash_id)) for hash_id in spoken.get(index, ()))
+        names += tuple(
+            known.get(hash_id) or known.setdefault(hash_id, _name(hash_id)) for hash_id in spoken.get(index, ())
+        )
         yield Job(
             index,
             entry.arrival_s,
@@ -136,6 +138,6 @@ def _names(
                 f"request {index} of the trace: hash id {hash_id} follows {above}, before it followed another"
             )
         above = hash_id
-    named = [known.setdefault(hash_id, _name(hash_id)) for hash_id in ids]
+    named = [known.get(hash_id) or known.setdefault(hash_id, _name(hash_id)) for hash_id in ids]
     first = _PROMPT_NAME | index << 32
     return (*named, *(_name(first + place) for place in range(len(named), num_blocks)))

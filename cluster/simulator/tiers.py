@@ -195,15 +195,15 @@ class Holders:
             self.addresses.append(StoreAddress(node_id, node_id, 1, num_slots))
             self._homes.clear()
 
-    def homes(self, digest: BlockHash, num_replicas: int) -> tuple[str, ...]:
-        """The machines whose nodes should hold it, best first; remembered, for each block is asked about several times."""
-        known = self._homes.get(digest)
-        if known is None:
-            if len(self._homes) >= MOST_REMEMBERED:
-                self._homes.clear()
-            [found] = places((digest,), self.addresses, num_replicas)
-            known = self._homes[digest] = tuple(home.node_id for home in found)
-        return known
+    def homes(self, hashes: Sequence[BlockHash], num_replicas: int) -> list[tuple[str, ...]]:
+        """The machines whose nodes should hold each, best first; remembered, for each block is asked about several times."""
+        if len(self._homes) >= MOST_REMEMBERED:
+            self._homes.clear()
+        known = self._homes
+        if fresh := [digest for digest in hashes if digest not in known]:
+            for digest, found in zip(fresh, places(fresh, self.addresses, num_replicas), strict=True):
+                known[digest] = tuple(home.node_id for home in found)
+        return [known[digest] for digest in hashes]
 
     def source(self, digest: BlockHash, asking: str) -> str | None:
         """The machine to ask for a block: a worker's before a node's; never the one that asks."""
@@ -266,7 +266,7 @@ class SharedStore:
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
-        homes = [self._holders.homes(digest, self._num_replicas) for digest in hashes]
+        homes = self._holders.homes(hashes, self._num_replicas)
         if self.asked is not None:
             missing = [
                 (self._node_id, home)

@@ -37,7 +37,9 @@ class CountedTokens:
             self._last = tokens[-1]
 
     def __iadd__(self, tokens: Sequence[int]) -> Self:
-        self.extend(tokens)
+        if tokens:
+            self._count += len(tokens)
+            self._last = tokens[-1]
         return self
 
     def copy(self) -> "CountedTokens":

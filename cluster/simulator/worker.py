@@ -10,8 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import msgspec
-
 from kvrelay.cluster.simulator.attempt import Attempt
 from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
@@ -42,8 +40,7 @@ LAYER_GROUPS = 4  # in which a prompt's KV is announced: see engine.py, layers_p
 class Peer(Protocol):
     """An ingress, as far as workers tell it something. Calls come when the message has arrived."""
 
-    def hear_events(self, worker: "Worker", events: KvEvents) -> None: ...
-    def hear_load(self, worker: "Worker", load: LoadReport) -> None: ...
+    def hear(self, worker: "Worker", events: KvEvents | None, load: LoadReport | None) -> None: ...
     def hear_others(self, worker: "Worker", others: AssignedByOthers) -> None: ...
 
 
@@ -79,7 +76,7 @@ class Worker:
         self.worker_id, self.role, self.node_id, self.profile = worker_id, role, node_id, profile
         self._clock, self._delays = clock, delays
         self.engine = VirtualEngine(profile, settings, role, clock)
-        self._holders = holders
+        self._holders, self._waits = holders, clock.timer(delays.reserve_timeout_s)
         self._slowdown = profile.slowdown_of(role)
         self._machine = machine if self._slowdown else None  # where it matters who else computes
         below = make_below(
@@ -153,7 +150,7 @@ class Worker:
     def reserve(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
         """Have blocks reserved, now or in line."""
         if self._admit(attempt, self._add_reservation, attempt, prefill_tokens_per_s):
-            attempt.wait = self._clock.after(self._delays.reserve_timeout_s, self._wait_over, attempt)
+            attempt.wait = self._waits.begin(self._wait_over, attempt)
 
     def _admit(self, attempt: Attempt, call: Callable[..., object], *args: Any) -> bool:
         if not self.is_alive:
@@ -231,7 +228,7 @@ class Worker:
         inbox, self._inbox = self._inbox, []
         for call, args in inbox:
             call(*args)
-        now_s, told = self._clock.now_s, Told()
+        now_s = self._clock.now_s
         for seq in self.engine.grants(now_s):
             self._granted(seq)
         factor = (
@@ -240,8 +237,8 @@ class Worker:
         if self._machine is not None:
             factor *= slowed(self._slowdown, self._machine.crowd_with(self))
         stride = self._stride = self.engine.begin(now_s, factor)
-        self.engine.take_gone(told)
-        self._tell_all(told)
+        if (gone := self.engine.take_gone()) is not None:
+            self._tell_all(gone)
         if stride is None:
             self._rest()
             self._publish(is_idle=True)
@@ -337,24 +334,20 @@ class Worker:
         self._tell(attempt.output, self.worker_id, output)
 
     def _publish(self, *, is_idle: bool) -> None:
-        now_s, delay_s = self._clock.now_s, self._delays.hop_s
         events = self.engine.drain_events()
-        is_due = is_idle or now_s - self._reported_s >= self._delays.report_s
+        is_due = is_idle or self._clock.now_s - self._reported_s >= self._delays.report_s
         load = self.load() if is_due else None
-        for peer in self.peers:
-            if events is not None:
-                self._clock.after(delay_s, peer.hear_events, self, events)
-            if load is not None:
-                self._clock.after(delay_s, peer.hear_load, self, load)
+        if events is not None or load is not None:
+            for peer in self.peers:
+                self._clock.after(self._delays.hop_s, peer.hear, self, events, load)
 
     def load(self) -> LoadReport:
         """What it tells of itself now."""
-        load = self.engine.load()
+        own: dict[str, Any] = {}
         if self.is_draining or self.moved_bytes:
-            load = msgspec.structs.replace(
-                load, is_draining=self.is_draining, transport="simulated", kv_bytes=int(self.moved_bytes), kv_seconds=self.read_s,
-            )  # fmt: skip
-        self._load, self._reported_s = load, self._clock.now_s
+            own = {"is_draining": self.is_draining, "transport": "simulated", "kv_bytes": int(self.moved_bytes), "kv_seconds": self.read_s}  # fmt: skip
+        load = self._load = self.engine.load(own)
+        self._reported_s = self._clock.now_s
         return load
 
     @property
@@ -371,7 +364,7 @@ class Worker:
         if not self.is_frozen:
             load = self.last_load
             for peer in self.peers:
-                self._clock.after(self._delays.hop_s, peer.hear_load, self, load)
+                self._clock.after(self._delays.hop_s, peer.hear, self, None, load)
             if self.engine.below is not None and self._stride is None:
                 self.post(_nothing)  # what has been put away meanwhile is noted
         self._beat = self._clock.after(HEARTBEAT_S, self._heartbeat)
@@ -448,8 +441,7 @@ class Worker:
 
     def num_emitted(self, attempt_id: str) -> int:
         """Tokens of output that the client has by now, as far as they are known here."""
-        seq = self.engine.scheduler.sequences.get(attempt_id)
-        return 0 if seq is None else seq.num_output
+        return self.engine.num_output(attempt_id)
 
     def stop(self) -> None:
         """It is gone at once, with everything that it holds."""
