@@ -163,8 +163,8 @@ def shared_blocks_are_written(monkeypatch):
 def a_decoding_sequence_is_left_out(monkeypatch):
     real = Scheduler._schedule_decodes
 
-    def schedule_decodes(self, budget, singles, preempted):
-        others = real(self, budget, singles, preempted)
+    def schedule_decodes(self, awake, budget, singles, preempted):
+        others = real(self, awake, budget, singles, preempted)
         if len(singles) == 3:
             singles.pop()
         return others
