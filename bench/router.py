@@ -3,14 +3,17 @@
 What the workers hold: see bench/router_contents.py. Half of the workers prefill, half decode. For each number of workers and
 length of prompt, in microseconds: `first`, the index's lookup of a prompt that it has not seen yet; `lookup`, the same again; with
 --dynamo, its `RadixTree.find_matches` in a process of its own (`first`, again `bare`, and with the scores read, `read`), in
-turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`, the whole of `select_and_reserve`, `on_first_token` and `on_end`,
-and how many of them a core makes in a second. Then news: events a second from the wire's bytes to the index, half of
-them storing a chain and half removing it.
+turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`, the whole of `select_and_reserve`,
+`on_first_token` and `on_end`, 10 ms of the router's time apart, and how many of them a core makes in a second; with --dynamo,
+`theirs`: `select_and_reserve`, `prefill_complete` and `free_reservation` of its `SelectionService`, which picks one worker (ours a
+pair), knows what workers hold from its own decisions alone, and is given hashes, too. Then news: events a second from the wire's bytes
+to the index, half of them storing a chain and half removing it.
 PYTHON is that of an environment with ai-dynamo-runtime (pip install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -102,7 +105,10 @@ class Other:
 
     def __init__(self, python: str) -> None:
         script = Path(__file__).with_name("router_dynamo.py")
-        self._child = subprocess.Popen([python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        settings = os.environ | {"DYN_LOG": "error", "DYN_ROUTER_USE_KV_EVENTS": "false"}
+        self._child = subprocess.Popen(
+            [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=settings
+        )
 
     def ask(self, do: str, **fields: Any) -> Any:
         assert self._child.stdin is not None and self._child.stdout is not None
@@ -125,24 +131,32 @@ def lookups(made: Contents, router: Router, count: int, other: Other | None, the
     for _ in range(ROUNDS):
         again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count)
         if other is not None:
-            theirs = other.ask("find", count=count)
-            bare += [one / 1e3 for one in theirs["bare"]]
-            read += [one / 1e3 for one in theirs["read"]]
+            found = other.ask("find", count=count)
+            bare += [one / 1e3 for one in found["bare"]]
+            read += [one / 1e3 for one in found["read"]]
 
     def decide(index: int) -> None:
         hashed = prompts[index % len(prompts)]
         request = RouteRequest(f"r{index}", hashed, len(hashed) * BLOCK_SIZE, 256)
-        choice = router.select_and_reserve(request, 0.0)
+        now_s[0] += 0.01
+        choice = router.select_and_reserve(request, now_s[0])
         assert isinstance(choice, Decision), choice
-        router.on_first_token(request.request_id, 1.0)
+        router.on_first_token(request.request_id, now_s[0])
         router.on_end(request.request_id)
 
-    timed_us(decide, len(prompts))
-    whole = timed_us(decide, ROUNDS * count)
+    now_s, whole, theirs = [0.0], [], []
+    timed_us(decide, 2 * len(prompts))
+    if other is not None:
+        other.ask("decide", count=2 * len(prompts))
+    for _ in range(ROUNDS):
+        whole += timed_us(decide, count)
+        if other is not None:
+            theirs += [one / 1e3 for one in other.ask("decide", count=count)["whole"]]
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
     if other is not None:
         line += f" {statistics.median(their_first) / 1e3:>7.0f} {cuts(bare)} {cuts(read)} {statistics.median(bare) / statistics.median(again):>6.1f}"
-    print(f"{line} {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}", flush=True)
+    line += f" {cuts(whole)} {1e6 / statistics.mean(whole):>8.0f}"
+    print(line + (f" {cuts(theirs)}" if other is not None else ""), flush=True)
 
 
 def news(router: Router, seqs: list[int], num_events: int, num_blocks: int) -> float:
@@ -171,6 +185,7 @@ def cell(num_workers: int, tokens: int, shared: bool, count: int, other: Other |
         ours = [router.index.match(hashes(prompt)) for prompt in made.prompts]
         assert ours == theirs["depths"], "the two indexes do not find the same"
         their_first = theirs["first"]
+        other.ask("workers", num_workers=num_workers)
         router = build(made)  # nothing has been looked up in it
     print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
     lookups(made, router, count, other, their_first)
@@ -215,7 +230,8 @@ def main() -> None:
     other = Other(options.dynamo) if options.dynamo else None
     head = f"{'workers':>7} {'tokens':>7} {'held':>6} {'first':>7} {'lookup':>7} {'p99':>7}"
     head += f" {'first':>7} {'bare':>7} {'p99':>7} {'read':>7} {'p99':>7} {'ratio':>6}" if other else ""
-    print(f"{head} {'decision':>8} {'p99':>6} {'a second':>8}")
+    head += f" {'decision':>7} {'p99':>7} {'a second':>8}" + (f" {'theirs':>7} {'p99':>7}" if other else "")
+    print(head)
     try:
         for num_workers in options.workers:
             for tokens in options.tokens:
