@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -288,6 +288,36 @@ TREE = {
 }
 BLOCKS = sorted({one for hashes in TREE.values() for one in hashes})
 STRIDES = {"w1": 1, "w2": 1, "w3": 2, "w4": 1}
+
+
+ROADS = [chain("r", 90) + chain(name, 210) for name in ("r1-", "r2-", "r3-")]
+pieces = st.tuples(
+    st.sampled_from(["w1", "w2", "w3"]),
+    st.sampled_from(ROADS),
+    st.integers(0, 299),
+    st.sampled_from([1, 5, 30, 300]),
+    st.sampled_from(["stored", "stored", "reversed", "removed"]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(pieces, min_size=1, max_size=14), st.lists(st.integers(0, 300), min_size=3, max_size=3))
+def test_pieces_of_long_chains_in_any_order_are_found_as_they_lie(happened, cuts):
+    index, held = fed(w1=[], w2=[], w3=[]), {"w1": set(), "w2": set(), "w3": set()}
+    for seq, (name, road, start, length, kind) in enumerate(happened, 1):
+        some = [one for one in road[start : start + length] if (one in held[name]) == (kind == "removed")]
+        changes = {"removed": some} if kind == "removed" else {"stored": some if kind == "stored" else some[::-1]}
+        for worker_id in held:
+            mine = changes if worker_id == name else {}
+            assert index.apply_events(worker_id, seq, mine.get("stored", []), mine.get("removed", []))
+        held[name] = held[name] - set(some) if kind == "removed" else held[name] | set(some)
+        for road, cut in zip(ROADS, cuts, strict=True):
+            for prompt in (road, [*road[:cut], *chain("unknown", 40)]):
+                depth = {
+                    worker_id: next((i for i, one in enumerate(prompt) if one not in mine), len(prompt))
+                    for worker_id, mine in held.items()
+                }
+                assert twice(index, prompt) == {worker_id: (end, end) for worker_id, end in depth.items() if end}
 
 
 class DepthsMachine(RuleBasedStateMachine):
