@@ -44,6 +44,10 @@ class CostModel:
     local_prefill_tokens: int = 32  # at most so many uncached ones ride along with a decode step: they stall nobody
 
 
+Rows = Ints | slice
+"""Some rows of a column; a slice (with both ends): those next to each other, which are not copied."""
+
+
 class Source(NamedTuple):
     """Where the beginning of a prompt comes from on each worker. Tokens, and the seconds to load `loaded` of them."""
 
@@ -195,9 +199,20 @@ class CommonCost:
         hidden: Floats = np.minimum(seconds, compute_s)
         return seconds - (1 - share) * hidden
 
-    def prefill_only(self, computing: Ints) -> Floats:
+    @property
+    def prefill_numbers(self) -> slice:
+        """Of all prefill workers."""
+        return slice(0, self.num_prefills)
+
+    @property
+    def decode_numbers(self) -> slice:
+        """Of all decode workers."""
+        return slice(self.num_prefills, self.num_prefills + len(self.decodes))
+
+    def prefill_only(self, computing: Rows) -> Floats:
         """[terms, ways] of computing the prompt, by number, with nothing to follow."""
-        parts = np.zeros((self._num_terms, len(computing)))
+        count = computing.stop - computing.start if isinstance(computing, slice) else len(computing)
+        parts = np.zeros((self._num_terms, count))
         parts[WORK] = self.work[:, computing]
         return parts
 
@@ -209,11 +224,12 @@ class CommonCost:
         parts[DECODE] = self.decode[:, decode]
         return parts
 
-    def local(self, decode: Ints) -> Floats:
-        """[terms, ways] of decode workers (their rows) that compute the prompt themselves."""
-        parts = self.prefill_only(decode + self.num_prefills)
-        parts[DECODE] = self.decode[:, decode]
-        parts[STALL] = self.stall[decode]
+    def local(self, decode: Ints | None = None) -> Floats:
+        """[terms, ways] of decode workers (their rows; None: all) that compute the prompt themselves."""
+        rows: Rows = slice(0, len(self.decodes)) if decode is None else decode
+        parts = self.prefill_only(self.decode_numbers if decode is None else decode + self.num_prefills)
+        parts[DECODE] = self.decode[:, rows]
+        parts[STALL] = self.stall[rows]
         return parts
 
 

@@ -34,6 +34,7 @@ def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | 
                 flat[place := bits.bit_length() - 1] = depth
                 bits ^= 1 << place
         else:
-            packed = bits.to_bytes((2 * num_rows + 7) // 8, "little")
-            flat[np.flatnonzero(np.unpackbits(np.frombuffer(packed, np.uint8), bitorder="little"))] = depth
+            packed = np.frombuffer(bits.to_bytes((2 * num_rows + 7) // 8, "little"), np.uint8)
+            reach = np.unpackbits(packed, count=2 * num_rows, bitorder="little").view(np.bool_)
+            np.copyto(flat, depth, where=reach)
     return found

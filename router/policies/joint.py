@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel
+from kvrelay.router.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel, Rows
 from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Options, Side, Way
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.shortlist import cheapest, whole_units
@@ -123,19 +123,18 @@ class _Scene:
 
     def local(self) -> _Ways:
         """The cheapest decode workers that compute the prompt themselves."""
-        rows = np.arange(len(self.decodes))
-        parts = self.cost.local(rows)
+        rows, parts = np.arange(len(self.decodes)), self.cost.local()
         if len(rows) > SHORTLIST:
-            score = np.add.reduce(self.judged(parts, rows + self.cost.num_prefills, rows), axis=0)
+            score = np.add.reduce(self.judged(parts, self.cost.decode_numbers, slice(0, len(rows))), axis=0)
             rows = cheapest(score, self.decodes.turn, SHORTLIST)
             parts = parts[:, rows]
         return _Ways(rows + self.cost.num_prefills, rows, parts)
 
     def _senders(self) -> Ints:
-        rows = np.arange(len(self.prefills))
-        if len(rows) <= SHORTLIST:
-            return rows
-        score = np.add.reduce(self.judged(self.cost.prefill_only(rows), rows, None), axis=0)
+        if len(self.prefills) <= SHORTLIST:
+            return np.arange(len(self.prefills))
+        everybody = self.cost.prefill_numbers
+        score = np.add.reduce(self.judged(self.cost.prefill_only(everybody), everybody, None), axis=0)
         return cheapest(score, self.prefills.turn, SHORTLIST)
 
     def _targets(self) -> Ints:
@@ -150,7 +149,7 @@ class _Scene:
         )
         return cheapest(score, side.turn, SHORTLIST)
 
-    def judged(self, parts: Floats, computing: Ints, decode: Ints | None) -> Floats:
+    def judged(self, parts: Floats, computing: Rows, decode: Rows | None) -> Floats:
         """The common terms of some ways, with ours written below them. `computing`: by number, see CommonCost."""
         ask, cost = self.ask, self.cost
         share = parts[_TTFT[0]] + parts[_TTFT[1]]
@@ -168,7 +167,7 @@ class _Scene:
             parts[SPREAD] = self._spread()[computing]
         return parts
 
-    def _replicate(self, judged: Floats, computing: Ints) -> None:
+    def _replicate(self, judged: Floats, computing: Rows) -> None:
         """The hotter a prefix for those that hold it, the less it counts that another has to compute it first.
 
         Prompts that begin like this one keep `load` workers busy; as far as those are more than hold the prefix, others will have
