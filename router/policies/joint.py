@@ -204,7 +204,10 @@ def _crossed(count: int, other: int) -> tuple[Ints, Ints]:
 
 def chance_of_missing(share: Floats) -> Floats:
     """Of a target, whose share is predicted to be used up."""
-    return np.minimum(np.maximum((share - SURE_SHARE) * (1.0 / (LOST_SHARE - SURE_SHARE)), 0.0), 1.0)
+    chance = share - SURE_SHARE
+    chance *= 1.0 / (LOST_SHARE - SURE_SHARE)
+    np.maximum(chance, 0.0, out=chance)
+    return np.minimum(chance, 1.0, out=chance)
 
 
 def _listed(scene: _Scene, ways: _Ways) -> list[Way]:

@@ -17,7 +17,9 @@ def cheapest(score: Floats, turn: Ints, most: int) -> Ints:
     """Rows of the `most` least scores, seconds, in no order; ties go to the least turn, then to the first row."""
     if len(score) <= most:
         return np.arange(len(score))
-    return _least(whole_units(score), np.arange(len(score)), most, turn)
+    limit = np.partition(score, most - 1)[most - 1]
+    near = np.flatnonzero(score <= limit + 2 * UNIT)  # those below, and all who may tie
+    return near if len(near) == most else _least(whole_units(score[near]), near, most, turn)
 
 
 def _least(key: Floats | Ints, rows: Ints, most: int, then: Ints | None) -> Ints:
