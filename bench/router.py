@@ -85,12 +85,16 @@ def build(made: Contents) -> Router:
     return router
 
 
-def timed_us(call: Callable[[int], object], count: int) -> list[float]:
+Clock = Callable[[], int]
+"""Nanoseconds."""
+
+
+def timed_us(call: Callable[[int], object], count: int, clock: Clock = time.perf_counter_ns) -> list[float]:
     times = []
     for index in range(count):
-        began = time.perf_counter_ns()
+        began = clock()
         call(index)
-        times.append((time.perf_counter_ns() - began) / 1e3)
+        times.append((clock() - began) / 1e3)
     return times
 
 
@@ -121,15 +125,17 @@ class Other:
         self._child.wait()
 
 
-def lookups(made: Contents, router: Router, count: int, other: Other | None, their_first: list[float]) -> None:
+def lookups(
+    made: Contents, router: Router, count: int, other: Other | None, their_first: list[float], clock: Clock
+) -> None:
     """One line of the first table. `their_first`: nanoseconds."""
     prompts = [hashes(prompt) for prompt in made.prompts]
     depths = router.index.depths
-    first = timed_us(lambda i: depths(prompts[i]), len(prompts))
+    first = timed_us(lambda i: depths(prompts[i]), len(prompts), clock)
     again, bare, read = [], [], []
-    timed_us(lambda i: depths(prompts[i % len(prompts)]), 10 * len(prompts))  # until all chunks are noted
+    timed_us(lambda i: depths(prompts[i % len(prompts)]), 10 * len(prompts))  # until all scattered blocks have moved
     for _ in range(ROUNDS):
-        again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count)
+        again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count, clock)
         if other is not None:
             found = other.ask("find", count=count)
             bare += [one / 1e3 for one in found["bare"]]
@@ -149,7 +155,7 @@ def lookups(made: Contents, router: Router, count: int, other: Other | None, the
     if other is not None:
         other.ask("decide", count=2 * len(prompts))
     for _ in range(ROUNDS):
-        whole += timed_us(decide, count)
+        whole += timed_us(decide, count, clock)
         if other is not None:
             theirs += [one / 1e3 for one in other.ask("decide", count=count)["whole"]]
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
@@ -175,7 +181,14 @@ def news(router: Router, seqs: list[int], num_events: int, num_blocks: int) -> f
     return time.perf_counter() - began
 
 
-def cell(num_workers: int, tokens: int, shared: bool, count: int, other: Other | None) -> None:
+def cell(
+    num_workers: int,
+    tokens: int,
+    shared: bool,
+    count: int,
+    other: Other | None,
+    clock: Clock = time.perf_counter_ns,
+) -> None:
     blocks = tokens // BLOCK_SIZE
     made = contents(num_workers, blocks, shared=shared, seed=0)
     router = build(made)
@@ -188,7 +201,7 @@ def cell(num_workers: int, tokens: int, shared: bool, count: int, other: Other |
         other.ask("workers", num_workers=num_workers)
         router = build(made)  # nothing has been looked up in it
     print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
-    lookups(made, router, count, other, their_first)
+    lookups(made, router, count, other, their_first, clock)
     seqs = [0] * num_workers
     for num_blocks, num_events in EVENTS if tokens < 10_000 else ():
         mine = 2 * num_events / news(router, seqs, num_events, num_blocks)
@@ -223,7 +236,11 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=400, help="in each of the rounds")
     parser.add_argument("--dynamo", metavar="PYTHON", help="measure its index, too")
     parser.add_argument("--memory", action="store_true", help="bytes for each block instead")
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of our thread, which waits for other programs are no part of"
+    )
     options = parser.parse_args()
+    clock = time.thread_time_ns if options.cpu_time else time.perf_counter_ns
     if options.memory:
         memory()
         return
@@ -236,7 +253,7 @@ def main() -> None:
         for num_workers in options.workers:
             for tokens in options.tokens:
                 for shared in (False, True):
-                    cell(num_workers, tokens, shared, options.requests, other)
+                    cell(num_workers, tokens, shared, options.requests, other, clock)
     finally:
         if other is not None:
             other.close()

@@ -28,7 +28,7 @@ from kvrelay.router.index.slots import Slots
 CHUNK = 64
 """Scattered blocks that are looked up, and moved, together."""
 MAX_GATHERED = 8
-"""Chunks that one lookup moves, at most, so that none takes much longer than looking them up."""
+"""Chunks that one lookup tries to move, at most, so that none takes much longer than looking them up."""
 SHORT = 16
 """Slots in a row; after two rows in a chain that are shorter its blocks are looked up one by one."""
 _DENSE = 8  # blocks of a scattered chunk to each break of the row, at most, that make it worth moving
@@ -154,8 +154,8 @@ class Holders:
                 depth, alive = self._along(slot, slot + count, depth, alive, ends)
             else:
                 num_short = 1
-                depth, alive, has_moved = self._each(hashes, depth, alive, ends, to_gather > 0)
-                to_gather -= has_moved
+                depth, alive, is_scattered = self._each(hashes, depth, alive, ends, to_gather > 0)
+                to_gather -= is_scattered
             if not alive:
                 return ends
         if depth and alive:
@@ -176,7 +176,7 @@ class Holders:
     def _each(
         self, hashes: Sequence[bytes], depth: int, alive: int, ends: Ends, may_gather: bool
     ) -> tuple[int, int, bool]:
-        """A chunk, block by block: (depth, who is left, whether the blocks moved next to each other)."""
+        """A chunk, block by block: (depth, who is left, whether its blocks were scattered and are to be moved, if there is room)."""
         chunk, masks, seen = hashes[depth : depth + self._chunk], self._kinds.masks, -1
         slots, kinds = self._slots.kinds_of(chunk)
         for place, kind in enumerate(kinds, depth):
@@ -185,8 +185,10 @@ class Holders:
                 if not alive:
                     return place, 0, False
         num_breaks = sum(slot + 1 != after for slot, after in pairwise(slots))
-        has_moved = may_gather and _DENSE * num_breaks >= len(chunk) and self._slots.gather(chunk, slots)
-        return depth + len(chunk), alive, has_moved
+        is_scattered = may_gather and _DENSE * num_breaks >= len(chunk)
+        if is_scattered:
+            self._slots.gather(chunk, slots)
+        return depth + len(chunk), alive, is_scattered
 
 
 def _step(depth: int, mask: int, alive: int, ends: Ends) -> int:

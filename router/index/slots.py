@@ -23,7 +23,7 @@ from kvrelay.router.index.bits import Ints
 
 MIN_GROWTH = 256
 _FEW = 64  # slots that are written faster one by one
-_SEARCHED = 1 << 16  # slots that are looked through for room
+_SEARCHED = 1 << 14  # slots that are looked through for room
 _LEAP = 4  # each comparison looks so many times further than the one before
 
 
@@ -86,14 +86,11 @@ class Slots:
         self._mark_edge(end - 1)
 
     def _paint_many(self, slots: Ints, kind: int) -> None:
-        kinds, used, edges = np.frombuffer(self.kinds, np.intc), self._bytes(self._used), self._bytes(self._edges)
+        kinds = np.frombuffer(self.kinds, np.intc)
+        used, edges = (np.frombuffer(column, np.uint8) for column in (self._used, self._edges))
         kinds[slots], used[slots] = kind, kind != 0
         for places in (slots - 1, slots):
             edges[places] = kinds[places] != kinds[places + 1]
-
-    @staticmethod
-    def _bytes(column: bytearray) -> np.ndarray:
-        return np.frombuffer(column, np.uint8)
 
     def _mark_edge(self, slot: int) -> None:
         self._edges[slot] = self.kinds[slot] != self.kinds[slot + 1]
@@ -123,17 +120,18 @@ class Slots:
         self._used[last], self._used[-1] = 0, 1
         return last
 
-    def gather(self, chain: Sequence[bytes], slots: Sequence[int]) -> bool:
-        """The blocks of a piece of a chain, in these slots, move to others that are next to each other; False: no room for that."""
+    def gather(self, chain: Sequence[bytes], slots: Sequence[int]) -> None:
+        """The blocks of a piece of a chain, in these slots, move to others that are next to each other, if some are found soon."""
         count, empty = len(chain), bytes(len(chain))
-        first = self._used.find(empty, self._cursor, self._cursor + _SEARCHED)
+        stop = self._cursor + _SEARCHED
+        first = self._used.find(empty, self._cursor, stop)
+        if first < 0:
+            first = self._used.find(empty, 0, _SEARCHED)
         if first < 0 and self._is_full:
             first = self._grow(count)
         if first < 0:
-            first = self._used.find(empty, 0, _SEARCHED)
-            self._cursor = max(first, 1)
-            if first < 0:
-                return False
+            self._cursor = stop if stop < len(self._used) else 1
+            return
         self._cursor = end = first + count
         kinds = list(map(self.kinds.__getitem__, slots))
         self.paint(slots, 0)
@@ -145,7 +143,6 @@ class Slots:
         self._edges[first : end - 1] = bytes(map(ne, kinds, kinds[1:]))
         self._mark_edge(first - 1)
         self._mark_edge(end - 1)
-        return True
 
     # ---- answers
 
