@@ -2,6 +2,7 @@
 
 import gc
 import random
+from collections import OrderedDict
 from itertools import pairwise
 
 import numpy as np
@@ -288,6 +289,44 @@ TREE = {
 }
 BLOCKS = sorted({one for hashes in TREE.values() for one in hashes})
 STRIDES = {"w1": 1, "w2": 1, "w3": 2, "w4": 1}
+
+
+class Cache(OrderedDict):
+    """A worker's pool of so many blocks: the longest unused go, ends of chains before beginnings."""
+
+    def take(self, hashes, size):
+        """(stored, removed)."""
+        new = [one for one in hashes if one not in self]
+        for one in reversed(hashes):
+            self[one] = None
+            self.move_to_end(one)
+        gone = [self.popitem(last=False)[0] for _ in range(max(0, len(self) - size))]
+        return [one for one in new if one in self], [one for one in gone if one not in new]
+
+
+def test_rows_stay_long_and_few_while_caches_turn_over_many_times():
+    """Conversations that share beginnings, on four workers; what they hold comes and goes a dozen times over."""
+    rng, index, caches = random.Random(3), fed(w0=[], w1=[], w2=[], w3=[]), [Cache() for _ in range(4)]
+    roots = [chain(f"root{number}-", 10 * number) for number in range(1, 6)]
+    talks, seqs, most = [], [0] * 4, 0
+    for step in range(2400):
+        if len(talks) < 30:
+            talks.append([*rng.choice(roots)])
+        talk = talks.pop(rng.randrange(len(talks)))
+        talk += chain(f"turn{step}-", rng.choice([1, 4, 20, 60]))
+        if len(talk) < 300:
+            talks.append(talk)
+        depths(index, talk)
+        worker = rng.randrange(4)
+        seqs[worker] += 1
+        assert index.apply_events(f"w{worker}", seqs[worker], *caches[worker].take(talk, 1000))
+        most = max(most, len(index))
+    assert len(index._holders[1]._slots.kinds) < 2 * most
+    held = [[one for one in talk if one in index._holders[1]._slots.slot_of] for talk in talks]
+    assert sum(map(len, held)) > 20 * sum(num_rows(index, one) for one in held)
+    for talk in talks:
+        expected = [next((i for i, one in enumerate(talk) if one not in cache), len(talk)) for cache in caches]
+        assert twice(index, talk) == {f"w{i}": (end, end) for i, end in enumerate(expected) if end}
 
 
 ROADS = [chain("r", 90) + chain(name, 210) for name in ("r1-", "r2-", "r3-")]
