@@ -43,24 +43,32 @@ class Leaps:
 
     # ---- before a step
 
-    def look(self) -> int:
-        """So many steps bring every sequence a token and do nothing else; 0: the next must be planned, for who does not sleep."""
+    def look(self) -> tuple[int, bool]:
+        """(steps, whether somebody wakes for the last of them): so many bring every sequence a token and, but for that, do no more.
+
+        No steps: the next must be planned, for who does not sleep. A last step for which somebody wakes is planned when the
+        others have `passed`; nobody has to give way in it.
+        """
         scheduler, asleep = self._scheduler, self._asleep
         running = scheduler.running
         if len(asleep) < len(running):
-            num_awake = sum([seq not in asleep and not self._falls_asleep(seq) for seq in running])
-            assert len(asleep) + num_awake == len(running), "a sleeper left the batch"
-        if not asleep:
-            return 0
-        if self._may_crowd(len(running) - len(asleep)):
-            self.wake()
-            return 0
-        if len(asleep) < len(running) or scheduler.waiting:
-            return 0
-        return 1 if scheduler.reserving else self._ends[0][0] - self._step
+            awake = [seq for seq in running if seq not in asleep]
+            assert len(asleep) + len(awake) == len(running), "a sleeper left the batch"
+            if self._may_crowd(len(awake)):
+                self.wake()
+                return 0, False
+            num_awake = len(awake) - sum(map(self._falls_asleep, awake))
+            if num_awake or scheduler.waiting:
+                return 0, False
+        elif not asleep or scheduler.waiting:
+            return 0, False
+        if scheduler.reserving:  # whoever is in line for a reservation is looked at between any two steps
+            return 1, False
+        is_roomy = not self._may_crowd(len(running))
+        return self._ends[0][0] - self._step + is_roomy, is_roomy
 
     def _may_crowd(self, num_awake: int) -> bool:
-        """Whether somebody may have to give way in the next step, or to stand back."""
+        """Whether somebody may have to give way in a step for which so many are awake, or to stand back."""
         scheduler = self._scheduler
         return (
             len(scheduler.running) > scheduler.limits.token_budget
@@ -69,16 +77,17 @@ class Leaps:
         )
 
     def _falls_asleep(self, seq: Sequence) -> bool:
-        """Whether the next step just brings it a token. Who has a last token coming must have said so by its `plain_until`."""
+        """Whether the next step just brings it a token. Who has a last token coming must have said so by its `plain_until`.
+
+        If the step needs a block, it gets that now, as it would when the step is planned.
+        """
         computed, num_tokens = seq.num_computed, len(seq.token_ids)
+        if num_tokens - computed != 1 or computed != seq.num_charged or computed < seq.num_given or not seq.is_pinned:
+            return False
+        if computed >= seq.own_until:
+            self._scheduler.have_block(seq)
         steps = min(seq.own_until - 1 - computed, seq.plain_until - num_tokens)
-        if (
-            steps <= 0
-            or num_tokens - computed != 1
-            or computed != seq.num_charged
-            or computed < seq.num_given
-            or not seq.is_pinned
-        ):
+        if steps <= 0 or seq.num_hashed_blocks != computed // seq.block_size:
             return False
         self._asleep[seq] = self._step
         heapq.heappush(self._ends, (self._step + steps, seq.arrival, seq))
@@ -89,7 +98,7 @@ class Leaps:
     # ---- after it
 
     def passed(self, count: int) -> None:
-        """Of the steps that `look` told of, so many are over."""
+        """Of the steps that `look` told of, so many are over, not counting the one for which somebody wakes."""
         self._scheduler.copied()
         self._scheduler.shares.serve(self._served(count))
         self._pass(count)

@@ -458,6 +458,12 @@ class Scheduler:
         seq.own_until = (seq.num_computed // self.block_size + 1) * self.block_size
         return True
 
+    def have_block(self, seq: Sequence) -> None:
+        """`_has_block` for a sequence that lacks one token. The caller knows that nobody has to give way for it."""
+        preempted: list[Sequence] = []
+        has_block = self._has_block(seq, preempted)
+        assert has_block and not preempted, "there was no block left"
+
     def _has_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """Have blocks for every token of `seq`, the next one for itself. False if `seq` itself gave way for that."""
         return self._grow(seq, preempted) and self._own_next(seq, preempted)

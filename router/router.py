@@ -230,24 +230,22 @@ class Router:
             tokens = found[self._fleet.columns(role).index_rows]
             in_pool, below = tokens[:, 1], tokens[:, 0]
             coming = in_pool
-            if on_the_way:
-                coming = in_pool.copy()
-                for account, num_tokens in on_the_way:
-                    if account.role is role:
-                        coming[account.row] = max(coming[account.row], num_tokens)
+            if there := on_the_way.get(role):
+                rows, coming = list(there), in_pool.copy()
+                coming[rows] = np.maximum(coming[rows], list(there.values()))
                 below = np.maximum(below, coming)
             held[role] = Held(in_pool, coming, below)
         return held
 
-    def _on_the_way(self, request: RouteRequest) -> list[tuple[WorkerAccount, int]]:
-        """Live workers that are about to compute a beginning of the prompt, and the tokens of it that will be whole blocks."""
-        found, size = [], self._tokens_per_hash
+    def _on_the_way(self, request: RouteRequest) -> dict[Role, dict[int, int]]:
+        """Rows of live workers that are about to compute a beginning of the prompt, and tokens of it that will be whole blocks."""
+        found: dict[Role, dict[int, int]] = {}
+        live, state, size = self._fleet.accounts, self._index.state, self._tokens_per_hash
         for account, hashes in self._ledger.pending_matches(request.block_hashes).items():
-            worker_id = account.info.worker_id
-            is_live = self._fleet.accounts.get(worker_id) is account
-            if is_live and self._index.state(worker_id) is not IndexState.STALE:
+            info = account.info
+            if live.get(info.worker_id) is account and state(info.worker_id) is not IndexState.STALE:
                 tokens = hashes * size
-                found.append((account, tokens - tokens % account.info.block_size))
+                found.setdefault(account.role, {})[account.row] = tokens - tokens % info.block_size
         return found
 
     def _admit(self, forecast: Forecast, scene: Scene, ranking: Ranking, now_s: float) -> Decision | Refusal:

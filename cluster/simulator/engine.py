@@ -33,7 +33,7 @@ from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
 
 @dataclass(slots=True)
 class Stride:
-    """What is being computed: one planned step, or `count` quiet ones."""
+    """What is being computed: one planned step, or `count` quiet ones, the last of which may be planned when it is over."""
 
     began_s: float
     plan: StepPlan | None  # of all sequences, or of those that do not sleep: see leap.py
@@ -41,10 +41,18 @@ class Stride:
     first_s: float  # what the first of its steps takes
     more_s: float = 0.0  # by how much each takes longer than the one before
     num_asleep: int = 0
+    waking: int = 0  # the number of the step for which somebody wakes; 0: none
 
     def seconds(self, count: int) -> float:
         """Of its first `count` steps."""
         return count * self.first_s + self.more_s * (count * (count - 1) / 2)
+
+    def drop(self, count: int) -> None:
+        """Its first `count` steps are over, which are not all."""
+        self.began_s += self.seconds(count)
+        self.first_s += count * self.more_s
+        self.count -= count
+        self.waking = max(0, self.waking - count)
 
     def steps_until(self, now_s: float) -> int:
         """The least number of its steps after which it is `now_s` or later; at least one, at most all."""
@@ -141,8 +149,9 @@ class VirtualEngine:
     def begin(self, now_s: float, factor: float) -> Stride | None:
         """What is computed from now on; None: nothing can be. `factor`: on the curve's times."""
         leaps = self._leaps
-        if count := leaps.look():
-            return self._quiet(now_s, count, factor)
+        count, wakes = leaps.look()
+        if count:
+            return self._quiet(now_s, count, factor, waking=count if wakes else 0)
         num_asleep = len(leaps.asleep)
         plan = self.scheduler.schedule_beside(leaps.asleep)
         if not plan.work and not num_asleep:
@@ -165,22 +174,30 @@ class VirtualEngine:
                 LowerTiers.settle(item.seq)
         return self.below.copies.loaded_s - now_s
 
-    def _quiet(self, now_s: float, count: int, factor: float) -> Stride:
+    def _quiet(self, now_s: float, count: int, factor: float, *, waking: int) -> Stride:
         size, context = len(self._leaps.asleep), self._leaps.context_tokens
         first_s = self.curve.decode_step_s(size, context)
         more_s = self.curve.decode_step_s(size, context + size) - first_s
-        return Stride(now_s, None, count, factor * first_s, factor * more_s, size)
+        return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
 
     def end(self, stride: Stride, count: int, told: Told) -> None:
         """So many of its steps are computed; the others are not begun."""
         size, plan = stride.num_asleep, stride.plan
         self.num_steps += count
         self.busy_s += stride.seconds(count)
-        self.output_tokens += size * count
         if plan is None:
-            self._leaps.passed(count)
+            if count == stride.waking:
+                self._leaps.passed(count - 1)
+                plan = self.scheduler.schedule_beside(self._leaps.asleep)
+                self._leaps.advance(plan)
+                self._sample(plan, told)
+                self.output_tokens -= len(plan.work)
+            else:
+                self._leaps.passed(count)
+            self.output_tokens += size * count
             self._note(size, size, size, stride.seconds(count) / count, count)
             return
+        self.output_tokens += size
         self._leaps.advance(plan)
         self._sample(plan, told)
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)

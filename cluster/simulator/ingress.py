@@ -244,7 +244,7 @@ class Ingress:
 
     def load_changed(self) -> None:
         """Other ingresses are to hear of it, where there are any."""
-        if self.settings.router.share_load_s and self._has_others:
+        if self._has_others and self.settings.router.share_load_s:
             self._sharing.ask()
 
     def _tell_assigned(self) -> None:

@@ -434,10 +434,7 @@ class Worker:
         done = stride.steps_until(self._clock.now_s) - 1
         if done:
             self.engine.end(stride, done, Told())
-            passed_s = stride.seconds(done)
-            stride.began_s += passed_s
-            stride.first_s += done * stride.more_s
-            stride.count -= done
+            stride.drop(done)
 
     def num_emitted(self, attempt_id: str) -> int:
         """Tokens of output that the client has by now, as far as they are known here."""

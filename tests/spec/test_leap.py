@@ -57,17 +57,21 @@ class Bench:
 
     def leap(self, steps):
         """Of what `look` says, at most so many; returns how many."""
-        if count := self.leaps.look():
+        count, wakes = self.leaps.look()
+        if count:
+            wakes &= steps >= count
             count = min(count, steps)
-            self.leaps.passed(count)
-            return count
+            self.leaps.passed(count - wakes)
+            if not wakes:
+                return count
+        before = count - wakes
         plan = self.sched.schedule_beside(self.leaps.asleep)
         if not plan.work and not self.leaps.asleep:
             return 0
         self.planned.append(len(plan.work))
         self.leaps.advance(plan)
         self._append(plan)
-        return 1
+        return before + 1
 
     def _append(self, plan):
         seqs = [item.seq for item in plan.work if item.samples]
@@ -174,14 +178,14 @@ def test_who_decodes_sleeps_while_a_prompt_is_computed_beside_it():
 def test_nothing_is_leapt_over_while_somebody_is_in_line_or_has_a_prompt_to_compute():
     bench = Bench(running=2)
     bench.add("a", 40, 50)
-    assert bench.leaps.look() == 0  # in line
+    assert bench.leaps.look()[0] == 0  # in line
     bench.step()
-    assert bench.leaps.look() == 0  # of 40 prompt tokens, 32 are computed
+    assert bench.leaps.look()[0] == 0  # of 40 prompt tokens, 32 are computed
     for _ in range(3):
         bench.step()
-    assert bench.leaps.look() > 0
+    assert bench.leaps.look()[0] > 0
     bench.add("b", 3, 5)
-    assert bench.leaps.look() == 0
+    assert bench.leaps.look()[0] == 0
 
 
 def test_whoever_is_in_line_for_a_reservation_is_looked_at_between_any_two_steps():
@@ -189,9 +193,9 @@ def test_whoever_is_in_line_for_a_reservation_is_looked_at_between_any_two_steps
     bench.add("a", 5, 50)
     for _ in range(5):
         bench.step()
-    assert bench.leaps.look() > 1
+    assert bench.leaps.look()[0] > 1
     bench.add("b", 5, 50, reserve=True)
-    assert bench.leaps.look() == 1
+    assert bench.leaps.look() == (1, False)
 
 
 def test_where_somebody_may_have_to_give_way_nobody_sleeps():
@@ -215,9 +219,9 @@ def test_one_step_more_than_are_quiet_would_be_wrong():
         bench.add("r", 5, 100)
         bench.step()
         bench.step()
-    quiet = one.leaps.look()
-    assert quiet > 0
-    one.leaps.passed(quiet + 1)
-    for _ in range(quiet + 1):
+    steps, wakes = one.leaps.look()
+    assert steps > 1 and wakes
+    one.leaps.passed(steps)
+    for _ in range(steps):
         other.step()
     assert one.state() != other.state()

@@ -145,7 +145,7 @@ def test_leaps_change_no_figure(monkeypatch):
         "decode": 1,
     }  # one way: no choice to differ
     leaped = simulate(load, **cluster)
-    monkeypatch.setattr(engines.Leaps, "look", lambda leaps: 0)
+    monkeypatch.setattr(engines.Leaps, "look", lambda leaps: (0, False))
     stepped = simulate(load, **cluster)
     assert leaped.clock.num_events < 0.6 * stepped.clock.num_events
     assert leaped.tally.outcomes == stepped.tally.outcomes
