@@ -27,11 +27,13 @@ import asyncio
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from bench.figures import machine, show
 from bench.inprocess import count_weights, prepare
 from bench.simulator_check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, per_request, said
 from bench.simulator_check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
-from bench.step_log import LoggedStep
+from bench.step_log import AT_ONCE_S, LoggedStep
 from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
 from kvrelay.cluster.settings_flags import with_pairs
 from kvrelay.cluster.simulator.requests import Job
@@ -215,21 +217,34 @@ async def real_runs(
 
 
 def step_rows(profile: SimulatorProfile, steps: dict[Role, list[list[LoggedStep]]]) -> list[dict[str, Any]]:
-    """By role and kind of step: how far the curve is from what the workers' steps took."""
+    """By role and kind of step: how far the curve is from what the workers' steps took.
+
+    on a core: of their time, what their thread really ran; where it is well below 1 something else took the core.
+    between: from a step's end to the next one's beginning, where a worker went on at once; the curve has that in it.
+    """
     rows = []
     for role, curve in ((Role.PREFILL, profile.prefill), (Role.DECODE, profile.decode)):
-        samples = [StepSample(step.work, step.seconds) for worker in steps[role] for step in worker]
+        logged = [step for worker in steps[role] for step in worker]
+        samples = [StepSample(step.work, step.seconds) for step in logged]
+        gap_s = _gap_s(steps[role])
         for kind, error in errors_of(curve, samples).items():
-            chosen = [one for one in samples if one.kind == kind]
-            ratio = sum(curve.step_s(one.work) for one in chosen) / sum(one.seconds for one in chosen)
+            chosen = [step for step, sample in zip(logged, samples, strict=True) if sample.kind == kind]
+            all_s = sum(step.seconds for step in chosen)
             rows.append(
                 {
                     "steps of": f"{role.value} workers", "kind": kind, "steps": error.num_samples,
                     "median error": f"{error.median:.1%}", "p90": f"{error.p90:.1%}",
-                    "all: curve / real": f"{ratio:.2f}",
+                    "all: curve / real": f"{sum(curve.step_s(step.work) for step in chosen) / all_s:.2f}",
+                    "on a core": f"{sum(step.cpu_s for step in chosen) / all_s:.2f}", "between, ms": f"{1e3 * gap_s:.2f}",
                 }
             )  # fmt: skip
     return rows
+
+
+def _gap_s(workers: Sequence[Sequence[LoggedStep]]) -> float:
+    """The median, in seconds, where the worker went on at once."""
+    gaps = [after.began_s - one.began_s - one.seconds for steps in workers for one, after in pairwise(steps)]
+    return statistics.median([gap for gap in gaps if gap < AT_ONCE_S] or [0.0])
 
 
 def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvrelay.cluster.profile_fit import (
     step_clock_of,
     work_of,
 )
+from kvrelay.cluster.profile_loop import between_steps_s
 from kvrelay.cluster.simulator_profile import parse_profile
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.engine import EngineConfig, load_engine
@@ -184,3 +185,27 @@ def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(e
     held, wall = (StepSampler(engine, budget_s=60.0, step_clock=one).reference_s(1) for one in (clock, None))
     assert clock is time.thread_time and min(wall.values()) > 0.02
     assert all(held[kind] < plain[kind] + 0.01 for kind in ("prefill", "decode"))
+
+
+def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(folder):
+    config = EngineConfig(kv_memory_bytes=4 << 20, token_budget=96, max_running=16)
+    engine = load_engine(folder, select_backend("cpu", "cpu", 1), torch.float32, config)
+    step, drain = engine.step, engine.drain_events
+
+    def slow_step():
+        time.sleep(0.02)
+        return step()
+
+    def slow_drain():
+        time.sleep(0.005)
+        return drain()
+
+    engine.step, engine.drain_events = slow_step, slow_drain
+    assert 0.005 < between_steps_s(engine) < 0.02
+
+
+def test_what_comes_between_steps_is_part_of_each(engine):
+    fitted = fit_curve(StepSampler(engine, budget_s=60.0).run())
+    profile = profile_of(engine, fitted, model="tiny", num_threads=1, date="2026-11-22", between_s=0.004)
+    assert profile.prefill == profile.decode
+    assert profile.decode.overhead_s == pytest.approx(fitted.curve.overhead_s + 0.004)
