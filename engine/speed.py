@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+FIRST_STEPS = 4  # of a kind: the fastest of them counts, for a worker's very first is far slower than those that follow
+
 
 @dataclass(slots=True)
 class Speed:
@@ -14,6 +16,8 @@ class Speed:
     num_steps: int = 0
     batch_sequences: int = 0  # of the last step
     batch_tokens: int = 0
+    num_decode_steps: int = 0  # that only decoded
+    num_prefill_steps: int = 0  # with enough of prompts to tell their speed
 
     @property
     def compute_tokens_per_s(self) -> float:
@@ -24,11 +28,16 @@ class Speed:
         """So many steps in a row were like this one."""
         self.step_s = _blend(self.step_s, seconds, num_steps)
         if num_tokens == num_decode:
-            self.decode_step_s = _blend(self.decode_step_s, seconds, num_steps)
+            is_first = self.num_decode_steps < FIRST_STEPS and 0 < seconds < self.decode_step_s
+            self.decode_step_s = seconds if is_first else _blend(self.decode_step_s, seconds, num_steps)
+            self.num_decode_steps += num_steps
             if seconds > 0:
                 self.decode_tokens_per_s = max(0.95**num_steps * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds, num_steps)
+            rate = num_tokens / seconds
+            is_first = self.num_prefill_steps < FIRST_STEPS and rate > self.prefill_tokens_per_s
+            self.prefill_tokens_per_s = rate if is_first else _blend(self.prefill_tokens_per_s, rate, num_steps)
+            self.num_prefill_steps += num_steps
 
     def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
         """A step that brought several tokens of a sequence counts as so many."""
