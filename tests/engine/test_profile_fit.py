@@ -1,10 +1,12 @@
 """Samples for a speed curve: what a step computes is counted right, every kind comes, and the engine is left as it was."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvrelay.cluster import profile_loop
 from kvrelay.cluster.profile_fit import (
     PASSES,
     REPEATS,
@@ -15,7 +17,6 @@ from kvrelay.cluster.profile_fit import (
     step_clock_of,
     work_of,
 )
-from kvrelay.cluster.profile_loop import between_steps_s
 from kvrelay.cluster.simulator_profile import parse_profile
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.engine import EngineConfig, load_engine
@@ -187,21 +188,23 @@ def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(e
     assert all(held[kind] < plain[kind] + 0.01 for kind in ("prefill", "decode"))
 
 
-def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(folder):
-    config = EngineConfig(kv_memory_bytes=4 << 20, token_budget=96, max_running=16)
-    engine = load_engine(folder, select_backend("cpu", "cpu", 1), torch.float32, config)
-    step, drain = engine.step, engine.drain_events
+def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(engine, monkeypatch):
+    """On a clock that a step moves by 1 s and the news that follow it by 0.25 s."""
+    clock, step, drain = SimpleNamespace(now_s=0.0), engine.step, engine.drain_events
+    monkeypatch.setattr(profile_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
-    def slow_step():
-        time.sleep(0.02)
+    def long_step():
+        clock.now_s += 1.0
         return step()
 
-    def slow_drain():
-        time.sleep(0.005)
+    def long_news():
+        clock.now_s += 0.25
         return drain()
 
-    engine.step, engine.drain_events = slow_step, slow_drain
-    assert 0.005 < between_steps_s(engine) < 0.02
+    engine.step, engine.drain_events = long_step, long_news
+    assert profile_loop.between_steps_s(engine) == 0.25
+    assert engine.step is long_step and not engine.scheduler.has_work
+    engine.check()
 
 
 def test_what_comes_between_steps_is_part_of_each(engine):
