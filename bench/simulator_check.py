@@ -1,7 +1,7 @@
 """The simulator against real runs: one load through real workers and through `kvrelay simulate`, every figure side by side.
 
     python -m bench.simulator_check [--prefill 1] [--decode 1] [--rates 1 2.5 4] [--seconds 30] [--model M | --tiny [--paced]]
-        [--profile FILE] [--save-profile FILE [--fit-workers N]] [--policy joint] [--speed 1.0] [--json FILE] [--markdown FILE]
+        [--profile FILE] [--save-profile FILE [--fit-workers N]] [--policy joint] [--json FILE] [--markdown FILE]
 
 1. `kvrelay profile --fit` measures a worker's speed in a process of its own (or --profile has it from before), alone and with as
    many neighbours computing as the cluster has workers.
@@ -18,7 +18,7 @@ the real ingress's own computing, and everything that the machine does beside it
 --tiny --paced --profile FILE: a tiny model's workers, whose every step is drawn out, asleep, to what the profile says. That leaves the
 curve and the machine's cores out of the comparison: what is left are the simulator's own errors, and more workers than the machine
 has cores do not disturb each other.
---speed 2 simulates workers twice as fast as measured: what a wrong profile makes of the errors.
+Each run is also simulated with workers of twice the speed: the errors must tell that this profile is wrong.
 The real runs need a quiet machine: others' work makes its steps longer, not the simulator's.
 """
 
@@ -27,11 +27,13 @@ import asyncio
 import json
 import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,7 @@ from bench.figures import machine, show
 from bench.inprocess import count_weights, prepare
 from bench.simulator_check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, per_request, said
 from bench.simulator_check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
-from bench.step_log import LoggedStep
+from bench.step_log import AT_ONCE_S, LoggedStep
 from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
 from kvrelay.cluster.settings_flags import with_pairs
 from kvrelay.cluster.simulator.requests import Job
@@ -56,6 +58,7 @@ from kvrelay.types import Role
 
 BLOCK = 16
 LENGTH_SCALE = BLOCK / 512
+WRONG_SPEED = 2.0  # of the control
 WARM_UP, WARM_UP_S = 12, 5.0  # requests, and when the load begins
 SESSIONS = SessionSpec(
     sessions_per_s=1.0, one_off_share=0.2, first_continues=0.8, think_s=(8.0, 0.5), user_tokens=(1600.0, 0.8),
@@ -145,7 +148,11 @@ class Recorded(Simulation):
 
 
 def simulate(
-    options: argparse.Namespace, profile: SimulatorProfile, entries: Sequence[TraceEntry], ways: Ways
+    options: argparse.Namespace,
+    profile: SimulatorProfile,
+    entries: Sequence[TraceEntry],
+    ways: Ways,
+    speed: float = 1.0,
 ) -> Outcome:
     """The same requests, settings and pools. max_tokens of 1: every client allows just what its output will have."""
     scenario = scenario_from(
@@ -155,11 +162,12 @@ def simulate(
         }
     )  # fmt: skip
     update: dict[str, Any] = {"workers_per_node": options.prefill + options.decode, **ways.sizes}
+    update["token_budget"] = scenario.product_settings().engine.token_budget
     if options.paced:
         update["slowdown"] = {}  # they sleep beside each other
     if ways.kv_bytes_per_s:
         update["local_bytes_per_s"] = ways.kv_bytes_per_s
-    simulation = Recorded(scenario, faster(profile, options.speed).model_copy(update=update), entries)
+    simulation = Recorded(scenario, faster(profile, speed).model_copy(update=update), entries)
     simulation.run()
     summary = simulation.summary()
     answers = [
@@ -215,21 +223,34 @@ async def real_runs(
 
 
 def step_rows(profile: SimulatorProfile, steps: dict[Role, list[list[LoggedStep]]]) -> list[dict[str, Any]]:
-    """By role and kind of step: how far the curve is from what the workers' steps took."""
+    """By role and kind of step: how far the curve is from what the workers' steps took.
+
+    on a core: of their time, what their thread really ran; where it is well below 1 something else took the core.
+    between: from a step's end to the next one's beginning, where a worker went on at once; the curve has that in it.
+    """
     rows = []
     for role, curve in ((Role.PREFILL, profile.prefill), (Role.DECODE, profile.decode)):
-        samples = [StepSample(step.work, step.seconds) for worker in steps[role] for step in worker]
+        logged = [step for worker in steps[role] for step in worker]
+        samples = [StepSample(step.work, step.seconds) for step in logged]
+        gap_s = _gap_s(steps[role])
         for kind, error in errors_of(curve, samples).items():
-            chosen = [one for one in samples if one.kind == kind]
-            ratio = sum(curve.step_s(one.work) for one in chosen) / sum(one.seconds for one in chosen)
+            chosen = [step for step, sample in zip(logged, samples, strict=True) if sample.kind == kind]
+            all_s = sum(step.seconds for step in chosen)
             rows.append(
                 {
                     "steps of": f"{role.value} workers", "kind": kind, "steps": error.num_samples,
                     "median error": f"{error.median:.1%}", "p90": f"{error.p90:.1%}",
-                    "all: curve / real": f"{ratio:.2f}",
+                    "all: curve / real": f"{sum(curve.step_s(step.work) for step in chosen) / all_s:.2f}",
+                    "on a core": f"{sum(step.cpu_s for step in chosen) / all_s:.2f}", "between, ms": f"{1e3 * gap_s:.2f}",
                 }
             )  # fmt: skip
     return rows
+
+
+def _gap_s(workers: Sequence[Sequence[LoggedStep]]) -> float:
+    """The median, in seconds, where the worker went on at once."""
+    gaps = [after.began_s - one.began_s - one.seconds for steps in workers for one, after in pairwise(steps)]
+    return statistics.median([gap for gap in gaps if gap < AT_ONCE_S] or [0.0])
 
 
 def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str, Any]:
@@ -248,30 +269,48 @@ def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str,
     }
     sections = []
     for rate, (came, real, steps) in zip(options.rates, runs, strict=True):
-        real, simulated = measured_only(real), measured_only(simulate(options, profile, came, ways))
-        figures = compare(real, simulated, ttft_s=options.ttft_s, tpot_s=options.tpot_s)
-        single = per_request(real, simulated)
+        real = measured_only(real)
+        simulated, wrong = (
+            measured_only(simulate(options, profile, came, ways, speed)) for speed in (1.0, WRONG_SPEED)
+        )
+        figures, off = (compare(real, one, ttft_s=options.ttft_s, tpot_s=options.tpot_s) for one in (simulated, wrong))
+        single, control = per_request(real, simulated), said_of_control(off)
         title = f"{options.prefill}P + {options.decode}D, {folder.name}, {len(real.answers)} requests, {rate:g}/s"
         show(title, [figure.row() for figure in figures])
-        print(f"{said(single)} The real ingress and the load's making took {real.ingress_busy:.1%} of a core.")
-        show("The curve against the workers' own steps", step_rows(profile, steps))
-        sections.append(as_markdown(title, figures, single))
-        data["runs"].append(_data(rate, figures, single, real, simulated))
+        print(
+            f"{said(single)} {control}\nThe real ingress and the load's making took {real.ingress_busy:.1%} of a core."
+        )
+        rows = step_rows(profile, steps)
+        show("The curve against the workers' own steps", rows)
+        sections.append(as_markdown(title, figures, f"{said(single)} {control}"))
+        data["runs"].append(_data(rate, figures, single, real, simulated) | {"control": control, "steps": rows})
     if options.markdown:
         options.markdown.write_text("\n".join(sections))
     return data
 
 
+def said_of_control(figures: Sequence[Figure]) -> str:
+    """Of a simulation with the wrong speed."""
+    errors = {figure.name: figure.error for figure in figures}
+    told = ", ".join(f"{name} {errors[name]:+.0%}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
+    return f"Workers {WRONG_SPEED:g} times as fast, simulated as a control, are off by: {told}."
+
+
 def _data(
     rate: float, figures: Sequence[Figure], single: PerRequest, real: Outcome, simulated: Outcome
 ) -> dict[str, Any]:
+    others = {one.index: one for one in simulated.answers}
+    pairs = [(one, others[one.index]) for one in real.answers if one.index in others]
     return {
         "rate_per_s": rate,
         "figures": [asdict(one) | {"error": one.error} for one in figures],
         "single_requests": asdict(single),
-        "real": [asdict(one) for one in real.answers],
-        "simulated": [asdict(one) for one in simulated.answers],
-    }
+        "requests: index, prompt, output, TTFT ms real, simulated, TPOT ms real, simulated, cached real, simulated": [
+            f"{one.index} {one.prompt_tokens} {one.output_tokens} {1e3 * one.ttft_s:.0f} {1e3 * other.ttft_s:.0f} "
+            f"{1e3 * one.tpot_s:.1f} {1e3 * other.tpot_s:.1f} {one.cached_tokens} {other.cached_tokens}"
+            for one, other in pairs
+        ],
+    }  # fmt: skip
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -291,7 +330,6 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--save-profile", type=Path, help="where the fitted one is kept")
     parser.add_argument("--fit-workers", type=int, default=0, help="up to so many side by side; default: the cluster's")
     parser.add_argument("--fit-seconds", type=float, default=90.0)
-    parser.add_argument("--speed", type=float, default=1.0, help="simulate workers so many times as fast as measured")
     parser.add_argument("--ttft-s", type=float, default=1.0, help="SLO that goodput counts")
     parser.add_argument("--tpot-s", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=0)

@@ -122,13 +122,13 @@ def worst(figures: Sequence[Figure], names: Sequence[str]) -> float:
     return max(abs(one.error) for one in figures if one.name in names and not math.isnan(one.error))
 
 
-def as_markdown(title: str, figures: Sequence[Figure], single: PerRequest) -> str:
+def as_markdown(title: str, figures: Sequence[Figure], notes: str) -> str:
     """A section with one table."""
     lines = [f"### {title}", "", "| figure | real | simulated | error |", "|---|---|---|---|"]
     for figure in figures:
         row = figure.row()
         lines.append(f"| {row['figure']} | {row['real']} | {row['simulated']} | {row['error']} |")
-    return "\n".join([*lines, "", said(single), ""])
+    return "\n".join([*lines, "", notes, ""])
 
 
 def said(single: PerRequest) -> str:

@@ -26,6 +26,8 @@ from kvrelay.engine.service import WorkerService
 from kvrelay.router.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import Role
 
+AT_ONCE_S = 0.005  # a step that begins so soon after another was waiting for its end
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
@@ -33,18 +35,19 @@ class LoggedStep:
 
     began_s: float
     seconds: float
+    cpu_s: float  # that the engine's own thread was on a core
     work: StepWork
 
 
 def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
     """Have every step noted from now on, and written when the engine is closed. Not for engines that look ahead.
 
-    curve: what each step is to take; one that takes longer by itself stays as it is.
+    curve: what each step is to take, with what comes between it and the next; one that takes longer by itself stays as it is.
     """
     rows: list[Sequence[float]] = []
     plans: list[StepWork] = []
     schedule, step, close, run = engine.scheduler.schedule, engine.step, engine.close, engine._runner.run
-    times = {"began": 0.0, "computed": 0.0, "tail": 0.0}  # tail: what a step takes beyond its model's run
+    times = {"began": 0.0, "computed": 0.0, "ended": 0.0, "tail": 0.0}  # tail: from the model's run to the next step
 
     def noting() -> Any:
         plan = schedule()
@@ -62,15 +65,17 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
 
     def timed() -> Any:
         plans.clear()
-        began_s = times["began"] = time.monotonic()
+        cpu_s, began_s = time.thread_time(), time.monotonic()
+        times["began"] = began_s
+        if began_s - times["ended"] < AT_ONCE_S:
+            times["tail"] = began_s - times["computed"]
         result = step()
-        ended_s = time.monotonic()
+        ended_s, cpu_s = time.monotonic(), time.thread_time() - cpu_s
         if plans:
             work = plans[-1]
-            times["tail"] = ended_s - times["computed"]
-            rows.append(
-                (began_s, ended_s - began_s, work.prompt_tokens, work.prompt_pairs, work.sequences, work.context_tokens)
-            )
+            times["ended"] = ended_s
+            sizes = work.prompt_tokens, work.prompt_pairs, work.sequences, work.context_tokens
+            rows.append((began_s, ended_s - began_s, cpu_s, *sizes))
         return result
 
     def written() -> None:
@@ -85,7 +90,8 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
 
 def read_steps(file: Path) -> list[LoggedStep]:
     """What `watch` wrote, in order."""
-    return [LoggedStep(began, seconds, StepWork(*work)) for began, seconds, *work in json.loads(file.read_text())]
+    rows = json.loads(file.read_text())
+    return [LoggedStep(began_s, seconds, cpu_s, StepWork(*work)) for began_s, seconds, cpu_s, *work in rows]
 
 
 def main() -> int:

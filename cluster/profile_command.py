@@ -106,25 +106,27 @@ def command(
 def _fit(settings: Settings, file: Path, budget_s: float, num_workers: int) -> None:
     """Measure, fit, write, and say how well the curve tells what was measured. Raises ConfigError."""
     from kvrelay.cluster.profile_fit import StepSampler, profile_of, step_clock_of
+    from kvrelay.cluster.profile_loop import between_steps_s
     from kvrelay.cluster.profile_neighbours import slowdowns
     from kvrelay.engine.checkpoint import model_name, prepare_checkpoint
 
-    engine = _engine(settings)
+    engine, slowdown, between_s = _engine(settings), {}, 0.0
     try:
         sampler = StepSampler(engine, budget_s=budget_s, step_clock=step_clock_of(engine))
-        samples = sampler.run()
-        threads = _num_threads(engine)
-        date = time.strftime("%Y-%m-%d")
-        fitted = fit_curve(samples)
-        profile = profile_of(
-            engine, fitted, model=model_name(settings.model), num_threads=threads, date=date, spread=sampler.spread()
-        )
+        fitted = fit_curve(sampler.run())
+        threads, where = _num_threads(engine), _where(engine, settings)
         if num_workers > 1:
-            found = slowdowns(engine, settings, prepare_checkpoint(settings.model), num_workers)
-            profile = profile.model_copy(update={"slowdown": found, "workers_per_node": num_workers})
-        where = _where(engine, settings)
+            slowdown = slowdowns(engine, settings, prepare_checkpoint(settings.model), num_workers)
+        if not engine.looks_ahead:  # otherwise the device computes meanwhile
+            between_s = between_steps_s(engine)
     finally:
         engine.close()
+    profile = profile_of(
+        engine, fitted, model=model_name(settings.model), num_threads=threads, date=time.strftime("%Y-%m-%d"),
+        spread=sampler.spread(), between_s=between_s,
+    )  # fmt: skip
+    if slowdown:
+        profile = profile.model_copy(update={"slowdown": slowdown, "workers_per_node": num_workers})
     file.write_text(profile.text())
     _show_fit(Console(), fitted, where, file, profile)
 
@@ -151,6 +153,11 @@ def _show_fit(console: Console, fitted: Fitted, where: str, file: Path, profile:
         f"{1e6 * curve.context_s:.3f} µs a token of context + {_micro(curve.sequence_s)} µs a sequence",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
+    between_s = profile.decode.overhead_s - curve.overhead_s
+    console.print(
+        f"between two steps a worker takes {_micro(between_s)} µs, which the file counts as part of each",
+        highlight=False,
+    )
     spread = profile.fit.spread if profile.fit is not None else None
     if spread is not None:
         told = f"steps of the same work differ: p90 is {spread:.1%} of the median above p10"

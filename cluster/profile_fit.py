@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,7 @@ import torch
 from kvrelay.cluster.simulator_profile import Fit, FitError, SimulatorProfile, Source
 from kvrelay.engine.engine import Engine, StepResult
 from kvrelay.engine.scheduler import StepPlan
-from kvrelay.engine.step_profile import add_prompt, encode_result
+from kvrelay.engine.step_profile import add_prompt
 from kvrelay.router.speed_curve import StepWork
 from kvrelay.router.speed_fit import Fitted, StepSample
 
@@ -221,9 +221,8 @@ class StepSampler:
     def _step_now(self) -> StepResult:
         begin_s = self._step_clock()
         result = self._engine.step()
-        result.events = self._engine.drain_events()
-        encode_result(result)
         seconds = result.seconds if self._engine.looks_ahead else self._step_clock() - begin_s
+        self._engine.drain_events()
         if result.num_tokens:
             self._note(result, seconds)
         return result
@@ -292,9 +291,20 @@ def copy_bytes_per_s() -> float:
 
 
 def profile_of(
-    engine: Engine, fitted: Fitted, *, model: str, num_threads: int, date: str, spread: float | None = None
+    engine: Engine,
+    fitted: Fitted,
+    *,
+    model: str,
+    num_threads: int,
+    date: str,
+    spread: float | None = None,
+    between_s: float = 0.0,
 ) -> SimulatorProfile:
-    """What the simulator needs to know of workers like this engine. `date`: of the measurement; `spread`: see StepSampler."""
+    """What the simulator needs to know of workers like this engine. `date`: of the measurement; `spread`: see StepSampler.
+
+    between_s: what a worker takes between two steps; it counts as part of each.
+    """
+    curve = replace(fitted.curve, overhead_s=fitted.curve.overhead_s + between_s)
     compute_dtype, device = engine.fingerprint.compute_dtype, engine.backend.device.type
     copied = copy_bytes_per_s()
     measured = f"{model}, {compute_dtype}, {device}, {date}"
@@ -302,6 +312,7 @@ def profile_of(
         name=f"{model}-{device}",
         source=(
             Source(constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"),
+            Source(constant="overhead_s", value=between_s, unit="s", origin="of it between two steps: measured on a worker's thread"),
             Source(constant="local_bytes_per_s", value=copied, unit="B/s", origin="measured: a copy in this machine's memory"),
             Source(constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"),
             Source(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
@@ -313,8 +324,8 @@ def profile_of(
                 for kind, error in fitted.errors.items()
             },
         ),
-        prefill=fitted.curve,
-        decode=fitted.curve,
+        prefill=curve,
+        decode=curve,
         block_size=engine.config.block_size,
         num_blocks=engine.pool.num_blocks,
         token_budget=engine.config.token_budget,

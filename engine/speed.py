@@ -1,11 +1,14 @@
 """What an engine's steps have taken of late. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
 
 
 @dataclass(slots=True)
 class Speed:
-    """Moving averages of what steps took, for the router's predictions."""
+    """Moving averages of what steps took, for the router's predictions; 0: not known yet."""
 
     step_s: float = 0.0
     decode_step_s: float = 0.0
@@ -14,6 +17,9 @@ class Speed:
     num_steps: int = 0
     batch_sequences: int = 0  # of the last step
     batch_tokens: int = 0
+    num_observed: int = 0  # steps
+    num_decode_steps: int = 0  # of those, that only decoded
+    num_prefill_steps: int = 0  # with enough of prompts to tell their speed
 
     @property
     def compute_tokens_per_s(self) -> float:
@@ -22,13 +28,17 @@ class Speed:
 
     def observe(self, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
         """So many steps in a row were like this one."""
-        self.step_s = _blend(self.step_s, seconds, num_steps)
+        self.step_s = _learnt(self.step_s, seconds, self.num_observed, num_steps)
+        self.num_observed += num_steps
         if num_tokens == num_decode:
-            self.decode_step_s = _blend(self.decode_step_s, seconds, num_steps)
+            self.decode_step_s = _learnt(self.decode_step_s, seconds, self.num_decode_steps, num_steps)
+            self.num_decode_steps += num_steps
             if seconds > 0:
                 self.decode_tokens_per_s = max(0.95**num_steps * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, num_tokens / seconds, num_steps)
+            rate = num_tokens / seconds
+            self.prefill_tokens_per_s = _learnt(self.prefill_tokens_per_s, rate, self.num_prefill_steps, num_steps, max)
+            self.num_prefill_steps += num_steps
 
     def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
         """A step that brought several tokens of a sequence counts as so many."""
@@ -39,6 +49,15 @@ class Speed:
     def note_batch(self, num_sequences: int, num_tokens: int, num_steps: int = 1) -> None:
         self.num_steps += num_steps
         self.batch_sequences, self.batch_tokens = num_sequences, num_tokens
+
+
+def _learnt(old: float, new: float, seen: int, count: int, best: Callable[[float, float], float] = min) -> float:
+    """The average after `count` times `new`, which follow `seen` others; `best`: the faster of two."""
+    if seen + count == 1:
+        return 0.0
+    if seen < FIRST_STEPS:
+        return best(old, new) if old else new
+    return _blend(old, new, count)
 
 
 def _blend(old: float, new: float, count: int = 1) -> float:

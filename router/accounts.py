@@ -33,6 +33,7 @@ _BUCKET = math.log(1.25)
 MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20  # less says more about first touches of memory than about the link
 MAX_PENDING_COMPARED = 128
 PACE_S = 10.0  # of steps that the pace is an average of
+IDLE_HALF_LIFE_S = 5.0  # of what made a worker's last steps slow: a full batch, a first step, a neighbour
 
 
 def _bucketed(value: float) -> float:
@@ -75,6 +76,7 @@ class WorkerAccount:
         "_foreign_prefills",
         "_foreign_sequences",
         "_foreign_tokens",
+        "_idle_since_s",
         "_model",
         "_others",
         "_pace",
@@ -111,6 +113,7 @@ class WorkerAccount:
         self._foreign_prefills = 0
         self._foreign_sequences = 0
         self._pace = Pace()
+        self._idle_since_s: float | None = None  # as its reports say
         self._others: AssignedByOthers | None = None
         self.changed: dict[WorkerAccount, None] | None = None  # where it is noted that our own share has changed
         self.turn = 0  # when it was last chosen
@@ -127,6 +130,10 @@ class WorkerAccount:
         """Take the newest report. Reports of one connection come in order."""
         if self.report is not None and self.reported_at_s is not None:
             self._pace.observe(self.report, report, now_s - self.reported_at_s)
+        if report.running or report.waiting or report.receiving:
+            self._idle_since_s = None
+        elif self._idle_since_s is None:
+            self._idle_since_s = now_s
         self.report, self.reported_at_s = report, now_s
         self._count_foreign()
         self._write_report()
@@ -260,11 +267,19 @@ class WorkerAccount:
         floats, row = self._columns.floats, self.row
         rate, step_s, kv_rate = self._speeds()
         self._columns.set_prefill_rate(row, rate)
-        floats[DECODE_STEP, row] = step_s = step_s or self._model.default_decode_step_s
-        floats[PACE, row] = max(step_s, self._pace.seconds)
+        floats[DECODE_STEP, row] = step_s = self._rested_s(step_s or self._model.default_decode_step_s)
+        floats[PACE, row] = max(step_s, self._rested_s(self._pace.seconds))
         floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
         if self.reported_at_s is not None:
             floats[REPORTED_AT, row] = self.reported_at_s
+
+    def _rested_s(self, seconds: float) -> float:
+        """What its last steps took, less and less held against it while it has nothing to do: nobody would go there again."""
+        default_s = self._model.default_decode_step_s
+        if self._idle_since_s is None or self.reported_at_s is None or seconds <= default_s:
+            return seconds
+        left = 0.5 ** ((self.reported_at_s - self._idle_since_s) / IDLE_HALF_LIFE_S)
+        return max(default_s, _bucketed(default_s + left * (seconds - default_s)))
 
 
 _UNREPORTED = LoadReport(seq=-1)

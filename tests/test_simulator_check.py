@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench import simulator_check as bench
-from bench.simulator_check_figures import Answer, Outcome, as_markdown, compare, per_request, worst
+from bench.simulator_check_figures import Answer, Outcome, as_markdown, compare, per_request, said, worst
 from bench.simulator_check_real import Ways
 from kvrelay.cluster.profile_fit import StepSampler
 from kvrelay.cluster.profile_neighbours import profiled_engine, slowdowns
@@ -57,7 +57,8 @@ def test_single_requests_are_compared_where_both_sides_answered():
     simulated = outcome([answer(0, 0.2, workers=("d",)), answer(1, 0.3), answer(2, math.nan, outcome="error")])
     found = per_request(real, simulated)
     assert found.ttft_median == pytest.approx(0.5) and found.same_workers == 0.5
-    assert "50% went to the same workers" in as_markdown("a run", compare(real, simulated, ttft_s=1, tpot_s=1), found)
+    figures = compare(real, simulated, ttft_s=1, tpot_s=1)
+    assert "50% went to the same workers" in as_markdown("a run", figures, said(found))
 
 
 def test_both_sides_get_prompts_that_begin_alike_after_a_warm_up():
@@ -71,8 +72,8 @@ def test_both_sides_get_prompts_that_begin_alike_after_a_warm_up():
     assert entries == bench.load_of(40, 4.0, seed=1)
 
 
-def simulated(options, workers, entries):
-    return bench.measured_only(bench.simulate(options, workers, entries, WAYS))
+def simulated(options, workers, entries, speed=1.0, ways=WAYS):
+    return bench.measured_only(bench.simulate(options, workers, entries, ways, speed))
 
 
 def test_the_simulator_against_itself_is_exact_and_a_profile_that_is_wrong_is_seen():
@@ -82,8 +83,7 @@ def test_the_simulator_against_itself_is_exact_and_a_profile_that_is_wrong_is_se
     assert len(real.done()) == 60
     again = compare(real, simulated(options, workers, entries), ttft_s=1.0, tpot_s=0.05)
     assert all(one.error == 0.0 for one in again if one.real)
-    options.speed = 0.5
-    off = compare(real, simulated(options, workers, entries), ttft_s=1.0, tpot_s=0.05)
+    off = compare(real, simulated(options, workers, entries, 0.5), ttft_s=1.0, tpot_s=0.05)
     assert worst(off, ["TPOT p50"]) == pytest.approx(1.0, abs=0.3)
     assert worst(off, TIMES) > 0.7
 
@@ -128,10 +128,9 @@ def test_a_real_cluster_is_simulated_and_a_slow_profile_makes_the_error_large(fo
     assert computed == pytest.approx(everything, rel=0.05)
 
     def errors(speed):
-        options.speed = speed
-        simulated = bench.measured_only(bench.simulate(options, fitted, came, ways))
-        assert len(simulated.done()) == 24
-        return per_request(real, simulated), compare(real, simulated, ttft_s=1.0, tpot_s=0.05)
+        run = simulated(options, fitted, came, speed, ways)
+        assert len(run.done()) == 24
+        return per_request(real, run), compare(real, run, ttft_s=1.0, tpot_s=0.05)
 
     (right, _), (wrong, figures) = errors(1.0), errors(1 / 20)
     assert wrong.tpot_median > 3 * right.tpot_median and wrong.ttft_median > 2 * right.ttft_median

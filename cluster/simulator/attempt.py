@@ -67,7 +67,10 @@ class Attempt:
             self.flow.close(self._late_bytes)
 
     def _bytes(self, start: int, end: int) -> float:
-        """Of the prompt's tokens start .. end - 1, those that the decode worker lacks."""
+        """Of the prompt's tokens start .. end - 1, those that the decode worker lacks; the last block travels whole."""
+        request = self.request
+        if end == len(request.token_ids):
+            end = -(-end // request.tokens_per_hash) * request.tokens_per_hash
         return float(max(0, end - max(start, self.held_tokens)) * self._bytes_per_token)
 
     # ---- what workers say

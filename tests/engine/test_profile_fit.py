@@ -1,10 +1,12 @@
 """Samples for a speed curve: what a step computes is counted right, every kind comes, and the engine is left as it was."""
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kvrelay.cluster import profile_loop
 from kvrelay.cluster.profile_fit import (
     PASSES,
     REPEATS,
@@ -184,3 +186,29 @@ def test_what_others_take_of_the_core_is_not_counted_where_one_thread_computes(e
     held, wall = (StepSampler(engine, budget_s=60.0, step_clock=one).reference_s(1) for one in (clock, None))
     assert clock is time.thread_time and min(wall.values()) > 0.02
     assert all(held[kind] < plain[kind] + 0.01 for kind in ("prefill", "decode"))
+
+
+def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(engine, monkeypatch):
+    """On a clock that a step moves by 1 s and the news that follow it by 0.25 s."""
+    clock, step, drain = SimpleNamespace(now_s=0.0), engine.step, engine.drain_events
+    monkeypatch.setattr(profile_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
+
+    def long_step():
+        clock.now_s += 1.0
+        return step()
+
+    def long_news():
+        clock.now_s += 0.25
+        return drain()
+
+    engine.step, engine.drain_events = long_step, long_news
+    assert profile_loop.between_steps_s(engine) == 0.25
+    assert engine.step is long_step and not engine.scheduler.has_work
+    engine.check()
+
+
+def test_what_comes_between_steps_is_part_of_each(engine):
+    fitted = fit_curve(StepSampler(engine, budget_s=60.0).run())
+    profile = profile_of(engine, fitted, model="tiny", num_threads=1, date="2026-11-22", between_s=0.004)
+    assert profile.prefill == profile.decode
+    assert profile.decode.overhead_s == pytest.approx(fitted.curve.overhead_s + 0.004)

@@ -17,6 +17,7 @@ from tests.spec.simulator_cases import (
     BLOCK,
     DECODE,
     PREFILL,
+    SETTINGS,
     chats,
     entry,
     everything_is_given_back,
@@ -39,7 +40,7 @@ def test_an_idle_cluster_takes_what_curve_and_messages_say():
     ttft_s, tpot_s = first_and_gaps(sim)
     prefill_s = PREFILL.prefill_s(100, 0, 128)
     assert ttft_s == pytest.approx(4 * HOP_S + prefill_s)  # reserve, reserved, prefill, token
-    last_layers_s = 100 * 1000 / 4 / 1e7
+    last_layers_s = 112 * 1000 / 4 / 1e7  # whole blocks
     decode_s = sum(DECODE.decode_step_s(1, 101 + step) for step in range(20))
     assert tpot_s * 20 == pytest.approx(last_layers_s + 2 * HOP_S + decode_s, rel=1e-6)
 
@@ -50,6 +51,11 @@ def test_a_prompt_of_many_chunks_hides_its_transfer_but_for_the_last_layers():
     exposed_s = slow.tally.tpot_s[0] - fast.tally.tpot_s[0]
     assert exposed_s == pytest.approx(128 * 1000 / 4 / 1e8, rel=1e-3)
     assert slow.network.moved_bytes == pytest.approx(1280 * 1000)
+
+
+def test_blocks_travel_whole():
+    """100 tokens are seven blocks of 16."""
+    assert simulate([entry(0.0, 100, 2)]).network.moved_bytes == pytest.approx(112 * 1000)
 
 
 def test_a_link_slower_than_the_prefill_is_waited_for():
@@ -143,7 +149,8 @@ def test_leaps_change_no_figure(monkeypatch):
         "workers": profile(block_size=256, num_blocks=64),
         "prefill": 1,
         "decode": 1,
-    }  # one way: no choice to differ
+        "settings": {"router": {**SETTINGS["router"], "policy": "round_robin"}},
+    }  # one way: joint could choose to compute locally, and hears of loads at other times where steps are leapt over
     leaped = simulate(load, **cluster)
     monkeypatch.setattr(engines.Leaps, "look", lambda leaps: (0, False))
     stepped = simulate(load, **cluster)
