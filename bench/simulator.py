@@ -4,8 +4,8 @@
             without --trace it is the made-up load `chat` at the same rate
     large   500 + 500 workers, `chat` at 1,500 requests per second, steps of up to 8,192 tokens, loads told every 0.5 s
 
-CPU time of this one process, the making of the cluster and of the load apart from the run: so much for each request, and for each
-event of the clock. `--profile` runs each case once more, looks each millisecond who runs, and says what share of the time each module's
+CPU time of this one process, the making of the cluster and of the load apart from the run: so much for each request, of the whole
+run and between the arrivals of the later ones, and for each event of the clock. `--profile` runs each case once more, looks each millisecond who runs, and says what share of the time each module's
 and each function's own code took (what C functions took counts for whoever called them). The figures of a case do not depend on
 the machine; their digest is printed, so that two versions can be held against each other.
 """
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROFILE = ROOT / "configs" / "profiles" / "llama-3.1-70b-h100x8-bf16.json"
 MOST_NAMED = 25
 SAMPLE_S = 0.001
+RAMP_SHARE = 0.6  # of the requests: by then the batches are as large as they get
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,10 @@ def timed(case: Case) -> dict[str, Any]:
     entries = case.load()
     loaded_s = time.process_time()
     simulation = case.simulation(entries)
+    first = int(RAMP_SHARE * len(entries))
+    marks_s: list[float] = []
+    for entry in (entries[first], entries[-1]):
+        simulation.clock.at(entry.arrival_s, lambda: marks_s.append(time.process_time()))
     made_s = time.process_time()
     simulation.run()
     run_s = time.process_time() - made_s
@@ -85,6 +90,7 @@ def timed(case: Case) -> dict[str, Any]:
         "case": case.name,
         "requests": summary["requests"],
         "ms_per_request": 1e3 * run_s / summary["requests"],
+        "steady_ms_per_request": 1e3 * (marks_s[1] - marks_s[0]) / (len(entries) - 1 - first),
         "us_per_event": 1e6 * run_s / summary["events"],
         "events_per_request": summary["events"] / summary["requests"],
         "run_s": run_s,
@@ -160,6 +166,7 @@ def main() -> None:
         row = min((timed(case) for _ in range(options.rounds)), key=lambda one: one["ms_per_request"])
         print(
             f"{case.name}: {row['ms_per_request']:.3f} ms a request ({row['requests']} of them), "
+            f"{row['steady_ms_per_request']:.3f} while the cluster is full, "
             f"{row['us_per_event']:.1f} us an event, {row['events_per_request']:.1f} events a request; "
             f"load {row['load_s']:.1f} s, making the cluster {row['making_s']:.1f} s; figures {row['digest']}",
             flush=True,
