@@ -461,3 +461,27 @@ def test_the_ledger_notices(damage):
     damage(pool)
     with pytest.raises(AssertionError):
         pool.check()
+
+
+# ---- without tokens
+
+
+@pytest.mark.parametrize("keeps_tokens", [True, False])
+def test_without_tokens_whole_blocks_are_found_split_and_evicted_and_beginnings_of_blocks_are_not(keeps_tokens):
+    pool = BlockPool(12, block_size=8, keeps_tokens=keeps_tokens)
+    tokens = list(range(24))
+    chain = HashChain.of(tokens, 8)
+    blocks = allocate(pool, 3)
+    pool.name(chain, blocks, 0, 3, pack_tokens(tokens))
+    pool.release(blocks)
+    other = HashChain.of([*tokens[:8], *range(100, 108)], 8)
+    pool.use(pool.match(other))  # the node splits
+    pool.check()
+    match = pool.match(other)
+    assert list(match.blocks) == list(blocks[:1]) and list(pool.match(chain).blocks) == list(blocks)
+    half = pack_tokens([*tokens[8:14], 99, 99])
+    assert pool.tail(match, half) == ((blocks[1], 6) if keeps_tokens else (-1, 0))
+    assert [cold.end_tokens for cold in pool.coldest(3)] == [24, 16, 8]
+    allocate(pool, 11)
+    pool.check()
+    assert list(pool.match(chain).blocks) == list(blocks[:1])
