@@ -97,8 +97,8 @@ class Shocks:
             )  # fmt: skip
 
     def flap(self, low: float, high: float) -> None:
-        for period_s in (40.0, 200.0, 700.0, 1400.0):
-            seconds = 7200.0
+        for period_s in (40.0, 200.0, 700.0, 1200.0):
+            seconds = 3600.0
             entries = entries_of(square(low, high, period_s), seconds, high, self.seed)
             sim = self.run(entries, self.counts(low), 60.0)
             bound = most_turns(seconds, 300.0)

@@ -93,7 +93,7 @@ class Planner:
         self._demand.observe(seen)
         self._prefill_slow.observe(seen.prefill_slowness)
         self._decode_slow.observe(seen.decode_slowness)
-        load = self._demand.workload(self._demand.expected())
+        load = self._demand.workload(self._demand.expected(self.target.share))
         if load is None:
             return Plan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
         waiting = self._late(seen, load)

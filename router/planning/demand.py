@@ -14,6 +14,7 @@ Benedict and G. W. Bordner, "Synthesis of an optimal set of radar track-while-sc
 import math
 from collections import deque
 from dataclasses import dataclass
+from statistics import NormalDist
 
 from kvrelay.router.planning.types import Interval, Workload
 
@@ -29,6 +30,7 @@ MATCH_BINS = 24  # that must have gone as a period ago
 MATCH_CORRELATION = 0.7
 MOST_GROWTH = 2.0  # of a period over the one before, and its inverse
 BURST_LIMITS = (0.5, 32.0)
+_NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,16 @@ class Demand:
         if self._season is not None and state.season is not None:
             self._season.resume(state.season, now_s)
 
-    def expected(self) -> float:
-        """Requests per s, `horizon_s` from now or on the way there, whichever is more."""
-        ahead = self._rate.ahead(self._horizon_s)
+    def expected(self, share: float = 0.5) -> float:
+        """Requests per s, `horizon_s` from now or on the way there, whichever is more.
+
+        share: chance that no more come; more than a half makes room for what is not known of the level, and for its wandering
+        until then.
+        """
+        ahead = max(self._rate.level, self._rate.ahead(self._horizon_s))
+        ahead += _NORMAL.inv_cdf(share) * self._rate.deviation(self._horizon_s)
         seasonal = self._season.ahead(self._horizon_s) if self._season is not None else None
-        return max(self._rate.level, ahead, seasonal or 0.0)
+        return max(ahead, seasonal or 0.0)
 
     @property
     def is_seasonal(self) -> bool:
@@ -169,6 +176,10 @@ class _Trend:
         self._variance, self._is_new = state.variance, state.is_new
         for run, (total, rates, number) in zip(self._runs, state.runs, strict=True):
             run.sum, run.rates, run.number = total, rates, number
+
+    def deviation(self, seconds: float) -> float:
+        """Of the level so long from now."""
+        return math.sqrt(self._variance + (VOLATILITY * self.level) ** 2 * seconds / 60.0)
 
     def ahead(self, seconds: float) -> float:
         if self._seconds <= 0:

@@ -395,12 +395,12 @@ class World:
             for name in list(names):  # who is told to retire is gone by the next tick
                 if worker_name(role, name) in self.told:
                     names.remove(name)
-            target = decided[f"kvrelay_{role}"]
+            target = decided.get(f"kvrelay_{role}", len(names))
             while len(names) < target - sum(name.startswith(role) for name in self.told):
                 names.append(f"{role[0]}{self.fresh}")
                 self.fresh += 1
         self.told.clear()
-        return {role: decided[f"kvrelay_{role}"] for role in self.workers}
+        return {role: decided.get(f"kvrelay_{role}", len(names)) for role, names in self.workers.items()}
 
 
 def test_the_policy_plans_both_roles_from_what_replicas_report():
