@@ -10,6 +10,7 @@ planner      learns from its first day on; `planner, second day` is the same day
 static       each of `--splits`, all day; best: the most good requests per worker-hour, of those that keep 90 %.
 clairvoyant  of each quarter of an hour the smallest of the static splits (tie: the most kept) that kept 90 % of what came in it,
              as the static runs show it; workers are begun `--start` ahead. It is run, and what it keeps is measured, like the others.
+             Splits too small for the day are run in its quiet windows alone.
 
 Runs are written to `--out` one by one, and not made again when they are there.
 """
@@ -18,6 +19,7 @@ import argparse
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -166,11 +168,16 @@ class Bench:
             }
         )  # fmt: skip
 
-    def run(self, name: str, scenario: Scenario, num_days: int = 1) -> Outcome:
+    def run(self, name: str, scenario: Scenario, num_days: int = 1, *, most: int | None = None) -> Outcome:
+        """`most`: only what comes in windows of at most so many requests."""
         if name not in self.outcomes:
             began_s = time.process_time()
             from_s = (num_days - 1) * DAY_S
-            sim = simulated(scenario.model_copy(update={"warm_up_s": from_s}), self.profile, self.days(num_days))
+            entries = self.days(num_days)
+            if most is not None:
+                came = Counter(int(one.arrival_s // WINDOW_S) for one in entries)
+                entries = [one for one in entries if came[int(one.arrival_s // WINDOW_S)] <= most]
+            sim = simulated(scenario.model_copy(update={"warm_up_s": from_s}), self.profile, entries)
             took_s = time.process_time() - began_s
             self.outcomes[name] = outcome(name, sim, from_s, num_days * DAY_S, took_s)
             self._write()
@@ -184,9 +191,6 @@ class Bench:
 
     # ---- ways to choose counts
 
-    def static(self, counts: Counts) -> Outcome:
-        return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))
-
     def planner(self, name: str, num_days: int, **rules: Any) -> Outcome:
         own = {
             "mode": "auto", "max_prefill": self.arguments.most, "max_decode": self.arguments.most,
@@ -194,16 +198,28 @@ class Bench:
         }  # fmt: skip
         return self.run(name, self.scenario(Counts(1, 1), settings={"planner": own}), num_days)
 
-    def statics(self) -> dict[Counts, Outcome]:
-        """Those asked for, and those of earlier calls."""
-        given = [Counts(*map(int, one.split("+"))) for one in self.arguments.splits.split(",") if one]
-        for counts in given:
-            self.static(counts)
-        names = (name.removeprefix("static ") for name in self.outcomes if name.startswith("static "))
-        return {(counts := Counts(*map(int, name.split(" + ")))): self.static(counts) for name in names}
+    def statics(self) -> None:
+        """Those asked for; `3+4:500`: only in windows of at most 500 requests, for the clairvoyant plan."""
+        for one in filter(None, self.arguments.splits.split(",")):
+            split, _, most = one.partition(":")
+            counts = Counts(*map(int, split.split("+")))
+            name = f"{counts.prefill} + {counts.decode}"
+            if most:
+                self.run(f"quiet {name}", self.scenario(counts), most=int(most))
+            else:
+                self.run(f"static {name}", self.scenario(counts))
+
+    def tried(self) -> list[tuple[Counts, Outcome]]:
+        """Every split that was run, all day or in quiet windows."""
+        named = [(name.partition(" "), one) for name, one in self.outcomes.items()]
+        return [
+            (Counts(*map(int, split.split(" + "))), one)
+            for (kind, _, split), one in named
+            if kind in ("static", "quiet")
+        ]
 
     def clairvoyant(self) -> Outcome:
-        tried = self.statics()
+        tried = self.tried()
         steps = [self._least(tried, window) for window in range(round(DAY_S / WINDOW_S))]
         plan: list[dict[str, Any]] = []
         for window, (before, now) in enumerate(pairwise(steps), start=1):
@@ -214,16 +230,11 @@ class Bench:
                     plan.append({"at_s": at_s, role: new})
         return self.run("clairvoyant", self.scenario(steps[0], scale=sorted(plan, key=lambda one: one["at_s"])))
 
-    def _least(self, tried: dict[Counts, Outcome], window: int) -> Counts:
-        """The smallest split that kept the target in this window."""
-
-        def share(one: Outcome) -> float:
-            return one.kept[window] / one.came[window] if one.came[window] else 1.0
-
-        kept = [(counts.total, -share(one), counts) for counts, one in tried.items() if share(one) >= KEPT]
-        if kept:
-            return min(kept)[2]
-        return max((share(one), -counts.total, counts) for counts, one in tried.items())[2]
+    def _least(self, tried: list[tuple[Counts, Outcome]], window: int) -> Counts:
+        """The smallest split that kept the target in this window; none: the one that kept most."""
+        shares = [(one.kept[window] / one.came[window], counts) for counts, one in tried if one.came[window]]
+        kept = [(counts.total, -share, counts) for share, counts in shares if share >= KEPT]
+        return min(kept)[2] if kept else max(shares)[1]
 
 
 def _frozen(value: Any) -> Any:
@@ -251,7 +262,9 @@ def main() -> None:
     parser.add_argument("--drain", type=float, default=300.0)
     parser.add_argument("--report", type=float, default=0.5, help="at most so often a worker tells its load")
     parser.add_argument("--most", type=int, default=12, help="workers of a role")
-    parser.add_argument("--splits", default="", help="static ones: 2+3,3+4")
+    parser.add_argument(
+        "--splits", default="", help="static ones: 5+6,4+6; 2+3:300: only in windows of at most 300 requests"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="planner,second,static,clairvoyant")
     parser.add_argument("--out", type=Path, required=True)
@@ -265,7 +278,10 @@ def main() -> None:
         bench.statics()
     if "clairvoyant" in only:
         bench.clairvoyant()
-    ordered: list[Outcome] = sorted(bench.outcomes.values(), key=lambda one: -one.good_per_worker_hour)
+    ordered: list[Outcome] = sorted(
+        (one for one in bench.outcomes.values() if not one.name.startswith("quiet")),
+        key=lambda one: -one.good_per_worker_hour,
+    )
     show(f"{arguments.load}, {bench.profile.name}, seed {arguments.seed}", [one.row() for one in ordered])
 
 
