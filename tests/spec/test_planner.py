@@ -180,6 +180,52 @@ def test_the_level_follows_and_a_jump_is_believed_at_once():
     assert demand.expected() == pytest.approx(20.0, rel=0.05)
 
 
+def poisson(draw: random.Random, mean: float) -> int:
+    count, product = 0, draw.random()
+    while product > math.exp(-mean):
+        count, product = count + 1, product * draw.random()
+    return count
+
+
+def test_a_few_arrivals_a_minute_are_averaged_and_many_followed():
+    told = {}
+    for rate in (0.1, 10.0):
+        draw, demand, levels = random.Random(11), Demand(horizon_s=180.0, period_s=0.0), []
+        for number in range(2000):
+            arrivals = poisson(draw, rate * LOOK_S)
+            demand.observe(Interval(number * LOOK_S, (number + 1) * LOOK_S, arrivals, 100 * arrivals))
+            levels.append(demand.expected() / rate)
+        told[rate] = levels[200:]
+    for levels in told.values():
+        assert 0.9 < sum(levels) / len(levels) < 1.35
+        assert max(levels) < 4.0  # one look of four arrivals instead of one is no jump, however rare
+    deviation = {rate: max(levels) - min(levels) for rate, levels in told.items()}
+    assert deviation[10.0] < deviation[0.1] < 1.5
+
+
+def test_a_doubled_rate_is_believed_within_a_minute_though_no_single_look_shows_it():
+    demand = Demand(horizon_s=30.0, period_s=0.0)
+    for number in range(60):
+        demand.observe(seen(number, 1.0))
+    assert demand.expected() == pytest.approx(1.0, rel=0.05)
+    told = []
+    for number in range(60, 70):
+        demand.observe(seen(number, 2.0))  # 20 instead of 10 in a look: 2.6 deviations
+        told.append(demand.expected())
+    assert told[0] < 1.5 and told[5] == pytest.approx(2.0, rel=0.15)
+
+
+def test_room_is_made_for_what_is_not_known_of_the_rate_and_more_where_little_is():
+    def room(rate: float) -> float:
+        demand = Demand(horizon_s=60.0, period_s=0.0)
+        for number in range(200):
+            demand.observe(seen(number, rate))
+        assert demand.expected(0.5) == demand.expected() == pytest.approx(rate, rel=0.05)
+        return demand.expected(0.9) / rate
+
+    assert 1.05 < room(50.0) < room(1.0) < room(0.1) < 1.6
+
+
 def test_a_growing_load_is_foreseen():
     demand = Demand(horizon_s=30.0, period_s=0.0)
     for number in range(40):
