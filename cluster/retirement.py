@@ -1,8 +1,8 @@
 """Which workers are given up when there are to be fewer, and what becomes of them until they are gone. Pure.
 
-A worker that retires gets nothing new, finishes what it has (transfers and blocks that are held for them included), closes, and only
-then fails Serve's health check; Serve takes it away, and the count is lowered in the same moment. Left to itself, Serve would stop
-the newest replica of the emptiest node, whatever it holds.
+A worker that retires gets nothing new, finishes what it has (transfers and blocks that are held for them included), closes, and ends
+its actor; Serve's next health check finds it gone and takes it away, and the count is lowered in the same moment. Left to itself, Serve
+would stop the newest replica of the emptiest node, whatever it holds.
 """
 
 from collections.abc import Iterable
