@@ -1,212 +1,288 @@
-"""The planner against static splits, a clairvoyant plan and simpler ways, on a day-like load: goodput per worker-hour, and changes.
+"""The planner in the event simulator, over a day: against every static split and a clairvoyant plan, by goodput per worker-hour.
 
-    PYTHONPATH=.imports:. python bench/planner.py [--profile FILE] [--seeds 3] [--json FILE]
+    PYTHONPATH=.imports:. python -m bench.planner --load made --out made.json [--seed 0] [--only planner,static,clairvoyant]
+    PYTHONPATH=.imports:. python -m bench.planner --load azure --traces FOLDER --out azure.json
 
-The day is six hours long (`--hours`), so that all slopes are four times a real day's, and the load is simulated request by request
-(bench/planner_day.py says what is left out). Two days are played and the second is measured, but for "first day".
+All run production's router, schedulers, pools and planner in virtual time (docs/simulator.md). Profiles are of whole machines; so that a
+day has few enough requests to simulate, and still needs several workers, each step takes `--slow` times as long as the profile says.
+
+planner      learns from its first day on; `planner, second day` is the same day after another one of the same kind.
+static       each of `--splits`, all day; best: the most good requests per worker-hour, of those that keep 90 %.
+clairvoyant  of each quarter of an hour the smallest of the static splits (tie: the most kept) that kept 90 % of what came in it,
+             as the static runs show it; workers are begun `--start` ahead. It is run, and what it keeps is measured, like the others.
+             Splits too small for the day are run in its quiet windows alone.
+
+Runs are written to `--out` one by one, and not made again when they are there.
 """
 
 import argparse
 import json
-import math
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from statistics import mean
+from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+import numpy as np
 
-from bench.planner_day import LOOK_S, Cluster, Day, Outcome
-from kvrelay.cluster.autoscaling import utilisation, wanted_replicas
-from kvrelay.cluster.planner_model import model_of
-from kvrelay.cluster.simulator_profile import load_profile
-from kvrelay.router.planner import Planner, Rules
-from kvrelay.router.planning.split import needs
-from kvrelay.router.planning.types import Counts, Limits, Target, Workload
+from bench.figures import show
+from bench.planner_loads import DAY_S, made_days, stretched_days
+from kvrelay.cluster.simulate_command import simulated
+from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
+from kvrelay.cluster.simulator.simulation import Simulation
+from kvrelay.cluster.simulator_profile import SimulatorProfile, load_profile
+from kvrelay.cluster.workloads.trace import TraceEntry
+from kvrelay.router.planning.types import Counts, scaled
 
-LIMITS = Limits(max_prefill=40, max_decode=40, total=80)
-STARTUP_S = 60.0
-HOLD_S = 300.0
-DYNAMO_S = 180.0  # ai-dynamo's default adjustment interval
-
-
-def needed(rate: float, load: Workload, setting) -> Counts:
-    one = load.at(rate)
-    return needs(one, one, setting.model, setting.target, LIMITS).counts(LIMITS)
+WINDOW_S = 900.0
+KEPT = 0.9
+FEWEST = 20  # requests in a window that its share is believed of
 
 
-class Setting:
-    """One day and the cluster that it meets."""
-
-    def __init__(self, arguments: argparse.Namespace, seed: int) -> None:
-        self.model = model_of(load_profile(arguments.profile))
-        self.target = Target(arguments.ttft, arguments.tpot, 0.9)
-        shape = Workload(arguments.rate, arguments.input, arguments.output, input_cv2=1.0)
-        self.length_s = arguments.hours * 3600
-        self.day = Day(self.length_s, shape, 2, seed)
-
-    def cluster(self, start: Counts, startup_s: float = STARTUP_S) -> Cluster:
-        return Cluster(self.model, self.target, self.day, start, startup_s=startup_s)
-
-    def start(self) -> Counts:
-        return needed(self.day.rate(0.0), self.day.shape, self)
+def slowed(profile: SimulatorProfile, factor: float) -> SimulatorProfile:
+    """Each step takes so many times as long; memory and network are as they are."""
+    curves = {"prefill": scaled(profile.prefill, factor), "decode": scaled(profile.decode, factor)}
+    return profile.model_copy(update={**curves, "name": f"{profile.name}, {factor:g} times slower"})
 
 
-def static(setting: Setting, counts: Counts) -> Outcome:
-    return setting.cluster(counts).run(lambda seen, now: counts, measure_from=setting.length_s)
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run from `from_s` on. By window: requests that came, and those within both targets."""
+
+    name: str
+    requests: int
+    good: int
+    worker_hours: float
+    hit_ratio: float
+    changes: tuple[int, int]
+    turns: tuple[int, int]
+    most: tuple[int, int]
+    took_s: float
+    came: tuple[int, ...]
+    kept: tuple[int, ...]
+
+    @property
+    def kept_share(self) -> float:
+        return self.good / max(self.requests, 1)
+
+    @property
+    def good_per_worker_hour(self) -> float:
+        return self.good / self.worker_hours
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "": self.name, "kept %": 100 * self.kept_share, "worst window %": 100 * min(self.shares(), default=0.0),
+            "good / worker-hour": self.good_per_worker_hour, "worker-hours": self.worker_hours,
+            "hits %": 100 * self.hit_ratio, "changes P, D": "{} {}".format(*self.changes), "turns P, D": "{} {}".format(*self.turns),
+            "most P, D": "{} {}".format(*self.most), "CPU s": self.took_s,
+        }  # fmt: skip
+
+    def shares(self) -> list[float]:
+        """Of windows with enough requests."""
+        return [good / all_ for good, all_ in zip(self.kept, self.came, strict=True) if all_ >= FEWEST]
 
 
-def clairvoyant(setting: Setting) -> Outcome:
-    """Knows every minute's true rate: workers serve when they are needed, and stop when they are not for HOLD_S."""
-    day, known = setting.day, {}
-
-    def at(minute: int) -> Counts:
-        if minute not in known:
-            known[minute] = needed(day.rate(minute * 60.0), day.shape, setting)
-        return known[minute]
-
-    def decide(seen, now):
-        ahead = [at(int(now // 60) + step) for step in range(int(HOLD_S // 60) + 1)]
-        return Counts(max(each.prefill for each in ahead), max(each.decode for each in ahead))
-
-    return setting.cluster(decide(None, 0.0), startup_s=0.0).run(decide, measure_from=setting.length_s)
-
-
-def planner(setting: Setting, *, first_day: bool = False, period: bool = True) -> Outcome:
-    rules = Rules(horizon_s=STARTUP_S, hold_s=HOLD_S, period_s=setting.length_s if period else 0.0)
-    it = Planner(setting.model, setting.target, LIMITS, rules, setting.start())
-    if first_day:
-        setting.day = Day(setting.length_s, setting.day.shape, 1, setting.day.seed)
-    return setting.cluster(it.counts).run(
-        lambda seen, now: it.observe(seen).counts, measure_from=0.0 if first_day else setting.length_s
+def outcome(name: str, sim: Simulation, from_s: float, until_s: float, took_s: float) -> Outcome:
+    """Worker-hours are paid from a worker's beginning to its end, as far as they are within the span."""
+    paid_s = sum(
+        max(0.0, min(one.stopped_s, until_s) - max(one.paid_from_s, from_s))
+        for one in sim.workers
+        if one.paid_from_s < until_s
     )
+    summary = sim.summary()
+    tally = sim.tally
+    counts = [[count for _, count in course_of(sim, role, from_s)] for role in ("prefill", "decode")]
+    return Outcome(
+        name, len(tally.arrival_s), tally.num_kept, paid_s / 3600, summary["hit_ratio"],
+        changes=tuple(sum(a != b for a, b in pairwise(each)) for each in counts), turns=tuple(map(num_turns, counts)),
+        most=tuple(max(each) for each in counts), took_s=took_s,
+        came=_by_window(tally.arrival_s, from_s, until_s), kept=_by_window(tally.kept_at_s, from_s, until_s),
+    )  # fmt: skip
 
 
-def by_utilisation(setting: Setting) -> Outcome:
-    """Ours before: each role by how busy its workers are, up after 5 s and down after 60 s of agreement, as Serve does."""
-    cluster = setting.cluster(setting.start())
-    since = {0: (0, 0.0), 1: (0, 0.0)}
-
-    def busy(role: int) -> list[float]:
-        if role == 0:
-            tokens = (len(cluster.line) + cluster.busy / 2) * setting.day.shape.input_tokens / cluster.counts.prefill
-            speed = setting.day.shape.input_tokens / mean(cluster.prompt_s)
-            one = utilisation(used_blocks=0, total_blocks=1, running=cluster.busy, waiting=len(cluster.line),
-                              max_running=setting.model.max_running * cluster.counts.prefill,
-                              queued_tokens=round(tokens), tokens_per_s=speed)  # fmt: skip
-            return [one] * cluster.counts.prefill
-        batch = len(cluster.ends) / max(cluster.counts.decode, 1)
-        used = batch * cluster.context / setting.model.pool_tokens
-        return [max(used, batch / setting.model.max_running)] * cluster.counts.decode
-
-    def decide(seen, now):
-        counts = list(cluster.counts)
-        for role, most in ((0, LIMITS.max_prefill), (1, LIMITS.max_decode)):
-            wanted = min(max(wanted_replicas(busy(role), counts[role]), 1), most)
-            direction = (wanted > counts[role]) - (wanted < counts[role])
-            if direction != since[role][0]:
-                since[role] = (direction, now)
-            if direction and now - since[role][1] >= (5.0 if direction > 0 else 60.0):
-                counts[role] = wanted
-        return Counts(*counts)
-
-    return cluster.run(decide, measure_from=setting.length_s)
+def course_of(sim: Simulation, role: str, from_s: float = 0.0) -> list[tuple[float, int]]:
+    """(time, count) of each change from then on, behind the count at that time."""
+    first = getattr(sim.scenario, role)
+    changes = [(at_s, wanted) for at_s, name, wanted in sim.fleet.changes if name == role]
+    before = [first, *(wanted for at_s, wanted in changes if at_s < from_s)][-1]
+    return [(from_s, before), *((at_s, wanted) for at_s, wanted in changes if at_s >= from_s)]
 
 
-def by_throughput(setting: Setting) -> Outcome:
-    """Tokens of the last interval over what a worker computes: the formulas of Dynamo's SLA planner with its constant predictor.
-
-    Source: ai-dynamo docs, planner design, v1.2: prefill = tokens/s over profiled tokens/s; decode = tokens/s over the profiled
-    throughput at the ITL target. Its corrections are 1 here, for the profile is exact.
-    """
-    cluster, shape = setting.cluster(setting.start()), setting.day.shape
-    prompt_s = mean(cluster.prompt_s)
-    held = 1
-    while held < setting.model.max_running and (
-        setting.model.decode.decode_step_s(held + 1, round((held + 1) * cluster.context)) <= setting.target.tpot_s
-    ):
-        held += 1
-    held = min(held, int(setting.model.pool_tokens / cluster.context))
-    tokens_per_s = held / setting.model.decode.decode_step_s(held, round(held * cluster.context))
-    seen_arrivals = [0]
-
-    def decide(seen, now):
-        seen_arrivals[0] += seen.arrivals
-        if now % DYNAMO_S >= LOOK_S / 2:
-            return cluster.counts
-        rate, seen_arrivals[0] = seen_arrivals[0] / DYNAMO_S, 0
-        return LIMITS.clipped(Counts(math.ceil(rate * prompt_s), math.ceil(rate * shape.output_tokens / tokens_per_s)))
-
-    return cluster.run(decide, measure_from=setting.length_s)
+def num_turns(counts: Sequence[int]) -> int:
+    """Changes that go the other way than the one before."""
+    steps = [b - a for a, b in pairwise(counts) if a != b]
+    return sum((a > 0) != (b > 0) for a, b in pairwise(steps))
 
 
-def grid(make) -> list[tuple[Counts, Outcome]]:
-    """One seed of every split around what the usual day and its rush need."""
-    setting = make()[0]
-    usual, rush = (needed(setting.day.shape.rate * factor, setting.day.shape, setting) for factor in (0.7, 1.6))
-    return [
-        (Counts(prefill, decode), static(setting, Counts(prefill, decode)))
-        for prefill in range(max(1, usual.prefill - 2), rush.prefill + 2)
-        for decode in range(max(1, usual.decode - 1), rush.decode + 2)
-    ]
+def _by_window(times: Sequence[float], from_s: float, until_s: float) -> tuple[int, ...]:
+    edges = np.arange(from_s, until_s + WINDOW_S / 2, WINDOW_S)
+    return tuple(int(count) for count in np.histogram(np.asarray(times), edges)[0])
 
 
-def best_static(make, tried, *, least_kept: float) -> tuple[Counts, list[Outcome]]:
-    """The most goodput per worker-hour of those that keep so much."""
-    fine = [(outcome.good_per_worker_hour, counts) for counts, outcome in tried if outcome.kept >= least_kept]
-    counts = max(fine)[1]
-    return counts, [static(setting, counts) for setting in make()]
+class Bench:
+    """One load and one kind of worker; outcomes by name, kept in a file."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.profile = slowed(load_profile(arguments.profile), arguments.slow)
+        self.outcomes: dict[str, Outcome] = {}
+        if arguments.out.exists():
+            found = json.loads(arguments.out.read_text())["runs"]
+            self.outcomes = {one["name"]: Outcome(**{k: _frozen(v) for k, v in one.items()}) for one in found}
+        self._days: dict[int, list[TraceEntry]] = {}
+
+    def days(self, num_days: int) -> list[TraceEntry]:
+        """The last of them is always the same one, shifted."""
+        if num_days not in self._days:
+            both = self._load(2)
+            first = [one for one in both if one.arrival_s < DAY_S]
+            last = [_shifted(one, -DAY_S) for one in both if one.arrival_s >= DAY_S]
+            self._days = {1: last, 2: both}
+            print(f"{len(first)} + {len(last)} requests", file=sys.stderr)
+        return self._days[num_days]
+
+    def _load(self, num_days: int) -> list[TraceEntry]:
+        given = self.arguments
+        if given.load == "made":
+            return made_days(num_days, chat_per_s=given.chat_rate, agents_per_s=given.agent_rate, seed=given.seed)
+        rates = [given.traces / f"AzureLLMInferenceTrace_{name}.csv" for name in ("conv", "code")]
+        return stretched_days(
+            given.traces / "conversation_trace.jsonl", rates, num_days=num_days, per_day=given.per_day, seed=given.seed
+        )
+
+    def scenario(self, counts: Counts, **fields: Any) -> Scenario:
+        given = self.arguments
+        settings = {
+            "router": {"reserve_timeout_s": 2 * given.ttft, "max_inflight": 10_000},
+            "serve": {"request_timeout_s": 600 * given.slow},
+            **fields.pop("settings", {}),
+        }
+        return scenario_from(
+            {
+                "prefill": counts.prefill, "decode": counts.decode, "ttft_s": given.ttft, "tpot_s": given.tpot,
+                "start_s": given.start, "drain_s": given.drain, "seed": given.seed, "report_s": given.report,
+                "settings": settings, **fields,
+            }
+        )  # fmt: skip
+
+    def run(self, name: str, scenario: Scenario, num_days: int = 1, *, most: int | None = None) -> Outcome:
+        """`most`: only what comes in windows of at most so many requests."""
+        if name not in self.outcomes:
+            began_s = time.process_time()
+            from_s = (num_days - 1) * DAY_S
+            entries = self.days(num_days)
+            if most is not None:
+                came = Counter(int(one.arrival_s // WINDOW_S) for one in entries)
+                entries = [one for one in entries if came[int(one.arrival_s // WINDOW_S)] <= most]
+            sim = simulated(scenario.model_copy(update={"warm_up_s": from_s}), self.profile, entries)
+            took_s = time.process_time() - began_s
+            self.outcomes[name] = outcome(name, sim, from_s, num_days * DAY_S, took_s)
+            self._write()
+            print(json.dumps(self.outcomes[name].row()), file=sys.stderr, flush=True)
+        return self.outcomes[name]
+
+    def _write(self) -> None:
+        runs = [{field: getattr(one, field) for field in one.__slots__} for one in self.outcomes.values()]
+        given = {key: str(value) for key, value in vars(self.arguments).items() if key not in ("out", "only")}
+        self.arguments.out.write_text(json.dumps({"arguments": given, "runs": runs}, indent=1) + "\n")
+
+    # ---- ways to choose counts
+
+    def planner(self, name: str, num_days: int, **rules: Any) -> Outcome:
+        own = {
+            "mode": "auto", "max_prefill": self.arguments.most, "max_decode": self.arguments.most,
+            "horizon_s": self.arguments.start, "ttft_s": self.arguments.ttft, "tpot_s": self.arguments.tpot, **rules,
+        }  # fmt: skip
+        return self.run(name, self.scenario(Counts(1, 1), settings={"planner": own}), num_days)
+
+    def statics(self) -> None:
+        """Those asked for; `3+4:500`: only in windows of at most 500 requests, for the clairvoyant plan."""
+        for one in filter(None, self.arguments.splits.split(",")):
+            split, _, most = one.partition(":")
+            counts = Counts(*map(int, split.split("+")))
+            name = f"{counts.prefill} + {counts.decode}"
+            if most:
+                self.run(f"quiet {name}", self.scenario(counts), most=int(most))
+            else:
+                self.run(f"static {name}", self.scenario(counts))
+
+    def tried(self) -> list[tuple[Counts, Outcome]]:
+        """Every split that was run, all day or in quiet windows."""
+        named = [(name.partition(" "), one) for name, one in self.outcomes.items()]
+        return [
+            (Counts(*map(int, split.split(" + "))), one)
+            for (kind, _, split), one in named
+            if kind in ("static", "quiet")
+        ]
+
+    def clairvoyant(self) -> Outcome:
+        tried = self.tried()
+        steps = [self._least(tried, window) for window in range(round(DAY_S / WINDOW_S))]
+        plan: list[dict[str, Any]] = []
+        for window, (before, now) in enumerate(pairwise(steps), start=1):
+            for role in ("prefill", "decode"):
+                old, new = getattr(before, role), getattr(now, role)
+                at_s = window * WINDOW_S - (self.arguments.start if new > old else 0.0)
+                if new != old:
+                    plan.append({"at_s": at_s, role: new})
+        return self.run("clairvoyant", self.scenario(steps[0], scale=sorted(plan, key=lambda one: one["at_s"])))
+
+    def _least(self, tried: list[tuple[Counts, Outcome]], window: int) -> Counts:
+        """The smallest split that kept the target in this window; none: the one that kept most."""
+        shares = [(one.kept[window] / one.came[window], counts) for counts, one in tried if one.came[window]]
+        kept = [(counts.total, -share, counts) for share, counts in shares if share >= KEPT]
+        return min(kept)[2] if kept else max(shares)[1]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _shifted(entry: TraceEntry, by_s: float) -> TraceEntry:
+    return replace(entry, arrival_s=entry.arrival_s + by_s)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--load", choices=["made", "azure"], default="made")
+    parser.add_argument(
+        "--traces", type=Path, help="folder of conversation_trace.jsonl and the AzureLLMInferenceTrace files"
+    )
     parser.add_argument("--profile", default="configs/profiles/llama-70b-a800x8-mooncake.json")
-    parser.add_argument("--rate", type=float, default=8.0, help="at the top of the usual day")
-    parser.add_argument("--input", type=float, default=4000.0)
-    parser.add_argument("--output", type=float, default=300.0)
-    parser.add_argument("--ttft", type=float, default=5.0)
-    parser.add_argument("--tpot", type=float, default=0.1)
-    parser.add_argument("--hours", type=float, default=6.0)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--slow", type=float, default=10.0)
+    parser.add_argument("--chat-rate", type=float, default=0.9, help="requests/s where the chat's curve is 1")
+    parser.add_argument("--agent-rate", type=float, default=0.4)
+    parser.add_argument("--per-day", type=int, default=20_000, help="requests of a day of the stretched trace")
+    parser.add_argument("--ttft", type=float, default=25.0)
+    parser.add_argument("--tpot", type=float, default=0.4)
+    parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
+    parser.add_argument("--drain", type=float, default=300.0)
+    parser.add_argument("--report", type=float, default=0.5, help="at most so often a worker tells its load")
+    parser.add_argument("--most", type=int, default=12, help="workers of a role")
+    parser.add_argument(
+        "--splits", default="", help="static ones: 5+6,4+6; 2+3:300: only in windows of at most 300 requests"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="planner,second,static,clairvoyant")
+    parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-
-    def make() -> list[Setting]:
-        return [Setting(arguments, seed) for seed in range(arguments.seeds)]
-
-    rows: list[tuple[str, list[Outcome]]] = []
-    tried = grid(make)
-    counts, outcomes = best_static(make, tried, least_kept=0.9)
-    rows.append((f"best static with 90 % kept: {counts.prefill} + {counts.decode}", outcomes))
-    counts, outcomes = best_static(make, tried, least_kept=0.0)
-    rows.append((f"best static at any price: {counts.prefill} + {counts.decode}", outcomes))
-    rows.append(("clairvoyant", [clairvoyant(setting) for setting in make()]))
-    rows.append(("planner", [planner(setting) for setting in make()]))
-    rows.append(("planner, first day", [planner(setting, first_day=True) for setting in make()]))
-    rows.append(("planner, no season", [planner(setting, period=False) for setting in make()]))
-    rows.append(("by utilisation", [by_utilisation(setting) for setting in make()]))
-    rows.append(("by throughput (Dynamo's formulas)", [by_throughput(setting) for setting in make()]))
-    table = Table(title=f"{arguments.profile}, top {arguments.rate:g}/s, {arguments.seeds} seeds")
-    for column in ("", "kept", "good / worker-hour", "worker-hours", "most", "changes P, D", "turns P, D"):
-        table.add_column(column, justify="left" if not column else "right")
-    told = []
-    for name, outcomes in rows:
-        one = {
-            "name": name, "kept": mean(each.kept for each in outcomes),
-            "good_per_worker_hour": mean(each.good_per_worker_hour for each in outcomes),
-            "worker_hours": mean(each.worker_s for each in outcomes) / 3600, "most": max(each.most for each in outcomes),
-            "changes": [mean(each.changes[role] for each in outcomes) for role in (0, 1)],
-            "turns": [mean(each.turns[role] for each in outcomes) for role in (0, 1)],
-        }  # fmt: skip
-        told.append(one)
-        table.add_row(
-            name, f"{one['kept']:.1%}", f"{one['good_per_worker_hour']:.0f}", f"{one['worker_hours']:.1f}", str(one["most"]),
-            " ".join(f"{value:.0f}" for value in one["changes"]), " ".join(f"{value:.0f}" for value in one["turns"]),
-        )  # fmt: skip
-    Console(width=140).print(table)
-    if arguments.json:
-        arguments.json.write_text(
-            json.dumps({"arguments": vars(arguments) | {"json": None}, "rows": told}, indent=1) + "\n"
-        )
+    bench, only = Bench(arguments), arguments.only.split(",")
+    if "planner" in only:
+        bench.planner("planner, first day", 1, period_s=0.0)
+    if "second" in only:
+        bench.planner("planner, second day", 2)
+    if "static" in only:
+        bench.statics()
+    if "clairvoyant" in only:
+        bench.clairvoyant()
+    ordered: list[Outcome] = sorted(
+        (one for one in bench.outcomes.values() if not one.name.startswith("quiet")),
+        key=lambda one: -one.good_per_worker_hour,
+    )
+    show(f"{arguments.load}, {bench.profile.name}, seed {arguments.seed}", [one.row() for one in ordered])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A cluster under a day's load, request by request: a queue of prefill workers, decode workers that share steps. For bench/planner.py.
+"""A cluster under a day's load, request by request: a queue of prefill workers, decode workers that share steps. For bench/planner_queue.py.
 
 No second model of speed: service times are the speed curve's. Prompts wait in one line (as if the router always found the first free
 worker); sequences are spread evenly over the decode workers and all advance by a token in a step. Workers take a while to start and

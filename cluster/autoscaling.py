@@ -2,8 +2,8 @@
 
 Serve counts requests at its own handles, which kvrelay's tokens do not pass; so replicas report what a policy needs through Serve's
 `record_autoscaling_stats`. `Planned` is an application's policy (`autoscaling_policy` in configs/autoscaling.yaml): Serve makes one
-instance, in its controller, and asks it for both roles at every tick. What it has learnt is lost when the controller restarts; it
-goes on from the counts that it finds. `by_utilisation` is the simple alternative: the policy of a deployment's own
+instance, in its controller, and asks it for both roles at every tick. What it has learnt is kept by the registry's actor
+(cluster/planner_memory.py), so that it goes on where it was when the controller restarts. `by_utilisation` is the simple alternative: the policy of a deployment's own
 `autoscaling_config`, each role for itself.
 """
 
@@ -13,11 +13,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvrelay.cluster import planner_feed as feed
+from kvrelay.cluster.planner_memory import Keeper, Kept, Memory, RegistryKeeper, decoded, encoded
 from kvrelay.cluster.planner_model import LearntModel, model_of, rules_of, target_of
 from kvrelay.cluster.retirement import Candidate, Retiring
 from kvrelay.cluster.simulator_profile import load_profile
 from kvrelay.config import planner_settings_from
-from kvrelay.router.planner import Plan, Planner
+from kvrelay.router.planner import Plan, Planner, PlannerState
 from kvrelay.router.planning.types import Counts, Limits, WorkerModel
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
@@ -62,6 +63,7 @@ def by_utilisation(ctx: Any) -> tuple[int, dict[str, Any]]:
 
 
 COMPARE_EVERY = 30  # looks between two comparisons with aggregated workers
+RECALL_S = 10.0  # that the registry may take to say what was learnt before
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
 
 
@@ -78,6 +80,10 @@ class Planned:
         self._profile = model_of(load_profile(self._settings.profile)) if self._settings.profile else None
         self._feed, self._learnt = feed.Feed(target_of(self._settings)), LearntModel()
         self._retiring = {role: Retiring(self._settings.drain_s) for role in (PREFILL, DECODE)}
+        self._keeper: Keeper = RegistryKeeper()
+        self._asked_s: float | None = None  # since when the keeper is asked
+        self._has_recalled = False
+        self._known: tuple[PlannerState, float] | None = None  # that a new planner goes on from, and when it was so
         self._planner: Planner | None = None
         self._wanted: dict[str, int] = {}
         self._looked_s = -math.inf
@@ -94,22 +100,65 @@ class Planned:
         if DECODE not in by_name or PREFILL not in by_name:
             return {}, {}
         now_s = float(by_name[DECODE].current_time)
-        if now_s - self._looked_s >= self._settings.interval_s:
+        if not self._has_recalled and not self._recall(now_s):
+            return {}, {}
+        if is_due := now_s - self._looked_s >= self._settings.interval_s:
             self._looked_s = now_s
             self._look(by_name, now_s)
         decided = {}
+        before = self._names()
         for role in (PREFILL, DECODE):
             context = by_name[role]
-            before = self._retiring[role].names
-            wanted = self._wanted.get(role, context.target_num_replicas)
-            decided[context.deployment_id] = self._retiring[role].replicas(wanted, _candidates(by_name, role), now_s)
-            if self._retiring[role].names != before:
-                logger.info(
-                    "kvrelay planner: %s workers retire: %s", role, ", ".join(self._retiring[role].names) or "none"
-                )
-        if names := [name for retiring in self._retiring.values() for name in retiring.names]:
+            running = _candidates(by_name, role)
+            wanted = self._wanted.get(role, self._staying(context, running))
+            decided[context.deployment_id] = self._retiring[role].replicas(wanted, running, now_s)
+        if (names := self._names()) != before:
+            logger.info("kvrelay planner: workers that retire: %s", ", ".join(names) or "none")
+        if names:
             self._tell(names)
+        if is_due or names != before:
+            self._keep(now_s)
         return decided, {}
+
+    def _names(self) -> list[str]:
+        """Of all who retire."""
+        return [name for retiring in self._retiring.values() for name in retiring.names]
+
+    def _staying(self, context: Any, running: Mapping[str, Candidate]) -> int:
+        """Replicas that Serve is to have, less those of them that retire."""
+        going = sum(name in running for name in self._retiring[context.deployment_name].names)
+        return int(context.target_num_replicas) - going
+
+    def _recall(self, now_s: float) -> bool:
+        """Go on from what is kept, if anything is; False: the keeper has not answered yet, and may still."""
+        self._asked_s = now_s if self._asked_s is None else self._asked_s
+        found = self._keeper.recall()
+        if found is None:
+            if now_s - self._asked_s < RECALL_S:
+                return False
+            logger.warning("kvrelay planner: the registry does not answer; what was learnt before is not known")
+            found = Kept(None)
+        self._has_recalled = True
+        memory = decoded(found.data) if found.data is not None else None
+        if memory is not None:
+            self._resume(memory, now_s - found.age_s)
+            logger.info("kvrelay planner: goes on from what it knew %.0f s ago", found.age_s)
+        return True
+
+    def _resume(self, memory: Memory, then_s: float) -> None:
+        """`then_s`: when it was kept, on this process's clock."""
+        self._feed.resume(memory.feed, then_s)
+        self._learnt.resume(memory.learnt, then_s)
+        for role, state in memory.retiring.items():
+            if role in self._retiring:
+                self._retiring[role].resume(state, then_s)
+        if memory.planner is not None:
+            self._known = memory.planner, then_s
+
+    def _keep(self, now_s: float) -> None:
+        states = {role: retiring.state(now_s) for role, retiring in self._retiring.items()}
+        planner = self._planner.state(now_s) if self._planner is not None else None
+        self._keeper.keep(encoded(Memory(planner, self._feed.state(now_s), self._learnt.state(now_s), states)))
 
     def _look(self, by_name: Mapping[str, Any], now_s: float) -> None:
         prefill, decode = by_name[PREFILL], by_name[DECODE]
@@ -122,7 +171,7 @@ class Planned:
         interval = self._feed.interval(look, self._profile, load)
         if model is None or interval is None:
             return
-        planner = self._planner_with(model, prefill, decode)
+        planner = self._planner_with(model, by_name, now_s)
         before, self._plan = planner.counts, planner.observe(interval)
         self._wanted = {PREFILL: planner.counts.prefill, DECODE: planner.counts.decode}
         if planner.counts != before:
@@ -134,17 +183,24 @@ class Planned:
                 found.workers, found.aggregated_rate, found.split.prefill, found.split.decode, found.split_rate,
             )  # fmt: skip
 
-    def _planner_with(self, model: WorkerModel, prefill: Any, decode: Any) -> Planner:
+    def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any], now_s: float) -> Planner:
+        """Another one where the bounds have changed, which goes on from what the last one knew."""
+        prefill, decode = by_name[PREFILL], by_name[DECODE]
         limits = Limits(
             max(prefill.capacity_adjusted_min_replicas, 1), max(prefill.capacity_adjusted_max_replicas, 1),
             max(decode.capacity_adjusted_min_replicas, 1), max(decode.capacity_adjusted_max_replicas, 1),
             self._settings.max_workers or 1 << 20,
         )  # fmt: skip
         if self._planner is None or self._planner.limits != limits:
-            counts = Counts(prefill.target_num_replicas, decode.target_num_replicas)
-            if self._wanted:
-                counts = Counts(self._wanted[PREFILL], self._wanted[DECODE])
+            if self._planner is not None:
+                self._known = self._planner.state(now_s), now_s
+            staying = [self._staying(by_name[role], _candidates(by_name, role)) for role in (PREFILL, DECODE)]
+            counts = Counts(
+                *(self._wanted.get(role, one) for role, one in zip((PREFILL, DECODE), staying, strict=True))
+            )
             self._planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts)
+            if self._known is not None:
+                self._planner.resume(*self._known)
         self._planner.model = model
         return self._planner
 

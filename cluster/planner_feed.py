@@ -78,6 +78,14 @@ class Look:
     is_changing: bool  # workers start or drain
 
 
+@dataclass(frozen=True, slots=True)
+class FeedState:
+    """The sums of the last look, by replica, and how long ago it was."""
+
+    sums: dict[str, dict[str, float]]
+    looked_ago_s: float | None
+
+
 class Feed:
     """Turns looks into intervals. The first look only begins one."""
 
@@ -106,13 +114,22 @@ class Feed:
             cached_tokens=round(grown.get(CACHED_TOKENS, 0.0) * untold),
             ended=round(firsts), output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
             queued=round(sum(values.get(QUEUED, 0.0) for values in (look.prefills or look.decodes).values())),
-            ttft_kept=kept_share(grown, TTFT, self._target.ttft_s),
-            tpot_kept=kept_share(grown, TPOT, self._target.tpot_s),
+            ttft_kept=kept_share(grown, TTFT, self._target.ttft_s, self._target.share),
+            tpot_kept=kept_share(grown, TPOT, self._target.tpot_s, self._target.share),
             first_tokens=round(firsts),
             prefill_slowness=_prefill_slowness(look.prefills.values(), model, load),
             decode_slowness=_decode_slowness(look.decodes.values(), model),
             is_changing=look.is_changing,
         )  # fmt: skip
+
+    def state(self, now_s: float) -> FeedState:
+        """To go on from elsewhere: what comes in between is then seen as well, for sums only grow."""
+        ago_s = None if self._at_s is None else now_s - self._at_s
+        return FeedState({replica: dict(values) for replica, values in self._sums.items()}, ago_s)
+
+    def resume(self, state: FeedState, now_s: float) -> None:
+        self._sums = dict(state.sums)
+        self._at_s = None if state.looked_ago_s is None else now_s - state.looked_ago_s
 
     def _grown(self, ingresses: Mapping[str, Values]) -> dict[str, float]:
         grown: dict[str, float] = {}
@@ -125,21 +142,23 @@ class Feed:
         return grown
 
 
-def kept_share(grown: Values, name: str, limit_s: float) -> float | None:
-    """Share of a histogram's new observations at or below `limit_s`, straight between its bounds; None: there are none."""
+def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float | None:
+    """Share of a histogram's new observations at or below `limit_s`, as far as it tells whether that is `wanted`.
+
+    Where the limit lies between two of its bounds, the share lies between theirs. None: both more and less than `wanted` may be
+    true of it, or there are no observations.
+    """
     pairs = sorted(
         (float(key.partition("/")[2]), count) for key, count in grown.items() if key.partition("/")[0] == name
     )
     total = pairs[-1][1] if pairs else 0.0
     if total <= 0:
         return None
-    low_s, low = 0.0, 0.0
-    for bound_s, count in pairs:
-        if bound_s >= limit_s:
-            within = (limit_s - low_s) / (bound_s - low_s) if bound_s < math.inf else 0.0
-            return (low + within * (count - low)) / total
-        low_s, low = bound_s, count
-    return 1.0
+    low = max((count for bound_s, count in pairs if bound_s <= limit_s), default=0.0) / total
+    high = min(count for bound_s, count in pairs if bound_s >= limit_s) / total
+    if low >= wanted:
+        return low
+    return high if high < wanted else None
 
 
 def _prefill_slowness(workers: Iterable[Values], model: WorkerModel | None, load: Workload | None) -> float | None:

@@ -5,6 +5,7 @@ sequence is taken to cost a step at least what a token costs a prompt, until bat
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from kvrelay.cluster.planner_feed import (
     KV_BYTES_PER_TOKEN,
@@ -16,7 +17,7 @@ from kvrelay.cluster.planner_feed import (
 )
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import PlannerSettings, Settings
-from kvrelay.router.fit import DurationFit
+from kvrelay.router.fit import DurationFit, FitState
 from kvrelay.router.planner import Rules
 from kvrelay.router.planning.types import Target, WorkerModel
 from kvrelay.router.speed_curve import SpeedCurve
@@ -57,6 +58,15 @@ def model_of(profile: SimulatorProfile) -> WorkerModel:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class LearntState:
+    """What has been learnt of workers' speed, as plain data."""
+
+    token_s: float
+    step_s: float
+    step: FitState
+
+
 class LearntModel:
     """A worker model from reports alone. The network is not looked at."""
 
@@ -75,6 +85,14 @@ class LearntModel:
             if step_s > 0 and running >= 1:
                 self._step_s = step_s
                 self._step.observe((1.0, running), step_s, self._prior(), now_s)
+
+    def state(self, now_s: float) -> LearntState:
+        """To go on from elsewhere."""
+        return LearntState(self._token_s, self._step_s, self._step.state(now_s))
+
+    def resume(self, state: LearntState, now_s: float) -> None:
+        self._token_s, self._step_s = state.token_s, state.step_s
+        self._step.resume(state.step, now_s)
 
     def _prior(self) -> tuple[float, float]:
         return max(self._step_s - self._token_s, self._step_s / 2), self._token_s

@@ -45,6 +45,7 @@ class RegistryActor:
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
         self._retirements = Retirements()
+        self._kept: dict[str, tuple[bytes, float]] = {}  # and when, on this process's clock
 
     async def terms(self) -> Terms:
         return self._terms
@@ -60,6 +61,17 @@ class RegistryActor:
     async def retire(self, worker_ids: list[str], drain_s: float) -> None:
         """Ask these to retire, each at its next heartbeat; to be said again while it shall hold."""
         self._retirements.ask(worker_ids, drain_s, time.monotonic())
+
+    async def keep(self, name: str, data: bytes) -> None:
+        """Keep this for whoever comes after its teller (cluster/planner_memory.py); the last one counts."""
+        self._kept[name] = (data, time.monotonic())
+
+    async def kept(self, name: str) -> tuple[bytes, float] | None:
+        """What was kept last, and how many seconds ago; None: nothing."""
+        if name not in self._kept:
+            return None
+        data, at_s = self._kept[name]
+        return data, time.monotonic() - at_s
 
     async def leave(self, worker_id: str, epoch: str) -> None:
         self._tell(self._registry.leave(worker_id, epoch))

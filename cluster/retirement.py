@@ -1,8 +1,8 @@
 """Which workers are given up when there are to be fewer, and what becomes of them until they are gone. Pure.
 
-A worker that retires gets nothing new, finishes what it has (transfers and blocks that are held for them included), closes, and only
-then fails Serve's health check; Serve takes it away, and the count is lowered in the same moment. Left to itself, Serve would stop
-the newest replica of the emptiest node, whatever it holds.
+A worker that retires gets nothing new, finishes what it has (transfers and blocks that are held for them included), closes, and ends
+its actor; Serve's next health check finds it gone and takes it away, and the count is lowered in the same moment. Left to itself, Serve
+would stop the newest replica of the emptiest node, whatever it holds.
 """
 
 from collections.abc import Iterable
@@ -37,6 +37,14 @@ def victims(candidates: Iterable[Candidate], count: int) -> tuple[str, ...]:
     return tuple(one.worker_id for one in order[: max(count, 0)])
 
 
+@dataclass(frozen=True, slots=True)
+class RetiringState:
+    """Who retires, each with the seconds that it may still take; and who has taken too long."""
+
+    left_s: dict[str, float]
+    late: tuple[str, ...]
+
+
 class Retiring:
     """Those of one role who have been asked to go, and until when they may take."""
 
@@ -48,6 +56,15 @@ class Retiring:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._until_s)
+
+    def state(self, now_s: float) -> RetiringState:
+        """To go on from elsewhere: who has been asked to go is not to be taken for one who stays."""
+        left_s = {name: until_s - now_s for name, until_s in self._until_s.items()}
+        return RetiringState(left_s, tuple(sorted(self._late)))
+
+    def resume(self, state: RetiringState, now_s: float) -> None:
+        self._until_s = {name: now_s + left_s for name, left_s in state.left_s.items()}
+        self._late = set(state.late)
 
     def replicas(self, wanted: int, running: dict[str, Candidate], now_s: float) -> int:
         """How many replicas Serve is to have now, for `wanted` that take requests.

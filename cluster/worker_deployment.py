@@ -152,7 +152,7 @@ class WorkerReplica:
         """The planner's way to ask for it: the same, before Serve takes the replica away."""
         if self._ending is None:
             logger.info("worker %s retires", self._record.worker_id)
-            self._ending = asyncio.create_task(self._end(drain_s), name="end")
+            self._ending = asyncio.create_task(self._retired(drain_s), name="end")
 
     async def _end(self, drain_s: float) -> None:
         """Leave first, so that no ingress sends anything new; then wait for what is here: requests, and KV until it is read."""
@@ -169,6 +169,17 @@ class WorkerReplica:
         if self._lease is not None:
             self._lease.release()
         await asyncio.to_thread(tracing.shutdown)
+
+    async def _retired(self, drain_s: float) -> None:
+        """End, and leave Ray: Serve takes away at once, and in one line of its log, whose process has gone."""
+        await self._end(drain_s)
+        logger.info("worker %s has retired", self._record.worker_id)
+        self._exit()
+
+    @staticmethod
+    def _exit() -> None:
+        """End this actor's process as Ray knows it: no fault, and no restart."""
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
 class PrefillReplica(WorkerReplica):

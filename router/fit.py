@@ -4,10 +4,21 @@ Never imports torch, Ray, sockets, a clock or a random source: the caller passes
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 KEEP = 0.97  # about thirty observations count
 HALF_LIFE_S = 600.0  # of evidence
 _PULL = 0.05  # observations' worth of weight that holds each coefficient near its prior
+
+
+@dataclass(frozen=True, slots=True)
+class FitState:
+    """What a fit has learnt, as plain data."""
+
+    products: tuple[tuple[float, ...], ...]
+    targets: tuple[float, ...]
+    weight: float
+    observed_ago_s: float
 
 
 class DurationFit:
@@ -64,6 +75,17 @@ class DurationFit:
                 return tuple(solved.get(i, 0.0) for i in range(len(self._scales)))
             active = [i for i in active if i not in negative]
         return tuple(prior)
+
+    def state(self, now_s: float) -> FitState:
+        """To go on from elsewhere."""
+        rows = tuple(map(tuple, self._products))
+        return FitState(rows, tuple(self._targets), self.weight, now_s - self._observed_at_s)
+
+    def resume(self, state: FitState, now_s: float) -> None:
+        """Go on from another fit of the same features."""
+        assert len(state.targets) == len(self._scales)
+        self._products, self._targets = [list(row) for row in state.products], list(state.targets)
+        self.weight, self._observed_at_s = state.weight, now_s - state.observed_ago_s
 
     def _left(self, now_s: float) -> float:
         """The share of the evidence that time has left."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 
 from kvrelay.router.planning import split
 from kvrelay.router.planning.capacity import context_of
-from kvrelay.router.planning.damping import Damper
-from kvrelay.router.planning.demand import Demand
+from kvrelay.router.planning.damping import Damper, DamperState
+from kvrelay.router.planning.demand import Demand, DemandState
 from kvrelay.router.planning.types import Counts, Interval, Limits, Target, WorkerModel, Workload
 
 CORRECTION_GAIN = 0.2
@@ -28,6 +28,7 @@ STRAIN_LEFT = 0.97
 MOST_STRAIN = 2.0
 BARE_STEPS = 1.1  # a TPOT below so many steps of one sequence is not planned for
 FEWEST_SEEN = 10  # first tokens that a share is believed of
+RISE_SHARE = 0.25  # of what a start takes: for so long more must have been needed before more are started
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,20 @@ class Plan:
     reasons: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class PlannerState:
+    """What a planner has learnt, as plain data: to be kept where it outlives whoever runs the planner.
+
+    Times in it are seconds before the moment it was taken. Counts are not in it: they are what there is.
+    """
+
+    demand: DemandState
+    prefill: DamperState
+    decode: DamperState
+    slowness: tuple[float, float]  # logarithms, of prefill and decode
+    strain: tuple[float, float]
+
+
 class Planner:
     """Keeps what it learns. `observe` is called once for each interval, with times that do not go back."""
 
@@ -58,7 +73,9 @@ class Planner:
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
         self._demand = Demand(horizon_s=rules.horizon_s, period_s=rules.period_s)
         start = limits.clipped(counts, within_total=True)
-        self._prefill, self._decode = Damper(start.prefill, rules.hold_s), Damper(start.decode, rules.hold_s)
+        self._prefill, self._decode = (
+            Damper(count, rules.hold_s, RISE_SHARE * rules.horizon_s) for count in (start.prefill, start.decode)
+        )
         self._prefill_slow, self._decode_slow = _Slowness(), _Slowness()
         self._prefill_strain, self._decode_strain = _Strain(), _Strain()
 
@@ -76,7 +93,7 @@ class Planner:
         self._demand.observe(seen)
         self._prefill_slow.observe(seen.prefill_slowness)
         self._decode_slow.observe(seen.decode_slowness)
-        load = self._demand.workload(self._demand.expected())
+        load = self._demand.workload(self._demand.expected(self.target.share))
         if load is None:
             return Plan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
         waiting = self._late(seen, load)
@@ -85,6 +102,22 @@ class Planner:
         before = self.counts
         self._step(need, low, load, seen.end_s)
         return Plan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
+
+    def state(self, now_s: float) -> PlannerState:
+        """What it has learnt, for `resume`."""
+        return PlannerState(
+            self._demand.state(now_s), self._prefill.state(now_s), self._decode.state(now_s),
+            (self._prefill_slow.log, self._decode_slow.log),
+            (self._prefill_strain.factor, self._decode_strain.factor),
+        )  # fmt: skip
+
+    def resume(self, state: PlannerState, now_s: float) -> None:
+        """Go on from there, with this planner's own counts, limits and rules."""
+        self._demand.resume(state.demand, now_s)
+        self._prefill.resume(state.prefill, now_s)
+        self._decode.resume(state.decode, now_s)
+        self._prefill_slow.log, self._decode_slow.log = state.slowness
+        self._prefill_strain.factor, self._decode_strain.factor = state.strain
 
     def comparison(self, workers: int | None = None) -> split.Comparison | None:
         """The split against aggregated workers, for the load of now; None before any was seen."""
@@ -204,17 +237,17 @@ class _Strain:
 class _Slowness:
     """How the observed time of steps compares with the curve's, averaged over logarithms."""
 
-    __slots__ = ("_log",)
+    __slots__ = ("log",)
 
     def __init__(self) -> None:
-        self._log = 0.0
+        self.log = 0.0
 
     @property
     def factor(self) -> float:
-        return math.exp(self._log)
+        return math.exp(self.log)
 
     def observe(self, ratio: float | None) -> None:
         if ratio is None or not 0.0 < ratio < math.inf:
             return
         limit = math.log(MOST_CORRECTION)
-        self._log += CORRECTION_GAIN * (max(-limit, min(limit, math.log(ratio))) - self._log)
+        self.log += CORRECTION_GAIN * (max(-limit, min(limit, math.log(ratio))) - self.log)

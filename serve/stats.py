@@ -8,7 +8,13 @@ from bisect import bisect_left
 from collections import Counter
 from dataclasses import dataclass, field
 
-_TTFT_BOUNDS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_TTFT_BOUNDS_S = (
+    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 25.0, 30.0, 60.0,
+)  # fmt: skip
+_TPOT_BOUNDS_S = (
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1.0, 2.5,
+)  # fmt: skip
+"""Both close together where targets are: the planner asks which share kept one (cluster/planner_feed.py)."""
 _GAP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _TOTAL_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
@@ -43,7 +49,7 @@ class ServeStats:
 
     ttft_s: Histogram = field(default_factory=lambda: Histogram(_TTFT_BOUNDS_S))
     itl_s: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS_S))
-    tpot_s: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS_S))
+    tpot_s: Histogram = field(default_factory=lambda: Histogram(_TPOT_BOUNDS_S))
     total_s: Histogram = field(default_factory=lambda: Histogram(_TOTAL_BOUNDS_S))
     transfer_s: Histogram = field(default_factory=lambda: Histogram(_GAP_BOUNDS_S))
     outcomes: Counter[str] = field(default_factory=Counter)  # of sequences

@@ -2,17 +2,19 @@
 
 import asyncio
 import pickle
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster import planner_feed as feed
 from kvrelay.cluster.app import replica_arguments
-from kvrelay.cluster.autoscaling import Planned, worker_name
+from kvrelay.cluster.autoscaling import RECALL_S, Planned, worker_name
 from kvrelay.cluster.errors import WorkerRetired
+from kvrelay.cluster.planner_memory import Kept
 from kvrelay.cluster.planner_model import LearntModel, planner_settings
 from kvrelay.cluster.registry import TIMEOUT_S, Retirements
 from kvrelay.cluster.retirement import GRACE_S, Candidate, Retiring, victims
@@ -82,15 +84,28 @@ def test_the_kept_share_is_exact_at_a_bound_of_the_histogram(values: list[float]
     made = ServeStats()
     for value in values:
         made.ttft_s.observe(value)
-    share = feed.kept_share(feed.ingress_report(made), feed.TTFT, limit_s)
+    share = feed.kept_share(feed.ingress_report(made), feed.TTFT, limit_s, 0.9)
     assert share == pytest.approx(sum(value <= limit_s for value in values) / len(values))
 
 
-def test_between_bounds_the_kept_share_is_in_between_and_without_requests_there_is_none():
-    grown = feed.ingress_report(stats(10, late=4))
-    assert feed.kept_share(grown, feed.TTFT, 3.5) == pytest.approx(0.6 + 0.4 * (3.5 - 2.5) / 2.5)
-    assert feed.kept_share({}, feed.TTFT, 1.0) is None
-    assert feed.kept_share(feed.ingress_report(ServeStats()), feed.TTFT, 1.0) is None
+@given(
+    st.lists(st.floats(0.0, 70.0), min_size=1, max_size=60), st.floats(0.001, 80.0), st.sampled_from([0.5, 0.9, 0.99])
+)
+def test_between_bounds_a_target_is_called_kept_or_missed_only_where_it_surely_was(values, limit_s, wanted):
+    made = ServeStats()
+    for value in values:
+        made.ttft_s.observe(value)
+    share = feed.kept_share(feed.ingress_report(made), feed.TTFT, limit_s, wanted)
+    if share is not None:
+        assert (share >= wanted) == (sum(value <= limit_s for value in values) / len(values) >= wanted)
+
+
+def test_between_bounds_it_is_told_where_the_bounds_agree_and_without_requests_there_is_nothing_to_tell():
+    grown = feed.ingress_report(stats(10, late=4))  # six within 0.2 s, four take 3 s
+    assert feed.kept_share(grown, feed.TTFT, 1.7, 0.9) == 0.6 and feed.kept_share(grown, feed.TTFT, 4.5, 0.9) == 1.0
+    assert feed.kept_share(grown, feed.TTFT, 2.7, 0.9) is None  # between 2.5 and 3 s
+    assert feed.kept_share({}, feed.TTFT, 1.0, 0.9) is None
+    assert feed.kept_share(feed.ingress_report(ServeStats()), feed.TTFT, 1.0, 0.9) is None
 
 
 CURVE = SpeedCurve(0.0, 0.01, 1e-3, 0.0, 0.0, 0.001)
@@ -257,6 +272,7 @@ async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_c
     facts = Leaving()
     replica._registry = replica._worker = replica._record = facts
     replica._ending = replica._following = replica._lease = None
+    replica._exit = lambda: facts.note.append("exit")
     replica._listing = asyncio.create_task(asyncio.sleep(60))
     replica._retire(45.0)
     replica._retire(45.0)  # told again with every heartbeat
@@ -266,11 +282,23 @@ async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_c
     await replica.check_health()  # it is no fault to have gone from the registry
     facts.is_empty.set()
     await replica._ending
-    assert facts.note == ["leave", "drain 45", "close"]
-    with pytest.raises(WorkerRetired):
+    assert facts.note == ["leave", "drain 45", "close", "exit"]  # Serve sees that its process has gone
+    with pytest.raises(WorkerRetired):  # should it still be there
         await replica.check_health()
     await DecodeReplica.__del__(replica)  # Serve's own end finds nothing left to do
-    assert facts.note == ["leave", "drain 45", "close"]
+    assert facts.note == ["leave", "drain 45", "close", "exit"]
+
+
+async def test_who_is_ended_by_serve_does_not_end_its_process_itself():
+    replica: Any = object.__new__(Replicated)
+    facts = Leaving()
+    facts.is_empty.set()
+    replica._registry = replica._worker = replica._record = facts
+    replica._ending = replica._following = replica._lease = None
+    replica._exit = lambda: facts.note.append("exit")
+    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    await DecodeReplica.__del__(replica)
+    assert facts.note == ["leave", "drain 30", "close"]
 
 
 # ---- the policy
@@ -317,16 +345,37 @@ class Context:
         return [Replica(name) for name in self.reports]
 
 
+class Shelf:
+    """Keeps what the policy tells it, as the registry does."""
+
+    def __init__(self) -> None:
+        self.data: bytes | None = None
+        self.age_s = 0.0
+        self.answers = True
+
+    def keep(self, data: bytes) -> None:
+        self.data = data
+
+    def recall(self) -> Kept | None:
+        return Kept(self.data, self.age_s) if self.answers else None
+
+
 class World:
     """Serve as the policy sees it: counts that follow at once, workers that report and retire."""
 
     def __init__(self, policy: Planned, **counts: int) -> None:
-        self.policy, self.now_s, self.served = policy, 0.0, 0
+        self.shelf, self.now_s, self.served = Shelf(), 0.0, 0
         self.workers = {role: [f"{role[0]}{n}" for n in range(counts.get(role, 1))] for role in ("prefill", "decode")}
         self.told: list[str] = []
         self.alone: dict[str, float] = {}
-        policy._tell = self.told.extend  # type: ignore[method-assign]
+        self.take(policy)
         self.fresh = 100
+
+    def take(self, policy: Planned, age_s: float = 10.0) -> None:
+        """Serve's controller has begun anew, with this policy; its first look is so long after the last one."""
+        self.policy, self.shelf.age_s = policy, age_s
+        policy._keeper = self.shelf
+        policy._tell = self.told.extend  # type: ignore[method-assign]
 
     def report(self, name: str) -> dict[str, float]:
         return {
@@ -346,12 +395,12 @@ class World:
             for name in list(names):  # who is told to retire is gone by the next tick
                 if worker_name(role, name) in self.told:
                     names.remove(name)
-            target = decided[f"kvrelay_{role}"]
+            target = decided.get(f"kvrelay_{role}", len(names))
             while len(names) < target - sum(name.startswith(role) for name in self.told):
                 names.append(f"{role[0]}{self.fresh}")
                 self.fresh += 1
         self.told.clear()
-        return {role: decided[f"kvrelay_{role}"] for role in self.workers}
+        return {role: decided.get(f"kvrelay_{role}", len(names)) for role, names in self.workers.items()}
 
 
 def test_the_policy_plans_both_roles_from_what_replicas_report():
@@ -396,6 +445,96 @@ def test_between_looks_the_policy_repeats_itself():
     looks = world.policy._looks
     assert [world.tick(100.0, seconds=0.1) for _ in range(5)] == [{"prefill": 1, "decode": 1}] * 5
     assert world.policy._looks == looks
+
+
+SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 16
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(every: int):
+    worlds = [World(Planned(hold_s=60.0, ttft_s=1.0)) for _ in range(3)]
+    courses: list[list[dict[str, int]]] = [[], [], []]
+    for number, rate in enumerate(SWINGS):
+        for world, course in zip(worlds, courses, strict=True):
+            course.append(world.tick(rate))
+        if number % every == every - 1:
+            clock_s = 5e6 * (number % 2)  # another process's clock is another one
+            worlds[1].now_s += clock_s
+            worlds[1].take(Planned(hold_s=60.0, ttft_s=1.0))
+            worlds[2].shelf.data = None  # and one who forgets
+            worlds[2].take(Planned(hold_s=60.0, ttft_s=1.0))
+    assert courses[1] == courses[0]
+    assert courses[2] != courses[0]
+
+
+def test_what_came_while_the_controller_was_down_is_seen():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    for _ in range(4):
+        few = world.tick(1.0)
+    world.take(Planned(hold_s=60.0, ttft_s=1.0), age_s=40.0)
+    world.tick(30.0, seconds=40.0)
+    planner = world.policy._planner
+    assert planner is not None and planner.state(world.now_s).demand.trend.level == pytest.approx(30.0, rel=0.1)
+    assert few == {"prefill": 1, "decode": 1}
+
+
+def test_who_retires_still_retires_after_a_restart_and_nobody_else_with_it():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+    told: list[str] = []
+    world.told = []
+    while not told:
+        world.now_s += 10.0
+        told = first_told(world)
+    world.take(Planned(hold_s=60.0, ttft_s=1.0), age_s=1.0)
+    world.now_s += 1.0
+    assert first_told(world) == told
+    assert world.policy._names() == told
+
+
+def first_told(world: World) -> list[str]:
+    """One tick at which nobody goes yet; whom the registry is told of."""
+    world.served += 10
+    contexts = [Context("ingress", 1, {"i": feed.ingress_report(stats(world.served))}, world.now_s)]
+    for role, names in world.workers.items():
+        contexts.append(Context(role, len(names), {name: world.report(name) for name in names}, world.now_s))
+    decided, _ = world.policy({each.deployment_id: each for each in contexts})
+    assert decided["kvrelay_prefill"] == 3  # it counts until it is gone
+    told, world.told = list(world.told), []
+    world.policy._tell = world.told.extend  # type: ignore[method-assign]
+    return told
+
+
+def test_what_cannot_be_read_is_learnt_anew():
+    world = World(Planned())
+    for data in (b"", b"\xff\x00", msgspec.msgpack.encode({"version": 1})):
+        world.shelf.data = data
+        world.take(Planned())
+        assert world.tick(1.0) == {"prefill": 1, "decode": 1}
+        assert world.policy._known is None
+
+
+def test_a_registry_that_does_not_answer_is_waited_for_and_then_not():
+    world = World(Planned())
+    world.shelf.answers = False
+    contexts = [Context(role, 2, {}, 0.0) for role in ("prefill", "decode")]
+    assert world.policy({each.deployment_id: each for each in contexts}) == ({}, {})
+    late = [replace(each, current_time=RECALL_S) for each in contexts]
+    decided, _ = world.policy({each.deployment_id: each for each in late})
+    assert decided == {"kvrelay_prefill": 2, "kvrelay_decode": 2}
+
+
+def test_other_bounds_make_the_planner_forget_nothing():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    for _ in range(6):
+        world.tick(30.0)
+    before = world.policy._planner
+    assert before is not None
+    learnt = before.state(world.now_s)
+    contexts = {role: Context(role, len(names), {name: {} for name in names}) for role, names in world.workers.items()}
+    bounded = {role: replace(one, capacity_adjusted_max_replicas=3) for role, one in contexts.items()}
+    after = world.policy._planner_with(before.model, bounded, world.now_s)
+    assert after is not before and after.state(world.now_s) == learnt
+    assert before.counts.prefill > 3 and after.counts.prefill == 3
 
 
 def test_the_policy_can_be_sent_as_serve_sends_it():
