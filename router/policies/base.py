@@ -13,7 +13,20 @@ from numpy.typing import NDArray
 
 from kvrelay.router.types import RouteRequest, Way
 
-__all__ = ["MAX_WAYS", "Ask", "Bools", "Floats", "Ints", "Options", "OrdersLines", "Policy", "Side", "Way", "any_of", "taken"]
+__all__ = [
+    "MAX_WAYS",
+    "Ask",
+    "Bools",
+    "Floats",
+    "Ints",
+    "Options",
+    "OrdersLines",
+    "Policy",
+    "Side",
+    "Way",
+    "any_of",
+    "taken",
+]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
