@@ -235,8 +235,11 @@ class Scheduler:
         if request.wanted_s is None or seq.late_tokens or seq.has_begun or request.deadline_s is not None:
             return None
         left_s = seq.arrived_s + request.wanted_s - self._now_s
-        possible = left_s * self.preemptor.measured.compute_tokens_per_s
-        if seq.num_tokens <= possible or (left_s > 0 and not possible):
+        speed = self.preemptor.measured.compute_tokens_per_s
+        if left_s > 0 and not speed:
+            return None
+        possible = left_s * speed - self.limits.token_budget  # its last ones may share a step with others
+        if seq.num_tokens <= possible:
             return None
         num_uncached = seq.num_tokens - len(self.pool.match(seq.block_chain())) * self.block_size
         return num_uncached if num_uncached > possible else None
