@@ -8,8 +8,10 @@ the schedulers, the caches (kvrelay simulate). For each policy and seed:
                refused ones counted as missed; by bisection
     goodput    requests per second within both, at every load of `--loads` and at 1.25 times the policy's capacity
 
-The others run as their projects do: no limit on their lines, nobody refused. `joint` is the product's default; `joint, SLO` also
-refuses who would miss (slo.ttft_s, slo.tpot_s). Seeds move arrivals within the trace's rounded times, and the policies' draws.
+The others run as their projects do: no limit on their lines, nobody refused. `joint` is the product's default; `joint, SLO` is the
+product told what counts (slo.ttft_s, slo.tpot_s), so that it refuses who would miss. Seeds move arrivals within the trace's rounded
+times, and the policies' draws. Below the table: each of ours against the best of the others, and the load at which it
+compares worst.
 """
 
 import argparse
@@ -17,16 +19,19 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from kvrelay.cluster.published_profiles import find_profile
+from kvrelay.cluster.settings_flags import with_pairs
 from kvrelay.cluster.simulate_command import simulated
 from kvrelay.cluster.simulator.scenario import scenario_from
-from kvrelay.cluster.simulator_profile import load_profile
+from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.choose import make_workload
+from kvrelay.router.speed_curve import SpeedCurve
 
 PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "llama-3.1-70b-h100x8-bf16.json"
 TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9
@@ -53,6 +58,7 @@ CONTENDERS: dict[str, dict[str, dict[str, Any]]] = {
     "joint, SLO": {"router": {"policy": "joint"}, **PROMISES},
 }
 """Name -> settings of the product."""
+OURS = ("joint", "joint, SLO")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +74,17 @@ class Task:
     decode: int
     loads: tuple[float, ...]
     precision: float
+    pairs: tuple[str, ...] = ()
+    prefill_tokens_per_s: float | None = None
+
+    def speeds(self) -> SimulatorProfile:
+        """Of the workers."""
+        profile = find_profile(self.profile)
+        if self.prefill_tokens_per_s is None:
+            return profile
+        token_s = 1.0 / self.prefill_tokens_per_s
+        flat, decode = SpeedCurve(0.0, 0.0, token_s, 0.0, 0.0), replace(profile.decode, token_s=token_s, pair_s=0.0)
+        return profile.model_copy(update={"prefill": flat, "decode": decode})
 
 
 @dataclass(slots=True)
@@ -90,9 +107,10 @@ class Lab:
 
     def __init__(self, task: Task) -> None:
         self._task = task
-        self._profile = load_profile(task.profile)
+        self._profile = task.speeds()
         own = CONTENDERS[task.contender]
         settings = {section: {**NO_LIMITS.get(section, {}), **own.get(section, {})} for section in {**NO_LIMITS, **own}}
+        settings = with_pairs(settings, list(task.pairs))
         settings["router"]["seed"] = task.seed
         self._scenario = scenario_from(
             {
@@ -146,39 +164,82 @@ def measured(task: Task) -> Found:
 
 
 def table(found: Iterable[Found], loads: tuple[float, ...]) -> str:
-    """Means over seeds; the spread of the capacity in brackets."""
+    """Means over seeds, best capacity first; the spread of the capacity behind ±. In Markdown."""
+    head = [
+        "",
+        "capacity",
+        "hits",
+        "TTFT p50 / p99 there, s",
+        "at 1.25 x, of the peak",
+        *(f"{load:g}/s" for load in loads),
+    ]
+    by_name = _by_name(found)
+    order = sorted(by_name, key=lambda name: -_capacity(by_name[name]))
+    rows = [head, ["---"] * len(head), *(_row(name, by_name[name], loads) for name in order)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def _by_name(found: Iterable[Found]) -> dict[str, list[Found]]:
     by_name: dict[str, list[Found]] = {}
     for one in found:
         by_name.setdefault(one.contender, []).append(one)
-    head = (
-        f"{'':<22}{'capacity':>9} {'':>8}{'at 1.25x':>9}{'hits':>7}{'TTFT50':>8}{'TTFT99':>8}   goodput at "
-        + " ".join(f"{load:>6g}" for load in loads)
-    )
-    lines = [head]
-    for name, runs in sorted(by_name.items(), key=lambda one: -statistics.fmean(run.capacity for run in one[1])):
-        lines.append(_row(name, runs, loads))
-    return "\n".join(lines)
+    return by_name
 
 
-def _row(name: str, runs: list[Found], loads: tuple[float, ...]) -> str:
+def _capacity(runs: list[Found]) -> float:
+    return statistics.fmean(run.capacity for run in runs)
+
+
+def _goodput(runs: list[Found], load: float) -> float:
+    return statistics.fmean(run.runs[load]["goodput_per_s"] for run in runs)
+
+
+def _kept(runs: list[Found]) -> float:
+    """Of the peak, at 1.25 times the capacity."""
+    return statistics.fmean(run.goodput_at_overload / run.peak for run in runs)
+
+
+def _row(name: str, runs: list[Found], loads: tuple[float, ...]) -> list[str]:
     capacities = [run.capacity for run in runs]
-    spread = f"±{(max(capacities) - min(capacities)) / 2:.2f}" if len(runs) > 1 else ""
-    kept = statistics.fmean(run.goodput_at_overload / run.peak for run in runs)
-    at_capacity = [run.runs[round(run.capacity, 4)] for run in runs if run.capacity]
-    hits = statistics.fmean(one["hit_ratio"] for one in at_capacity) if at_capacity else 0.0
-    median = statistics.fmean(one["ttft_s"]["p50"] for one in at_capacity) if at_capacity else 0.0
-    late = statistics.fmean(one["ttft_s"]["p99"] for one in at_capacity) if at_capacity else 0.0
-    goodput = " ".join(f"{statistics.fmean(run.runs[load]['goodput_per_s'] for run in runs):>6.2f}" for load in loads)
+    spread = f" ± {(max(capacities) - min(capacities)) / 2:.2f}" if len(runs) > 1 else ""
+    there = [run.runs[round(run.capacity, 4)] for run in runs if run.capacity]
+
+    def mean(of: Callable[[dict[str, Any]], float]) -> float:
+        return statistics.fmean(map(of, there)) if there else 0.0
+
+    times = f"{mean(lambda one: one['ttft_s']['p50']):.2f} / {mean(lambda one: one['ttft_s']['p99']):.1f}"
+    hits = f"{mean(lambda one: one['hit_ratio']):.1%}"
+    goodput = [f"{_goodput(runs, load):.2f}" for load in loads]
+    return [name, f"{_capacity(runs):.2f}{spread}", hits, times, f"{_kept(runs):.0%}", *goodput]
+
+
+def comparison(found: Iterable[Found], loads: tuple[float, ...]) -> list[str]:
+    """Each of ours against the best of the others, whichever that is for each figure."""
+    by_name = _by_name(found)
+    others = {name: runs for name, runs in by_name.items() if name not in OURS}
+    return [_compared(name, by_name[name], others, loads) for name in OURS if name in by_name and others]
+
+
+def _compared(name: str, runs: list[Found], others: dict[str, list[Found]], loads: tuple[float, ...]) -> str:
+    best = max(others, key=lambda other: _capacity(others[other]))
+    capacity = _capacity(runs) / max(_capacity(others[best]), 1e-9)
+    told = f"{name}: capacity {capacity:.2f} x {best}'s; at 1.25 x its capacity {_kept(runs):.0%} of its peak"
+    ratios = {
+        load: _goodput(runs, load) / max(max(_goodput(other, load) for other in others.values()), 1e-9)
+        for load in loads
+    }
+    worst = min(ratios, key=lambda load: ratios[load], default=None)
     return (
-        f"{name:<22}{statistics.fmean(capacities):>9.2f} {spread:>8}{kept:>9.0%}{hits:>7.1%}{median:>8.2f}{late:>8.1f}   {'':<11}"
-        f"{goodput}"
+        told if worst is None else f"{told}; goodput at least {ratios[worst]:.3f} x the best other's (at {worst:g}/s)"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("load", help="a trace file, or a load that is made up (see kvrelay trace)")
-    parser.add_argument("--profile", default=str(PROFILE))
+    parser.add_argument("--profile", default=str(PROFILE), help="a file, or the name of a ready-made one")
+    parser.add_argument("--prefill-tokens-per-s", type=float, help="instead of the profile's speed, without attention")
+    parser.add_argument("--set", nargs="+", default=[], help="settings of everybody, section.key=value")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--requests", type=int, help="of the load; default: all of a trace")
@@ -196,7 +257,10 @@ def main() -> None:
         options.precision = 0.1
     loads = tuple(sorted(options.loads))
     tasks = [
-        Task(name, seed, options.load, options.requests, options.profile, options.prefill, options.decode, loads, options.precision)
+        Task(
+            name, seed, options.load, options.requests, options.profile, options.prefill, options.decode, loads,
+            options.precision, tuple(options.set), options.prefill_tokens_per_s,
+        )
         for name in options.policies for seed in options.seeds
     ]  # fmt: skip
     if options.processes > 1:
@@ -205,6 +269,7 @@ def main() -> None:
     else:
         found = [measured(task) for task in tasks]
     print(table(found, loads))
+    print("", *comparison(found, loads), sep="\n")
     if options.json is not None:
         options.json.write_text(json.dumps([asdict(one) for one in found], indent=1) + "\n")
 

@@ -24,11 +24,18 @@ class OutputLengths:
         self._sorted = np.zeros(0)
         self._sums = np.zeros(1)  # of the longest n
         self._is_stale = False
+        self._sum = 0
 
     def observe(self, num_output: int) -> None:
         """An output ended by itself after so many tokens."""
+        self._sum += num_output - (self._last[0] if len(self._last) == _WINDOW else 0)
         self._last.append(num_output)
         self._is_stale = True
+
+    @property
+    def mean_tokens(self) -> float:
+        """0: too few have ended."""
+        return self._sum / len(self._last) if len(self._last) >= _ENOUGH else 0.0
 
     def remaining(self, so_far: NDArray[np.float64], most: NDArray[np.float64]) -> NDArray[np.float64]:
         """Tokens that outputs of so many tokens will still have, on the average; with `most` as the limit of each.

@@ -1,7 +1,7 @@
 """A line of sequences that wait for their turn: who is next. Pure.
 
 The order: who was begun and pre-empted, then deadlines, then tenants by what they were served, first come first served within a
-tenant; all that within a class of priority, lower numbers first. So that nobody is starved by any mix of these, every
+tenant, but who is late (see `put_behind`) behind those who are not; all that within a class of priority, lower numbers first. So that nobody is starved by any mix of these, every
 `oldest_every`-th admission is whoever came first: with E sequences before it in line when it comes, a sequence is
 admitted after at most `oldest_every` x (E + 1) admissions.
 """
@@ -17,6 +17,10 @@ from kvrelay.engine.sequence import Sequence
 from kvrelay.engine.shares import TURNS_IN_CREDIT, Shares
 
 StandsBack = Callable[[Sequence], bool]
+MOST_AMENDS = 15.0
+"""Of an average one's tokens, that one who is late makes amends for at most."""
+_BEHIND = 1 << 50
+"""More than anybody's arrival."""
 
 
 @dataclass(slots=True, eq=False)
@@ -74,7 +78,7 @@ class _Class:
         if (queue := self._queues.get(tenant)) is None:
             queue = self._queues[tenant] = _Heap()
             heapq.heappush(self._tenants, (self._shares.turn(tenant), place.seq.arrival, tenant))
-        queue.push(place.seq.arrival, place, num_live)
+        queue.push(place.seq.arrival + _BEHIND * (place.seq.late_tokens > 0), place, num_live)
         if len(self._tenants) > 64 + 2 * num_live:
             self._queues = {name: queue for name, queue in self._queues.items() if queue.first() is not None}
             self._tenants = [entry for entry in self._tenants if entry[2] in self._queues]
@@ -121,7 +125,8 @@ class Line:
         self._classes: dict[int, _Class] = {}
         self._oldest, self._deadlines = _Heap(), _Heap()
         self._tickets = itertools.count()
-        self._since_oldest = 0  # admissions since whoever had come first was admitted
+        self._since_oldest = 0  # admissions since whoever had come first was admitted, less those owed since
+        self._mean_tokens = 0.0  # of who was admitted
         self.num_by_priority: Counter[int] = Counter()
 
     def __len__(self) -> int:
@@ -173,8 +178,17 @@ class Line:
     def take(self, seq: Sequence) -> None:
         """It is admitted."""
         oldest = self._oldest.first()
-        self._since_oldest = 0 if oldest is not None and oldest.seq is seq else self._since_oldest + 1
+        is_oldest = oldest is not None and oldest.seq is seq
+        self._since_oldest = -self._amends(seq) if is_oldest else self._since_oldest + 1
+        self._mean_tokens += 0.05 * (seq.num_tokens - self._mean_tokens)
         self.remove(seq)
+
+    def _amends(self, seq: Sequence) -> int:
+        """Admissions that are owed to the others before the oldest's next turn, for one of many tokens that is late in any case."""
+        every = self._shares.rules.oldest_every
+        if not seq.late_tokens or every is None:
+            return 0
+        return int(every * min(max(0.0, seq.late_tokens / max(self._mean_tokens, 1.0) - 1.0), MOST_AMENDS))
 
     def passed_by(self) -> None:
         """Somebody in the engine's other line was admitted."""
@@ -198,6 +212,12 @@ class Line:
             self._standing_back[id(place.seq)] = place.seq
         return None
 
+    def put_behind(self, seq: Sequence, num_uncached: int) -> None:
+        """It is late in any case: from now on those of its tenant and class that are not go before it."""
+        self._places[id(seq)].is_live = False
+        seq.late_tokens = max(1, num_uncached)
+        self._stand(seq)
+
     def look_again(self, stands_back: StandsBack) -> None:
         """Who stands back no longer is in its place again."""
         for seq in [seq for seq in self._standing_back.values() if not stands_back(seq)]:
@@ -219,10 +239,14 @@ class Line:
         return every is None or seq.num_passed < every - 1
 
     def passes(self, seq: Sequence, begun: Sequence) -> bool:
-        """Whether `seq`, in line, goes before the rest of a prompt that has begun: of a class before its, or it is owed much."""
+        """Whether `seq`, in line, goes before the rest of a prompt that has begun.
+
+        It does if it is of a class before its; or of the same, and it is owed much, or the other one is late and it is not.
+        """
         priority, _, _, turn, _ = begun.standing
         mine = self._shares.turn(seq.request.tenant) + TURNS_IN_CREDIT / 2
-        return seq.request.priority < priority or (seq.request.priority == priority and mine <= turn)
+        is_in_time = begun.late_tokens > 0 and not seq.late_tokens
+        return seq.request.priority < priority or (seq.request.priority == priority and (mine <= turn or is_in_time))
 
     def rank(self, seq: Sequence) -> tuple[float, ...]:
         """Where `seq` stands by the order of a line, this engine's or the other's, or of what runs; the least is first."""

@@ -15,12 +15,15 @@ def load_report(
     """The load now, as report number `seq`; the transfer fields are the worker's to fill. drafts: see `DraftSteps.load`."""
     pool, tiers, preemptor = scheduler.pool, scheduler.tiers, scheduler.preemptor
     counts, by_way = pool.counts(), preemptor.num_by_way
+    late, late_tokens = scheduler.late()
     return LoadReport(
         seq=seq,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting) + len(scheduler.reserving),
         receiving=len(scheduler.receiving),
         queued_tokens=scheduler.queued_tokens,
+        late=late,
+        late_tokens=late_tokens,
         free_blocks=pool.num_available,
         cached_blocks=counts.cached,
         used_blocks=counts.used,
@@ -31,6 +34,7 @@ def load_report(
         step_s=speed.step_s,
         prefill_tokens_per_s=speed.prefill_tokens_per_s,
         decode_step_s=speed.decode_step_s,
+        output_tokens=scheduler.lengths.mean_tokens,
         preemptions=scheduler.num_preemptions,
         preempted={str(way): count for way, count in by_way.items()} if by_way else {},
         swapped=len(scheduler.swapped),

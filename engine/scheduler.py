@@ -30,6 +30,11 @@ from kvrelay.kvcache.radix import BlockTable, Match
 from kvrelay.types import BlockId, FinishReason
 from kvrelay.wire import SequenceRequest
 
+GENTLE_SHARE = 0.8
+"""Of the time that is wanted between two tokens, a step with prompts may take."""
+GENTLE_CUT = 8
+"""Prompts get at least this part of a step's tokens, whatever is wanted."""
+
 _arrival = attrgetter("arrival")
 
 
@@ -116,6 +121,7 @@ class Scheduler:
         self.quarantined: dict[int, BlockTable] = {}  # by arrival, or below zero: blocks that others may still write
         self.lent: set[BlockId] = set()  # to the KV plane's probes
         self.num_preemptions = self.num_late = self.num_displaced = 0
+        self._now_s = 0.0  # when somebody was last looked for who is late
         self.hit_tokens = 0
         self.query_tokens = 0
         self.tiers: LowerTiers | None = None  # below the pool
@@ -165,6 +171,7 @@ class Scheduler:
 
     def turn_late_away(self, now_s: float) -> None:
         """Who was to have its first token by now and was never begun leaves the line: no prefill is wasted on it."""
+        self._now_s = now_s
         for line in (self.waiting, self.reserving):
             for seq in line.late(now_s):
                 self._turn_away(seq, "deadline")
@@ -212,7 +219,30 @@ class Scheduler:
         """Whose turn it is: who waits for blocks from a store stands back, for as long as the settings say."""
         if not len(line):
             return None
-        return line.head(None if self.tiers is None else self.tiers.is_waiting)
+        stands_back = None if self.tiers is None else self.tiers.is_waiting
+        seq = line.head(stands_back)
+        while seq is not None and line is self.waiting and not line.is_oldest_next:
+            num_uncached = self._too_many_tokens(seq)
+            if num_uncached is None:
+                break
+            line.put_behind(seq, num_uncached)
+            seq = line.head(stands_back)
+        return seq
+
+    def _too_many_tokens(self, seq: Sequence) -> int | None:
+        """Those to compute, if they keep its first token from being there when it is wanted, even if it is begun now; once."""
+        request = seq.request
+        if request.wanted_s is None or seq.late_tokens or seq.has_begun or request.deadline_s is not None:
+            return None
+        left_s = seq.arrived_s + request.wanted_s - self._now_s
+        speed = self.preemptor.measured.compute_tokens_per_s
+        if left_s > 0 and not speed:
+            return None
+        possible = left_s * speed - self.limits.token_budget  # its last ones may share a step with others
+        if seq.num_tokens <= possible:
+            return None
+        num_uncached = seq.num_tokens - len(self.pool.match(seq.block_chain())) * self.block_size
+        return num_uncached if num_uncached > possible else None
 
     def _look_again(self) -> None:
         """Who waits for a store no longer has its turn."""
@@ -406,6 +436,8 @@ class Scheduler:
         self._look_again()
         others = self._schedule_decodes(awake, budget, singles, preempted)
         budget -= len(singles)
+        if others or self.waiting:
+            budget = min(budget, self._gentle_tokens(len(asleep) + len(singles)))
         num_passing = 0
         for seq in sorted(others, key=self._chunk_order):
             if seq.num_uncomputed > 1 and not preempted and not self.swapped and self.waiting.may_pass(seq):
@@ -417,6 +449,8 @@ class Scheduler:
                 continue
             if seq.state is State.RUNNING and seq.num_uncomputed and self._has_room(seq, preempted):
                 budget -= self._plan(seq, budget, singles, chunks)
+                if seq.late_tokens:
+                    seq.num_passed = 0  # it gives way between any two of its chunks
         if not preempted:
             budget = self._bring_back(budget, singles, chunks, preempted)
         if not preempted and not self.swapped:
@@ -447,6 +481,14 @@ class Scheduler:
                 singles.append(work(seq, start, 1))
                 budget -= 1
         return others
+
+    def _gentle_tokens(self, num_decoding: int) -> int:
+        """Of prompts, in a step after which those that decode still have their next tokens as soon as they are wanted."""
+        speed = self.preemptor.measured.compute_tokens_per_s
+        wanted_s = min((seq.request.wanted_tpot_s or math.inf for seq in self.running), default=math.inf)
+        if not num_decoding or wanted_s == math.inf or not speed:
+            return self.limits.token_budget
+        return max(int(GENTLE_SHARE * wanted_s * speed) - num_decoding, self.limits.token_budget // GENTLE_CUT)
 
     def _has_block(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """As `_has_room`; until that block is full the question need not be asked again.
@@ -775,6 +817,11 @@ class Scheduler:
         """Prompt tokens in line or begun, not yet computed."""
         begun = [len(seq.token_ids) - seq.num_computed for seq in self.running]
         return sum([seq.num_uncomputed for seq in self.waiting]) + sum([count for count in begun if count > 1])
+
+    def late(self) -> tuple[int, int]:
+        """(prompts, their uncached tokens) in line behind those that can still have a first token in time."""
+        late = [seq.late_tokens for seq in self.waiting if seq.late_tokens]
+        return len(late), sum(late)
 
     def ready_blocks(self, item: Scheduled) -> tuple[int, list[BlockId]]:
         """(first index, ids) of the blocks that `item` completes: full ones, and the tail with the prompt's end."""

@@ -68,6 +68,9 @@ class Sequence:
     stop_ids: frozenset[int] = frozenset()  # the engine's, while `plain_until` says something
     has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
     standing: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
+    late_tokens: int = (
+        0  # uncached ones, when it was put behind those that can still have a first token in time; 0: it is not
+    )
     num_passed: int = 0  # sequences that were begun while its prompt, which had begun, waited for its turn
     num_paid: int = 0  # tokens that its tenant need not pay for any more: see shares.py
     num_charged: int = 0  # tokens that its tenant has paid for, ahead too

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 FIRST_STEPS = 4  # of a kind: the fastest of them counts, and the very first, which may take seconds, not at all
+PREFILL_KEEP = 0.95  # of what was measured, at each further step with prompts
 
 
 @dataclass(slots=True)
@@ -20,6 +21,8 @@ class Speed:
     num_observed: int = 0  # steps
     num_decode_steps: int = 0  # of those, that only decoded
     num_prefill_steps: int = 0  # with enough of prompts to tell their speed
+    _prefill_tokens: float = 0.0
+    _prefill_s: float = 0.0
 
     @property
     def compute_tokens_per_s(self) -> float:
@@ -36,9 +39,20 @@ class Speed:
             if seconds > 0:
                 self.decode_tokens_per_s = max(0.95**num_steps * self.decode_tokens_per_s, num_decode / seconds)
         elif num_tokens - num_decode >= 64 and seconds > 0:
-            rate = num_tokens / seconds
-            self.prefill_tokens_per_s = _learnt(self.prefill_tokens_per_s, rate, self.num_prefill_steps, num_steps, max)
+            self._observe_prefill(num_tokens, seconds, num_steps)
             self.num_prefill_steps += num_steps
+
+    def _observe_prefill(self, num_tokens: int, seconds: float, num_steps: int) -> None:
+        """All late tokens over all late seconds: a prompt's short last chunk, or one far into a long prompt, says little."""
+        if self.num_prefill_steps < FIRST_STEPS:
+            rate = _learnt(self.prefill_tokens_per_s, num_tokens / seconds, self.num_prefill_steps, num_steps, max)
+            self.prefill_tokens_per_s, self._prefill_tokens = rate, float(num_tokens)
+            self._prefill_s = num_tokens / rate if rate else 0.0
+            return
+        keep = PREFILL_KEEP**num_steps
+        self._prefill_tokens = keep * self._prefill_tokens + num_tokens * num_steps
+        self._prefill_s = keep * self._prefill_s + seconds * num_steps
+        self.prefill_tokens_per_s = self._prefill_tokens / self._prefill_s
 
     def observe_drafted(self, num_sequences: int, num_output: int, seconds: float) -> None:
         """A step that brought several tokens of a sequence counts as so many."""

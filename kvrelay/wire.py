@@ -111,6 +111,12 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline_s: float | None = (
         None  # the first token is wanted so long after the request came here; None: no matter when
     )
+    wanted_s: float | None = (
+        None  # the like, but nobody is refused for it: who cannot have it then gives way to who can
+    )
+    wanted_tpot_s: float | None = (
+        None  # between two of its tokens on average: prompts beside it are cut so short; None: whatever
+    )
     tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
     num_hand_backs: int = 0  # times that a decode worker has given it back to be prefilled again
     group: Group | None = None  # then `token_ids` is the prompt alone
@@ -209,6 +215,9 @@ class LoadReport(_Message, frozen=True, tag="load"):
     waiting: int = 0
     receiving: int = 0
     queued_tokens: int = 0  # prompt tokens not yet computed
+    late: int = 0  # prompts in line that let whoever comes go first: their first token is late in any case
+    late_tokens: int = 0  # of those, not cached
+    output_tokens: float = 0.0  # mean of the outputs that ended here last; 0: not known
     free_blocks: int = 0  # free or cached and evictable: what pins or continuations keep is cached, too, but not here
     cached_blocks: int = 0
     used_blocks: int = 0

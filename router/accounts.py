@@ -15,6 +15,7 @@ from kvrelay.router.columns import (
     DECODE_STEP,
     FREE_BLOCKS,
     KV_RATE,
+    OUTPUT,
     PACE,
     QUEUED_REQUESTS,
     QUEUED_TOKENS,
@@ -231,8 +232,8 @@ class WorkerAccount:
         sequences = self._foreign_sequences + self.own_sequences
         free = report.free_blocks if self.report is not None else self.info.num_blocks
         return (
-            self._foreign_tokens + self.own_tokens,
-            self._foreign_prefills + self.own_prefills,
+            max(self._foreign_tokens + self.own_tokens - report.late_tokens, 0),  # those let whoever comes go first
+            max(self._foreign_prefills + self.own_prefills - report.late, 0),
             sequences,
             max(report.waiting, sequences - self.info.max_running, 0),
             free - max(0, self.own_unconfirmed_blocks + (self._others or _UNTOLD).blocks - report.leased_blocks),
@@ -270,6 +271,7 @@ class WorkerAccount:
         floats[DECODE_STEP, row] = step_s = self._rested_s(step_s or self._model.default_decode_step_s)
         floats[PACE, row] = max(step_s, self._rested_s(self._pace.seconds))
         floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
+        floats[OUTPUT, row] = self.report.output_tokens if self.report is not None else 0.0
         if self.reported_at_s is not None:
             floats[REPORTED_AT, row] = self.reported_at_s
 

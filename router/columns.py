@@ -17,7 +17,7 @@ from kvrelay.wire import WorkerInfo
 QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
 NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
 # rows of `Columns.floats`; the first is 0 while it is not measured
-PREFILL_RATE, DECODE_STEP, PACE, KV_RATE, REPORTED_AT = range(5)
+PREFILL_RATE, DECODE_STEP, PACE, KV_RATE, REPORTED_AT, OUTPUT = range(6)
 
 
 class Held(NamedTuple):
@@ -56,7 +56,7 @@ class Columns:
         self.names = tuple(info.worker_id for info in infos)
         self.row_of = {name: row for row, name in enumerate(self.names)}
         self.ints: Ints = np.zeros((ROOM + 1, len(infos)), np.int64)
-        self.floats: Floats = np.zeros((REPORTED_AT + 1, len(infos)))
+        self.floats: Floats = np.zeros((OUTPUT + 1, len(infos)))
         self.floats[REPORTED_AT] = -np.inf
         self.ints[NODE] = nodes
         self.ints[NUM_BLOCKS] = [info.num_blocks for info in infos]
@@ -116,17 +116,17 @@ class Columns:
         `prefill_rate`: prompt tokens/s assumed of a worker that has not measured.
         """
         names, ints, fixed, rates = self.names, self._int_rows, self._fixed, self._rates(prefill_rate)
-        _, step_s, pace_s, kv_rate, reported_at_s = self._float_rows
+        _, step_s, pace_s, kv_rate, reported_at_s, output_tokens = self._float_rows
         if rows is not None:
             names = tuple(map(names.__getitem__, rows.tolist()))
             ints, rates, held = tuple(self.ints[:NODE, rows]), rates[rows], Held(*(column[rows] for column in held))
-            _, step_s, pace_s, kv_rate, reported_at_s = self.floats[:, rows]
+            _, step_s, pace_s, kv_rate, reported_at_s, output_tokens = self.floats[:, rows]
             fixed = [column[: len(rows)] if only(column) is not None else column[rows] for column in fixed]
         tokens, requests, sequences, waiting, free, turn = ints
         nodes, blocks, size, per_token = fixed
         return Side(
             names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,
-            rates, step_s, pace_s, kv_rate, per_token, turn, now_s - reported_at_s,
+            rates, step_s, pace_s, kv_rate, per_token, turn, now_s - reported_at_s, output_tokens,
         )  # fmt: skip
 
 

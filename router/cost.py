@@ -176,7 +176,8 @@ class CommonCost:
         """
         side, model = self.decodes, self.model
         own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]
-        slack_s = np.maximum(self.tpot_s - side.pace_s, 0.1 * self.tpot_s) * model.expected_output_tokens
+        output_tokens = np.where(side.output_tokens > 0, side.output_tokens, model.expected_output_tokens)
+        slack_s = np.maximum(self.tpot_s - side.pace_s, 0.1 * self.tpot_s) * output_tokens
         share = np.empty((2, len(side)))  # before it has come, and after
         share[0] = queue_s
         np.add(queue_s, own_s, out=share[1])

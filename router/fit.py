@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 KEEP = 0.97  # about thirty observations count
 HALF_LIFE_S = 600.0  # of evidence
-_PULL = 0.05  # observations' worth of weight that holds each coefficient near its prior
+PULL = 0.05  # observations' worth of weight that holds each coefficient near its prior
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,14 +26,14 @@ class DurationFit:
 
     `scales` are typical values of the features: they say how strongly a prior holds. `prior` may change between calls:
     it is what the worker itself reports, and all there is before the first observation. `keep` is the share of the old
-    evidence that each observation leaves.
+    evidence that each observation leaves, `pull` how many observations the prior is worth.
     """
 
-    __slots__ = ("_keep", "_observed_at_s", "_products", "_scales", "_targets", "weight")
+    __slots__ = ("_keep", "_observed_at_s", "_products", "_pull", "_scales", "_targets", "weight")
 
-    def __init__(self, scales: Sequence[float], *, keep: float = KEEP) -> None:
+    def __init__(self, scales: Sequence[float], *, keep: float = KEEP, pull: float = PULL) -> None:
         size = len(scales)
-        self._keep = keep
+        self._keep, self._pull = keep, pull
         self._scales = tuple(scales)
         self._products = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
@@ -66,7 +66,7 @@ class DurationFit:
         expected = sum(p * scale for p, scale in zip(prior, self._scales, strict=True)) or 1.0
         active = list(range(len(self._scales)))
         while active:
-            pull = {i: _PULL * (self._scales[i] / expected) ** 2 for i in active}
+            pull = {i: self._pull * (self._scales[i] / expected) ** 2 for i in active}
             matrix = [[left * self._products[i][j] + (pull[i] if i == j else 0.0) for j in active] for i in active]
             values = [left * self._targets[i] + pull[i] * prior[i] for i in active]
             solved = dict(zip(active, _solve(matrix, values), strict=True))

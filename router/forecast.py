@@ -24,7 +24,9 @@ MIN_EVIDENCE = 3  # durations seen of a worker before it is said to be measured
 SILENT_S = 10.0  # without an outcome; then a prediction is too old to refuse for
 MIN_TPOT_TOKENS = 4  # outputs shorter than that say nothing about steps
 _TTFT_FLOOR_S = 0.05
-_TPOT_SCALES = (0.02, 0.02)
+_TPOT_SCALES = (1.0, 0.02)
+_TPOT_PULL = 2.0  # outcomes that would be as predicted: a few short outputs that were stalled say little of the next
+_MOST_OFF = 2.0  # times the expected, that one outcome counts as at most
 _AS_PREDICTED = (0.0, 1.0)
 _TPOT_KEEP = 0.99  # outcomes come late and vary: a hundred count
 _COMPUTE_SCALES = (1.0, 2000.0, 2000.0 * 4000.0)
@@ -55,7 +57,7 @@ class _Worker:
     compute: DurationFit = field(default_factory=lambda: DurationFit(_COMPUTE_SCALES))
     step: DurationFit = field(default_factory=lambda: DurationFit(_STEP_SCALES))
     ttft_bias: Bias = field(default_factory=lambda: Bias(_TTFT_FLOOR_S))
-    tpot: DurationFit = field(default_factory=lambda: DurationFit(_TPOT_SCALES, keep=_TPOT_KEEP))
+    tpot: DurationFit = field(default_factory=lambda: DurationFit(_TPOT_SCALES, keep=_TPOT_KEEP, pull=_TPOT_PULL))
     num_prefills: int = 0  # durations seen
     num_steps: int = 0
     rate: float = 0.0  # tokens/s, as it reports
@@ -295,7 +297,9 @@ class Forecast:
         if num_tokens < MIN_TPOT_TOKENS or item.prediction.tpot_s is None:
             return
         self.tpot_errors.observe(item.prediction.tpot_s, tpot_s)
-        item.decode.tpot.observe((1.0, item.prediction.raw_tpot_s), tpot_s, _AS_PREDICTED, now_s)
+        expected_s = item.decode.tpot_s(item.prediction.raw_tpot_s, now_s)
+        seen_s = min(max(tpot_s, expected_s / _MOST_OFF), expected_s * _MOST_OFF)
+        item.decode.tpot.observe((1.0, item.prediction.raw_tpot_s), seen_s, _AS_PREDICTED, now_s)
         item.decode.learned_at_s = now_s
 
     def narrow(self, request_id: str, width: int) -> None:

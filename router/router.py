@@ -19,7 +19,7 @@ from kvrelay.router.fleet import Fleet
 from kvrelay.router.forecast import Forecast
 from kvrelay.router.heat import Heat
 from kvrelay.router.misfits import Misfits
-from kvrelay.router.policies.base import Ask, Policy, Side
+from kvrelay.router.policies.base import Ask, OrdersLines, Policy, Side
 from kvrelay.router.policies.registry import policy_of
 from kvrelay.router.policy import MIN_RETRY_S, Scene, refusal
 from kvrelay.router.prefix_index import PrefixIndex
@@ -61,6 +61,7 @@ class Router:
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
         self._policy = policy or policy_of(settings, self._model)
+        self._wanted = self._policy.wanted if isinstance(self._policy, OrdersLines) else None
         self._index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
         self._fleet = Fleet(self._model, self._index.row)
         self._ledger = Ledger()
@@ -150,6 +151,9 @@ class Router:
             return refusal(scene, role, self._fleet.columns(role), lonely, held[role], self._fleet.prefill_rate)
         choice = scene.decision(ranking) if self.forecast is None else self._admit(self.forecast, scene, ranking, now_s)
         if isinstance(choice, Decision):
+            if self._wanted is not None:
+                ttft_s, tpot_s = self._wanted(request)
+                choice = replace(choice, wanted_s=ttft_s, wanted_tpot_s=tpot_s)
             if misfits:
                 choice = replace(choice, left_out=tuple(LeftOut(*pair, why) for pair, why in misfits.items()))
             self._reserve(request, choice, now_s)
@@ -269,7 +273,7 @@ class Router:
         if request.slo is None:
             decision = replace(decision_at(0), forecast=predict(0))
         else:
-            chosen, verdict = choose_way(request.slo, pairs, predict, clears_in_s)
+            chosen, verdict = choose_way(request.slo, pairs, predict, clears_in_s, _spare(ranking, scene.prefills))
             if verdict.kind == "refused":
                 return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
             decision = replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
@@ -323,6 +327,15 @@ class Router:
             reported_at_s=account.reported_at_s,
             load=account.load(),
         )
+
+
+def _spare(ranking: Ranking, prefills: Side) -> int | None:
+    """The best way by a prefill worker that has nothing to do, if another one stays idle beside it; None: there is none."""
+    is_idle = prefills.queued_requests == 0
+    if np.count_nonzero(is_idle) < 2:
+        return None
+    ways = enumerate(ranking.ways)
+    return next((index for index, way in ways if way.prefill is not None and is_idle[way.prefill]), None)
 
 
 def _draw(request_id: str, seed: int) -> float:

@@ -301,10 +301,15 @@ class SequenceLife:
         return attempt.ticket
 
     def _in_time(self, request: wire.SequenceRequest) -> wire.SequenceRequest:
-        """With what is left of its deadline. Raises DeadlinePassed: nothing is."""
+        """With what is left of its deadline, and of the time in which it is wanted. Raises DeadlinePassed: nothing is."""
+        passed_s = self._carrier.clock() - self._started_s
+        decision = self._attempt.decision if self._attempt is not None else None
+        if decision is not None and decision.wanted_s is not None:
+            left_s = None if request.num_output_tokens else decision.wanted_s - passed_s
+            request = msgspec.structs.replace(request, wanted_s=left_s, wanted_tpot_s=decision.wanted_tpot_s)
         if request.deadline_s is None:
             return request
-        left_s = request.deadline_s - (self._carrier.clock() - self._started_s)
+        left_s = request.deadline_s - passed_s
         if left_s <= 0:
             raise self._too_late(RETRY_AFTER_LATE_S)
         return msgspec.structs.replace(request, deadline_s=left_s)

@@ -8,6 +8,8 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from kvrelay.cluster.simulator.attempt import Attempt
 from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.network import Network
@@ -64,6 +66,9 @@ class Life:
         if isinstance(choice, Refusal):
             self._not_routed(choice)
             return
+        left_s = job.arrival_s + choice.wanted_s - ingress.clock.now_s if choice.wanted_s is not None else None
+        left_s = None if self._num_emitted else left_s
+        request = msgspec.structs.replace(request, wanted_s=left_s, wanted_tpot_s=choice.wanted_tpot_s)
         attempt = self._attempt = Attempt(self, request, choice, ingress.bytes_per_token)
         ingress.attach(attempt)
         if choice.path == "disaggregated":

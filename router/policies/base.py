@@ -6,14 +6,27 @@ again from its inputs, and the simulator runs the very same code.
 """
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.router.types import RouteRequest, Way
 
-__all__ = ["MAX_WAYS", "Ask", "Bools", "Floats", "Ints", "Options", "Policy", "Side", "Way", "any_of", "taken"]
+__all__ = [
+    "MAX_WAYS",
+    "Ask",
+    "Bools",
+    "Floats",
+    "Ints",
+    "Options",
+    "OrdersLines",
+    "Policy",
+    "Side",
+    "Way",
+    "any_of",
+    "taken",
+]
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -52,6 +65,7 @@ class Side:
     kv_bytes_per_token: Ints
     turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
     age_s: Floats  # of its last report; infinite before the first
+    output_tokens: Floats  # mean of the outputs that ended there last; 0: not known
 
     def __len__(self) -> int:
         return len(self.names)
@@ -95,6 +109,15 @@ class Policy(Protocol):
         Where the request forces it (`request.force`), all are local (prefill None) or all remote; where it needs no decode and
         there are prefill workers, all have decode None. Without prefill workers every way is local.
         """
+        ...
+
+
+@runtime_checkable
+class OrdersLines(Protocol):
+    """A policy that says how soon tokens are wanted: workers order their lines and cut prompts in pieces by it."""
+
+    def wanted(self, request: RouteRequest) -> tuple[float, float]:
+        """Seconds to the first token, and for each further one."""
         ...
 
 

@@ -16,7 +16,7 @@ def seen(tpot_s, *, ttft_s=0.1, **rest):
     return Prediction(ttft_s, tpot_s, 1.0, 1.0, 0.0, 9.0, **rest)
 
 
-def chosen(predictions, *, ways=None, ask=None, clears=None):
+def chosen(predictions, *, ways=None, ask=None, clears=None, spare=None):
     """(index of the way that is taken, the verdict, indices that were predicted)."""
     looked = []
     ways = ways or [("p", f"d{i}") for i in range(len(predictions))]
@@ -25,7 +25,8 @@ def chosen(predictions, *, ways=None, ask=None, clears=None):
         looked.append(index)
         return predictions[index]
 
-    index, verdict = choose_way(ask or SloAsk((CHAT,)), ways, predict, lambda i, prediction: (clears or {}).get(i))
+    clears_in_s = (clears or {}).get
+    index, verdict = choose_way(ask or SloAsk((CHAT,)), ways, predict, lambda i, _: clears_in_s(i), spare)
     return index, verdict, looked
 
 
@@ -70,6 +71,25 @@ def test_no_other_prefill_worker_is_taken_and_no_batch_looked_at_twice():
     index, _, looked = chosen([seen(0.05), seen(0.01), seen(0.01), seen(0.01), seen(0.01)], ways=ways)
     assert (index, looked) == (4, [0, 4])
     assert chosen([seen(0.01, ttft_s=9.0), seen(0.01)], ways=[(None, "d1"), (None, "d2")])[1].kind == "refused"
+
+
+def test_where_a_batch_is_in_the_way_of_who_would_compute_the_prompt_itself_others_are_tried():
+    ways = [(None, "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d3"), ("p2", "d4")]
+    index, verdict, looked = chosen([seen(0.05), seen(0.05), seen(0.01), seen(0.05), seen(0.01)], ways=ways)
+    assert (index, verdict.kind, looked) == (4, "admitted", [0, 1, 3, 4])
+    late = [seen(0.05, ttft_s=9.0), *[seen(0.01)] * 4]
+    assert chosen(late, ways=ways)[1].kind == "refused"  # control: its TTFT is missed, too
+
+
+def test_who_would_be_refused_is_served_without_a_promise_where_it_holds_up_nobody():
+    late = [seen(0.01, ttft_s=9.0), seen(0.01, ttft_s=8.0)]
+    ways = [("p1", "d1"), ("p2", "d1")]
+    index, verdict, _ = chosen(late, ways=ways, spare=1)
+    assert (index, verdict.kind, verdict.target, verdict.missed) == (1, "queued", None, ("ttft",))
+    assert chosen(late, ways=ways)[1].kind == "refused"
+    breaking = [late[0], seen(0.01, ttft_s=8.0, crowded_tpot_s=0.01)]
+    assert chosen(breaking, ways=ways, spare=1)[1].kind == "refused"
+    assert chosen([seen(0.01), seen(0.01)], ways=ways, spare=1)[:2][0] == 0  # nobody need be helped
 
 
 def test_not_more_than_a_few_are_looked_at():

@@ -176,6 +176,24 @@ def test_sequences_go_to_decode_workers_that_keep_their_pace():
     assert terms(best)["slo_miss"] == 0.0
 
 
+def test_a_decision_says_how_soon_the_first_token_is_wanted():
+    slo = SloAsk((SloTarget("c", ttft_s=3.0),))
+    for policy, request, wanted in (
+        ("joint", ask(), (5.0, 0.1)), ("joint", ask(slo=slo), (3.0, 0.1)), ("dynamo", ask(), (None, None)),
+    ):  # fmt: skip
+        choice = decided(cluster(["p1"], ["d1"], policy=policy).select_and_reserve(request, 0.0))
+        assert (choice.wanted_s, choice.wanted_tpot_s) == wanted
+
+
+def test_who_is_late_at_a_worker_is_ahead_of_nobody_who_comes():
+    router = cluster(["p1", "p2"], ["d1"])
+    load(router, "p1", queued_tokens=9000, waiting=9, late=8, late_tokens=8500)
+    load(router, "p2", queued_tokens=2000, waiting=2)
+    choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
+    assert choice.prefill == "p1"
+    assert choice.terms["prefill_queue"] == pytest.approx(0.25)
+
+
 # ---- hot prefixes
 
 

@@ -399,3 +399,32 @@ def test_a_line_of_sequences_that_leave_keeps_no_entries_of_them(every):
     one = door.line._classes[0]
     assert max(len(heap._entries) for heap in (door.line._oldest, door.line._deadlines, one._urgent)) < 100
     assert door.line.head() is first
+
+
+def test_who_is_late_stands_behind_the_others_of_its_tenant_and_class():
+    door = Door()
+    late, one, other = door.come(), door.come(), door.come()
+    lower = door.come(priority=1)
+    door.line.put_behind(late, 70)
+    assert door.line.head() is one
+    newest = door.come()
+    assert door.order() == [one, other, newest, late, lower]
+
+
+def test_the_late_ones_turn_comes_while_others_keep_coming():
+    door = Door(LineRules(oldest_every=4))
+    late = door.come()
+    door.line.put_behind(late, 70)
+    admitted = []
+    for _ in range(4):
+        door.come()
+        admitted.append(door.admit())
+    assert admitted.index(late) == 3
+
+
+def test_who_is_late_can_leave_the_line():
+    door = Door()
+    late, one = door.come(), door.come()
+    door.line.put_behind(late, 70)
+    door.line.remove(late)
+    assert door.order() == [one] and door.admit() is None

@@ -39,7 +39,7 @@ BY_CHANCE = {"random", "power_of_two"}
 DEFAULTS = {
     "nodes": 0, "held": 0, "coming": 0, "below": 0, "queued_tokens": 0, "queued_requests": 0, "sequences": 0, "waiting": 0,
     "free_blocks": 1000, "num_blocks": 1000, "block_size": BLOCK, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.02, "pace_s": 0.02,
-    "kv_bytes_per_s": 1e9, "kv_bytes_per_token": 1000, "turn": 0, "age_s": 0.0,
+    "kv_bytes_per_s": 1e9, "kv_bytes_per_token": 1000, "turn": 0, "age_s": 0.0, "output_tokens": 0.0,
 }  # fmt: skip
 
 

@@ -4,9 +4,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from kvrelay.engine.load_report import load_report
 from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.sequence import Sequence, State
 from kvrelay.engine.shares import LineRules
+from kvrelay.engine.speed import Speed
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.types import FinishReason
 from kvrelay.wire import Sampling, SequenceRequest
@@ -273,3 +275,108 @@ def test_a_stream_of_higher_priority_would_starve_without_the_oldests_turn(how, 
     own, newcomers = (how, 2, None, "a", 28), [(other, -2, None, "b", 12), (other, -2, None, "c", 12)]
     assert steps_until_admitted(LineRules(oldest_every=None), own, newcomers, limit=400) is None
     assert steps_until_admitted(LineRules(oldest_every=4), own, newcomers, limit=400) is not None
+
+
+def in_order(run: Run, now_s: float) -> list[str]:
+    """Who is begun first, one at a time, if all of it happened at this moment."""
+    order = []
+    while run.sched.waiting:
+        run.sched.turn_late_away(now_s)
+        [item] = run.step().work
+        order.append(item.seq.request_id)
+        run.sched.finish(item.seq, FinishReason.ABORT)
+    return order
+
+
+def wanting(wanted_s=1.0, *, speed=100.0) -> Run:
+    """A worker of 100 tokens/s; somebody who asks for no time, and three prompts, the second of them long."""
+    run = Run(running=1, budget=10)
+    run.sched.preemptor.measured.compute_tokens_per_s = speed
+    run.add(tokens=8)
+    for num_tokens in (40, 90, 10):
+        run.add(tokens=num_tokens, wanted_s=wanted_s)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("now_s", "order"),
+    [
+        (0.0, ["r1", "r2", "r3", "r4"]),
+        (0.1, ["r1", "r2", "r4", "r3"]),  # the long one may take until 1.1: 90 tokens, and a step that it shares
+        (0.7, ["r1", "r4", "r2", "r3"]),
+        (2.0, ["r1", "r2", "r3", "r4"]),  # all are late
+    ],
+)
+def test_who_can_have_its_first_token_in_time_goes_before_who_cannot(now_s, order):
+    assert in_order(wanting(), now_s) == order
+
+
+def test_what_is_not_known_of_a_worker_makes_nobody_late_before_its_time():
+    assert in_order(wanting(speed=0.0), 0.9) == ["r1", "r2", "r3", "r4"]
+
+
+def test_who_wants_nothing_or_has_a_deadline_is_never_late():
+    run = wanting(wanted_s=None)
+    assert in_order(run, 50.0) == ["r1", "r2", "r3", "r4"]
+    run = wanting(wanted_s=0.1)
+    run.add(tokens=90, wanted_s=0.1, deadline_s=60.0)
+    run.sched.turn_late_away(0.5)
+    run.sched.waiting.head()
+    assert in_order(run, 0.5)[0] == "r5"
+
+
+def test_what_is_cached_takes_no_time():
+    run = Run(running=1, budget=10)
+    run.sched.preemptor.measured.compute_tokens_per_s = 100.0
+    prompt = run.request(tokens=80)
+    run.sched.add(prompt, 0.0)
+    for _ in range(8):
+        run.step()
+    run.sched.finish(run.sched.sequences["r1"], FinishReason.LENGTH)
+    again = SequenceRequest(
+        request_id="again", token_ids=[*prompt.token_ids, 1], num_prompt_tokens=81, block_hashes=[],
+        sampling=prompt.sampling, wanted_s=0.5,
+    )  # fmt: skip
+    run.add(tokens=81, wanted_s=0.5)
+    run.sched.add(again, 0.0)
+    assert in_order(run, 0.2) == ["again", "r2"]
+
+
+def test_a_report_tells_what_stands_behind_whoever_comes():
+    run = wanting()
+    run.sched.turn_late_away(0.2)
+    for _ in range(3):
+        run.step()
+        for seq in list(run.sched.running):
+            run.sched.finish(seq, FinishReason.ABORT)
+    assert run.sched.late() == (1, 90)
+    assert load_report(1, run.sched, Speed(), {}).late_tokens == 90
+
+
+def with_decoding(*wanted_tpot_s: float | None, speed=1000.0) -> Run:
+    """A worker of `speed` tokens/s on which sequences decode, and a long prompt comes."""
+    run = Run(blocks=400, budget=512, running=16)
+    run.sched.preemptor.measured.compute_tokens_per_s = speed
+    for wanted in wanted_tpot_s:
+        seq = run.reserve(tokens=3, max_tokens=64, wanted_tpot_s=wanted)
+        run.sched.grant_reservations()
+        run.sched.activate(seq.request_id, [99])
+    run.add(tokens=900)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("wanted_tpot_s", "speed", "chunk"),
+    [
+        ((0.2, 0.5), 1000.0, 158),  # 0.8 of 0.2 s, less the two that decode
+        ((0.2, None), 1000.0, 158),
+        ((0.001,), 1000.0, 64),  # an eighth of the step's tokens in any case
+        ((None, None), 1000.0, 510),
+        ((0.2, 0.5), 0.0, 510),  # not measured
+        ((), 1000.0, 512),
+    ],
+)
+def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_time(wanted_tpot_s, speed, chunk):
+    plan = with_decoding(*wanted_tpot_s, speed=speed).step()
+    assert plan.work[-1].num_tokens == chunk and len(plan.work) == len(wanted_tpot_s) + 1
+    assert plan.num_tokens == chunk + len(wanted_tpot_s)

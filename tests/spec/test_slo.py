@@ -562,3 +562,25 @@ def test_only_an_answer_without_its_promise_is_told_unasked():
         assert not record.must_be_told and record.told() is None
         record.verdict = cluster.send(cluster.ask(1000, slo=record.ask)).verdict
         assert record.must_be_told is is_told
+
+
+def test_a_few_outcomes_that_were_stalled_do_not_close_a_worker():
+    """A worker is chosen, refused, and never heard of again: one in three requests went so."""
+    cluster = Cluster()
+    for _ in range(6):
+        request = cluster.ask(500, slo=wants(ttft_s=5.0, tpot_s=0.1))
+        decision = cluster.send(request)
+        assert isinstance(decision, Decision)
+        cluster.first_token(request, decision)
+        cluster.router.on_finished(request.request_id, 5, 0.3, cluster.now_s)  # twenty times what a step takes
+        cluster.router.on_end(request.request_id)
+    assert verdict(cluster.send(cluster.ask(500, slo=wants(ttft_s=5.0, tpot_s=0.1)))) in ("admitted", "degraded")
+
+
+@pytest.mark.parametrize(("idle", "kind"), [(2, "queued"), (1, "refused")])
+def test_a_prompt_that_is_late_on_any_worker_is_served_while_another_one_stays_idle(idle, kind):
+    cluster = Cluster()
+    cluster.router.worker_up(info("q", "prefill"))
+    cluster.router.apply_snapshot("q", KvSnapshot(seq=0, hashes=[]))
+    cluster.load("q", prefill_tokens_per_s=RATE / 2, queued_tokens=0 if idle == 2 else 100, waiting=int(idle == 1))
+    assert verdict(cluster.send(cluster.ask(9000, slo=wants(ttft_s=5.0)))) == kind

@@ -53,3 +53,11 @@ def test_many_equal_steps_at_once_are_as_many_one_by_one():
     for _ in range(10):
         other.observe(4, 4, 0.02)
     assert one.decode_step_s == pytest.approx(other.decode_step_s) and one.num_decode_steps == other.num_decode_steps
+
+
+def test_a_prompts_short_last_chunk_says_little_of_its_speed():
+    speed = Speed()
+    for _ in range(40):
+        speed.observe(2000, 0, 0.1)
+        speed.observe(100, 0, 0.02)
+    assert speed.prefill_tokens_per_s == pytest.approx(2100 / 0.12, rel=0.05)  # an average of both rates: 12,500
