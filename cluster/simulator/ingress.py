@@ -329,6 +329,7 @@ class Ingress:
         if attempt.is_over:
             return
         if not source.is_alive:
+            target.abort(attempt.id)  # it lets go by itself, and says so
             attempt.failed(target.worker_id, "transfer")
             return
         attempt.holders.pop(source.worker_id, None)

@@ -30,6 +30,16 @@ def test_a_crash_of_a_prefill_worker_costs_attempts_and_no_request():
     everything_is_given_back(sim)
 
 
+@pytest.mark.parametrize("who", ["p0", "p1"])
+def test_a_prefill_worker_may_crash_at_any_moment_of_a_request(who):
+    """Messages take 0.2 s: also while the decode worker asks it to confirm what it has read."""
+    for tenths in range(5, 35):
+        faults = [fault("crash", tenths / 10, who)]
+        sim = simulate([entry(0.5), entry(0.6)], faults=faults, hop_s=0.2, detect_s=0.5)
+        assert sim.tally.outcomes == {"done": 2}
+        everything_is_given_back(sim)
+
+
 def test_without_any_decode_worker_left_requests_fail():
     sim = simulate(chats(100), faults=[fault("crash", 2.0, "d0"), fault("crash", 2.0, "d1")], detect_s=0.0)
     assert sim.tally.outcomes["done"] < 60 and sim.tally.outcomes["error"] > 20
