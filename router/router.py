@@ -227,11 +227,15 @@ class Router:
 
     def _held(self, request: RouteRequest) -> dict[Role, Held]:
         """What all live workers hold, and will hold, of the prompt."""
-        found, on_the_way = self._index.table(request.block_hashes), self._on_the_way(request)
+        found = self._index.table(request.block_hashes)
         found *= self._tokens_per_hash
-        held = {}
-        for role in Role:
-            tokens = found[self._fleet.columns(role).index_rows]
+        tables, held = (
+            {role: self._fleet.columns(role) for role in Role},
+            {},
+        )  # laid out: only now are the accounts' rows theirs
+        on_the_way = self._on_the_way(request)
+        for role, columns in tables.items():
+            tokens = found[columns.index_rows]
             in_pool, below = tokens[:, 1], tokens[:, 0]
             coming = in_pool
             if there := on_the_way.get(role):

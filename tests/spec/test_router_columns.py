@@ -151,6 +151,23 @@ def test_only_those_that_can_take_it_are_shown():
     assert (prefills.names, prefills.held.tolist()) == (("p3", "p4"), [8 * BLOCK, 0])
 
 
+@pytest.mark.parametrize("gone", ["p0", "p2"])
+def test_what_is_on_the_way_stays_with_its_worker_when_another_goes_or_comes(gone):
+    router, spy = spied(["p1"], ["d1"])
+    holds(router, "p1", [])
+    decided(router.select_and_reserve(ask("first"), 0.0))
+    router.worker_up(info("p0", "prefill"))
+    router.worker_up(info("p2", "prefill"))
+    router.select_and_reserve(ask("sibling"), 0.0)
+    _, prefills, _ = spy.seen[-1]
+    assert (prefills.names, prefills.coming.tolist()) == (("p0", "p1", "p2"), [0, 62 * BLOCK, 0])
+    router.on_end("sibling")
+    router.worker_down(gone)
+    router.select_and_reserve(ask("another"), 0.0)
+    _, prefills, _ = spy.seen[-1]
+    assert dict(zip(prefills.names, prefills.coming.tolist(), strict=True))["p1"] == 62 * BLOCK
+
+
 def test_a_workers_report_ages_and_before_the_first_it_is_endlessly_old():
     router, spy = spied(["p1", "p2"], ["d1"])
     router.apply_load("p1", LoadReport(seq=1), 10.0)
