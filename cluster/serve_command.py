@@ -118,8 +118,13 @@ def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
             with contextlib.suppress(OSError):  # the terminal may be what has gone
                 console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
 
+    def go_on() -> None:
+        install()  # ray.init sets handlers of its own
+        if asked_s is not None:  # within it, and an extension's code or a callback may have swallowed it
+            raise StopRequested
+
     install()
-    session.after_ray = install  # ray.init sets handlers of its own
+    session.after_ray = go_on
     return stopping
 
 
