@@ -156,12 +156,10 @@ class Decision:
     left_out: tuple[LeftOut, ...] = ()
     forecast: Prediction | None = None  # where SLOs are configured
     verdict: SloVerdict | None = None  # for a request with an SLO
-    wanted_tpot_s: float | None = (
-        None  # between two tokens: where it decodes, prompts are computed in pieces that keep to it
-    )
-    wanted_s: float | None = (
-        None  # the first token, from now on: in the worker's line who cannot have it gives way to who can
-    )
+    wanted_tpot_s: float | None = None
+    """Between two tokens: where it decodes, prompts are computed in pieces that keep to it."""
+    wanted_s: float | None = None
+    """To the first token, from now on: in a worker's line who cannot have it gives way to who can."""
 
     @property
     def candidates(self) -> tuple[CandidateScore, ...]:

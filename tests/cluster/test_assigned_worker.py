@@ -1,43 +1,18 @@
 """A real worker between two ingresses: it tells each what the other has assigned there, and forgets who goes."""
 
 import asyncio
-import contextlib
-import secrets
 
 import pytest
 
-from kvrelay import plane, wire
-from kvrelay.cluster.local import make_worker
-from kvrelay.config import settings_from
+from kvrelay import wire
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
-from kvrelay.types import Role
 from kvrelay.wire import Assigned, AssignedByOthers
+from tests.cluster.one_worker import worker_and_peers
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tiny_checkpoint("llama", tmp_path_factory.mktemp("models") / "tiny-llama")
-
-
-@contextlib.asynccontextmanager
-async def worker_and_peers(folder, count):
-    secret = secrets.token_bytes(32)
-    settings = settings_from(
-        {
-            "model": {"dtype": "float32"},
-            "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},
-            "transfer": {"transport": "shm"},
-        }
-    )
-    worker = make_worker(Role.DECODE, settings, folder, secret, "d0", None)
-    info = await worker.start()
-    peers = [await plane.connect("127.0.0.1", info.port, secret) for _ in range(count)]
-    try:
-        yield worker, peers
-    finally:
-        for peer in peers:
-            await peer.aclose()
-        await worker.aclose()
 
 
 async def hears(connection, want):

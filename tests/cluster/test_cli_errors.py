@@ -107,33 +107,30 @@ def test_a_url_needs_no_scheme(capsys: pytest.CaptureFixture[str], url: str):
     assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
 
 
-def test_a_server_that_speaks_no_http_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
-    def babble(server: socket.socket) -> None:
+def said_of_a_server(capsys: pytest.CaptureFixture[str], answer: bytes) -> tuple[int, str]:
+    """What `status` says of a server that answers its first client so, and closes."""
+
+    def serve(server: socket.socket) -> None:
         connection, _ = server.accept()
         with connection:
-            connection.recv(1)
-            connection.sendall(b"\x00\x01 no http\r\n\r\n")
+            connection.recv(4096)
+            connection.sendall(answer)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = Thread(target=babble, args=(server,))
+        thread = Thread(target=serve, args=(server,))
         thread.start()
         code, text = said(capsys, ["status", "--url", f"127.0.0.1:{server.getsockname()[1]}"])
         thread.join()
+    return code, text
+
+
+def test_a_server_that_speaks_no_http_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
+    code, text = said_of_a_server(capsys, b"\x00\x01 no http\r\n\r\n")
     assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
 
 
 def test_another_server_at_the_address_is_told_with_what_it_says(capsys: pytest.CaptureFixture[str]):
-    def answer(server: socket.socket) -> None:
-        connection, _ = server.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n# HELP steps")
-
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        thread = Thread(target=answer, args=(server,))
-        thread.start()
-        code, text = said(capsys, ["status", "--url", f"127.0.0.1:{server.getsockname()[1]}"])
-        thread.join()
+    code, text = said_of_a_server(capsys, b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n# HELP steps")
     assert code == 1 and "another server" in text and "# HELP" in text and len(text.splitlines()) == 1
 
 

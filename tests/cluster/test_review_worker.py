@@ -3,19 +3,16 @@
 import asyncio
 import contextlib
 import math
-import secrets
 
 import pytest
 
-from kvrelay import plane, wire
-from kvrelay.cluster.local import make_worker
-from kvrelay.config import settings_from
+from kvrelay import wire
 from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
 from kvrelay.engine.service import Link
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.types import TransferResult
-from kvrelay.types import Role
 from kvrelay.wire import Manifest, Sampling, SequenceRequest
+from tests.cluster.one_worker import worker_and_peers
 
 NAN = math.nan
 
@@ -27,22 +24,8 @@ def folder(tmp_path_factory):
 
 @contextlib.asynccontextmanager
 async def started(folder):
-    secret = secrets.token_bytes(32)
-    settings = settings_from(
-        {
-            "model": {"dtype": "float32"},
-            "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},
-            "transfer": {"transport": "shm"},
-        }
-    )
-    worker = make_worker(Role.DECODE, settings, folder, secret, "d0", None)
-    info = await worker.start()
-    connection = await plane.connect("127.0.0.1", info.port, secret)
-    try:
+    async with worker_and_peers(folder, 1) as (worker, (connection,)):
         yield worker, connection
-    finally:
-        await connection.aclose()
-        await worker.aclose()
 
 
 def request(name: str, length: int = 40, **sampling) -> SequenceRequest:
