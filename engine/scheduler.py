@@ -221,8 +221,8 @@ class Scheduler:
             return None
         stands_back = None if self.tiers is None else self.tiers.is_waiting
         seq = line.head(stands_back)
-        while seq is not None and line is self.waiting and not line.is_oldest_next:
-            num_uncached = self._too_many_tokens(seq)
+        while seq is not None and not line.is_oldest_next:
+            num_uncached = self._too_many_tokens(seq) if line is self.waiting else self._too_late(seq)
             if num_uncached is None:
                 break
             line.put_behind(seq, num_uncached)
@@ -243,6 +243,13 @@ class Scheduler:
             return None
         num_uncached = seq.num_tokens - len(self.pool.match(seq.block_chain())) * self.block_size
         return num_uncached if num_uncached > possible else None
+
+    def _too_late(self, seq: Sequence) -> int | None:
+        """The tokens of a reservation if the time in which its first token is wanted has passed; once."""
+        request = seq.request
+        if request.wanted_s is None or seq.late_tokens or request.deadline_s is not None:
+            return None
+        return seq.num_tokens if seq.arrived_s + request.wanted_s <= self._now_s else None
 
     def _look_again(self) -> None:
         """Who waits for a store no longer has its turn."""

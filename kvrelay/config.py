@@ -383,6 +383,12 @@ class RouterSettings(_Settings):
         ge=1,
         description="sequences admitted at once by one ingress, each of a request's n and prompts counted; more get 429",
     )
+    max_deferred: int = Field(
+        256,
+        ge=0,
+        description="of those, requests that wait at the ingress while their first token will be late in any case, so that they keep "
+        "nobody else from being in time (policy joint); more get 429. 0: all go to workers at once",
+    )
     reserve_timeout_s: float = Field(
         10.0,
         gt=0,

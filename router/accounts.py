@@ -85,6 +85,7 @@ class WorkerAccount:
         "_told_sequences",
         "changed",
         "info",
+        "own_late_tokens",
         "own_prefills",
         "own_requests",
         "own_sequences",
@@ -105,6 +106,7 @@ class WorkerAccount:
         self.report: LoadReport | None = None
         self.reported_at_s: float | None = None
         self.own_tokens = 0  # assigned prompt tokens not yet computed
+        self.own_late_tokens = 0  # of those, of prompts that are late in any case
         self.own_prefills = 0  # assigned prompts not yet computed
         self.own_requests = 0  # assigned and not ended (on a prefill worker: no first token yet)
         self.own_sequences = 0  # those, a group as all of its members
@@ -239,6 +241,11 @@ class WorkerAccount:
             free - max(0, self.own_unconfirmed_blocks + (self._others or _UNTOLD).blocks - report.leased_blocks),
         )
 
+    @property
+    def unreported_late_tokens(self) -> int:
+        """Of the queue, those of our own late prompts that the worker does not count as such (yet): they give way all the same."""
+        return max(0, self.own_late_tokens - (self.report or _UNREPORTED).late_tokens)
+
     def _speeds(self) -> tuple[float, float, float]:
         """Prompt tokens/s, seconds of a decode step, KV bytes/s; 0: not measured."""
         report = self.report or _UNREPORTED
@@ -307,6 +314,7 @@ class Assignment:
     predicted_ttft_s: float
     tenant: str = ""
     width: int = 1  # sequences on the decode worker
+    is_late: bool = False  # its first token, in any case
     has_first_token: bool = False
 
 
@@ -328,6 +336,7 @@ class Ledger:
     def __init__(self) -> None:
         self._assignments: dict[str, Assignment] = {}
         self._pending: dict[bytes, dict[str, Assignment]] = {}  # by first block, until the first token
+        self.with_late: set[WorkerAccount] = set()  # that have prompts to compute which are late in any case
         self._queued: dict[str, int] = {}  # by tenant, assigned prompt tokens that are not computed yet
         self._turn = 0
 
@@ -343,6 +352,7 @@ class Ledger:
         self._queue(assignment.tenant, assignment.compute_tokens)
         compute.turn = self._turn
         compute.add(tokens=assignment.compute_tokens, prefills=1, **_seats(int(decode is not compute)))
+        self._count_late(assignment, assignment.compute_tokens)
         if decode is not None:
             decode.turn = self._turn
             decode.add(requests=1, sequences=assignment.width, shown=1, blocks=assignment.decode_blocks)
@@ -358,6 +368,7 @@ class Ledger:
         self._queue(assignment.tenant, -assignment.compute_tokens)
         compute, decode = assignment.compute, assignment.decode
         compute.add(tokens=-assignment.compute_tokens, prefills=-1, **_seats(-int(decode is not compute)))
+        self._count_late(assignment, -assignment.compute_tokens)
         if decode is not None:
             decode.add(shown=assignment.width - 1, blocks=-assignment.decode_blocks)
         if assignment.block_hashes:
@@ -390,6 +401,16 @@ class Ledger:
         gone, assignment.width = assignment.width - width, width
         if assignment.decode is not None:
             assignment.decode.add(sequences=-gone, shown=-gone * assignment.has_first_token)
+
+    def _count_late(self, assignment: Assignment, tokens: int) -> None:
+        if not assignment.is_late:
+            return
+        account = assignment.compute
+        account.own_late_tokens += tokens
+        if account.own_late_tokens:
+            self.with_late.add(account)
+        else:
+            self.with_late.discard(account)
 
     def _queue(self, tenant: str, tokens: int) -> None:
         left = self._queued.get(tenant, 0) + tokens

@@ -87,6 +87,11 @@ class Columns:
             self._speeds, self._assumed_rate = np.where(rate, rate, assumed), assumed
         return self._speeds
 
+    def queued_s(self, assumed: float) -> Floats:
+        """Seconds of prompts at each worker, but for those that give way; `assumed`: prompt tokens/s of who has not measured."""
+        seconds: Floats = self.ints[QUEUED_TOKENS] / self._rates(assumed)
+        return seconds
+
     def fitting(self, request: RouteRequest, *, needs_output: bool) -> Ints | None:
         """Rows of the workers that could hold it if they were empty; None: all. Output beyond the context is theirs to cut."""
         least = request.num_tokens + (request.max_tokens > 1)

@@ -38,6 +38,7 @@ class Scene:
     decodes: Side
     policy: Policy
     model: CostModel
+    wanted: tuple[float, float] | None = None  # seconds to the first token, and for each further one
 
     @property
     def request(self) -> RouteRequest:
@@ -62,6 +63,7 @@ class Scene:
 
     def decision(self, ranking: Ranking, index: int = 0) -> Decision:
         """One of the ways, told in full."""
+        wanted_s, wanted_tpot_s = self.wanted or (None, None)
         way, request = ranking.ways[index], self.request
         prefill, decode = ranking.workers(way)
         common = self._common_terms(way)
@@ -83,6 +85,8 @@ class Scene:
             policy_terms=dict(zip(ranking.term_names, way.parts, strict=True)),
             regret=self._regret(computing, row),
             ranking=ranking,
+            wanted_s=wanted_s,
+            wanted_tpot_s=wanted_tpot_s,
         )
 
     def _sources(self, side: Side, row: int) -> tuple[int, int]:

@@ -7,6 +7,7 @@ for use from several threads. How many requests may be in flight at all (setting
 
 from dataclasses import replace
 from hashlib import blake2b
+from typing import Literal
 
 import numpy as np
 
@@ -15,17 +16,18 @@ from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
 from kvrelay.router.admission import choose_way
 from kvrelay.router.columns import Held
 from kvrelay.router.cost import CostModel
+from kvrelay.router.deferral import IDLE_S, LATE_TOKENS, Deferral
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.forecast import Forecast
 from kvrelay.router.heat import Heat
 from kvrelay.router.misfits import Misfits
-from kvrelay.router.policies.base import Ask, OrdersLines, Policy, Side
+from kvrelay.router.policies.base import Ask, Floats, OrdersLines, Policy, Side
 from kvrelay.router.policies.registry import policy_of
-from kvrelay.router.policy import MIN_RETRY_S, Scene, refusal
+from kvrelay.router.policy import MAX_RETRY_S, MIN_RETRY_S, Scene, refusal
 from kvrelay.router.prefix_index import PrefixIndex
 from kvrelay.router.promises import Prediction
 from kvrelay.router.slo import why_refused
-from kvrelay.router.types import Decision, IndexState, LeftOut, Ranking, Refusal, RouteRequest, WorkerView
+from kvrelay.router.types import Decision, Deferred, IndexState, LeftOut, Ranking, Refusal, RouteRequest, WorkerView
 from kvrelay.types import Role
 from kvrelay.wire import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 
@@ -37,7 +39,7 @@ _SMOOTHING = 0.2
 class Router:
     """Chooses workers and keeps count of what was sent to them.
 
-    Every `Decision` must be followed, however the request ends, by one `on_end`.
+    Every `Decision`, and every `Deferred`, must be followed, however the request ends, by one `on_end`.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class Router:
         self._wanted = self._policy.wanted if isinstance(self._policy, OrdersLines) else None
         self._index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
         self._fleet = Fleet(self._model, self._index.row)
-        self._ledger = Ledger()
+        self._ledger, self._deferral = Ledger(), Deferral(settings.max_deferred)
         self._heat, self._has_store = Heat(), has_store
         self._prediction_error_s = 0.0
         self.forecast = Forecast(confidence=slo.confidence) if slo is not None and slo.is_on else None
@@ -129,10 +131,52 @@ class Router:
 
     # ---- what requests do
 
-    def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
-        """Choose, and count the request from now on. An earlier attempt of the same id ends first."""
+    def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal | Deferred:
+        """Choose, and count the request from now on. An earlier attempt of the same id ends first.
+
+        Deferred: it waits, where the request allows it, until `take_ready` names it, or until its `on_end`.
+        """
+        was_called = self._deferral.came(request.request_id)
         self.on_end(request.request_id)
         self._index.expire(now_s)
+        best = self._choose(request, now_s)
+        if not was_called:
+            self._heat.observe(request.block_hashes, now_s)
+        choice: Decision | Refusal | Deferred = best
+        is_late = isinstance(best, Decision) and self._is_late(request, best)
+        if isinstance(best, Decision) and is_late:
+            choice = self._later(request, best, now_s, was_called=was_called)
+        if isinstance(choice, Decision):
+            if misfits := self._fleet.misfits:
+                choice = replace(choice, left_out=tuple(LeftOut(*pair, why) for pair, why in misfits.items()))
+            if self.forecast is not None:
+                self.forecast.assign(request, choice, now_s)
+            self._reserve(request, choice, now_s, is_late=is_late)
+        return choice
+
+    def take_ready(self) -> str | None:
+        """Of the requests that are deferred, one whose turn it is: ask for it again soon, or end it. None: nobody's is.
+
+        Look whenever a request was sent, got its first token, or ended, and when a worker reports, comes or goes.
+        """
+        if not self._deferral:
+            return None
+        role = self._late_role()
+        if len(self._fleet.columns(role)):  # with no worker at all everybody may come and hear that
+            queued_s = self._queued_s(role)
+            is_owed = self._deferral.is_owed and bool((queued_s < np.inf).any())
+            num_open = np.count_nonzero(queued_s < IDLE_S) or int(is_owed)
+            if self._deferral.num_called >= num_open:
+                return None
+        return self._deferral.call()
+
+    @property
+    def num_deferred(self) -> int:
+        """Requests that wait here."""
+        return len(self._deferral)
+
+    def _choose(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
+        """The best way as things are. Nothing is counted yet."""
         misfits, lonely = self._fleet.misfits, self._fleet.lonely if self._fleet.misfits else frozenset()
         if lonely and lonely.issuperset(self._fleet.columns(Role.DECODE).names):
             return Refusal("misfit", "; ".join(sorted(misfits.values())), MIN_RETRY_S)
@@ -143,21 +187,75 @@ class Router:
             self._side(Role.DECODE, request, held, now_s, lonely),
             self._policy,
             self._model,
+            self._wanted(request) if self._wanted is not None else None,
         )
         ranking = scene.ranking(misfits)
         if not ranking.ways:
             wants_prefill = request.force == "remote" and (not request.needs_decode or len(scene.decodes) > 0)
             role = Role.PREFILL if wants_prefill else Role.DECODE
             return refusal(scene, role, self._fleet.columns(role), lonely, held[role], self._fleet.prefill_rate)
-        choice = scene.decision(ranking) if self.forecast is None else self._admit(self.forecast, scene, ranking, now_s)
-        if isinstance(choice, Decision):
-            if self._wanted is not None:
-                ttft_s, tpot_s = self._wanted(request)
-                choice = replace(choice, wanted_s=ttft_s, wanted_tpot_s=tpot_s)
-            if misfits:
-                choice = replace(choice, left_out=tuple(LeftOut(*pair, why) for pair, why in misfits.items()))
-            self._reserve(request, choice, now_s)
-        return choice
+        return scene.decision(ranking) if self.forecast is None else self._admit(self.forecast, scene, ranking, now_s)
+
+    # ---- who is late in any case
+
+    def _is_late(self, request: RouteRequest, decision: Decision) -> bool:
+        """Whether its first token will be, and nobody has promised otherwise. Only policies that say what is wanted tell.
+
+        The wait for blocks is left out: it is predicted without knowing when outputs end, many times too long where blocks are scarce.
+        """
+        if decision.wanted_s is None or not request.may_wait or not self._settings.max_deferred:
+            return False
+        if decision.verdict is not None:
+            is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
+            return is_queued and "ttft" in decision.verdict.missed
+        compute = self._workers_of(decision)[0]
+        passed_s = compute.unreported_late_tokens / self.prefill_tokens_per_s(compute.info.worker_id)
+        queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
+        return decision.predicted_ttft_s - min(queue_s, passed_s) - blocks_s > decision.wanted_s
+
+    def _later(
+        self, request: RouteRequest, decision: Decision, now_s: float, *, was_called: bool
+    ) -> Decision | Refusal | Deferred:
+        """It goes where it holds nobody up, or waits here; who was called goes in any case."""
+        role = self._late_role()
+        queued_s = self._queued_s(role)
+        rows = np.flatnonzero(queued_s < IDLE_S)
+        if was_called and not len(rows):
+            rows = np.flatnonzero(queued_s < np.inf)
+        names = self._fleet.columns(role).names
+        takers = {names[row] for row in rows}
+        if self._workers_of(decision)[0].info.worker_id in takers:
+            return decision
+        if takers:
+            force: Literal["remote"] | None = "remote" if role is Role.PREFILL else None
+            other = replace(request, excluded=request.excluded.union(names) - takers, force=force)
+            if isinstance(choice := self._choose(other, now_s), Decision):
+                return choice
+        if was_called:
+            return decision
+        if self._deferral.defer(request):
+            return Deferred(decision.predicted_ttft_s)
+        late_s = decision.predicted_ttft_s - (decision.wanted_s or 0.0)
+        waiting = f"{len(self._deferral)} requests wait already whose first tokens will be late"
+        return Refusal("full", waiting, min(max(late_s, MIN_RETRY_S), MAX_RETRY_S))
+
+    def _late_role(self) -> Role:
+        """Who computes late prompts."""
+        return Role.PREFILL if len(self._fleet.columns(Role.PREFILL)) else Role.DECODE
+
+    def _queued_s(self, role: Role) -> Floats:
+        """By row, seconds of prompts at each worker that a late one would hold up; infinite: it has enough late ones."""
+        columns = self._fleet.columns(role)
+        seconds = columns.queued_s(self._fleet.prefill_rate)
+        for account in self._ledger.with_late:
+            worker_id, row = account.info.worker_id, account.row
+            if account.role is not role or self._fleet.accounts.get(worker_id) is not account:
+                continue
+            passed_s = account.unreported_late_tokens / self.prefill_tokens_per_s(worker_id)
+            seconds[row] = np.inf if account.own_late_tokens >= LATE_TOKENS else max(0.0, seconds[row] - passed_s)
+        return seconds
+
+    # ---- what becomes of them
 
     def on_first_token(
         self, request_id: str, now_s: float, *, timings: Timings | None = None, cached_tokens: int = 0
@@ -185,7 +283,8 @@ class Router:
             self.forecast.narrow(request_id, width)
 
     def on_end(self, request_id: str) -> None:
-        """The request ended, however it did: nothing is counted for it any more. Idempotent."""
+        """The request ended, however it did: nothing is counted for it any more, and it is not deferred. Idempotent."""
+        self._deferral.forget(request_id)
         self._ledger.end(request_id)
         if self.forecast is not None:
             self.forecast.end(request_id)
@@ -208,7 +307,6 @@ class Router:
         hashes = request.block_hashes
         most = max(int(one.coming[one.coming.argmax()]) if len(one.coming) else 0 for one in held.values())
         arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
-        self._heat.observe(hashes, now_s)
         stored = max((int(one.below.max(initial=0)) for one in held.values()), default=0) if self._has_store else 0
         return Ask(
             request, _draw(request.request_id, self._settings.seed), now_s,
@@ -281,7 +379,6 @@ class Router:
             if verdict.kind == "refused":
                 return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
             decision = replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
-        forecast.assign(request, decision, now_s)
         return decision
 
     def _clears_in_s(
@@ -299,22 +396,25 @@ class Router:
         compute = self._fleet.accounts[decision.prefill or decision.decode or ""]
         return compute, self._fleet.accounts[decision.decode] if decision.decode is not None else None
 
-    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
+    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float, *, is_late: bool) -> None:
         compute, decode = self._workers_of(decision)
         size = decode.info.block_size if decode is not None else 1
         held = decision.cached_tokens_decode // size
+        compute_tokens = request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill
+        self._deferral.went(compute_tokens, is_late=is_late)
         self._ledger.assign(
             Assignment(
                 request_id=request.request_id,
                 block_hashes=request.block_hashes,
                 compute=compute,
-                compute_tokens=request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill,
+                compute_tokens=compute_tokens,
                 decode=decode,
                 decode_blocks=-(-(request.num_tokens + 1) // size) - held + request.width - 1 if decode else 0,
                 assigned_at_s=now_s,
                 predicted_ttft_s=decision.predicted_ttft_s,
                 tenant=request.tenant,
                 width=request.width,
+                is_late=is_late,
             )
         )
 

@@ -59,6 +59,8 @@ class RouteRequest:
     slo: SloAsk | None = None  # None: admitted whatever is predicted
     session: str = ""  # whose requests follow each other; "": none
     tenant: str = ""
+    priority: int = 0  # lower numbers are served earlier
+    may_wait: bool = False  # at the router, while its first token will be late in any case: see deferral.py
 
 
 class Way(NamedTuple):
@@ -164,6 +166,16 @@ class Decision:
     @property
     def candidates(self) -> tuple[CandidateScore, ...]:
         return self.ranking.candidates()
+
+
+@dataclass(frozen=True, slots=True)
+class Deferred:
+    """It waits at the router until `Router.take_ready` names it: its first token will be late in any case. See deferral.py.
+
+    Nothing is counted for it, and no worker keeps anything for it.
+    """
+
+    predicted_ttft_s: float  # had it gone at once
 
 
 @dataclass(frozen=True, slots=True)

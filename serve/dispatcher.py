@@ -18,7 +18,7 @@ from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost, Overloaded, WorkerLost
 from kvrelay.pacing import Paced
 from kvrelay.router.router import Router
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.audits import AuditWatch
 from kvrelay.serve.explain import Explain
@@ -66,6 +66,7 @@ class Dispatcher:
         self._links: dict[str, WorkerLink] = {}
         self._retired: set[WorkerLink] = set()
         self._attempts: dict[str, Attempt] = {}
+        self._turns: dict[str, asyncio.Future[None]] = {}  # of requests that the router has deferred
         self._queries: dict[int, _Query] = {}
         self._query_ids = itertools.count(1)
         self._changed = asyncio.Event()
@@ -142,6 +143,7 @@ class Dispatcher:
 
     def _notify(self) -> None:
         self._changed.set()
+        self._call_deferred()
 
     def _on_pairs(self) -> None:
         self._blocked = self.pairs.book.blocked()
@@ -216,6 +218,7 @@ class Dispatcher:
         if isinstance(message, wire.LoadReport):
             link.load = message
             self.router.apply_load(link.worker_id, message, self.clock())
+            self._call_deferred()
         elif isinstance(message, wire.AssignedByOthers):
             if self.settings.router.share_load_s:
                 self._has_others |= message.num_others > 0
@@ -236,7 +239,8 @@ class Dispatcher:
     # ---- other ingresses
 
     def load_changed(self) -> None:
-        """What the router counts at some worker is not what it was: other ingresses are to hear of it."""
+        """What the router counts at some worker is not what it was: whoever it has deferred may go, and other ingresses are to hear of it."""
+        self._call_deferred()
         if self.settings.router.share_load_s and self._has_others:
             self._sharing.ask()
 
@@ -275,6 +279,7 @@ class Dispatcher:
         self.router.on_end(request.request_id)  # it computes nothing: it counts as nobody's load
         if isinstance(choice, Refusal):
             raise error_of_refusal(choice)
+        assert isinstance(choice, Decision), "it may not wait"
         worker_id = choice.prefill or choice.decode
         assert worker_id is not None
         query_id = next(self._query_ids)
@@ -357,12 +362,30 @@ class Dispatcher:
 
     # ---- for SequenceLife
 
-    def route(self, request: RouteRequest) -> Decision | Refusal:
+    def route(self, request: RouteRequest) -> Decision | Refusal | Deferred:
         if self._blocked is not None:
             return Refusal("misfit", self._blocked, RETRY_AFTER_FULL_S)
         choice = self.router.select_and_reserve(request, self.clock())
         self.load_changed()
         return choice
+
+    def turn_of(self, request_id: str) -> asyncio.Future[None]:
+        """Of a request that the router has deferred: done when its turn has come. `give_up` unless that was seen."""
+        turn = self._turns[request_id] = asyncio.get_running_loop().create_future()
+        return turn
+
+    def give_up(self, request_id: str) -> None:
+        """It waits for its turn no more, or does not take it."""
+        if (turn := self._turns.pop(request_id, None)) is not None:
+            turn.cancel()
+        self.router.on_end(request_id)
+        self._call_deferred()
+
+    def _call_deferred(self) -> None:
+        while (request_id := self.router.take_ready()) is not None:
+            turn = self._turns.pop(request_id, None)
+            if turn is not None and not turn.done():
+                turn.set_result(None)
 
     def attach(self, attempt: Attempt) -> None:
         self._attempts[attempt.id] = attempt

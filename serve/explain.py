@@ -25,6 +25,7 @@ class Explain:
     received_s: float
     submitted_s: float = 0.0
     route_s: float = 0.0
+    deferred_s: float = 0.0  # at the router, since its first token would be late in any case
     reserve_s: float = 0.0
     dispatched_s: float = 0.0
     network_s: float = 0.0
@@ -55,6 +56,7 @@ class Explain:
         parts = {
             "validate_tokenize": _us(self.submitted_s - self.received_s),
             "route": _us(self.route_s),
+            "deferred": _us(self.deferred_s),
             "reserve": _us(self.reserve_s),
             "prefill_queue": _us(self.queue_s),
             "prefill_compute": _us(self.compute_s),

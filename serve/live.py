@@ -40,7 +40,7 @@ def snapshot(dispatcher: Dispatcher, model: str, *, num_viewers: int) -> dict[st
         "pairs": [_pair(pair, moving[pair.key]) for pair in book.pairs],
         "turned_away": book.turned_away(),
         "front": {
-            "running": stats.running, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
+            "running": stats.running, "deferred": dispatcher.router.num_deferred, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
             "refusals": dict(requests.refusals), "retries": stats.retries, "prompt_tokens": stats.prompt_tokens,
             "output_tokens": stats.output_tokens, "cached_prefix_tokens": stats.cached_prefix_tokens,
         },

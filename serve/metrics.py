@@ -51,6 +51,7 @@ def _own(stats: ServeStats) -> Iterable[Metric]:
     yield _histogram(metrics.REQUEST_SECONDS, "A sequence's whole time.", stats.total_s)
     yield _histogram(metrics.KVTRANSFER_SECONDS, "KV transfers, first byte to verified.", stats.transfer_s)
     yield GaugeMetricFamily(metrics.REQUESTS_RUNNING, "Sequences in flight.", value=stats.running)
+    yield _counter(metrics.REQUEST_DEFERRALS_TOTAL, "Sequences that had to wait at the ingress.", stats.deferred)
     yield _counter(metrics.REQUEST_RETRIES_TOTAL, "Attempts after a worker's fault.", stats.retries)
     yield _counter(metrics.PROMPT_TOKENS_TOTAL, "Prompt tokens.", stats.prompt_tokens)
     yield _counter(metrics.OUTPUT_TOKENS_TOTAL, "Output tokens.", stats.output_tokens)
@@ -245,6 +246,11 @@ class ServeCollector(Collector):
             metrics.ROUTER_PREDICTION_ERROR_SECONDS,
             "Moving average of observed minus predicted time to first token.",
             value=self._dispatcher.router.prediction_error_s,
+        )
+        yield GaugeMetricFamily(
+            metrics.REQUESTS_DEFERRED,
+            "Sequences that wait at the ingress, since their first token will be late in any case.",
+            value=self._dispatcher.router.num_deferred,
         )
         table = _Table()
         _counted(self._dispatcher.stats, table)

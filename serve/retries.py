@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvrelay import wire
 from kvrelay.errors import InvalidRequest, KvrelayError, Overloaded
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.attempt import AttemptFailed
 from kvrelay.serve.refusals import error_of_failure, error_of_refusal
 
@@ -29,7 +29,9 @@ class Retries:
     excluded: frozenset[str] = frozenset()
     last_failure: AttemptFailed | None = None
 
-    def choose(self, query: RouteRequest, route: Callable[[RouteRequest], Decision | Refusal]) -> Decision | Refusal:
+    def choose(
+        self, query: RouteRequest, route: Callable[[RouteRequest], Decision | Refusal | Deferred]
+    ) -> Decision | Refusal | Deferred:
         """The router's answer, asked as what has gone wrong demands."""
         force = query.force or ("local" if self.num_transfer_faults > 1 else None)
         if force != query.force or self.excluded != query.excluded:

@@ -23,7 +23,7 @@ from kvrelay.errors import (
 from kvrelay.hashing import block_hashes
 from kvrelay.router.promises import SloVerdict
 from kvrelay.router.router import Router
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.explain import Explain, span_attributes
 from kvrelay.serve.refusals import outcome_of
@@ -50,7 +50,9 @@ class Carrier(Protocol):
     router: Router
 
     def clock(self) -> float: ...
-    def route(self, request: RouteRequest) -> Decision | Refusal: ...
+    def route(self, request: RouteRequest) -> Decision | Refusal | Deferred: ...
+    def turn_of(self, request_id: str) -> asyncio.Future[None]: ...
+    def give_up(self, request_id: str) -> None: ...
     def attach(self, attempt: Attempt) -> None: ...
     def detach(self, attempt: Attempt, reason: str) -> None: ...
     def abort_choice(self, attempt: Attempt, choice: int) -> None: ...
@@ -78,6 +80,7 @@ class SequenceLife:
         self._order: TokenOrder | GroupOrder = self._group_order or TokenOrder(request.request_id, limit)
         self._num_sequences = num_sequences(request)
         self._attempt: Attempt | None = None
+        self._waiting: asyncio.Future[None] | None = None  # for its turn, while the router has deferred it
         self._attempts_made = 0
         self._retries = Retries(carrier.settings.router.retry_budget)
         self._outcome: str | None = None
@@ -127,6 +130,8 @@ class SequenceLife:
             return
         self._outcome = outcome
         self._deadline.cancel()
+        if self._waiting is not None:
+            self._waiting.cancel()  # whoever waits for it gives its turn up
         if outcome in ("stop", "length"):
             self._learn()
         self._end_attempt("client" if outcome == "client" else outcome)
@@ -174,7 +179,7 @@ class SequenceLife:
             self._retries.pause_s = 0.0
             if self._time_is_up:
                 self._raise_deadline()
-        attempt = self._attempt = self._route()
+        attempt = self._attempt = await self._route()
         decision, request = attempt.decision, attempt.request
         if decision.path == "disaggregated":
             assert decision.prefill is not None and decision.decode is not None
@@ -187,13 +192,14 @@ class SequenceLife:
             assert decision.prefill is not None
             self._submit(attempt, decision.prefill, wire.Prefill(request=self._in_time(request)))
 
-    def _route(self) -> Attempt:
+    async def _route(self) -> Attempt:
         """Choose workers and count the sequence as theirs. Raises the error that ends it when none is left."""
         began_s = self._carrier.clock()
         request = self._continuation()
         if self._spans is not None:
             self._spans.begin("route", attempt=self._attempts_made)
-        decision = self._select(request)
+        while isinstance(decision := self._select(request), Deferred):
+            began_s += await self._turn(request.request_id, decision)
         if self._spans is not None:
             self._spans.end("route", **span_attributes(decision, str(self._retries.last_failure or "")))
         if isinstance(decision, Refusal):
@@ -209,6 +215,31 @@ class SequenceLife:
             self._explain.decisions.append(decision)
         return attempt
 
+    async def _turn(self, request_id: str, deferred: Deferred) -> float:
+        """Wait until it may go to workers; seconds that it took. Raises RequestError (504)."""
+        began_s = self._carrier.clock()
+        self._carrier.stats.deferred += 1
+        self._record.note("deferred", began_s, predicted_ttft_s=deferred.predicted_ttft_s)
+        if self._spans is not None:
+            self._spans.begin("deferred", predicted_ttft_s=deferred.predicted_ttft_s)
+        has_come = False
+        self._waiting = self._carrier.turn_of(request_id)
+        try:
+            await self._waiting
+            if self._time_is_up:
+                self._raise_deadline()
+            has_come = True
+        finally:
+            if not has_come:
+                self._carrier.give_up(request_id)
+            self._waiting = None
+        passed_s = self._carrier.clock() - began_s
+        if self._spans is not None:
+            self._spans.end("deferred")
+        if self._explain is not None:
+            self._explain.deferred_s += passed_s
+        return passed_s
+
     def _note_verdict(self, verdict: SloVerdict | None) -> None:
         if self._slo is not None and verdict is not None:
             self._slo.verdict = verdict
@@ -219,7 +250,7 @@ class SequenceLife:
         priority = self._slo.priority if self._slo is not None else None
         return request if priority is None else msgspec.structs.replace(request, priority=priority)
 
-    def _select(self, request: wire.SequenceRequest) -> Decision | Refusal:
+    def _select(self, request: wire.SequenceRequest) -> Decision | Refusal | Deferred:
         remaining = request.sampling.max_tokens - request.num_output_tokens
         if request.group is not None and any(request.group.emitted):
             remaining = max(remaining, 2)  # it goes on from more than a prompt: by a decode worker
@@ -234,6 +265,8 @@ class SequenceLife:
             companions=max(0, self._slo.num_sequences - self._num_sequences) if self._slo is not None else 0,
             slo=self._slo.ask if self._slo is not None and self._attempts_made == 1 else None,  # then it is let in
             tenant=request.tenant,
+            priority=request.priority,
+            may_wait=self._attempts_made == 1 and self._force is None and request.deadline_s is None,
         )
         return self._retries.choose(query, self._carrier.route)
 
@@ -424,6 +457,8 @@ class SequenceLife:
 
     def _on_deadline(self) -> None:
         self._time_is_up = True
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
         if self._attempt is not None:
             self._attempt.inbox.put(("", TimeIsUp("request")))
 

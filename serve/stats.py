@@ -59,6 +59,7 @@ class ServeStats:
         default_factory=Counter
     )  # by promised class, and whether it was kept
     running: int = 0
+    deferred: int = 0  # sequences that had to wait at the ingress since their first token would be late in any case
     retries: int = 0
     prompt_tokens: int = 0
     prompt_squares: int = 0  # of each sequence's prompt tokens, squared, summed: how much lengths vary

@@ -20,7 +20,7 @@ from kvrelay.errors import KvrelayError
 from kvrelay.pacing import Paced
 from kvrelay.router.promises import SloAsk
 from kvrelay.router.router import Router
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.attempt import AttemptFailed
 from kvrelay.serve.refusals import outcome_of
 from kvrelay.serve.retries import Retries
@@ -31,13 +31,13 @@ from kvrelay.wire import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Tok
 class Life:
     """One request from its arrival to its end."""
 
-    __slots__ = ("_attempt", "_deadline", "_ingress", "_num_emitted", "_retries", "job")
+    __slots__ = ("_attempt", "_deadline", "_ingress", "_is_deferred", "_num_emitted", "_retries", "job")
 
     def __init__(self, job: Job, ingress: "Ingress") -> None:
         self.job, self._ingress = job, ingress
         self._retries = Retries(ingress.settings.router.retry_budget)
         self._attempt: Attempt | None = None
-        self._num_emitted = 0
+        self._num_emitted, self._is_deferred = 0, False
         self._deadline = ingress.time_limit.begin(self._end, "error")
 
     @property
@@ -47,8 +47,8 @@ class Life:
     def begin(self) -> None:
         """Route, and ask for a reservation or for the first token."""
         ingress, job = self._ingress, self.job
-        job.num_attempts += 1
-        request_id = f"{job.index}" if job.num_attempts == 1 else f"{job.index}~{job.num_attempts}"
+        attempt_number = job.num_attempts + 1
+        request_id = f"{job.index}" if attempt_number == 1 else f"{job.index}~{attempt_number}"
         block_size, max_tokens = ingress.block_size, max(ingress.max_tokens, job.output_tokens)
         request = job.request(request_id, block_size, max_tokens, self._num_emitted)
         num_tokens, remaining = len(request.token_ids), max_tokens - self._num_emitted
@@ -58,18 +58,24 @@ class Life:
             num_tokens=num_tokens,
             max_tokens=remaining,
             needs_decode=remaining > 1,
-            slo=ingress.ask if job.num_attempts == 1 else None,
+            slo=ingress.ask if attempt_number == 1 else None,
             session=job.session,
             tenant=job.tenant,
+            may_wait=attempt_number == 1,
         )
         choice = self._retries.choose(query, ingress.route)
+        self._is_deferred = isinstance(choice, Deferred)
+        if isinstance(choice, Deferred):
+            ingress.stats.deferred += 1
+            ingress.deferred[request_id] = self
+            return
+        job.num_attempts = attempt_number
         if isinstance(choice, Refusal):
             self._not_routed(choice)
             return
-        left_s = job.arrival_s + choice.wanted_s - ingress.clock.now_s if choice.wanted_s is not None else None
-        left_s = None if self._num_emitted else left_s
-        request = msgspec.structs.replace(request, wanted_s=left_s, wanted_tpot_s=choice.wanted_tpot_s)
+        request = msgspec.structs.replace(request, wanted_tpot_s=choice.wanted_tpot_s)
         attempt = self._attempt = Attempt(self, request, choice, ingress.bytes_per_token)
+        self._say_when(attempt)
         ingress.attach(attempt)
         if choice.path == "disaggregated":
             speed = ingress.router.prefill_tokens_per_s(choice.prefill)
@@ -78,6 +84,13 @@ class Life:
             is_local = choice.path == "local"
             target = choice.decode if is_local else choice.prefill
             self._send(attempt, target, lambda worker: worker.prefill(attempt, is_local=is_local))
+
+    def _say_when(self, attempt: Attempt) -> None:
+        """How soon its first token is wanted from now on."""
+        wanted_s = attempt.decision.wanted_s
+        if wanted_s is not None and not self._num_emitted:
+            left_s = self.job.arrival_s + wanted_s - self._ingress.clock.now_s
+            attempt.request = msgspec.structs.replace(attempt.request, wanted_s=left_s)
 
     def _send(self, attempt: Attempt, worker_id: str | None, call: Callable[[Worker], None]) -> None:
         assert worker_id is not None
@@ -105,6 +118,7 @@ class Life:
         attempt.flow = ingress.network.open(
             source.node_id, target.node_id, lambda: ingress.moved(attempt, source, target)
         )
+        self._say_when(attempt)
         self._send(attempt, decision.prefill, lambda worker: worker.prefill(attempt, is_local=False))
 
     def output(self, attempt: Attempt, worker_id: str, output: TokenOutput) -> None:
@@ -115,6 +129,7 @@ class Life:
                 attempt.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0
             )
             self._ingress.load_changed()
+            self._ingress.call_deferred()
             self._num_emitted = max(self._num_emitted, 1)
             if math.isnan(job.first_s):
                 job.first_s, job.cached_tokens = now_s, output.cached_tokens or 0
@@ -154,6 +169,8 @@ class Life:
 
     def _end(self, outcome: str) -> None:
         self._end_attempt()
+        if self._is_deferred:
+            self._ingress.give_up(f"{self.job.index}")
         self._deadline.cancel()
         self.job.outcome = outcome
         self._ingress.over(self)
@@ -195,6 +212,7 @@ class Ingress:
         self.workers: dict[str, Worker] = {}
         self.attempts: dict[str, Attempt] = {}
         self.lives: dict[Life, None] = {}
+        self.deferred: dict[str, Life] = {}  # whose turn has not come
         self.stats = ServeStats()
         self.time_limit = clock.timer(settings.serve.request_timeout_s)
 
@@ -214,6 +232,7 @@ class Ingress:
         self.workers[worker.worker_id] = worker
         self.router.worker_up(worker.info)
         self._subscribe(worker)
+        self.call_deferred()
 
     def _subscribe(self, worker: Worker) -> None:
         self.clock.after(self._delays.hop_s, self._subscribed, worker)
@@ -237,6 +256,7 @@ class Ingress:
             self._subscribe(worker)
         if load is not None:
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
+            self.call_deferred()
 
     def _is_member(self, worker: Worker) -> bool:
         return self.workers.get(worker.worker_id) is worker and not worker.is_draining
@@ -265,11 +285,13 @@ class Ingress:
             if attempt.holders.get(worker.worker_id) is worker:
                 attempt.failed(worker.worker_id, "lost")
         del self.workers[worker.worker_id]
+        self.call_deferred()
 
     def retire(self, worker: Worker) -> None:
         """It is no member any more: nothing new goes there, and what is there goes on."""
         if self.workers.get(worker.worker_id) is worker:
             self.router.worker_down(worker.worker_id)
+            self.call_deferred()
 
     def stop_flows(self, worker: Worker) -> None:
         """Nothing goes out of it, or comes in."""
@@ -297,10 +319,20 @@ class Ingress:
         self.lives[life] = None
         life.begin()
 
-    def route(self, request: RouteRequest) -> Decision | Refusal:
+    def route(self, request: RouteRequest) -> Decision | Refusal | Deferred:
         choice = self.router.select_and_reserve(request, self.clock.now_s)
         self.load_changed()
         return choice
+
+    def call_deferred(self) -> None:
+        """Whose turn has come goes."""
+        while (request_id := self.router.take_ready()) is not None:
+            self.deferred.pop(request_id).begin()
+
+    def give_up(self, request_id: str) -> None:
+        """It waits for its turn no more."""
+        del self.deferred[request_id]
+        self.router.on_end(request_id)
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
         """A message to a worker."""
@@ -320,6 +352,7 @@ class Ingress:
             attempt.flow = None
         for holder in attempt.holders.values():
             self.send(holder.abort, attempt.id)
+        self.call_deferred()
 
     def moved(self, attempt: Attempt, source: Worker, target: Worker) -> None:
         """All its KV has been read; the decode worker asks the prefill worker to confirm it, then both know."""

@@ -154,6 +154,7 @@ class Simulation:
             "scaling": [list(change) for change in self.fleet.changes],
             "faults": dict(sorted(self.faults.happened.items())),
             "retries": sum(ingress.stats.retries for ingress in self.ingresses),
+            "deferred": sum(ingress.stats.deferred for ingress in self.ingresses),
             "events": self.clock.num_events,
         }
 

@@ -1,6 +1,7 @@
 """The scheduler's use of its lines: what is admitted, refused, displaced and pre-empted, and that neither line starves."""
 
 import hypothesis.strategies as st
+import msgspec
 import pytest
 from hypothesis import given, settings
 
@@ -309,6 +310,27 @@ def wanting(wanted_s=1.0, *, speed=100.0) -> Run:
 )
 def test_who_can_have_its_first_token_in_time_goes_before_who_cannot(now_s, order):
     assert in_order(wanting(), now_s) == order
+
+
+def test_a_reservation_that_has_outlived_its_time_gives_way():
+    """Two want the only seat; when it is free, the first of them is late."""
+
+    def granted(wanted_s):
+        run = Run(running=1, budget=10)
+        for name in ("seated", "first", "second"):
+            request = msgspec.structs.replace(run.request(tokens=20), request_id=name)
+            run.sched.add_reservation(msgspec.structs.replace(request, wanted_s=wanted_s[name]), 0.0)
+        order = []
+        for _ in range(3):
+            run.sched.turn_late_away(1.0)
+            [seq] = run.sched.grant_reservations()
+            order.append(seq.request_id)
+            run.sched.finish(seq, FinishReason.ABORT)
+        return order
+
+    assert granted({"seated": None, "first": 0.5, "second": 2.0}) == ["seated", "second", "first"]
+    assert granted({"seated": None, "first": 2.0, "second": 2.0}) == ["seated", "first", "second"]
+    assert granted({"seated": None, "first": None, "second": 0.5}) == ["seated", "first", "second"]
 
 
 def test_what_is_not_known_of_a_worker_makes_nobody_late_before_its_time():
