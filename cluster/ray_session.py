@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -94,7 +96,10 @@ class RaySession:
         keep_ray_token_private()
         import ray
 
-        self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=temporary_folder()))
+        self._folder = Path(
+            temporary_folder(), f"kvrelay-{secrets.token_hex(4)}"
+        )  # known before it is made: a signal may come
+        self._folder.mkdir(mode=0o700)
         os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
         # else torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -162,26 +167,26 @@ class RaySession:
         """End everything that was started; the folder of Ray's logs when kept. Safe at any time, and twice."""
         if self._has_ray:
             self._has_ray = False
-            import ray
-
             with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
-                ray.shutdown()
+                if ray := sys.modules.get("ray"):  # not there when its import was cut short
+                    ray.shutdown()
         end_descendants(grace_s=STOP_GRACE_S)
         while self._held:
             self._held.pop().close()
         return self._remove_folder(keep_logs=keep_logs)
 
     def kill(self) -> None:
-        """The impatient `stop`."""
+        """The impatient `stop`. May be called in any thread."""
         end_descendants(grace_s=0.0)
         self._remove_folder(keep_logs=False)
 
     def _remove_folder(self, *, keep_logs: bool) -> str | None:
-        if self._folder is None:
+        folder = self._folder
+        if folder is None:
             return None
         if keep_logs:
-            return str(self._folder)
-        shutil.rmtree(self._folder, ignore_errors=True)
+            return str(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         self._folder = None
         return None
 
