@@ -1,6 +1,6 @@
 """One Ray cluster of our own on this machine: start, deploy, stop without a trace. Imports Ray when started.
 
-The driver of this cluster is the `kvrelay serve` process: when it dies, however, Ray's processes go too.
+The driver of this cluster is the `kvrelay serve` process behind `supervisor`: when it dies, however, Ray's processes go too.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from kvrelay.cluster.probe import request_json
 from kvrelay.cluster.processes import adopt_orphans, end_descendants
 from kvrelay.cluster.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
 from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
+from kvrelay.cluster.supervisor import tell_folder
 from kvrelay.config import Settings
 
 logger = logging.getLogger(__name__)
@@ -96,9 +97,8 @@ class RaySession:
         keep_ray_token_private()
         import ray
 
-        self._folder = Path(
-            temporary_folder(), f"kvrelay-{secrets.token_hex(4)}"
-        )  # known before it is made: a signal may come
+        self._folder = Path(temporary_folder(), f"kvrelay-{secrets.token_hex(4)}")
+        tell_folder(self._folder)
         self._folder.mkdir(mode=0o700)
         os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
         # else torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
@@ -175,18 +175,12 @@ class RaySession:
             self._held.pop().close()
         return self._remove_folder(keep_logs=keep_logs)
 
-    def kill(self) -> None:
-        """The impatient `stop`. May be called in any thread."""
-        end_descendants(grace_s=0.0)
-        self._remove_folder(keep_logs=False)
-
     def _remove_folder(self, *, keep_logs: bool) -> str | None:
-        folder = self._folder
-        if folder is None:
+        if self._folder is None:
             return None
         if keep_logs:
-            return str(folder)
-        shutil.rmtree(folder, ignore_errors=True)
+            return str(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
         self._folder = None
         return None
 

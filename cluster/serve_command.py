@@ -4,7 +4,6 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 import threading
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.prepare import Preparation
 from kvrelay.cluster.ray_session import RaySession
 from kvrelay.cluster.stop_signals import StopSignals
+from kvrelay.cluster.supervisor import tell_stopping
 from kvrelay.config import Settings
 
 LOOK_S = 1.5  # from the child's first word, for the model's files; then Ray starts beside the rest of their preparation
@@ -60,10 +60,9 @@ class Steps:
 def serve(settings: Settings, console: Console) -> int:
     """Run until told to stop; the exit status."""
     session = RaySession(settings)
-    signals = StopSignals(session.kill, lambda line: _say_last(console, line))
+    signals = StopSignals()
     session.after_ray = signals.go_on
     note: Path | None = None
-    is_fine = False
     try:
         with signals:
             session.check_ports()
@@ -72,18 +71,18 @@ def serve(settings: Settings, console: Console) -> int:
             _announce(settings, session, model, console)
             while True:
                 signal.pause()
-    except (
-        BaseException
-    ):  # a stop within Ray's extension comes out as any exception, or kills a daemon that we wait for
-        is_fine = signals.is_asked
-        if not is_fine:
+    except SystemExit:  # of Ray's handler of SIGTERM, while it starts
+        signals.is_asked = True
+        return 0
+    except BaseException:  # a stop comes out of Ray's extension as any exception
+        if not signals.is_asked:
             raise
         return 0
     finally:
         signals.stopping()
-        _clear_up(session, note, console, is_fine=is_fine)
-        if not is_fine:
-            signals.close()
+        tell_stopping(is_asked=signals.is_asked)
+        _clear_up(session, note, console, is_fine=signals.is_asked)
+        signals.close()
 
 
 def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fine: bool) -> None:
@@ -97,13 +96,6 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
         console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
     elif is_fine:
         console.print("[dim]stopped[/dim]")
-
-
-def _say_last(console: Console, line: str) -> None:
-    """Before this process ends in the middle of something."""
-    console.print(f"[yellow]{line}[/yellow]")
-    console.show_cursor(True)
-    sys.stdout.flush()
 
 
 def _start(settings: Settings, session: RaySession, console: Console) -> str:

@@ -1,30 +1,23 @@
-"""Ctrl-C while Ray starts counts, even where Ray's code swallows the exception; nobody else's signals are disturbed."""
+"""Ctrl-C while Ray starts counts, even where Ray's code swallows the exception; and when the process in front does what."""
 
-import asyncio
 import os
 import signal
-import socket
-import threading
 
 import pytest
 
-from kvrelay.cluster import stop_signals
-from kvrelay.cluster.stop_signals import END_S, REACH_S, Step, StopRequested, StopSignals, next_step
-
-
-def never(*arguments: str) -> None:
-    raise AssertionError("nothing was to be ended")
+from kvrelay.cluster.stop_signals import AGAIN, STOPS, StopRequested, StopSignals
+from kvrelay.cluster.supervisor import END_S, REACH_S, Step, next_step
 
 
 @pytest.fixture
 def signals():
-    one = StopSignals(never, never)
+    one = StopSignals()
     yield one
     one.close()
 
 
-def interrupted():
-    os.kill(os.getpid(), signal.SIGINT)
+def sent(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
     for _ in range(1000):  # the handler runs between two of these
         sum(range(100))
 
@@ -32,7 +25,7 @@ def interrupted():
 def test_a_swallowed_interrupt_is_raised_again_once_ray_runs(signals):
     with signals:
         with pytest.raises(StopRequested):
-            interrupted()
+            sent()
         with pytest.raises(StopRequested):
             signals.go_on()
 
@@ -42,18 +35,46 @@ def test_without_an_interrupt_the_start_goes_on_with_our_handlers(signals):
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as ray.init would
         signals.go_on()
         with pytest.raises(StopRequested):
-            interrupted()
+            sent()
+
+
+def test_the_same_interrupt_twice_is_raised_once_until_asked_again(signals):
+    with signals:
+        with pytest.raises(StopRequested):
+            sent()
+        sent()
+        with pytest.raises(StopRequested):
+            sent(AGAIN)
+
+
+def test_asked_again_while_the_exception_is_on_its_way_changes_nothing(signals):
+    with signals, pytest.raises(StopRequested):
+        try:
+            sent()
+        finally:
+            sent(AGAIN)
+            cleared_up = True
+    assert cleared_up
 
 
 def test_after_the_context_nothing_is_raised(signals):
     with pytest.raises(StopRequested), signals:
-        interrupted()
-    interrupted()
+        sent()
+    sent()
+    sent(AGAIN)
     assert signals.is_asked
 
 
+def test_close_puts_the_handlers_back(signals):
+    before = [signal.getsignal(number) for number in (*STOPS, AGAIN)]
+    with signals:
+        assert [signal.getsignal(number) for number in (*STOPS, AGAIN)] != before
+    signals.close()
+    assert [signal.getsignal(number) for number in (*STOPS, AGAIN)] == before
+
+
 def test_raised_is_what_ray_lets_through():
-    """Its C++ leaves a wait for a KeyboardInterrupt, and for nothing that we could raise besides."""
+    """Its C++ leaves a wait for a KeyboardInterrupt, and drops what is neither this nor SystemExit."""
     assert issubclass(StopRequested, KeyboardInterrupt) and not issubclass(StopRequested, Exception)
 
 
@@ -70,73 +91,3 @@ def test_who_was_asked_is_asked_again_and_then_ended():
 def test_who_stops_is_left_alone_and_then_ended():
     assert next_step(9.0 + END_S, 7.0, 9.0) is Step.WAIT
     assert next_step(9.1 + END_S, 7.0, 9.0) is Step.END
-
-
-def test_close_puts_everything_back(signals):
-    numbers = (*stop_signals.STOPS, stop_signals.AGAIN)
-    before = [signal.getsignal(number) for number in numbers]
-    others, mine = socket.socketpair()
-    others.setblocking(False)
-    mine.setblocking(False)
-    fd_before = signal.set_wakeup_fd(mine.fileno())
-    try:
-        with signals:
-            assert [signal.getsignal(number) for number in numbers] != before
-        signals.close()
-        assert [signal.getsignal(number) for number in numbers] == before
-        assert signal.set_wakeup_fd(mine.fileno()) == mine.fileno()
-        assert "stop signals" not in [thread.name for thread in threading.enumerate()]
-    finally:
-        signal.set_wakeup_fd(fd_before)
-        others.close()
-        mine.close()
-
-
-def test_whoever_was_woken_before_is_woken_still(signals):
-    others, mine = socket.socketpair()
-    others.settimeout(10.0)
-    mine.setblocking(False)
-    fd_before = signal.set_wakeup_fd(mine.fileno())
-    try:
-        with signals, pytest.raises(StopRequested):
-            interrupted()
-        assert others.recv(1) == bytes([signal.SIGINT])
-        signals.close()
-    finally:
-        signal.set_wakeup_fd(fd_before)
-        others.close()
-        mine.close()
-
-
-def test_an_event_loop_has_its_signals_meanwhile_and_ours_are_heard(signals):
-    """asyncio sets its own wakeup fd for them, and none when it is done."""
-
-    async def loops_own() -> None:
-        heard = asyncio.Event()
-        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, heard.set)
-        try:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            await asyncio.wait_for(heard.wait(), 10.0)
-            with pytest.raises(StopRequested):
-                interrupted()
-            heard.clear()
-            os.kill(os.getpid(), signal.SIGUSR1)
-            await asyncio.wait_for(heard.wait(), 10.0)
-        finally:
-            asyncio.get_running_loop().remove_signal_handler(signal.SIGUSR1)
-
-    with signals:
-        asyncio.run(loops_own())
-        assert signals.is_asked
-
-
-def test_the_watch_learns_of_a_signal_whose_wakeup_went_to_another(signals, monkeypatch):
-    """Else the second one would not kill: here the first does, for something else has begun to stop."""
-    told = threading.Event()
-    monkeypatch.setattr(signals, "_hear", told.set)
-    with signals:
-        before = signal.set_wakeup_fd(-1)
-        with pytest.raises(StopRequested):
-            interrupted()
-        assert told.wait(10.0)
-        assert signal.set_wakeup_fd(before) == -1

@@ -16,7 +16,7 @@ AT_ONCE, NEVER = 0.3, 600.0
 
 
 class Stuck:
-    """A serving process whose Ray goes wrong in the way `how`; the constants are of stop_signals."""
+    """A serving process whose Ray goes wrong in the way `how`; the constants are of supervisor."""
 
     def __init__(self, folder: Path, how: str, **constants: float) -> None:
         self.folder = folder
@@ -73,8 +73,9 @@ def stuck(folder: Path, how: str, **constants: float) -> Iterator[Stuck]:
 NOTHING: tuple[bool, list[Path]] = (False, [])
 
 
-def test_a_start_that_is_blocked_in_c_is_ended(tmp_path):
-    with stuck(tmp_path, "blocked-in-c", REACH_S=AT_ONCE) as serving:
+@pytest.mark.parametrize("how", ["blocked-in-c", "holds-python"])
+def test_a_start_that_is_blocked_is_ended(tmp_path, how):
+    with stuck(tmp_path, how, REACH_S=AT_ONCE) as serving:
         assert serving.left()[0] and serving.left()[1]
         serving.press()
         said = serving.output()
@@ -82,8 +83,8 @@ def test_a_start_that_is_blocked_in_c_is_ended(tmp_path):
         assert serving.left() == NOTHING
 
 
-def test_control_without_the_watch_it_stays_blocked(tmp_path):
-    with stuck(tmp_path, "unwatched", REACH_S=AT_ONCE) as serving:
+def test_control_without_a_process_in_front_it_stays_blocked(tmp_path):
+    with stuck(tmp_path, "alone", REACH_S=AT_ONCE) as serving:
         serving.press()
         with pytest.raises(subprocess.TimeoutExpired):
             serving.output(timeout_s=3.0)
@@ -91,7 +92,7 @@ def test_control_without_the_watch_it_stays_blocked(tmp_path):
 
 
 def test_a_second_ctrl_c_kills_at_once_even_then(tmp_path):
-    with stuck(tmp_path, "blocked-in-c") as serving:
+    with stuck(tmp_path, "holds-python") as serving:
         serving.press()
         with pytest.raises(subprocess.TimeoutExpired):
             serving.output(timeout_s=1.0)
@@ -102,7 +103,7 @@ def test_a_second_ctrl_c_kills_at_once_even_then(tmp_path):
 
 
 def test_a_start_that_swallows_the_exception_is_asked_again(tmp_path):
-    with stuck(tmp_path, "swallowed") as serving:
+    with stuck(tmp_path, "swallows") as serving:
         serving.press()
         said = serving.output()
         assert serving.process.returncode == 0, said
@@ -110,26 +111,49 @@ def test_a_start_that_swallows_the_exception_is_asked_again(tmp_path):
         assert serving.left() == NOTHING
 
 
-def test_a_start_that_makes_another_error_of_it_still_stops_as_asked(tmp_path):
-    with stuck(tmp_path, "other-error") as serving:
+@pytest.mark.parametrize("how", ["another-error", "dies"])
+def test_a_start_that_fails_because_of_it_still_stops_as_asked(tmp_path, how):
+    with stuck(tmp_path, how) as serving:
         serving.press()
         said = serving.output()
         assert serving.process.returncode == 0 and "stopped" in said and "SystemError" not in said, said
         assert serving.left() == NOTHING
 
 
-def test_a_stop_that_is_blocked_in_c_is_ended(tmp_path):
-    with stuck(tmp_path, "blocked-stop", END_S=AT_ONCE) as serving:
+def test_a_stop_that_is_blocked_is_ended(tmp_path):
+    with stuck(tmp_path, "stop-blocked", END_S=AT_ONCE) as serving:
         serving.press()
         said = serving.output()
         assert serving.process.returncode == 0 and "ended everything" in said, said
         assert serving.left() == NOTHING
 
 
-@pytest.mark.parametrize("how", ["slow", "forked"])
-def test_nothing_is_ended_that_nobody_asked_to_end(tmp_path, how):
-    """Though the start takes longer than a stop may, and a forked child is told to end."""
-    with stuck(tmp_path, how, REACH_S=AT_ONCE, REPEAT_S=0.1) as serving:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_the_process_in_front_alone_stops_it_too(tmp_path, number):
+    with stuck(tmp_path, "another-error") as serving:
+        serving.process.send_signal(number)
+        said = serving.output()
+        assert serving.process.returncode == 0 and "stopped" in said, said
+        assert serving.left() == NOTHING
+
+
+def test_nothing_is_ended_that_nobody_asked_to_end(tmp_path):
+    """Though the start takes longer than a stop may: its own error comes out, and the logs stay."""
+    with stuck(tmp_path, "fails-slowly", REACH_S=AT_ONCE, END_S=2.0) as serving:
         said = serving.output()
         assert serving.process.returncode == 1 and "RuntimeError: undisturbed" in said, said
         assert "logs:" in said and not serving.left()[0] and serving.left()[1]
+
+
+def test_a_driver_that_dies_leaves_its_logs_and_no_process(tmp_path):
+    with stuck(tmp_path, "dies") as serving:
+        said = serving.output()
+        assert serving.process.returncode == 1 and "has died" in said, said
+        assert not serving.left()[0] and serving.left()[1]
+
+
+def test_whoever_kills_the_process_in_front_kills_the_driver(tmp_path):
+    with stuck(tmp_path, "swallows") as serving:
+        driver = psutil.Process(serving.process.pid).children()[0]
+        serving.process.kill()
+        assert psutil.wait_procs([driver], timeout=LIMIT_S)[1] == []
