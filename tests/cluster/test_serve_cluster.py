@@ -272,6 +272,7 @@ def test_ctrl_c_during_start_up_leaves_nothing_either(starting):
 def test_ctrl_c_while_ray_waits_for_a_daemon_that_hangs_leaves_nothing_either(starting):
     process, log, raylet = starting
     raylet.suspend()
+    time.sleep(2.0)  # until Ray asks for it, in C++
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(STOP_S) == 0, log.read_text()
