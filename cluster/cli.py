@@ -151,12 +151,22 @@ def version() -> None:
 
 def _add_lazy_commands(arguments: list[str]) -> None:
     """Import a heavy command only when it is the one that was asked for; the others are listed by name."""
-    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    asked = _command(arguments)
     for name, (module, summary) in _LAZY.items():
         if name == asked:
             app.command(name)(importlib.import_module(module).command)
         else:
             app.command(name, help=summary)(_placeholder)
+
+
+def _command(arguments: list[str]) -> str | None:
+    return next((argument for argument in arguments if not argument.startswith("-")), None)
+
+
+def _last_words(line: str) -> None:
+    """Of the process in front, when the other one may have been ended within a progress bar."""
+    console.print(line, highlight=False)
+    console.show_cursor(True)
 
 
 def _placeholder() -> None:
@@ -167,6 +177,10 @@ def main() -> None:
     """The console script."""
     arguments = sys.argv[1:]
     _add_lazy_commands(arguments)
+    if _command(arguments) == "serve":
+        from kvrelay.cluster.supervisor import supervise
+
+        supervise(_last_words)
     sys.exit(run(arguments))
 
 

@@ -10,6 +10,7 @@ import time
 
 import psutil
 
+KILL_S = 10.0  # what has not gone so long after SIGKILL waits in the kernel, for a disk or a driver
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -33,12 +34,13 @@ def descendants() -> list[psutil.Process]:
 
 
 def end_descendants(*, grace_s: float) -> list[int]:
-    """Wait `grace_s` for the descendants to go by themselves, then kill what is left; the ids of those killed."""
+    """Wait `grace_s` for the descendants to go by themselves, then kill what is left, for KILL_S; the ids of those killed."""
     deadline_s = time.monotonic() + grace_s
     while descendants() and time.monotonic() < deadline_s:
         time.sleep(0.05)
     killed: list[int] = []
-    while left := descendants():
+    deadline_s = time.monotonic() + KILL_S
+    while (left := descendants()) and time.monotonic() < deadline_s:
         for process in left:
             try:
                 process.kill()

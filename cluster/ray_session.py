@@ -1,6 +1,6 @@
 """One Ray cluster of our own on this machine: start, deploy, stop without a trace. Imports Ray when started.
 
-The driver of this cluster is the `kvrelay serve` process: when it dies, however, Ray's processes go too.
+The driver of this cluster is the `kvrelay serve` process behind `supervisor`: when it dies, however, Ray's processes go too.
 """
 
 import contextlib
@@ -9,8 +9,10 @@ import json
 import logging
 import os
 import re
+import secrets
 import shutil
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,6 +24,7 @@ from kvrelay.cluster.probe import request_json
 from kvrelay.cluster.processes import adopt_orphans, end_descendants
 from kvrelay.cluster.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
 from kvrelay.cluster.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
+from kvrelay.cluster.supervisor import tell_folder
 from kvrelay.config import Settings
 
 logger = logging.getLogger(__name__)
@@ -94,7 +97,9 @@ class RaySession:
         keep_ray_token_private()
         import ray
 
-        self._folder = Path(tempfile.mkdtemp(prefix="kvrelay-", dir=temporary_folder()))
+        self._folder = Path(temporary_folder(), f"kvrelay-{secrets.token_hex(4)}")
+        tell_folder(self._folder)
+        self._folder.mkdir(mode=0o700)
         os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
         # else torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -162,19 +167,13 @@ class RaySession:
         """End everything that was started; the folder of Ray's logs when kept. Safe at any time, and twice."""
         if self._has_ray:
             self._has_ray = False
-            import ray
-
             with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
-                ray.shutdown()
+                if ray := sys.modules.get("ray"):  # not there when its import was cut short
+                    ray.shutdown()
         end_descendants(grace_s=STOP_GRACE_S)
         while self._held:
             self._held.pop().close()
         return self._remove_folder(keep_logs=keep_logs)
-
-    def kill(self) -> None:
-        """The impatient `stop`."""
-        end_descendants(grace_s=0.0)
-        self._remove_folder(keep_logs=False)
 
     def _remove_folder(self, *, keep_logs: bool) -> str | None:
         if self._folder is None:

@@ -4,12 +4,9 @@ import contextlib
 import os
 import shlex
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from rich.console import Console
@@ -22,14 +19,11 @@ from kvrelay.cluster import probe as probing
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.prepare import Preparation
 from kvrelay.cluster.ray_session import RaySession
+from kvrelay.cluster.stop_signals import StopSignals
+from kvrelay.cluster.supervisor import tell_stopping
 from kvrelay.config import Settings
 
 LOOK_S = 1.5  # from the child's first word, for the model's files; then Ray starts beside the rest of their preparation
-ONE_PRESS_S = 0.5  # terminals, make and timeout may deliver one Ctrl-C twice
-
-
-class StopRequested(BaseException):
-    """Ctrl-C or SIGTERM. Not an Exception: nobody but `serve` may catch it."""
 
 
 class Steps:
@@ -66,66 +60,42 @@ class Steps:
 def serve(settings: Settings, console: Console) -> int:
     """Run until told to stop; the exit status."""
     session = RaySession(settings)
-    stopping = _on_signals(console, session)
+    signals = StopSignals()
+    session.after_ray = signals.go_on
     note: Path | None = None
-    is_fine = False
     try:
-        session.check_ports()
-        model = _start(settings, session, console)
-        note = state_file.note(_running(settings, session, model))
-        _announce(settings, session, model, console)
-        is_fine = True
-        while True:
-            signal.pause()
-    except StopRequested:
-        is_fine = True
+        with signals:
+            session.check_ports()
+            model = _start(settings, session, console)
+            note = state_file.note(_running(settings, session, model))
+            _announce(settings, session, model, console)
+            while True:
+                signal.pause()
+    except SystemExit:  # of Ray's handler of SIGTERM, while it starts
+        signals.is_asked = True
+        return 0
+    except BaseException:  # a stop comes out of Ray's extension as any exception
+        if not signals.is_asked:
+            raise
         return 0
     finally:
-        stopping()
-        if note is not None:
-            state_file.forget(note)
-        logs = session.stop(keep_logs=not is_fine)
-        if logs:
-            console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
-        elif is_fine:
-            console.print("[dim]stopped[/dim]")
+        signals.stopping()
+        tell_stopping(is_asked=signals.is_asked)
+        _clear_up(session, note, console, is_fine=signals.is_asked)
+        signals.close()
 
 
-def _on_signals(console: Console, session: RaySession) -> Callable[[], None]:
-    """First SIGINT, SIGTERM or SIGHUP: StopRequested in the main thread. After the returned call: the next one kills."""
-    asked_s: float | None = None
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        nonlocal asked_s
-        if asked_s is None:
-            asked_s = time.monotonic()
-            raise StopRequested
-        if time.monotonic() - asked_s > ONE_PRESS_S:
-            console.print("[yellow]killing everything[/yellow]")
-            session.kill()
-            sys.stdout.flush()
-            os._exit(130)
-
-    def install() -> None:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, handle)
-
-    def stopping() -> None:
-        nonlocal asked_s
-        asked_s = asked_s or time.monotonic()
-        install()
-        if session.has_ray:
-            with contextlib.suppress(OSError):  # the terminal may be what has gone
-                console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
-
-    def go_on() -> None:
-        install()  # ray.init sets handlers of its own
-        if asked_s is not None:  # within it, and an extension's code or a callback may have swallowed it
-            raise StopRequested
-
-    install()
-    session.after_ray = go_on
-    return stopping
+def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fine: bool) -> None:
+    if session.has_ray:
+        with contextlib.suppress(OSError):  # the terminal may be what has gone
+            console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
+    if note is not None:
+        state_file.forget(note)
+    logs = session.stop(keep_logs=not is_fine)
+    if logs:
+        console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
+    elif is_fine:
+        console.print("[dim]stopped[/dim]")
 
 
 def _start(settings: Settings, session: RaySession, console: Console) -> str:

@@ -240,18 +240,51 @@ def test_ctrl_c_leaves_no_process_and_no_file(served: Served):
     assert left == []
 
 
-def test_ctrl_c_during_start_up_leaves_nothing_either():
+@pytest.fixture
+def starting() -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
+    """A cluster that has just started its raylet; its log, and the raylet."""
     temp = Path(f"/tmp/ke{os.getpid()}")
     temp.mkdir()
     process, log, _ = start(temp)
     try:
-        early = psutil.Process(process.pid)
-        until(lambda: any("raylet" in child.name() for child in early.children(recursive=True)), START_S, "raylet")
-        family = early.children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(STOP_S) == 0, log.read_text()
-        assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
-        assert list((temp / "t").iterdir()) == []
+        family = psutil.Process(process.pid)
+        yield (
+            process,
+            log,
+            until(
+                lambda: [one for one in family.children(recursive=True) if "raylet" in one.name()], START_S, "raylet"
+            )[0],
+        )
     finally:
         end(process)
         subprocess.run(["rm", "-rf", str(temp)], check=True)
+
+
+def test_ctrl_c_during_start_up_leaves_nothing_either(starting):
+    process, log, _ = starting
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(STOP_S) == 0, log.read_text()
+    assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
+    assert list((log.parent / "t").iterdir()) == []
+
+
+def test_ctrl_c_while_ray_waits_for_a_daemon_that_hangs_leaves_nothing_either(starting):
+    process, log, raylet = starting
+    raylet.suspend()
+    time.sleep(2.0)  # until Ray asks for it, in C++
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(STOP_S) == 0, log.read_text()
+    assert "ended everything" in log.read_text()  # without the process in front, Ray's wait would have gone on
+    assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
+    assert list((log.parent / "t").iterdir()) == []
+
+
+def test_a_driver_that_dies_takes_every_process_with_it(starting):
+    process, log, _ = starting
+    family = psutil.Process(process.pid).children(recursive=True)
+    psutil.Process(process.pid).children()[0].kill()
+    assert process.wait(STOP_S) == 128 + signal.SIGKILL, log.read_text()
+    assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
+    assert "has died" in log.read_text() and len(list((log.parent / "t").iterdir())) == 1  # its logs
