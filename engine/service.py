@@ -31,6 +31,7 @@ from kvrelay.engine.thread import EngineThread
 from kvrelay.engine.tier_setup import make_lower_tiers, make_swap_area
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache.events import parts_of
 from kvrelay.kvcache.namespace import namespace_of
 from kvrelay.kvcache.remote import ClusterStore
 from kvrelay.kvcache.storage import DTYPES
@@ -103,6 +104,7 @@ class Link:
         self._connection = connection
         self.requests: set[str] = set()
         self.peer = connection.peer
+        self._following: asyncio.Task[None] | None = None
 
     def send(self, message: msgspec.Struct) -> None:
         """Queue a message; a lost connection is noticed by its reader, not here."""
@@ -112,6 +114,21 @@ class Link:
     def send_from_thread(self, message: msgspec.Struct) -> bool:
         """Send a message from any thread, at once where the ingress keeps up. False: the loop must do it."""
         return self._connection.send_from_thread(encode(message))
+
+    def follow(self, messages: Iterable[msgspec.Struct]) -> None:
+        """Send these too, as fast as the ingress reads, whatever else there is to send between them. Ends those of an earlier call."""
+        self.stop_following()
+        self._following = asyncio.create_task(self._follow(messages), name="follow")
+
+    def stop_following(self) -> None:
+        if self._following is not None:
+            self._following.cancel()
+
+    async def _follow(self, messages: Iterable[msgspec.Struct]) -> None:
+        with contextlib.suppress(ConnectionLost):
+            for message in messages:
+                await asyncio.sleep(0)
+                await self._connection.send(encode(message))
 
 
 def _plain(pair: PairReport) -> dict[str, Any]:
@@ -396,6 +413,7 @@ class WorkerService:
         finally:
             self._links.discard(link)
             self._subscribers.discard(link)
+            link.stop_following()
             self._assigned.leave(link)
             self._ask_to_tell()
             for request_id in list(link.requests):
@@ -465,13 +483,15 @@ class WorkerService:
         self.thread.post(look)
 
     def _subscribe(self, link: Link) -> None:
-        """Snapshot first, then events, in the order in which the engine's thread saw them."""
+        """The snapshot's first part, then events, in the order in which the engine's thread saw them; its other parts between them."""
         loop = self._loop
         assert loop is not None
 
         def begin(snapshot: KvSnapshot) -> None:
             if link in self._links:
-                link.send(snapshot)
+                parts = parts_of(snapshot)
+                link.send(next(parts))
+                link.follow(parts)
                 link.send(self.load())
                 self._subscribers.add(link)
                 self._assigned.join(link)

@@ -1,7 +1,7 @@
 """Sequence-numbered news of what a worker has cached, and in which tier. Pure."""
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
 from kvrelay.kvcache.block_pool import BlockPool
@@ -10,6 +10,8 @@ from kvrelay.kvcache.tier_index import TierIndex
 from kvrelay.types import BlockHash
 from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 
+PART_HASHES = 2048
+"""Of a snapshot in one message: 37 KB."""
 Hashes = dict[BlockHash, None]
 """A set that keeps its order."""
 
@@ -82,7 +84,7 @@ class EventLog:
         return KvEvents(seq=self._seq, stored=stored, removed=removed, lowered=lowered, raised=raised)
 
     def snapshot(self) -> KvSnapshot:
-        """All that the events so far add up to."""
+        """All that the events so far add up to; what is lowered comes last."""
         lowered: list[bytes] = [digest for digest in self._host if digest not in self._pool]
         return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
 
@@ -105,3 +107,18 @@ class EventLog:
 def _change(tier: Hashes, change: CacheChange) -> None:
     deque(map(tier.pop, change.removed, repeat(None)), maxlen=0)
     tier.update(dict.fromkeys(change.stored))
+
+
+def parts_of(snapshot: KvSnapshot, most: int = PART_HASHES) -> Iterator[KvSnapshot]:
+    """An EventLog's snapshot as messages of at most so many hashes; at least one."""
+    num_hashes = len(snapshot.hashes)
+    first_lowered = num_hashes - len(snapshot.lowered)
+    for part, start in enumerate(range(0, max(num_hashes, 1), most)):
+        end = start + most
+        yield KvSnapshot(
+            seq=snapshot.seq,
+            hashes=snapshot.hashes[start:end],
+            lowered=snapshot.hashes[max(start, first_lowered) : end],
+            part=part,
+            is_last=end >= num_hashes,
+        )

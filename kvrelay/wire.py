@@ -10,7 +10,7 @@ import msgspec
 
 from kvrelay.types import Fingerprint
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
 NOWHERE, BELOW_POOL, IN_POOL, CHANGING = range(4)  # of Audited.tiers
 PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
@@ -309,7 +309,7 @@ class Abort(_Message, frozen=True, tag="abort"):
 
 
 class Subscribe(_Message, frozen=True, tag="subscribe"):
-    """From now on send KvEvents and LoadReport; first a KvSnapshot."""
+    """From now on send KvEvents and LoadReport; first a KvSnapshot, or its first part."""
 
 
 class StatusQuery(_Message, frozen=True, tag="status?"):
@@ -487,11 +487,13 @@ class KvEvents(_Message, frozen=True, tag="kv"):
 
 
 class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
-    """Everything cached as of `seq`."""
+    """Everything cached as of `seq`, or a part of it. Parts follow each other in order, events and all else between them."""
 
     seq: int
     hashes: list[bytes]
     lowered: list[bytes] = []  # of those, what is only below the worker's pool
+    part: int = 0  # 0 begins a snapshot, and ends one that was not whole
+    is_last: bool = True
 
 
 class Audited(_Message, frozen=True, tag="audited"):

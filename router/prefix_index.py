@@ -11,8 +11,9 @@ hit is claimed beyond a hole that was announced. Workers that are STALE, and tho
 it is true of what this router saw computed there within the last while.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -20,6 +21,8 @@ import numpy as np
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
+from kvrelay.router.index.chores import Chores
+from kvrelay.router.index.filling import Filling, Sweep
 from kvrelay.router.index.holders import CHUNK, Holders
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.member import REASK_EVERY, Member, Word
@@ -63,6 +66,7 @@ class PrefixIndex:
         self._free_rows: list[int] = []
         self._holders: dict[int, Holders] = {}  # by stride
         self._audits: dict[str, AuditCounts] = {}
+        self._chores = Chores()
         self._routable: dict[int, int] = {}  # by stride: bits of the members that are not STALE
 
     def __len__(self) -> int:
@@ -92,16 +96,27 @@ class PrefixIndex:
         return row
 
     def remove_worker(self, worker_id: str) -> None:
-        """Forget a worker and every bit of it. Unknown ids are ignored."""
+        """Forget a worker and every bit of it, its row's in slices. Unknown ids are ignored."""
         member = self._members.pop(worker_id, None)
         if member is None:
             return
         self._fall(member, IndexState.STALE)
-        member.clear()
         self._names[member.row] = ""
         self._audits.pop(worker_id, None)
         self._learning.pop(worker_id, None)
+        if member.num_blocks:
+            self._chores.add(partial(self._leave, member, member.clear()))
+        else:
+            self._free_rows.append(member.row)
+
+    def _leave(self, member: Member, sweep: Sweep) -> bool:
+        """Another stretch of what is left of it; its row is the next one's when nothing is. Whether there is more."""
+        member.num_blocks -= sweep.step()
+        if member.num_blocks and not sweep.is_done:
+            return True
+        sweep.stop()
         self._free_rows.append(member.row)
+        return False
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
@@ -150,6 +165,8 @@ class PrefixIndex:
             return False
         if word is Word.IGNORE:
             return True
+        if member.filling is not None:
+            return self._change(member, stored, removed, lowered, raised)
         complete = member.store(_unique(stored))
         complete &= not lowered or member.move(_unique(lowered), in_pool=False)
         complete &= not raised or member.move(_unique(raised), in_pool=True)
@@ -160,25 +177,87 @@ class PrefixIndex:
             self._fall(member, IndexState.DEGRADED)
         return complete
 
-    def apply_snapshot(self, worker_id: str, seq: int, hashes: Sequence[bytes], lowered: Sequence[bytes] = ()) -> bool:
-        """Everything cached as of `seq`: heals every state. False: it came too late to heal anything, ask for another.
+    def _change(
+        self,
+        member: Member,
+        stored: Sequence[bytes],
+        removed: Sequence[bytes],
+        lowered: Sequence[bytes],
+        raised: Sequence[bytes],
+    ) -> bool:
+        """An event while a snapshot goes in. False: the rest of that does not come, another one is needed."""
+        filling = member.filling
+        assert filling is not None
+        member.change(_unique(stored), _unique(removed), _unique(lowered), _unique(raised))
+        return filling.is_whole or filling.num_events < REASK_EVERY or self._give_up(member)
+
+    def apply_snapshot(
+        self,
+        worker_id: str,
+        seq: int,
+        hashes: Sequence[bytes],
+        lowered: Sequence[bytes] = (),
+        *,
+        part: int = 0,
+        is_last: bool = True,
+    ) -> bool:
+        """Everything cached as of `seq`, or a part of it: heals every state once all is in. False: another snapshot is needed.
 
         One older than the events applied is ignored. One older than an event that was seen and could not be applied leaves
         the worker STALE: what lies between the two is lost. After MAX_LATE of those in a row only events and audits ask.
+        Parts come in order, from 0; events may come between them. The next one's part 0 ends what has come of this one. Until
+        all is in, the worker is STALE, unless it was EXACT or DEGRADED as of the same event: then it is that.
         """
         member = self._members.get(worker_id)
         if member is None or self._mode == "approximate":
             return True
         self._unlearn(member)
-        if member.state is not IndexState.STALE and seq < member.seq:
-            return True
-        if seq < member.newest_seq:
-            member.num_late += 1
-            return member.num_late > MAX_LATE
-        complete = member.replace(hashes, lowered)
-        member.seq, member.newest_seq, member.num_late = seq, seq, 0
-        self._fall(member, IndexState.EXACT if complete else IndexState.DEGRADED)
+        if not part:
+            if member.state is not IndexState.STALE and seq < member.seq:
+                return True
+            if seq < member.newest_seq:
+                member.num_late += 1
+                return member.num_late > MAX_LATE
+            member.begin(seq)
+            self._route(member)
+        filling = member.filling
+        if filling is None:
+            return True  # of one that was given up
+        if not filling.take(seq, part, hashes, lowered, is_last=is_last):
+            return self._give_up(member)
+        if not filling.is_queued:
+            filling.is_queued = True
+            self._chores.add(partial(self._fill, member, filling))
         return True
+
+    def _fill(self, member: Member, filling: Filling) -> bool:
+        """A slice of its snapshot, unless that was given up. Whether there is more."""
+        if member.filling is not filling:
+            return False
+        try:
+            filling.is_queued = member.fill()
+        except Exception:
+            self._give_up(member)  # an audit will ask for another
+            raise
+        if member.filling is None:
+            self._route(member)
+        return filling.is_queued
+
+    def _give_up(self, member: Member) -> bool:
+        """Of this snapshot a part is missing. False: ask for another."""
+        self._fall(member, IndexState.STALE)
+        member.ignored = 1  # asked just now
+        return False
+
+    # ---- what takes long
+
+    def defer(self, wake: Callable[[], object]) -> None:
+        """From now on snapshots go in, and workers that left go out, by calls of `work`; `wake` is called when there is cause for them."""
+        self._chores.defer(wake)
+
+    def work(self) -> bool:
+        """A slice of what was deferred, some 512 blocks. Whether there is more."""
+        return self._chores.work()
 
     # ---- what is learned of those without news
 
@@ -208,8 +287,11 @@ class PrefixIndex:
         if member.learned is None:
             return
         member.learned = None
-        member.clear()
         self._fall(member, IndexState.STALE)
+        if not self._chores.are_deferred:  # else its snapshot sees to it, before there is a hit
+            sweep = member.clear()
+            while not sweep.is_done:
+                member.num_blocks -= sweep.step()
 
     # ---- audits
 
@@ -221,7 +303,7 @@ class PrefixIndex:
         member = self._members.get(worker_id)
         if member is None or member.learned is not None:
             return None
-        if member.state is IndexState.STALE:
+        if member.state is IndexState.STALE or member.filling is not None:
             return []
         return audits.sample(member, seed, num_hashes)
 
@@ -234,6 +316,8 @@ class PrefixIndex:
         member = self._members.get(worker_id)
         if member is None or member.learned is not None:
             return True
+        if (filling := member.filling) is not None:
+            return self._audit_filling(member, filling)
         if seq < member.seq and member.state is not IndexState.STALE and not member.was_behind:
             member.was_behind = True
             return True
@@ -256,6 +340,12 @@ class PrefixIndex:
         else:
             return True
         return False
+
+    def _audit_filling(self, member: Member, filling: Filling) -> bool:
+        """Nothing is compared while a snapshot goes in. One of which nothing has come between two audits is lost."""
+        is_lost = filling.was_audited and not filling.is_whole
+        filling.was_audited = True
+        return not is_lost or self._give_up(member)
 
     def audit_counts(self, worker_id: str) -> AuditCounts:
         """What audits of this worker have found since it came."""

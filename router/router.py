@@ -122,8 +122,10 @@ class Router:
         )
 
     def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
-        """Everything that a worker has cached: heals its index. False: it came too late for that, ask for another."""
-        return self._index.apply_snapshot(worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered)
+        """Everything that a worker has cached, or a part of it: heals its index. False: it does not, ask for another."""
+        return self._index.apply_snapshot(
+            worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered, part=snapshot.part, is_last=snapshot.is_last
+        )
 
     def set_misfits(self, misfits: Misfits) -> None:
         """From now on these pairs of live workers are not chosen; any other may be."""

@@ -22,6 +22,7 @@ from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.attempt import Attempt, WorkerGone
 from kvrelay.serve.audits import AuditWatch
 from kvrelay.serve.explain import Explain
+from kvrelay.serve.intake import Intake
 from kvrelay.serve.pairs import PairWatch
 from kvrelay.serve.refusals import error_of_refusal
 from kvrelay.serve.request_log import Arrival, RequestLog
@@ -74,6 +75,7 @@ class Dispatcher:
         self._sharing = Paced(self._tell_assigned, settings.router.share_load_s, now=clock, after=_later)
         self.pairs = PairWatch(self.send, self._on_pairs, clock)
         self._blocked: str | None = None
+        self._intake = Intake(router.index)
         self._audits = AuditWatch(
             router.index, lambda: list(self._links), self.audit, self._resync, settings.router.audit_s
         )

@@ -14,6 +14,7 @@ import msgspec
 from kvrelay import plane, wire
 from kvrelay.engine.assigned import AssignedShares
 from kvrelay.errors import ConnectionLost
+from kvrelay.kvcache.events import PART_HASHES, parts_of
 from kvrelay.serve.detokenizer import ByteDetokenizer
 from kvrelay.serve.worker_link import Member
 from kvrelay.types import Fingerprint, Role
@@ -105,6 +106,7 @@ class FakeWorker:
         self.cached_tokens = 0
         self.cached: list[bytes] = []  # of its snapshot, as of event kv_seq
         self.kv_seq = 0
+        self.part_hashes = PART_HASHES  # at most, in each message of its snapshot
         self._assigned: AssignedShares[plane.Connection] = AssignedShares()
         self.tokens_per_message = 1
         self.num_greetings = 0
@@ -180,7 +182,8 @@ class FakeWorker:
             if self._connections.get(message.request_id) is connection:  # as a real worker: who asked may abort
                 self.end(message.request_id)
         elif isinstance(message, wire.Subscribe):
-            self._send(connection, wire.KvSnapshot(seq=self.kv_seq, hashes=self.cached))
+            for part in parts_of(wire.KvSnapshot(seq=self.kv_seq, hashes=self.cached), self.part_hashes):
+                self._send(connection, part)
             self._send(connection, wire.LoadReport(seq=1, free_blocks=1024, total_blocks=1024))
             self._assigned.join(connection)
             self._tell_others()

@@ -15,8 +15,8 @@ the same workers hold. That what is skipped has been compared before, and that n
 Not for use from several threads. Never imports torch, Ray, sockets or a clock.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from itertools import compress, pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ MAX_GATHERED = 8
 """Chunks that one lookup tries to move, at most, so that none takes much longer than looking them up."""
 SHORT = 16
 """Slots in a row; after two rows in a chain that are shorter its blocks are looked up one by one."""
+_STRETCH = 1 << 13  # slots that a sweep looks through at a time
 _DENSE = 8  # blocks of a scattered chunk to each break of the row, at most, that make it worth moving
 
 Ends = list[tuple[int, int]]
@@ -43,6 +44,7 @@ class Holders:
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
         self._slots, self._kinds = Slots(), Kinds()
+        self.num_sweeps = 0  # under way: blocks are to stay where they are
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -77,13 +79,26 @@ class Holders:
         slots, kinds = self._slots.kinds_of(hashes)
         return self._drop(slots, kinds, mine, hashes)
 
-    def keep(self, hashes: Sequence[bytes], mine: int) -> None:
-        """Of all that the worker with these bits holds, only these."""
-        kept, _ = self._slots.kinds_of(hashes)
-        slots = np.setdiff1d(self._held_by(mine), np.array(kept, np.int64)).tolist()
-        self._drop(slots, list(map(self._slots.kinds.__getitem__, slots)), mine, None)
+    def sweep(self, first: int, mine: int, kept: Container[bytes], most: int) -> tuple[int, int]:
+        """Of the blocks from slot `first` on, the worker with these bits holds `kept` alone: (where to go on, 0: nowhere; how many went).
 
-    def _drop(self, slots: Sequence[int], kinds: Sequence[int], mine: int, hashes: Sequence[bytes] | None) -> int:
+        So much of the row is looked through at a time that at most `most` of its blocks are found there.
+        """
+        stop = min(first + _STRETCH, len(self._slots.kinds))
+        found, kinds = self._found(lambda mask: mask & mine != 0, first, 1, stop)
+        if len(found) > most:
+            found, kinds, stop = found[:most], kinds[:most], int(found[most])
+        slots, names = found.tolist(), self._slots.names(found.tolist())
+        is_gone = [name not in kept for name in names]
+        num_dropped = self._drop(
+            list(compress(slots, is_gone)),
+            list(compress(kinds.tolist(), is_gone)),
+            mine,
+            list(compress(names, is_gone)),
+        )
+        return (stop if stop < len(self._slots.kinds) else 0), num_dropped
+
+    def _drop(self, slots: Sequence[int], kinds: Sequence[int], mine: int, hashes: Sequence[bytes]) -> int:
         num_dropped = 0
         for kind, some in _grouped(kinds, slots):
             old = self._kinds.masks[kind]
@@ -94,8 +109,7 @@ class Holders:
             if target:
                 self._slots.paint(some, target)
             else:
-                is_all = hashes is not None and len(some) == len(hashes)
-                self._slots.remove(some, hashes if is_all and hashes is not None else self._slots.names(some))
+                self._slots.remove(some, hashes if len(some) == len(hashes) else self._slots.names(some))
         return num_dropped
 
     def known(self, hashes: Iterable[bytes], mine: int) -> list[bytes]:
@@ -106,14 +120,11 @@ class Holders:
         """The bits of everybody who holds it."""
         return self._kinds.masks[self._slots.kind(block_hash)]
 
-    def _held_by(self, mine: int) -> Ints:
-        """Slots of all that the worker with these bits holds: one look at each slot of the row."""
-        found, _ = self._found(lambda mask: mask & mine != 0, 0, 1)
-        return found
-
-    def _found(self, wanted: Callable[[int], bool], first: int, step: int) -> tuple[Ints, NDArray[np.intc]]:
-        """Every `step`-th slot from `first` on whose block's holders are wanted, and their kinds."""
-        kinds = np.frombuffer(self._slots.kinds, np.intc)[first::step]
+    def _found(
+        self, wanted: Callable[[int], bool], first: int, step: int, stop: int | None = None
+    ) -> tuple[Ints, NDArray[np.intc]]:
+        """Every `step`-th slot from `first` to before `stop` whose block's holders are wanted, and their kinds."""
+        kinds = np.frombuffer(self._slots.kinds, np.intc)[first:stop:step]
         masks, is_there = self._kinds.masks, np.zeros(len(self._kinds.masks), np.bool_)
         for kind in np.flatnonzero(np.bincount(kinds, minlength=1)).tolist():
             is_there[kind] = kind != 0 and wanted(masks[kind])
@@ -185,7 +196,7 @@ class Holders:
                 if not alive:
                     return place, 0, False
         num_breaks = sum(slot + 1 != after for slot, after in pairwise(slots))
-        is_scattered = may_gather and _DENSE * num_breaks >= len(chunk)
+        is_scattered = may_gather and not self.num_sweeps and _DENSE * num_breaks >= len(chunk)
         if is_scattered:
             self._slots.gather(chunk, slots)
         return depth + len(chunk), alive, is_scattered

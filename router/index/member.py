@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.router.index.bits import anywhere_bit, both_bits
+from kvrelay.router.index.filling import Filling, Sweep
 from kvrelay.router.index.holders import Holders
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.types import IndexState
@@ -33,6 +34,7 @@ class Member:
     __slots__ = (
         "anywhere",
         "both",
+        "filling",
         "holders",
         "ignored",
         "lately_removed",
@@ -64,6 +66,7 @@ class Member:
         self.num_late = 0  # snapshots in a row that healed nothing
         self.was_behind = False  # its last answer to an audit was older than the events applied
         self.num_blocks = 0
+        self.filling: Filling | None = None  # while a snapshot goes in
         self.lately_removed: deque[bytes] = deque(maxlen=_REMEMBERED)
 
     # ---- which messages count
@@ -71,7 +74,7 @@ class Member:
     def hear(self, seq: int) -> Word:
         """An event with this number came."""
         self.newest_seq = max(self.newest_seq, seq)
-        if self.state is IndexState.STALE:
+        if self.state is IndexState.STALE and self.filling is None:
             self.ignored += 1
             return Word.ASK if self.ignored % REASK_EVERY == 1 else Word.IGNORE
         if seq <= self.seq:
@@ -84,7 +87,9 @@ class Member:
         return Word.APPLY
 
     def fall(self, state: IndexState) -> None:
-        """From EXACT, or further."""
+        """From EXACT, or further. One that is STALE gives its snapshot up, should one be going in."""
+        if state is IndexState.STALE:
+            self._end_filling()
         self.state, self.ignored, self.until_asked = state, 0, REASK_EVERY
 
     def asks_again(self) -> bool:
@@ -99,12 +104,18 @@ class Member:
 
     def store(self, hashes: Sequence[bytes], *, in_pool: bool = True) -> bool:
         """It holds these now. False when some did not fit, or are no hashes."""
-        room = self.max_blocks - self.num_blocks
+        most = self.max_blocks if self.filling is None else 2 * self.max_blocks  # with what goes in the end
+        room = most - self.num_blocks
         fitting = hashes if len(hashes) <= room else hashes[: max(room, 0)]
-        if not _LENGTHS.issuperset(map(len, fitting)):
-            fitting = [one for one in fitting if len(one) == HASH_BYTES]
-        self.num_blocks += self.holders.put(fitting, self.both, self.both if in_pool else self.anywhere)
-        return len(fitting) == len(hashes)
+        return self._put(fitting, in_pool=in_pool) and len(fitting) == len(hashes)
+
+    def _put(self, hashes: Sequence[bytes], *, in_pool: bool) -> bool:
+        """It holds these. False when some are no hashes."""
+        right = hashes
+        if not _LENGTHS.issuperset(map(len, hashes)):
+            right = [one for one in hashes if len(one) == HASH_BYTES]
+        self.num_blocks += self.holders.put(right, self.both, self.both if in_pool else self.anywhere)
+        return len(right) == len(hashes)
 
     def move(self, hashes: Iterable[bytes], *, in_pool: bool) -> bool:
         """Between its pool and below. False when it was not known to hold all of them: those stay unknown."""
@@ -120,23 +131,52 @@ class Member:
         self.num_blocks -= num_dropped
         return num_dropped == len(hashes)
 
-    def replace(self, hashes: Iterable[bytes], lowered: Iterable[bytes]) -> bool:
-        """It holds exactly these now, `lowered` of them only below its pool. False when not all fit, or some are no hashes."""
-        unique = list(dict.fromkeys(hashes))
-        fitting = dict.fromkeys([one for one in unique if len(one) == HASH_BYTES][: self.max_blocks])
-        if self.num_blocks:
-            self.holders.keep(list(fitting), self.both)
-        below = fitting.keys() & set(lowered)
-        in_pool, low = list(fitting), []
-        if below:
-            in_pool, low = [one for one in fitting if one not in below], [one for one in fitting if one in below]
-        self.holders.put(in_pool, self.both, self.both)
-        self.holders.put(low, self.both, self.anywhere)
-        self.num_blocks = len(fitting)
-        return len(fitting) == len(unique)
+    def clear(self) -> Sweep:
+        """What makes it hold nothing, step by step."""
+        return Sweep(self.holders, self.both)
 
-    def clear(self) -> None:
-        """It holds nothing."""
-        if self.num_blocks:
-            self.holders.keep((), self.both)
-        self.num_blocks = 0
+    # ---- a snapshot, and the events meanwhile
+
+    def begin(self, seq: int) -> None:
+        """All that it held as of `seq` is about to come."""
+        if self.state is IndexState.STALE or seq != self.seq:
+            self.fall(IndexState.STALE)
+        self._end_filling()
+        self.filling = Filling(seq, self.max_blocks, replaces=self.num_blocks > 0)
+        self.seq, self.newest_seq, self.num_late = seq, seq, 0
+
+    def change(
+        self, stored: Sequence[bytes], removed: Sequence[bytes], lowered: Sequence[bytes], raised: Sequence[bytes]
+    ) -> None:
+        """An event while a snapshot goes in. It is believed what it moves: that may be still to come."""
+        assert self.filling is not None
+        self.filling.touch(stored, removed, lowered, raised)
+        for hashes, in_pool in ((stored, True), (lowered, False), (raised, True)):
+            if hashes:
+                self.filling.is_complete &= self.store(hashes, in_pool=in_pool)
+        if removed:
+            self.drop(removed)
+
+    def fill(self) -> bool:
+        """A slice of what has come of the snapshot. Whether there is more; if not, and all has come, it is EXACT or DEGRADED."""
+        filling = self.filling
+        assert filling is not None
+        if (some := filling.slice()) is not None:
+            for hashes, in_pool in zip(some, (True, False), strict=True):
+                if hashes:
+                    filling.is_complete &= self._put(hashes, in_pool=in_pool)
+            return True
+        if not filling.is_whole:
+            return False
+        if (rest := filling.rest(self.holders, self.both)) is not None and not rest.is_done:
+            self.num_blocks -= rest.step()
+            return True
+        self._end_filling()
+        is_complete = filling.is_complete and self.num_blocks <= self.max_blocks
+        self.fall(IndexState.EXACT if is_complete else IndexState.DEGRADED)
+        return False
+
+    def _end_filling(self) -> None:
+        if self.filling is not None:
+            self.filling.stop()
+            self.filling = None

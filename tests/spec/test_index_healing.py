@@ -1,11 +1,22 @@
-"""An index heals whatever a channel does to a worker's news: a state machine with a lossy, reordering one; audits."""
+"""An index heals whatever a channel does to a worker's news: a state machine with a lossy, reordering one; audits.
+
+Snapshots come whole or in parts, and go in at once or a slice at a time.
+"""
 
 import pytest
 from hypothesis import Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from kvrelay.router.index.audits import AuditCounts
+from kvrelay.router.index.filling import Filling
 from kvrelay.router.index.member import Member
 from kvrelay.router.prefix_index import MAX_LATE, PrefixIndex
 from kvrelay.router.types import IndexState
@@ -19,6 +30,7 @@ class Worker:
 
     def __init__(self):
         self.seq, self.pool, self.below = 0, set(), set()
+        self.told = {0: (set(), set())}  # by seq
 
     def become(self, pool, below):
         """The event that tells it."""
@@ -30,10 +42,26 @@ class Worker:
             "raised": (pool - self.pool) & had,
         }
         self.seq, self.pool, self.below = self.seq + 1, pool, below - pool
+        self.told[self.seq] = self.pool, self.below
         return "event", self.seq, {kind: sorted(hashes) for kind, hashes in changes.items()}
 
     def snapshot(self):
-        return "snapshot", self.seq, {"hashes": sorted(self.pool | self.below), "lowered": sorted(self.below)}
+        return [("snapshot", self.seq, {"hashes": sorted(self.pool | self.below), "lowered": sorted(self.below)})]
+
+    def parts(self):
+        """The same in parts, always as many for one number."""
+        [(kind, seq, fields)] = self.snapshot()
+        most, hashes, parts = 1 + seq % 5, fields["hashes"], []
+        for part, start in enumerate(range(0, max(1, len(hashes)), most)):
+            some, is_last = hashes[start : start + most], start + most >= len(hashes)
+            fields = {
+                "hashes": some,
+                "lowered": sorted(self.below.intersection(some)),
+                "part": part,
+                "is_last": is_last,
+            }
+            parts.append((kind, seq, fields))
+        return parts
 
     def answer(self, hashes):
         return [IN_POOL if one in self.pool else BELOW_POOL if one in self.below else NOWHERE for one in hashes]
@@ -44,25 +72,33 @@ class ChannelMachine(RuleBasedStateMachine):
 
     blocks = st.integers(0, len(CHAIN)).flatmap(lambda n: st.just(set(CHAIN[:n])) | st.sets(st.sampled_from(CHAIN)))
 
-    @initialize()
-    def begin(self):
-        self.index, self.worker = PrefixIndex(chunk=2), Worker()
+    @initialize(is_deferred=st.booleans())
+    def begin(self, is_deferred):
+        self.index, self.worker, self.num_woken = PrefixIndex(chunk=2), Worker(), 0
+        if is_deferred:
+            self.index.defer(self.wake)
+        self.index.add_worker("other", max_blocks=100)
+        self.index.apply_snapshot("other", 0, CHAIN[::2])
         self.start()
-        self.deliver(self.worker.snapshot())
+        [message] = self.worker.snapshot()
+        self.deliver(message)
+
+    def wake(self):
+        self.num_woken += 1
 
     def start(self):
         """A new incarnation over a new connection: nothing of the old one arrives any more."""
         self.worker, self.channel, self.is_asked = Worker(), [], True
         self.index.add_worker("w", max_blocks=100)
 
-    @rule(is_restart=st.booleans())
-    def reconnect(self, is_restart):
+    @rule(is_restart=st.booleans(), in_parts=st.booleans())
+    def reconnect(self, is_restart, in_parts):
         if is_restart:
             self.start()
         else:
             self.channel, self.is_asked = [], True
             self.index.mark_stale("w")
-        self.channel.append(self.worker.snapshot())
+        self.channel += self.worker.parts() if in_parts else self.worker.snapshot()
 
     @rule(pool=blocks, below=blocks)
     def change(self, pool, below):
@@ -70,11 +106,41 @@ class ChannelMachine(RuleBasedStateMachine):
             self.channel.append(self.worker.become(pool, below))
 
     @precondition(lambda self: self.is_asked)
-    @rule(is_lost=st.booleans())
-    def answer_with_a_snapshot(self, is_lost):
+    @rule(is_lost=st.booleans(), in_parts=st.booleans())
+    def answer_with_a_snapshot(self, is_lost, in_parts):
         self.is_asked = False
         if not is_lost:
-            self.channel.append(self.worker.snapshot())
+            self.channel += self.worker.parts() if in_parts else self.worker.snapshot()
+
+    @rule(changes=st.lists(blocks, max_size=4), slices=st.integers(0, 2))
+    def connect_again_and_change_while_the_parts_come(self, changes, slices):
+        """All of it arrives, in order."""
+        self.channel, self.is_asked = [], True
+        self.index.mark_stale("w")
+        for part in self.worker.parts():
+            self.deliver(part)
+            self.work(slices)
+            if changes and changes[0] != self.worker.pool:
+                self.deliver(self.worker.become(changes.pop(0), self.worker.below))
+
+    @rule(times=st.integers(1, 9))
+    def work(self, times):
+        while times and self.index.work():
+            times -= 1
+            assert self.num_woken, "there is work of which nobody was told"
+
+    @invariant()
+    def who_is_exact_is_so(self):
+        if hasattr(self, "index") and self.index.state("w") is IndexState.EXACT:
+            assert self.held() == self.worker.told[self.index._members["w"].seq]
+
+    def held(self):
+        """What the index has of it: (in its pool, below)."""
+        member = self.index._members["w"]
+        masks = {one: member.holders.mask(one) & member.both for one in CHAIN}
+        return {one for one in CHAIN if masks[one] == member.both}, {
+            one for one in CHAIN if masks[one] == member.anywhere
+        }
 
     @precondition(lambda self: self.channel)
     @rule(fate=st.sampled_from(["deliver", "deliver", "deliver", "lose", "twice"]), data=st.data())
@@ -101,9 +167,12 @@ class ChannelMachine(RuleBasedStateMachine):
             return
         for message in self.channel[:-1]:  # and the last one is lost, so that nothing follows to tell of it
             self.deliver(message)
-        for seed in range(3):
+        for seed in range(4):
+            while self.index.work():
+                pass
             if not self.audit(seed):
-                self.deliver(self.worker.snapshot())
+                for message in self.worker.parts():
+                    self.deliver(message)
         assert self.index.state("w") is IndexState.EXACT
         for first in range(len(CHAIN)):
             found = self.index.depths(CHAIN[first:])
@@ -111,17 +180,31 @@ class ChannelMachine(RuleBasedStateMachine):
                 next((i for i, one in enumerate(CHAIN[first:]) if one not in held), len(CHAIN) - first)
                 for held in (self.worker.pool, self.worker.pool | self.worker.below)
             ]
-            assert [*found.in_pool, *found.anywhere] == (expected if expected[1] else [])
+            mine = found.rows == self.index.row("w")
+            assert [*found.in_pool[mine], *found.anywhere[mine]] == (expected if expected[1] else [])
         assert self.index.num_blocks("w") == len(self.worker.pool | self.worker.below)
+        assert self.index.num_blocks("other") == len(CHAIN[::2])
+        assert self.index._holders[1].num_sweeps == 0
+
+
+@pytest.fixture(autouse=True)
+def small_slices():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvrelay.router.index.filling.SLICE", 2)
+        patch.setattr("kvrelay.router.index.holders._STRETCH", 3)
+        yield
 
 
 TestChannelMachine = ChannelMachine.TestCase
 TestChannelMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
 
 
-@pytest.mark.parametrize("broken", ["gaps", "no audit", "blind audit", "lowered"])
+@pytest.mark.parametrize("broken", ["gaps", "no audit", "blind audit", "lowered", "events forgotten", "rest stays"])
 def test_the_machine_finds_a_broken_rule(broken, monkeypatch):
-    """Controls: gaps unnoticed; nobody asks in the end; audits that do not look; tiers that are not kept."""
+    """Controls: gaps unnoticed; nobody asks in the end; audits that do not look; tiers that are not kept.
+
+    Slices that put in what an event has removed; what a snapshot does not name stays.
+    """
     if broken == "gaps":
         hear = Member.hear
 
@@ -135,6 +218,10 @@ def test_the_machine_finds_a_broken_rule(broken, monkeypatch):
         monkeypatch.setattr(PrefixIndex, "apply_audit", lambda self, *rest: True)
     elif broken == "no audit":
         monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: True)
+    elif broken == "events forgotten":
+        monkeypatch.setattr(Filling, "touch", lambda self, *changes: None)
+    elif broken == "rest stays":
+        monkeypatch.setattr(Filling, "rest", lambda self, *of: None)
     else:
         move = Member.move
         monkeypatch.setattr(Member, "move", lambda self, hashes, *, in_pool: move(self, hashes, in_pool=True))

@@ -1,9 +1,11 @@
 """News of a worker's cache: what is stored in any tier, and what has left the pool for a lower one."""
 
+import pytest
+
 from kvrelay.hashing import HashChain, pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.changes import CacheChange
-from kvrelay.kvcache.events import EventLog
+from kvrelay.kvcache.events import EventLog, parts_of
 from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 A, B, C = (bytes([i]) * 16 for i in range(3))
@@ -71,3 +73,22 @@ def test_an_audit_says_what_the_caches_have_not_what_was_told():
     assert log.audit([first, second, A], pool, None) == (1, [CHANGING, CHANGING, NOWHERE])
     pool.drain_changes()  # lost on the way to the log: the answer is the truth all the same
     assert log.audit([first, second], pool, None) == (1, [NOWHERE, NOWHERE])
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4, 9])
+@pytest.mark.parametrize("num_below", [0, 1, 3])
+def test_a_snapshot_s_parts_add_up_to_it(most, num_below):
+    log, pool = EventLog(), Pool()
+    drained(log, pool, change(stored=[A]), below=[change(stored=[bytes([9 + i]) * 16 for i in range(num_below)])])
+    snapshot = log.snapshot()
+    parts = list(parts_of(snapshot, most))
+    assert [one for part in parts for one in part.hashes] == snapshot.hashes
+    assert [one for part in parts for one in part.lowered] == snapshot.lowered
+    assert all(set(part.lowered) <= set(part.hashes) and len(part.hashes) <= most for part in parts)
+    assert [part.part for part in parts] == list(range(len(parts)))
+    assert [part.is_last for part in parts] == [False] * (len(parts) - 1) + [True]
+    assert {part.seq for part in parts} == {1}
+
+
+def test_a_snapshot_of_nothing_is_one_part():
+    assert list(parts_of(EventLog().snapshot())) == [EventLog().snapshot()]
