@@ -22,7 +22,7 @@ from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
 from kvrelay.router.index.chores import Chores
-from kvrelay.router.index.filling import Filling, Sweep
+from kvrelay.router.index.filling import SLICE, Filling, Sweep
 from kvrelay.router.index.holders import CHUNK, Holders
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.member import REASK_EVERY, Member, Word
@@ -63,7 +63,7 @@ class PrefixIndex:
         self._learning: dict[str, Member] = {}  # of whom there is something to expire
         self._members: dict[str, Member] = {}
         self._names: list[str] = []  # by row; "": nobody's
-        self._free_rows: list[int] = []
+        self._free_rows: set[int] = set()
         self._holders: dict[int, Holders] = {}  # by stride
         self._audits: dict[str, AuditCounts] = {}
         self._chores = Chores()
@@ -82,7 +82,7 @@ class PrefixIndex:
         """
         self.remove_worker(worker_id)
         if self._free_rows:
-            row = self._free_rows.pop()
+            self._free_rows.remove(row := min(self._free_rows))
         else:
             row = len(self._names)
             self._names.append("")
@@ -107,7 +107,7 @@ class PrefixIndex:
         if member.num_blocks:
             self._chores.add(partial(self._leave, member, member.clear()))
         else:
-            self._free_rows.append(member.row)
+            self._free_row(member.row)
 
     def _leave(self, member: Member, sweep: Sweep) -> bool:
         """Another stretch of what is left of it; its row is the next one's when nothing is. Whether there is more."""
@@ -115,8 +115,21 @@ class PrefixIndex:
         if member.num_blocks and not sweep.is_done:
             return True
         sweep.stop()
-        self._free_rows.append(member.row)
+        self._free_row(member.row)
+        self._tidy(member.holders)
         return False
+
+    def _free_row(self, row: int) -> None:
+        """It is the next one's. The last ones are given up, so that masks get no longer than they need be."""
+        self._free_rows.add(row)
+        while len(self._names) - 1 in self._free_rows:
+            self._names.pop()
+            self._free_rows.remove(len(self._names))
+
+    def _tidy(self, holders: Holders) -> None:
+        """Make what these take in memory smaller, where it is much more than they need."""
+        if holders.begin_closing():
+            self._chores.add(partial(holders.close_up, SLICE))
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
@@ -170,7 +183,9 @@ class PrefixIndex:
         complete = member.store(_unique(stored))
         complete &= not lowered or member.move(_unique(lowered), in_pool=False)
         complete &= not raised or member.move(_unique(raised), in_pool=True)
-        complete &= not removed or member.drop(_unique(removed))
+        if removed:
+            complete &= member.drop(_unique(removed))
+            self._tidy(member.holders)
         if member.state is IndexState.DEGRADED:
             return not member.asks_again()
         if not complete:
@@ -241,6 +256,7 @@ class PrefixIndex:
             raise
         if member.filling is None:
             self._route(member)
+            self._tidy(member.holders)
         return filling.is_queued
 
     def _give_up(self, member: Member) -> bool:
@@ -277,8 +293,9 @@ class PrefixIndex:
     def expire(self, now_s: float) -> None:
         """Forget what was learned too long ago."""
         for worker_id, member in list(self._learning.items()):
-            if member.learned is not None:
-                member.drop(member.learned.expired(now_s))
+            if member.learned is not None and (gone := member.learned.expired(now_s)):
+                member.drop(gone)
+                self._tidy(member.holders)
             if not member.learned:
                 del self._learning[worker_id]
 

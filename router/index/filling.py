@@ -22,7 +22,7 @@ class Sweep:
     def __init__(self, holders: Holders, mine: int, kept: Collection[bytes] = ()) -> None:
         self._holders, self._mine, self._kept, self._next = holders, mine, kept, 0
         self.is_done = False
-        holders.num_sweeps += 1
+        holders.begin_sweep()
 
     def step(self) -> int:
         """Another stretch: how many blocks it took off."""
@@ -35,7 +35,7 @@ class Sweep:
         """The rest stays as it is. Idempotent."""
         if not self.is_done:
             self.is_done = True
-            self._holders.num_sweeps -= 1
+            self._holders.end_sweep()
 
 
 class Filling:

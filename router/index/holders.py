@@ -15,7 +15,7 @@ the same workers hold. That what is skipped has been compared before, and that n
 Not for use from several threads. Never imports torch, Ray, sockets or a clock.
 """
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import compress, pairwise
 
 import numpy as np
@@ -44,7 +44,7 @@ class Holders:
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
         self._slots, self._kinds = Slots(), Kinds()
-        self.num_sweeps = 0  # under way: blocks are to stay where they are
+        self.num_sweeps = 0  # under way
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -77,9 +77,9 @@ class Holders:
     def drop(self, hashes: Sequence[bytes], mine: int) -> int:
         """The worker with these bits holds none of them any more. Returns how many it held."""
         slots, kinds = self._slots.kinds_of(hashes)
-        return self._drop(slots, kinds, mine, hashes)
+        return self._drop(slots, kinds, mine)
 
-    def sweep(self, first: int, mine: int, kept: Container[bytes], most: int) -> tuple[int, int]:
+    def sweep(self, first: int, mine: int, kept: Collection[bytes], most: int) -> tuple[int, int]:
         """Of the blocks from slot `first` on, the worker with these bits holds `kept` alone: (where to go on, 0: nowhere; how many went).
 
         So much of the row is looked through at a time that at most `most` of its blocks are found there.
@@ -88,17 +88,14 @@ class Holders:
         found, kinds = self._found(lambda mask: mask & mine != 0, first, 1, stop)
         if len(found) > most:
             found, kinds, stop = found[:most], kinds[:most], int(found[most])
-        slots, names = found.tolist(), self._slots.names(found.tolist())
-        is_gone = [name not in kept for name in names]
-        num_dropped = self._drop(
-            list(compress(slots, is_gone)),
-            list(compress(kinds.tolist(), is_gone)),
-            mine,
-            list(compress(names, is_gone)),
-        )
+        slots, held = found.tolist(), kinds.tolist()
+        if kept:
+            is_gone = [name not in kept for name in self._slots.names(slots)]
+            slots, held = list(compress(slots, is_gone)), list(compress(held, is_gone))
+        num_dropped = self._drop(slots, held, mine)
         return (stop if stop < len(self._slots.kinds) else 0), num_dropped
 
-    def _drop(self, slots: Sequence[int], kinds: Sequence[int], mine: int, hashes: Sequence[bytes]) -> int:
+    def _drop(self, slots: list[int], kinds: list[int], mine: int) -> int:
         num_dropped = 0
         for kind, some in _grouped(kinds, slots):
             old = self._kinds.masks[kind]
@@ -109,7 +106,7 @@ class Holders:
             if target:
                 self._slots.paint(some, target)
             else:
-                self._slots.remove(some, hashes if len(some) == len(hashes) else self._slots.names(some))
+                self._slots.remove(some)
         return num_dropped
 
     def known(self, hashes: Iterable[bytes], mine: int) -> list[bytes]:
@@ -131,6 +128,31 @@ class Holders:
         places = np.flatnonzero(is_there[kinds])
         found: Ints = first + step * places
         return found, kinds[places]
+
+    # ---- where blocks are
+
+    def begin_sweep(self) -> None:
+        """Until `end_sweep` blocks stay where they are, so that none is passed over."""
+        self.num_sweeps += 1
+        self._slots.give_up_closing()
+
+    def end_sweep(self) -> None:
+        self.num_sweeps -= 1
+
+    @property
+    def _may_move(self) -> bool:
+        return not self.num_sweeps and not self._slots.is_closing
+
+    def begin_closing(self) -> bool:
+        """Whether the row is much longer than it need be, and may be made shorter now, by `close_up`."""
+        if not self._slots.is_sparse or not self._may_move:
+            return False
+        self._slots.begin_closing()
+        return True
+
+    def close_up(self, most: int) -> bool:
+        """Move some blocks, at most so many, unless that was given up. Whether there is more to do."""
+        return self._slots.is_closing and self._slots.close_up(most)
 
     # ---- samples
 
@@ -156,8 +178,8 @@ class Holders:
         ends: Ends = []
         slots, depth, num_short, to_gather = self._slots, 0, 0, MAX_GATHERED
         while depth < len(hashes):
-            slot = slots.slot_of.get(hashes[depth])
-            if slot is None:
+            slot = slots.slot(hashes[depth])
+            if not slot:
                 break
             count = slots.follow(hashes, depth, slot)
             num_short = num_short + 1 if count < SHORT else 0
@@ -196,7 +218,7 @@ class Holders:
                 if not alive:
                     return place, 0, False
         num_breaks = sum(slot + 1 != after for slot, after in pairwise(slots))
-        is_scattered = may_gather and not self.num_sweeps and _DENSE * num_breaks >= len(chunk)
+        is_scattered = may_gather and self._may_move and _DENSE * num_breaks >= len(chunk)
         if is_scattered:
             self._slots.gather(chunk, slots)
         return depth + len(chunk), alive, is_scattered
@@ -210,7 +232,7 @@ def _step(depth: int, mask: int, alive: int, ends: Ends) -> int:
     return kept
 
 
-def _grouped(kinds: Sequence[int], slots: Sequence[int]) -> Iterable[tuple[int, Sequence[int]]]:
+def _grouped(kinds: list[int], slots: list[int]) -> Iterable[tuple[int, list[int]]]:
     """(kind, its slots); those of kind 0, of blocks that have no slot, are one group, too."""
     if not kinds or kinds.count(kinds[0]) == len(kinds):
         return [(kinds[0], slots)] if kinds else ()

@@ -1,0 +1,223 @@
+"""The row of slots gets shorter when most of its blocks have gone: nothing is lost, whatever happens meanwhile."""
+
+import itertools
+import random
+import sys
+
+import pytest
+from hypothesis import Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvrelay import block_table
+from kvrelay.router.index import slots as slots_module
+from kvrelay.router.index.bits import both_bits
+from kvrelay.router.index.filling import Sweep
+from kvrelay.router.index.holders import Holders
+from kvrelay.router.index.slots import Slots
+from kvrelay.router.prefix_index import PrefixIndex
+
+
+def chain(name, length, first=0):
+    return [f"{name}{i}".encode().ljust(16) for i in range(first, first + length)]
+
+
+@pytest.fixture(params=["native", "python"])
+def either_table(request, monkeypatch):
+    if request.param == "python":
+        monkeypatch.setattr("kvrelay.router.index.slots.block_table", block_table.PythonTable)
+
+
+ROADS = [chain("r", 12) + chain(name, 28) for name in ("a", "b", "c")] + [chain("d", 40)]
+WORKERS = [both_bits(row) for row in range(3)]
+
+
+class RowMachine(RuleBasedStateMachine):
+    """Three workers' pieces of a few chains come and go while the row closes up, step by step, or is swept."""
+
+    @initialize()
+    def begin(self):
+        self.holders, self.held = Holders(chunk=4), [set() for _ in WORKERS]
+        self.slots, self.sweep = self.holders._slots, None
+
+    @rule(worker=st.integers(0, 2), road=st.sampled_from(ROADS), start=st.integers(0, 39), length=st.integers(1, 40))
+    def put(self, worker, road, start, length):
+        some = road[start : start + length]
+        self.holders.put(some, WORKERS[worker], WORKERS[worker])
+        self.held[worker] |= set(some)
+
+    @rule(worker=st.integers(0, 2), road=st.sampled_from(ROADS), start=st.integers(0, 39), length=st.integers(1, 40))
+    def drop(self, worker, road, start, length):
+        some = road[start : start + length]
+        self.holders.drop(some, WORKERS[worker])
+        self.held[worker] -= set(some)
+
+    @rule(worker=st.integers(0, 2), road=st.sampled_from(ROADS[:3]), start=st.integers(1, 20), length=st.integers(1, 9))
+    def put_with_others_in_between(self, worker, road, start, length):
+        """Names lie where the chain's would."""
+        some = [*road[:start], *ROADS[3][:length], *road[start + length :]]
+        self.holders.put(some, WORKERS[worker], WORKERS[worker])
+        self.held[worker] |= set(some)
+
+    @rule(
+        road=st.sampled_from(ROADS),
+        start=st.integers(0, 20),
+        stride=st.integers(1, 4),
+        most=st.integers(1, 5),
+        times=st.integers(0, 9),
+    )
+    def drop_almost_all_and_begin(self, road, start, stride, most, times):
+        keep = {*road[start::stride], *ROADS[3][: start // 4]}
+        for held, mine in zip(self.held, WORKERS, strict=True):
+            self.holders.drop(sorted(held - keep), mine)
+            held &= keep
+        if self.holders.begin_closing():
+            self.close_up(most, times)
+
+    @precondition(lambda self: self.slots.is_closing)
+    @rule(most=st.integers(1, 9), times=st.integers(1, 30))
+    def close_up(self, most, times):
+        while times and self.holders.close_up(most):
+            times -= 1
+
+    @precondition(lambda self: self.slots.is_closing)
+    @rule()
+    def close_up_to_the_end(self):
+        while self.holders.close_up(5):
+            pass
+        assert not self.slots.is_sparse
+
+    @precondition(lambda self: self.sweep is None)
+    @rule()
+    def begin_sweep(self):
+        """It may end a closing; nobody's bits, so that it changes nothing."""
+        self.sweep = Sweep(self.holders, both_bits(7))
+
+    @precondition(lambda self: self.sweep is not None)
+    @rule()
+    def step_sweep(self):
+        assert self.sweep.step() == 0
+        if self.sweep.is_done:
+            self.sweep = None
+
+    @rule(road=st.sampled_from(ROADS), cut=st.integers(0, 40))
+    def look_up(self, road, cut):
+        prompt = [*road[:cut], *chain("unknown", 5)]
+        found = {}
+        for depth, bits in self.holders.walk(prompt, sum(WORKERS)):
+            found.update({worker: depth for worker, mine in enumerate(WORKERS) if bits & mine})
+        expected = [next(i for i, one in enumerate(prompt) if one not in held) for held in self.held]
+        assert found == {worker: depth for worker, depth in enumerate(expected) if depth}
+
+    @invariant()
+    def columns_agree(self):
+        if not hasattr(self, "slots"):
+            return
+        slots, kinds = self.slots, list(self.slots.kinds)
+        assert list(slots._used) == [1, *(int(kind != 0) for kind in kinds[1:-1]), 1]
+        assert list(slots._edges[:-1]) == [int(one != after) for one, after in itertools.pairwise(kinds)]
+        assert len(slots._names) == 16 * len(kinds) and len(slots._chained) == len(kinds)
+        every = set().union(*self.held)
+        assert len(slots) == len(every) == sum(kind != 0 for kind in kinds)
+        for one in every:
+            assert slots.names([slots.slot(one)]) == [one]
+            assert self.holders.mask(one) == sum(
+                mine for mine, held in zip(WORKERS, self.held, strict=True) if one in held
+            )
+
+
+@pytest.fixture(autouse=True)
+def small_rows(monkeypatch):
+    monkeypatch.setattr(slots_module, "MIN_GROWTH", 4)
+    monkeypatch.setattr(slots_module, "_STRETCH", 7)
+    monkeypatch.setattr("kvrelay.router.index.holders.SHORT", 2)
+
+
+SETTINGS = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def test_whatever_happens_while_a_row_closes_up(either_table):
+    run_state_machine_as_test(RowMachine, settings=SETTINGS)
+
+
+@pytest.mark.parametrize("broken", ["notes", "room"])
+def test_the_machine_finds_a_broken_rule(broken, monkeypatch):
+    """Controls: what followed a block is believed to follow it where it lies now; new blocks come to lie anywhere."""
+    if broken == "notes":
+        close = Slots._close_stretch
+
+        def noted(self, most, stop):
+            before = self._packed
+            stop = close(self, most, stop)
+            self._chained[before - 1 : self._packed] = b"\1" * (self._packed - before + 1)
+            return stop
+
+        monkeypatch.setattr(Slots, "_close_stretch", noted)
+    else:
+        room = Slots._room
+
+        def anywhere(self, count):
+            ahead, self._ahead = self._ahead, 0
+            found = room(self, count)
+            self._ahead = ahead
+            return found
+
+        monkeypatch.setattr(Slots, "_room", anywhere)
+    with pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            RowMachine, settings=settings(SETTINGS, max_examples=600, database=None, phases=[Phase.generate])
+        )
+
+
+def num_bytes(index):
+    """Of the row's columns, the table of names and the kinds."""
+    holders = index._holders[1]
+    slots, kinds = holders._slots, holders._kinds
+    table = slots._table
+    names = table.num_bytes() if isinstance(table, block_table.NativeTable) else sys.getsizeof(table._slot_of)
+    columns = (slots._names, slots.kinds, slots._used, slots._chained, slots._edges, kinds.masks)
+    return names + sum(map(sys.getsizeof, columns))
+
+
+def test_memory_after_churn_is_that_of_what_is_left(either_table, monkeypatch):
+    """Many workers with blocks of their own and of others come and go, by events, by leaving, by snapshots."""
+    monkeypatch.setattr(slots_module, "MIN_GROWTH", 256)  # rows as in production
+    monkeypatch.setattr(slots_module, "_STRETCH", 1 << 13)
+    rng, index = random.Random(2), PrefixIndex()
+    small = PrefixIndex()
+    kept = chain("kept", 3000)
+    for one in (small, index):
+        one.add_worker("stays", max_blocks=10_000)
+        one.apply_snapshot("stays", 0, kept)
+    for worker in range(60):
+        index.add_worker(f"w{worker}", max_blocks=10_000)
+        index.apply_snapshot(f"w{worker}", 0, chain(f"own{worker}-", 2000) + kept[: rng.randrange(3000)])
+    assert num_bytes(index) > 10 * num_bytes(small)
+    index.apply_events("w0", 1, [], chain("own0-", 2000))
+    index.apply_snapshot("w1", 1, [])
+    for worker in range(60):
+        index.remove_worker(f"w{worker}")
+    assert num_bytes(index) < 4 * num_bytes(small)
+    assert index.num_rows == 1 and len(index) == 3000
+    assert index.match(kept) == {"stays": 3000}
+    index.apply_events("stays", 1, [], kept)
+    assert num_bytes(index) < 100_000
+
+
+def test_new_workers_get_the_lowest_rows_so_that_masks_stay_short():
+    index = PrefixIndex()
+    for worker in range(100):
+        index.add_worker(f"w{worker}", max_blocks=10)
+    for worker in range(1, 99):
+        index.remove_worker(f"w{worker}")
+    assert (index.num_rows, index.add_worker("new", max_blocks=10)) == (100, 1)
+    index.remove_worker("w99")
+    assert index.num_rows == 2
+    assert index.add_worker("w99", max_blocks=10) == 2
