@@ -6,7 +6,7 @@ name, goes in the end. Never imports torch, Ray, sockets or a clock.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from kvrelay.router.index.holders import Holders
 
@@ -15,14 +15,18 @@ SLICE = 512
 
 
 class Sweep:
-    """Takes a worker's bits off all blocks but some, a stretch of the row at a time. Blocks stay where they are meanwhile."""
+    """Takes a worker's bits off all blocks but some, a stretch of the row at a time. From the beginning on blocks stay where they are."""
 
     __slots__ = ("_holders", "_kept", "_mine", "_next", "is_done")
 
-    def __init__(self, holders: Holders, mine: int, kept: Collection[bytes] = ()) -> None:
-        self._holders, self._mine, self._kept, self._next = holders, mine, kept, 0
+    def __init__(self, holders: Holders, mine: int) -> None:
+        self._holders, self._mine, self._kept, self._next = holders, mine, bytearray(), 0
         self.is_done = False
         holders.begin_sweep()
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """These it holds: they are to stay."""
+        self._holders.mark(hashes, self._kept)
 
     def step(self) -> int:
         """Another stretch: how many blocks it took off."""
@@ -42,18 +46,16 @@ class Filling:
     """One snapshot: what has come of it, and what of that is still to be put in."""
 
     __slots__ = (
-        "_kept", "_next_part", "_parts", "_place", "_room", "_seq", "_sweep", "_touched",
-        "is_complete", "is_queued", "is_whole", "num_events", "was_audited",
+        "_next_part", "_parts", "_place", "_room", "_seq", "_touched",
+        "is_complete", "is_queued", "is_whole", "num_events", "rest", "was_audited",
     )  # fmt: skip
 
-    def __init__(self, seq: int, most: int, *, replaces: bool) -> None:
-        """Of `most` hashes at most. `replaces`: the worker is known to hold something already."""
-        self._room = most
-        self._seq, self._next_part, self._place = seq, 0, 0
-        self._parts: deque[tuple[Sequence[bytes], Collection[bytes]]] = deque()  # hashes, and those that are lowered
+    def __init__(self, seq: int, most: int, rest: Sweep | None) -> None:
+        """Of `most` hashes at most. `rest`: takes off in the end what it does not name; None: the worker holds nothing yet."""
+        self._seq, self._room, self._next_part, self._place = seq, most, 0, 0
+        self._parts: deque[tuple[tuple[bytes, ...], Collection[bytes]]] = deque()  # hashes, and those that are lowered
         self._touched: set[bytes] = set()  # by events since
-        self._kept: set[bytes] | None = set() if replaces else None
-        self._sweep: Sweep | None = None
+        self.rest = rest
         self.is_whole = False  # all parts have come
         self.is_complete = True  # all fitted, and were hashes
         self.is_queued = self.was_audited = False
@@ -63,17 +65,20 @@ class Filling:
         """A part has come. False: it is not the next one of this snapshot."""
         if seq != self._seq or part != self._next_part or self.is_whole:
             return False
-        self._parts.append((hashes, frozenset(lowered)))
+        self._parts.append((tuple(hashes), frozenset(lowered)))  # a tuple of bytes is nothing to the garbage collector
         self._next_part, self.is_whole = part + 1, is_last
         self.num_events, self.was_audited = 0, False
         return True
 
-    def touch(self, *changes: Iterable[bytes]) -> None:
+    def touch(self, *changes: Sequence[bytes]) -> None:
         """An event names these."""
         self._touched.update(*changes)
-        if self._kept is not None:
-            self._kept.update(*changes)
         self.num_events += 1
+
+    def keep(self, hashes: Sequence[bytes]) -> None:
+        """These are in, of the snapshot or by an event."""
+        if self.rest is not None and hashes:
+            self.rest.keep(hashes)
 
     def slice(self) -> tuple[list[bytes], list[bytes]] | None:
         """The next hashes to be put in: (those in the pool, those below it); None: all that has come is in."""
@@ -89,21 +94,13 @@ class Filling:
         if self._place >= len(hashes):
             self._parts.popleft()
             self._place = 0
-        if self._kept is not None:
-            self._kept.update(some)
         if self._touched:
             some = [one for one in some if one not in self._touched]
         if not lowered:
             return some, []
         return [one for one in some if one not in lowered], [one for one in some if one in lowered]
 
-    def rest(self, holders: Holders, mine: int) -> Sweep | None:
-        """Once all is in: what takes the rest off; None: there is none."""
-        if self._sweep is None and self._kept is not None:
-            self._sweep = Sweep(holders, mine, self._kept)
-        return self._sweep
-
     def stop(self) -> None:
         """It is given up, or done."""
-        if self._sweep is not None:
-            self._sweep.stop()
+        if self.rest is not None:
+            self.rest.stop()

@@ -15,8 +15,8 @@ the same workers hold. That what is skipped has been compared before, and that n
 Not for use from several threads. Never imports torch, Ray, sockets or a clock.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from itertools import compress, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -79,21 +79,31 @@ class Holders:
         slots, kinds = self._slots.kinds_of(hashes)
         return self._drop(slots, kinds, mine)
 
-    def sweep(self, first: int, mine: int, kept: Collection[bytes], most: int) -> tuple[int, int]:
-        """Of the blocks from slot `first` on, the worker with these bits holds `kept` alone: (where to go on, 0: nowhere; how many went).
+    def mark(self, hashes: Sequence[bytes], marks: bytearray) -> None:
+        """Set the marks of these blocks' slots; of all slots there is one."""
+        slots, _ = self._slots.kinds_of(hashes)
+        self._fit(marks)
+        np.frombuffer(marks, np.uint8)[np.array(slots, np.int64)] = 1
+
+    def _fit(self, marks: bytearray) -> None:
+        if len(marks) < len(self._slots.kinds):
+            marks.extend(bytes(len(self._slots.kinds) - len(marks)))
+
+    def sweep(self, first: int, mine: int, kept: bytearray, most: int) -> tuple[int, int]:
+        """Of the blocks from slot `first` on, the worker with these bits holds those marked alone: (where to go on, 0: nowhere; how many went).
 
         So much of the row is looked through at a time that at most `most` of its blocks are found there.
         """
-        stop = min(first + _STRETCH, len(self._slots.kinds))
+        end = len(self._slots.kinds)
+        stop = min(first + _STRETCH, end)
         found, kinds = self._found(lambda mask: mask & mine != 0, first, 1, stop)
         if len(found) > most:
             found, kinds, stop = found[:most], kinds[:most], int(found[most])
-        slots, held = found.tolist(), kinds.tolist()
         if kept:
-            is_gone = [name not in kept for name in self._slots.names(slots)]
-            slots, held = list(compress(slots, is_gone)), list(compress(held, is_gone))
-        num_dropped = self._drop(slots, held, mine)
-        return (stop if stop < len(self._slots.kinds) else 0), num_dropped
+            self._fit(kept)
+            is_gone = np.frombuffer(kept, np.uint8)[found] == 0
+            found, kinds = found[is_gone], kinds[is_gone]
+        return (stop if stop < end else 0), self._drop(found.tolist(), kinds.tolist(), mine)
 
     def _drop(self, slots: list[int], kinds: list[int], mine: int) -> int:
         num_dropped = 0

@@ -142,7 +142,7 @@ class Member:
         if self.state is IndexState.STALE or seq != self.seq:
             self.fall(IndexState.STALE)
         self._end_filling()
-        self.filling = Filling(seq, self.max_blocks, replaces=self.num_blocks > 0)
+        self.filling = Filling(seq, self.max_blocks, self.clear() if self.num_blocks else None)
         self.seq, self.newest_seq, self.num_late = seq, seq, 0
 
     def change(
@@ -154,6 +154,7 @@ class Member:
         for hashes, in_pool in ((stored, True), (lowered, False), (raised, True)):
             if hashes:
                 self.filling.is_complete &= self.store(hashes, in_pool=in_pool)
+                self.filling.keep(hashes)
         if removed:
             self.drop(removed)
 
@@ -165,11 +166,12 @@ class Member:
             for hashes, in_pool in zip(some, (True, False), strict=True):
                 if hashes:
                     filling.is_complete &= self._put(hashes, in_pool=in_pool)
+                    filling.keep(hashes)
             return True
         if not filling.is_whole:
             return False
-        if (rest := filling.rest(self.holders, self.both)) is not None and not rest.is_done:
-            self.num_blocks -= rest.step()
+        if filling.rest is not None and not filling.rest.is_done:
+            self.num_blocks -= filling.rest.step()
             return True
         self._end_filling()
         is_complete = filling.is_complete and self.num_blocks <= self.max_blocks
