@@ -212,8 +212,13 @@ def cell(
         print(line, flush=True)
 
 
+def used_bytes(index: PrefixIndex) -> int:
+    """Of all that was allocated since tracemalloc was started."""
+    return tracemalloc.get_traced_memory()[0] + index.native_bytes
+
+
 def memory(num_blocks: int = 100_000) -> None:
-    """Bytes of the index for each block and worker that holds it."""
+    """Bytes of the index for each block and worker that holds it; and after many workers have come and gone."""
     rng = random.Random(0)
     print(f"{'sharing':>8} {'B/block':>8} {'B/(block, worker)':>18}")
     for num_workers in (1, 8, 64):
@@ -224,9 +229,34 @@ def memory(num_blocks: int = 100_000) -> None:
             index.add_worker(str(name), max_blocks=num_blocks)
             index.apply_snapshot(str(name), 0, [bytes(bytearray(one)) for one in chain])
         index.depths(chain)
-        used = tracemalloc.get_traced_memory()[0]
+        used = used_bytes(index)
         tracemalloc.stop()
         print(f"{num_workers:>8} {used / num_blocks:>8.1f} {used / num_blocks / num_workers:>18.1f}")
+    churn(num_blocks // 10)
+
+
+def churn(num_blocks: int) -> None:
+    """A worker stays; hundreds with blocks of their own come, hear news, and go."""
+    rng = random.Random(1)
+    tracemalloc.start()
+    index = PrefixIndex()
+
+    def come(name: str) -> None:
+        index.add_worker(name, max_blocks=num_blocks)
+        index.apply_snapshot(name, 0, [rng.randbytes(16) for _ in range(num_blocks)])
+
+    come("stays")
+    before = used_bytes(index)
+    for number in range(200):
+        come(str(number))
+    most, most_blocks = used_bytes(index), len(index)
+    for number in range(200):
+        index.remove_worker(str(number))
+    after = used_bytes(index)
+    tracemalloc.stop()
+    print(
+        f"{len(index)} blocks: {before / 1e6:.2f} MB; with {most_blocks}: {most / 1e6:.2f} MB; those gone: {after / 1e6:.2f} MB"
+    )
 
 
 def main() -> None:

@@ -45,6 +45,9 @@ class BlockTable(Protocol):
     def count(self) -> int:
         """Names that have a slot."""
 
+    def num_bytes(self) -> int:
+        """Of memory that Python does not count."""
+
 
 class PythonTable:
     """A dict."""
@@ -84,6 +87,9 @@ class PythonTable:
 
     def count(self) -> int:
         return len(self._slot_of)
+
+    def num_bytes(self) -> int:
+        return 0
 
 
 class NativeTable:

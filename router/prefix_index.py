@@ -73,6 +73,11 @@ class PrefixIndex:
         """Number of distinct hashes held by any worker; those of another stride are others."""
         return sum(map(len, self._holders.values()))
 
+    @property
+    def native_bytes(self) -> int:
+        """Of its memory, what Python does not count: the compiled tables of names."""
+        return sum(holders.native_bytes for holders in self._holders.values())
+
     # ---- members
 
     def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1, max_learned: int | None = None) -> int:

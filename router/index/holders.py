@@ -50,6 +50,11 @@ class Holders:
         return len(self._slots)
 
     @property
+    def native_bytes(self) -> int:
+        """Of memory that Python does not count."""
+        return self._slots.native_bytes
+
+    @property
     def num_kinds(self) -> int:
         """Different sets of holders."""
         return len(self._kinds)

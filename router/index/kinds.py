@@ -1,8 +1,13 @@
 """Sets of workers by number: a *kind* stands for all blocks that the same workers hold, each in the same tiers.
 
-A block's holders are one small number in its slot, however many workers hold it. Kind 0: nobody. Never imports torch, Ray,
-sockets or a clock.
+A block's holders are one small number in its slot, however many workers hold it. Kind 0: nobody. The lowest number that is free
+is given first, and the last ones are forgotten when they are free, so that there are no more than are in use, or soon. Never
+imports torch, Ray, sockets or a clock.
 """
+
+from heapq import heappop, heappush
+
+_FEW = 64
 
 
 class Kinds:
@@ -14,7 +19,7 @@ class Kinds:
         self.masks = [0]  # by kind; 0 where a number is not in use
         self._counts = [0]  # blocks of each kind
         self._numbers = {0: 0}  # by mask
-        self._free: list[int] = []
+        self._free: list[int] = []  # a heap; some in it are forgotten, or in use again
 
     def __len__(self) -> int:
         """Kinds of which there are blocks."""
@@ -30,14 +35,28 @@ class Kinds:
         if source:
             self._counts[source] -= count
             if not self._counts[source]:
-                del self._numbers[self.masks[source]]
-                self.masks[source] = 0
-                self._free.append(source)
+                self._forget(source)
         return kind
 
+    def _forget(self, kind: int) -> None:
+        """There are no blocks of this kind any more."""
+        masks = self.masks
+        del self._numbers[masks[kind]]
+        masks[kind] = 0
+        heappush(self._free, kind)
+        while len(masks) > 1 and not masks[-1]:
+            masks.pop()
+            self._counts.pop()
+        if len(self._free) > 2 * len(masks) + _FEW:
+            self._free = [number for number, mask in enumerate(masks) if number and not mask]
+
     def _new(self, mask: int) -> int:
-        if self._free:
-            kind = self._free.pop()
+        kind = 0
+        while not kind and self._free:
+            kind = heappop(self._free)
+            if kind >= len(self.masks) or self.masks[kind]:
+                kind = 0
+        if kind:
             self.masks[kind] = mask
         else:
             kind = len(self.masks)

@@ -46,6 +46,11 @@ class Slots:
     def __len__(self) -> int:
         return self._table.count()
 
+    @property
+    def native_bytes(self) -> int:
+        """Of memory that Python does not count."""
+        return self._table.num_bytes()
+
     # ---- changes
 
     def add(self, hashes: Sequence[bytes], kind: int) -> None:

@@ -5,7 +5,7 @@ import random
 import sys
 
 import pytest
-from hypothesis import Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +21,7 @@ from kvrelay.router.index import slots as slots_module
 from kvrelay.router.index.bits import both_bits
 from kvrelay.router.index.filling import Sweep
 from kvrelay.router.index.holders import Holders
+from kvrelay.router.index.kinds import Kinds
 from kvrelay.router.index.slots import Slots
 from kvrelay.router.prefix_index import PrefixIndex
 
@@ -90,9 +91,12 @@ class RowMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.slots.is_closing)
     @rule()
     def close_up_to_the_end(self):
-        while self.holders.close_up(5):
-            pass
-        assert not self.slots.is_sparse
+        """And once more where more has gone meanwhile."""
+        for _ in range(2):
+            while self.holders.close_up(5):
+                pass
+            self.holders.begin_closing()
+        assert not self.slots.is_sparse and not self.slots.is_closing
 
     @precondition(lambda self: self.sweep is None)
     @rule()
@@ -180,9 +184,8 @@ def num_bytes(index):
     """Of the row's columns, the table of names and the kinds."""
     holders = index._holders[1]
     slots, kinds = holders._slots, holders._kinds
-    table = slots._table
-    names = table.num_bytes() if isinstance(table, block_table.NativeTable) else sys.getsizeof(table._slot_of)
-    columns = (slots._names, slots.kinds, slots._used, slots._chained, slots._edges, kinds.masks)
+    names = index.native_bytes or sys.getsizeof(slots._table._slot_of)
+    columns = (slots._names, slots.kinds, slots._used, slots._chained, slots._edges, kinds.masks, kinds._counts)
     return names + sum(map(sys.getsizeof, columns))
 
 
@@ -221,3 +224,36 @@ def test_new_workers_get_the_lowest_rows_so_that_masks_stay_short():
     index.remove_worker("w99")
     assert index.num_rows == 2
     assert index.add_worker("w99", max_blocks=10) == 2
+
+
+moves = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1, 3)), max_size=80)
+
+
+@settings(max_examples=200, deadline=None)
+@given(moves)
+def test_kinds_are_numbered_and_no_more_than_there_were_at_once_of_the_higher_ones(happened):
+    """Blocks move from one mask to another: (from, to, how many); 0: nobody's."""
+    kinds, counts = Kinds(), {}
+    for source, target, count in happened:
+        count = min(count, counts.get(source, 0)) if source else count
+        if not count or source == target:
+            continue
+        number = kinds.moved(kinds._numbers[source], target, count)
+        assert (kinds.masks[number] if number else 0) == target
+        for mask, more in ((source, -count), (target, count)):
+            if mask:
+                counts[mask] = counts.get(mask, 0) + more
+        counts = {mask: number for mask, number in counts.items() if number}
+        assert {mask: kinds._counts[number] for mask, number in kinds._numbers.items() if mask} == counts
+        assert sorted(mask for mask in kinds.masks if mask) == sorted(counts)
+        assert len(kinds.masks) == 1 + max(kinds._numbers.values()) and len(kinds) == len(counts)
+
+
+def test_the_lists_of_kinds_shrink_with_them():
+    kinds = Kinds()
+    for mask in range(1, 1001):
+        kinds.moved(0, mask, 1)
+    for mask in range(1000, 2, -1):
+        kinds.moved(mask, 0, 1)
+    assert (len(kinds.masks), len(kinds._counts), len(kinds)) == (3, 3, 2)
+    assert len(kinds._free) < 100 and kinds.moved(0, 9999, 1) == 3
