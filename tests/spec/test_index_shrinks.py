@@ -151,33 +151,59 @@ def test_whatever_happens_while_a_row_closes_up(either_table):
     run_state_machine_as_test(RowMachine, settings=SETTINGS)
 
 
-@pytest.mark.parametrize("broken", ["notes", "room"])
-def test_the_machine_finds_a_broken_rule(broken, monkeypatch):
-    """Controls: what followed a block is believed to follow it where it lies now; new blocks come to lie anywhere."""
-    if broken == "notes":
-        close = Slots._close_stretch
+def test_the_machine_finds_new_blocks_that_come_to_lie_anywhere(monkeypatch):
+    """A control."""
+    room = Slots._room
 
-        def noted(self, most, stop):
-            before = self._packed
-            stop = close(self, most, stop)
-            self._chained[before - 1 : self._packed] = b"\1" * (self._packed - before + 1)
-            return stop
+    def anywhere(self, count):
+        ahead, self._ahead = self._ahead, 0
+        found = room(self, count)
+        self._ahead = ahead
+        return found
 
-        monkeypatch.setattr(Slots, "_close_stretch", noted)
-    else:
-        room = Slots._room
-
-        def anywhere(self, count):
-            ahead, self._ahead = self._ahead, 0
-            found = room(self, count)
-            self._ahead = ahead
-            return found
-
-        monkeypatch.setattr(Slots, "_room", anywhere)
+    monkeypatch.setattr(Slots, "_room", anywhere)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
             RowMachine, settings=settings(SETTINGS, max_examples=600, database=None, phases=[Phase.generate])
         )
+
+
+def closed_up():
+    """The depth of a chain in a row that has closed up, whose sixth block's place another block has; what is noted of it."""
+    holders, road = Holders(), ROADS[0]
+    holders.put(chain("gone", 200), WORKERS[0], WORKERS[0])
+    holders.put(road, WORKERS[0], WORKERS[0])
+    holders.walk(road, WORKERS[0])  # it is noted that they are a chain
+    holders.drop([*chain("gone", 200), road[5]], WORKERS[0])
+    holders._slots._cursor = holders._slots.slot(road[4]) + 1
+    holders.put([b"other".ljust(16)], WORKERS[0], WORKERS[0])
+    assert holders._slots.slot(b"other".ljust(16)) == holders._slots.slot(road[4]) + 1
+    assert holders.begin_closing()
+    while holders.close_up(3):
+        pass
+    assert holders._slots.slot(road[0]) == 1
+    first, after = holders._slots._chained[1:5], holders._slots._chained[7:40]
+    return holders.walk(road, WORKERS[0]), sum(first), sum(after)
+
+
+def test_what_is_noted_of_a_chain_moves_with_it_and_nothing_else_is():
+    ends, first, after = closed_up()
+    assert ends == [(5, WORKERS[0])]
+    assert first >= 2 and after >= 20
+
+
+def test_the_check_finds_notes_of_what_does_not_follow(monkeypatch):
+    """A control: what lies next to each other in the end is taken for a chain."""
+    close = Slots._close_stretch
+
+    def noted(self, most, stop):
+        before = self._packed
+        stop = close(self, most, stop)
+        self._chained[before - 1 : self._packed] = b"\1" * (self._packed - before + 1)
+        return stop
+
+    monkeypatch.setattr(Slots, "_close_stretch", noted)
+    assert closed_up()[0] != [(5, WORKERS[0])]
 
 
 def num_bytes(index):
