@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.hashing import HASH_BYTES
@@ -101,18 +101,32 @@ class NativeTable:
         self.find, self.find_one, self.add, self.move, self.remove, self.count, self.num_bytes = functions
 
 
+class Library(NamedTuple):
+    """The compiled functions: `make(seed)` gives a table's, `are_distinct` whether some names are known to be."""
+
+    make: Callable[[int], tuple[Callable[..., Any], ...]]
+    are_distinct: Callable[[list[bytes]], int]
+
+
 @functools.cache
-def maker() -> Callable[[int], tuple[Callable[..., Any], ...]] | None:
-    """Makes a compiled table's functions, of a seed; None where they cannot be had. Compiled at the first use."""
+def library() -> Library | None:
+    """Compiled at the first use; None where it cannot be had."""
     try:
-        [make] = load_builtins("block_table", [Path(__file__).parent / "native_table" / "table.c"])
+        return Library(*load_builtins("block_table", [Path(__file__).parent / "native_table" / "table.c"]))
     except BackendUnavailable as error:
         logger.info("tables of blocks in Python: %s", error)
         return None
-    return make
 
 
 def block_table() -> BlockTable:
     """An empty table. Its seed is drawn: nobody can choose prompts whose names crowd in it."""
-    make = maker()
-    return PythonTable() if make is None else NativeTable(make(int.from_bytes(os.urandom(8), "little") >> 1))
+    native = library()
+    return PythonTable() if native is None else NativeTable(native.make(int.from_bytes(os.urandom(8), "little") >> 1))
+
+
+def distinct(hashes: Sequence[bytes]) -> list[bytes]:
+    """Each of them once, in their order; the list itself where they are distinct."""
+    native = library()
+    if native is not None and type(hashes) is list and native.are_distinct(hashes):
+        return hashes
+    return list(dict.fromkeys(hashes))

@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 
+from kvrelay.block_table import distinct
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
@@ -185,11 +186,11 @@ class PrefixIndex:
             return True
         if member.filling is not None:
             return self._change(member, stored, removed, lowered, raised)
-        complete = member.store(_unique(stored))
-        complete &= not lowered or member.move(_unique(lowered), in_pool=False)
-        complete &= not raised or member.move(_unique(raised), in_pool=True)
+        complete = member.store(distinct(stored))
+        complete &= not lowered or member.move(distinct(lowered), in_pool=False)
+        complete &= not raised or member.move(distinct(raised), in_pool=True)
         if removed:
-            complete &= member.drop(_unique(removed))
+            complete &= member.drop(distinct(removed))
             self._tidy(member.holders)
         if member.state is IndexState.DEGRADED:
             return not member.asks_again()
@@ -208,7 +209,7 @@ class PrefixIndex:
         """An event while a snapshot goes in. False: the rest of that does not come, another one is needed."""
         filling = member.filling
         assert filling is not None
-        member.change(_unique(stored), _unique(removed), _unique(lowered), _unique(raised))
+        member.change(distinct(stored), distinct(removed), distinct(lowered), distinct(raised))
         return filling.is_whole or filling.num_events < REASK_EVERY or self._give_up(member)
 
     def apply_snapshot(
@@ -287,7 +288,7 @@ class PrefixIndex:
         member = self._members.get(worker_id)
         if member is None or member.learned is None:
             return
-        chain = _unique(hashes[member.stride - 1 :: member.stride])[: member.learned.limit]
+        chain = distinct(hashes[member.stride - 1 :: member.stride])[: member.learned.limit]
         member.drop(member.learned.note(chain, now_s))
         member.store(chain)
         self._learning[worker_id] = member
@@ -418,7 +419,3 @@ class PrefixIndex:
         mask = others if member.state is IndexState.STALE else others | member.both
         if mask:
             self._routable[member.stride] = mask
-
-
-def _unique(hashes: Sequence[bytes]) -> list[bytes]:
-    return list(dict.fromkeys(hashes))

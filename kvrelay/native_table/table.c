@@ -375,6 +375,38 @@ static PyObject *new_table(PyObject *self, PyObject *const *args, ptrdiff_t num_
     return functions;
 }
 
-static PyMethodDef MAKE[] = {{"make", new_table, METH_FASTCALL, NULL}};
+#define MOST_COMPARED 1024 /* names; twice as many places on the stack */
 
-PyObject *kr_builtins(void) { return builtins(MAKE, 1, NULL); }
+/* Whether a short list's names are known to be distinct at little cost: names that crowd are left to others. */
+static int distinct(PyObject *list, ptrdiff_t count)
+{
+    uint16_t places[2 * MOST_COMPARED] = {0}; /* a name's number in the list, from 1 on */
+    const uint8_t *names[MOST_COMPARED];
+    ptrdiff_t patience = 4 * count + 64;
+    for (ptrdiff_t i = 0; i < count; i++) {
+        uint64_t a, b;
+        if ((names[i] = name_at(list, i)) == NULL) return 0;
+        memcpy(&a, names[i], 8);
+        memcpy(&b, names[i] + 8, 8);
+        size_t place = (a ^ (b << 32 | b >> 32)) * 0x9e3779b97f4a7c15u >> 53;
+        for (; places[place] != 0; place = (place + 1) % (2 * MOST_COMPARED))
+            if (patience-- == 0 || memcmp(names[places[place] - 1], names[i], NAME) == 0) return 0;
+        places[place] = (uint16_t)(i + 1);
+    }
+    return 1;
+}
+
+/* are_distinct(list): 1: these are names, and no two are the same. 0: they are not, or it is not known. */
+static PyObject *are_distinct(PyObject *self, PyObject *const *args, ptrdiff_t num_args)
+{
+    if (!has_args(num_args, 1)) return NULL;
+    ptrdiff_t count = PyList_Size(args[0]);
+    return count < 0 ? NULL : PyLong_FromSsize_t(count <= MOST_COMPARED && distinct(args[0], count));
+}
+
+static PyMethodDef LIBRARY[] = {
+    {"make", new_table, METH_FASTCALL, NULL},
+    {"are_distinct", are_distinct, METH_FASTCALL, NULL},
+};
+
+PyObject *kr_builtins(void) { return builtins(LIBRARY, sizeof LIBRARY / sizeof *LIBRARY, NULL); }

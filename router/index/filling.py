@@ -8,6 +8,7 @@ name, goes in the end. Never imports torch, Ray, sockets or a clock.
 from collections import deque
 from collections.abc import Collection, Sequence
 
+from kvrelay.block_table import distinct
 from kvrelay.router.index.holders import Holders
 
 SLICE = 512
@@ -85,7 +86,7 @@ class Filling:
         if not self._parts:
             return None
         hashes, lowered = self._parts[0]
-        some = list(dict.fromkeys(hashes[self._place : self._place + SLICE]))
+        some = distinct(list(hashes[self._place : self._place + SLICE]))
         if len(some) > self._room:
             del some[self._room :]
             self.is_complete = False

@@ -4,21 +4,20 @@ import random
 from array import array
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvrelay import block_table
-from kvrelay.block_table import NativeTable, PythonTable, maker
+from kvrelay.block_table import NativeTable, PythonTable, distinct, library
 
 NAMES = [number.to_bytes(16, "little") for number in range(40)] + [bytes([0]) * 15 + bytes([i]) for i in range(1, 20)]
 
 
 def native(seed=5):
-    make = maker()
-    if make is None:
+    if library() is None:
         pytest.skip("no compiler")
-    return NativeTable(make(seed))
+    return NativeTable(library().make(seed))
 
 
 MAKERS = {"python": PythonTable, "native": native}
@@ -59,9 +58,9 @@ class TableMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, (1 << 63) - 1))
     def begin(self, seed):
-        self.rows = [Row(PythonTable(), 64)] + [
-            Row(NativeTable(make(seed)), 64) for make in [maker()] if make is not None
-        ]
+        self.rows = [Row(PythonTable(), 64)]
+        if library() is not None:
+            self.rows.append(Row(native(seed), 64))
 
     @property
     def held(self):
@@ -162,8 +161,33 @@ def test_the_compiled_table_touches_nothing_outside_of_the_row(slots, first):
 
 
 def test_without_a_compiler_it_is_a_dict(monkeypatch):
-    monkeypatch.setattr(block_table, "maker", lambda: None)
+    monkeypatch.setattr(block_table, "library", lambda: None)
     assert isinstance(block_table.block_table(), PythonTable)
-    if maker() is not None:
+    if library() is not None:
         monkeypatch.undo()
         assert isinstance(block_table.block_table(), NativeTable)
+
+
+@pytest.mark.parametrize("has_library", [True, False])
+@given(st.lists(st.sampled_from([*NAMES, b"", b"short", b"x" * 17]), max_size=60))
+def test_each_name_once_in_their_order(has_library, hashes):
+    with pytest.MonkeyPatch.context() as patch:
+        if not has_library:
+            patch.setattr(block_table, "library", lambda: None)
+        assert distinct(hashes) == distinct(tuple(hashes)) == list(dict.fromkeys(hashes))
+
+
+def test_many_names_and_names_that_crowd_are_told_apart():
+    """The first all lie in one place of the compiled check."""
+    inverse = pow(0x9E3779B97F4A7C15, -1, 1 << 64)
+    crowded = [(number * inverse % (1 << 64)).to_bytes(8, "little") + bytes(8) for number in range(300)]
+    many = [number.to_bytes(16, "little") for number in range(5000)]
+    for names in (crowded, many, crowded[:1], []):
+        assert distinct(names) == names and distinct([*names, *names]) == names
+    if library() is not None:
+        assert [library().are_distinct(names) for names in (crowded, crowded[:10], many, many[:1000])] == [0, 1, 0, 1]
+
+
+def test_distinct_names_are_not_copied():
+    native()
+    assert distinct(NAMES) is NAMES
