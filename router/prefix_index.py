@@ -186,7 +186,7 @@ class PrefixIndex:
             return True
         if member.filling is not None:
             return self._change(member, stored, removed, lowered, raised)
-        complete = member.store(distinct(stored))
+        complete = not stored or member.store(distinct(stored))
         complete &= not lowered or member.move(distinct(lowered), in_pool=False)
         complete &= not raised or member.move(distinct(raised), in_pool=True)
         if removed:
