@@ -24,6 +24,7 @@ from kvrelay.engine.preemption import Way
 from kvrelay.engine.preemptor import Preemptor
 from kvrelay.engine.sequence import Group, Sequence, State
 from kvrelay.engine.shares import LineRules, Shares
+from kvrelay.engine.siblings import begins_alike, is_spared, least_blocks
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.block_pool import BlockPool
 from kvrelay.kvcache.radix import BlockTable, Match
@@ -530,11 +531,28 @@ class Scheduler:
             if before is not None and not self.waiting.passes(seq, before):
                 break
             seats, owed = self._owed(seq, self.waiting, self.reserving)
+            if self._is_spared(seq, chunks):
+                break
             if not self._has_seat(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self._admitted(seq, self.waiting, self.reserving)
             budget -= self._join(seq, budget, singles, chunks, preempted)
         return budget
+
+    def _is_spared(self, seq: Sequence, chunks: list[Scheduled]) -> bool:
+        """Whether what this step computes anyway is the beginning of `seq`, which finds it in the next step."""
+        if not chunks or not self.pool.is_caching or seq.request.sampling.prompt_logprobs is not None:
+            return False
+        chain, size = seq.block_chain(), self.block_size
+        alike = [
+            item for item in chunks if item.seq.request.hints.keep and begins_alike(chain, item.seq.block_chain())
+        ]  # fmt: skip
+        if not alike:
+            return False
+        computed = [(item.seq.block_chain(), (item.start + item.num_tokens) // size) for item in alike]
+        num_usable = (seq.num_tokens - 1) // size
+        least = least_blocks(self.limits.token_budget, size)
+        return is_spared(chain, len(self.pool.match(chain, num_usable)), num_usable, least, computed)
 
     def _join(
         self, seq: Sequence, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]

@@ -77,6 +77,11 @@ class BlockPool:
         if self._pins and (over := self._pins.expired(now_s)):
             self.release(over)
 
+    @property
+    def is_caching(self) -> bool:
+        """Whether what is named can be found by others."""
+        return self._prefix_caching
+
     # ---- allocation
 
     @property
