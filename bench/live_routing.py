@@ -9,35 +9,45 @@ caches. Columns, in prompt tokens that need not be computed, as a share of all p
 
     requests    that got a first token
     hits        as the workers report them with the first token
-    chosen      what the chosen worker's pool could have given: all prompts that it had got before, least recently used first out
-    best        what any worker's could have, when the request was routed
-    more,       requests for which the router expected more, or fewer, cached tokens than the worker then had, and by how many
-    fewer       tokens in all; it also expects what is about to be computed for others
+    held        what the chosen worker held, by its own word, when the request was routed
+    chosen      what its pool could have given: every prompt routed there before, least recently used first out
+    best        what any worker's could have
+    short       requests that hit less than `chosen`, and by how many tokens in all
 
-The oracle follows the decisions, so a policy that scatters a conversation lowers its own `best`. It knows nothing of time, and
-counts a block as soon as its prompt is computed.
+The oracle follows the decisions, so a policy that scatters a conversation lowers its own `best`. It counts a prompt from its routing at
+who computes it, for whoever comes later begins later, and at a decode worker from the arrival of its KV.
+
+The second table is of the index: how often it was wrong, and by how many tokens in all; + too many, - too few. A claim is of one
+prompt at one worker, so each decision looks at as many as there are workers (see index_watch.py).
+
+    fault       of claims: the index differs from what the worker holds with every event in. No matter of time; there must be none
+    late        of claims: nothing is wrong with them but that an event was on its way when the request was routed
+    begun       of requests: the chosen worker's pool had less, or more, when the prefill began than the router expected
+    on the way  of those with less: what the index said was there, and what was missing was being computed for others
 
 Takes about two minutes: requests that have not ended 12 s after the last arrival are given up and count as failed. On a machine
 with other work the times mean little, the counts remain what they are.
 
 At the end of each run an ingress starts anew beside one that has seen everything since the beginning: after how many ms are all its
 workers EXACT, do both know the same blocks, and do both route each prompt of the run alike (the same workers, or others at the same
-cost)? Ends with exit code 1 where they do not.
+cost)? Ends with exit code 1 where they do not, or where the index is at fault.
 """
 
 import argparse
 import asyncio
+import json
 import random
 import sys
 import tempfile
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from figures import show
+from figures import machine, show
+from hit_figures import Recent, Routed, Tally
+from index_watch import IndexWatch
 from inprocess import count_weights, prepare
 
 from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
@@ -62,63 +72,18 @@ SESSIONS = SessionSpec(
 )  # fmt: skip
 
 
-class Recent:
-    """Blocks of one pool, the least recently used first out; of a prompt its end before its beginning."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._blocks: OrderedDict[object, None] = OrderedDict()
-
-    def depth(self, chain: Sequence[bytes]) -> int:
-        """Leading blocks of it that are here."""
-        return next((index for index, block in enumerate(chain) if block not in self._blocks), len(chain))
-
-    def add(self, chain: Sequence[object]) -> None:
-        for block in reversed(chain):
-            self._blocks[block] = None
-            self._blocks.move_to_end(block)
-        while len(self._blocks) > self._capacity:
-            self._blocks.popitem(last=False)
-
-
-@dataclass(slots=True)
-class Tally:
-    """One policy's requests. Tokens."""
-
-    prompt: int = 0
-    hits: int = 0
-    chosen: int = 0
-    best: int = 0
-    too_many: list[int] = field(default_factory=list)  # by how many, for each such request
-    too_few: list[int] = field(default_factory=list)
-    ttft_s: list[float] = field(default_factory=list)
-    local: int = 0
-    failed: int = 0
-    retried: int = 0
-
-    def row(self, policy: str) -> dict[str, Any]:
-        def share(tokens: int) -> str:
-            return f"{tokens / max(1, self.prompt):.1%}"
-
-        times = sorted(self.ttft_s)
-        return {
-            "policy": policy, "requests": len(times), "hits": share(self.hits), "chosen": share(self.chosen),
-            "best": share(self.best), "of best": f"{self.hits / max(1, self.best):.1%}",
-            "more": f"{len(self.too_many)} ({sum(self.too_many)})",
-            "fewer": f"{len(self.too_few)} ({sum(self.too_few)})",
-            "local": self.local, "TTFT s": times[len(times) // 2] if times else None,
-            "p90": times[int(0.9 * len(times))] if times else None, "failed": self.failed, "retried": self.retried,
-        }  # fmt: skip
-
-
 class Run:
     """The same load through one policy."""
 
     def __init__(self, dispatcher: Dispatcher, entries: Sequence[TraceEntry], vocab_size: int) -> None:
         self._dispatcher, self._entries, self._vocab_size = dispatcher, entries, vocab_size
         self.pools = {info.worker_id: Recent(info.num_blocks) for info, _ in dispatcher.live_workers()}
-        self.tally = Tally()
+        self.tally = Tally(BLOCK)
         self.asked: list[RouteRequest] = []
+        self._prompts: dict[str, SequenceRequest] = {}
+        self._routed: dict[str, Routed] = {}
+        self._cached: dict[str, int] = {}  # by attempt, as the worker says, with a first token
+        self._watch = IndexWatch(dispatcher, self._decided, self._arrived)
 
     async def play(self) -> Tally:
         began_s = time.monotonic()
@@ -137,56 +102,58 @@ class Run:
                 if not isinstance(outcome, KvrelayError):
                     raise outcome
                 print(f"failed: {outcome}", file=sys.stderr)
+        await self._watch.settled()
+        found = self._watch.found
+        for looks in found.values():
+            self.tally.claimed(list(looks.values()))
+        for attempt, cached in self._cached.items():
+            routed = self._routed[attempt]
+            self.tally.began(routed, found.get(attempt, {}).get(routed.worker), cached)
         return self.tally
 
     async def _one(self, number: int, entry: TraceEntry) -> None:
         request = self._request(number, entry)
         explain = Explain(time.monotonic())
         stream = self._dispatcher.generate(request, explain=explain)
-        best, chain, num_output = 0, request.block_hashes, 0
+        num_output = 0
         try:
             async for output in stream:
                 if not num_output:
-                    self._first_token(request, explain, best)
+                    attempt = explain.decisions[-1].request_id
+                    self._cached[attempt] = explain.cached_tokens
+                    self.tally.answered(self._routed[attempt], len(request.token_ids), explain)
                 num_output += len(output.token_ids)
         finally:
             await stream.aclose()
         decode = explain.decisions[-1].decode
         if decode is not None:  # what it wrote takes room in the pool, too
-            num_blocks = (len(request.token_ids) + num_output) // BLOCK - len(chain)
-            self.pools[decode].add([*chain, *((number, index) for index in range(num_blocks))])
+            num_blocks = (len(request.token_ids) + num_output) // BLOCK - len(request.block_hashes)
+            self.pools[decode].add([*request.block_hashes, *((number, index) for index in range(num_blocks))])
 
-    def _first_token(self, request: SequenceRequest, explain: Explain, best: int) -> None:
-        """Note what was hit, and what could have been."""
-        decision, chain, tally = explain.decisions[-1], request.block_hashes, self.tally
-        usable = (len(request.token_ids) - 1) // BLOCK
-        computing = decision.prefill or decision.decode
-        assert computing is not None
-        chosen = min(usable, self.pools[computing].depth(chain)) * BLOCK
-        best = max(min(usable, pool.depth(chain)) * BLOCK for pool in self.pools.values())
-        for worker in filter(None, (decision.prefill, decision.decode)):
-            self.pools[worker].add(chain)
-        tally.prompt += len(request.token_ids)
-        tally.hits += explain.cached_tokens
-        tally.chosen += chosen
-        tally.best += best
-        tally.local += decision.path == "local"
-        tally.ttft_s.append(explain.ttft_us() / 1e6)
-        if len(explain.decisions) > 1:
-            tally.retried += 1
-            return
-        wrong = decision.cached_tokens_prefill - explain.cached_tokens
-        if wrong:
-            (tally.too_many if wrong > 0 else tally.too_few).append(abs(wrong))
+    def _decided(self, decision: Decision) -> None:
+        """From now on the prompt counts as in the pool of who computes it: whoever comes later begins later."""
+        request = self._prompts[decision.request_id.partition("~")[0]]
+        chain, usable = request.block_hashes, (len(request.token_ids) - 1) // BLOCK
+        depths = {worker: min(usable, pool.depth(chain)) * BLOCK for worker, pool in self.pools.items()}
+        routed = Routed(decision, 0, max(depths.values()))
+        self._routed[decision.request_id] = replace(routed, chosen=depths[routed.worker])
+        self.pools[routed.worker].add(chain)
+
+    def _arrived(self, attempt: str) -> None:
+        """Its decode worker has the KV of the whole prompt."""
+        routed, request = self._routed.get(attempt), self._prompts.get(attempt.partition("~")[0])
+        if routed is not None and routed.decision.decode is not None and request is not None:
+            self.pools[routed.decision.decode].add(request.block_hashes)
 
     def _request(self, number: int, entry: TraceEntry) -> SequenceRequest:
         tokens = [token for block in entry.hash_ids for token in _words(block, self._vocab_size)][: entry.input_tokens]
         hashes = block_hashes(tokens, BLOCK)
         self.asked.append(RouteRequest(f"again{number}", tuple(hashes), len(tokens), entry.output_tokens))
-        return SequenceRequest(
+        request = self._prompts[f"r{number}"] = SequenceRequest(
             request_id=f"r{number}", token_ids=tokens, num_prompt_tokens=len(tokens), block_hashes=list(hashes),
             sampling=Sampling(max_tokens=max(2, entry.output_tokens), temperature=0.0, ignore_eos=True),
         )  # fmt: skip
+        return request
 
 
 def _words(block: int, vocab_size: int) -> list[int]:
@@ -258,7 +225,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
         "engine": {"kv_memory": options.kv_memory, "num_threads": 1, "block_size": BLOCK},
     }
     settings = settings_from(sections)
-    rows, restarts = [], []
+    tallies, restarts = [], []
     async with local_cluster(settings, folder, num_prefill=options.prefill, num_inside=options.decode) as cluster:
         await _warm_up(cluster.dispatcher, vocab_size)
         for policy in options.policies:
@@ -270,19 +237,24 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
                     while any(view.indexed_blocks for view in dispatcher.router.workers()):
                         await asyncio.sleep(0.01)
                 run = Run(dispatcher, entries, vocab_size)
-                rows.append((await run.play()).row(policy))
+                tallies.append(await run.play())
             await _quiet(cluster.dispatcher)
             restarts.append(await restart(cluster, settings, run.asked))
     total = sum(entry.input_tokens for entry in entries)
     title = f"{folder.name}: {len(entries)} requests, {total} prompt tokens, {options.rate:g} requests/s"
-    show(title, rows, options.json)
+    named = list(zip(options.policies, tallies, strict=True))
+    show(title, [tally.row(policy) for policy, tally in named])
+    show("The index", [tally.index_row(policy) for policy, tally in named])
+    if options.json is not None:
+        rows = [tally.row(name) | tally.index_row(name) | {"odd": tally.odd} for name, tally in named]
+        options.json.write_text(json.dumps({"title": title, "machine": machine(), "rows": rows}, indent=1) + "\n")
     for policy, one in zip(options.policies, restarts, strict=True):
         print(
             f"restart after {policy}: EXACT in {one.exact_ms:.0f} ms, {one.blocks} blocks "
             f"{'as' if one.same_blocks else 'NOT AS'} one that never restarted, "
             f"{one.same_choices} of {one.prompts} prompts routed alike"
         )
-    return all(one.is_good for one in restarts)
+    return all(one.is_good for one in restarts) and all(tally.is_sound for tally in tallies)
 
 
 async def _quiet(dispatcher: Dispatcher) -> None:
