@@ -174,7 +174,7 @@ def simulate(
         _answer(job, simulation.ways.get(job.index)) for job in sorted(simulation.jobs, key=lambda one: one.index)
     ]
     busy = {role.value: summary["workers"][role.value]["utilisation"] for role in Role}
-    return Outcome(tuple(answers), summary["moved_bytes"], busy)
+    return Outcome(tuple(answers), summary["moved_bytes"], busy, tiers=summary["tiers"])
 
 
 def _answer(job: Job, way: Decision | None) -> Answer:
@@ -183,7 +183,7 @@ def _answer(job: Job, way: Decision | None) -> Answer:
         index=job.index, arrival_s=job.arrival_s, prompt_tokens=job.num_tokens, output_tokens=job.output_tokens,
         outcome=job.outcome, ttft_s=job.ttft_s if is_done else math.nan,
         tpot_s=job.tpot_s if is_done and job.output_tokens > 1 else math.nan,
-        cached_tokens=job.cached_tokens, tier_tokens=job.tier_tokens, path=way.path if way is not None else "",
+        cached_tokens=job.cached_tokens, path=way.path if way is not None else "",
         workers=() if way is None else tuple(_real_name(name) for name in (way.prefill, way.decode) if name is not None),
     )  # fmt: skip
 

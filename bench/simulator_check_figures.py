@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ class Answer:
     ttft_s: float = math.nan
     tpot_s: float = math.nan  # of outputs of more than one token
     cached_tokens: int = 0
-    tier_tokens: int = 0  # of those, from below the pool
     path: str = ""  # local: the decode worker computed the prompt, too
     workers: tuple[str, ...] = ()  # that it went to: prefill, decode
 
@@ -35,6 +34,9 @@ class Outcome:
     moved_bytes: float
     busy: dict[str, float]  # by role, the share of its workers' time that steps took
     ingress_busy: float = 0.0  # of a core; nothing in a simulation
+    tiers: dict[str, int] = field(
+        default_factory=dict
+    )  # blocks by what became of them below the pools; see Simulation.summary
 
     def done(self) -> list[Answer]:
         return [one for one in self.answers if one.outcome == "done"]
@@ -45,7 +47,7 @@ class Figure:
     """One figure of both runs. `kind`: how its error is told."""
 
     name: str
-    unit: str  # ms, /s, MB, % (a share, told in points)
+    unit: str  # ms, /s, MB, "" (a count), % (a share, told in points)
     real: float
     simulated: float
 
@@ -60,7 +62,7 @@ class Figure:
         scale = {"ms": 1e3, "MB": 1e-6, "%": 100.0}.get(self.unit, 1.0)
         sign = "points" if self.unit == "%" else "%"
         return {
-            "figure": f"{self.name}, {self.unit}", "real": _short(scale * self.real),
+            "figure": ", ".join(filter(None, (self.name, self.unit))), "real": _short(scale * self.real),
             "simulated": _short(scale * self.simulated),
             "error": "-" if math.isnan(self.error) else f"{100 * self.error:+.1f} {sign}",
         }  # fmt: skip
@@ -78,17 +80,16 @@ def _figures(run: Outcome, ttft_s: float, tpot_s: float) -> dict[tuple[str, str]
     kept = [one for one in done if one.ttft_s <= ttft_s and not one.tpot_s > tpot_s]
     span_s = max(one.arrival_s for one in run.answers) - min(one.arrival_s for one in run.answers)
     prompt = max(1, sum(one.prompt_tokens for one in done))
-    below = sum(one.tier_tokens for one in done) / prompt
     return {
         **{(f"TTFT p{cut}", "ms"): _percentile(ttfts, cut) for cut in QUANTILES},
         **{(f"TPOT p{cut}", "ms"): _percentile(tpots, cut) for cut in QUANTILES},
         ("answered", "%"): len(done) / len(run.answers),
         ("goodput", "/s"): len(kept) / max(span_s, 1e-9),
         ("within the SLO", "%"): len(kept) / len(run.answers),
-        ("hits in the pool", "%"): sum(one.cached_tokens for one in done) / prompt - below,
-        ("hits below the pool", "%"): below,
+        ("hits", "%"): sum(one.cached_tokens for one in done) / prompt,
         ("prompts computed by decode workers", "%"): sum(one.path == "local" for one in done) / max(1, len(done)),
         ("KV moved", "MB"): run.moved_bytes,
+        **{(name.replace("_", " "), ""): count for name, count in run.tiers.items()},
         **{(f"{role} workers busy", "%"): share for role, share in run.busy.items()},
     }
 

@@ -28,6 +28,7 @@ from kvrelay.types import Role
 from kvrelay.wire import Sampling, SequenceRequest
 
 LATE_S = 60.0  # after the last arrival nobody is waited for any longer
+REPORTED_S = 3.0  # after a run the workers have told all that they did
 NUM_PROBES = 12  # single requests on an idle cluster that tell what a message takes
 
 
@@ -179,7 +180,24 @@ async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[Trac
                 await dispatcher.reset_cache(info.worker_id)
             while any(view.indexed_blocks for view in dispatcher.router.workers()):
                 await asyncio.sleep(0.01)
-        return await Player(dispatcher, entries, vocab_size).play()
+        before = moved_by_tiers(dispatcher)
+        run = await Player(dispatcher, entries, vocab_size).play()
+        await asyncio.sleep(REPORTED_S)
+        tiers = {name: count - before[name] for name, count in moved_by_tiers(dispatcher).items()}
+    return replace(run, outcome=replace(run.outcome, tiers=tiers))
+
+
+def moved_by_tiers(dispatcher: Dispatcher) -> dict[str, int]:
+    """Blocks since the workers' start, by what became of them, as in `Simulation.summary`; nothing without tiers below the pools."""
+    tiers = [tier for _, load in dispatcher.live_workers() for tier in load.tiers]
+    hosts, stores = ([tier for tier in tiers if (tier.tier == "host") is is_host] for is_host in (True, False))
+    if not hosts:
+        return {}
+    return {
+        "loaded_blocks": sum(tier.loaded_blocks for tier in hosts),
+        "saved_blocks": sum(tier.stored_blocks for tier in hosts),
+        "fetched_blocks": sum(tier.loaded_blocks for tier in stores),
+    }
 
 
 def steps_within(logs: Path, run: RealRun) -> dict[Role, list[list[LoggedStep]]]:

@@ -39,9 +39,9 @@ def test_a_time_is_off_by_a_share_of_itself_and_a_share_by_points():
     simulated = outcome([answer(0, 0.5, cached_tokens=20), answer(1, 0.5)], moved_bytes=3e6)
     found = by_name(real, simulated)
     assert found["TTFT p50"].error == pytest.approx(0.25) and found["TPOT p99"].error == 0.0
-    assert found["hits in the pool"].error == pytest.approx(-0.15) and found["KV moved"].error == pytest.approx(2.0)
+    assert found["hits"].error == pytest.approx(-0.15) and found["KV moved"].error == pytest.approx(2.0)
     assert found["TTFT p50"].row() == {"figure": "TTFT p50, ms", "real": "400", "simulated": "500", "error": "+25.0 %"}
-    assert found["hits in the pool"].row()["error"] == "-15.0 points"
+    assert found["hits"].row()["error"] == "-15.0 points"
 
 
 def test_goodput_counts_what_was_answered_within_both_limits():
