@@ -174,7 +174,8 @@ def simulate(
         _answer(job, simulation.ways.get(job.index)) for job in sorted(simulation.jobs, key=lambda one: one.index)
     ]
     busy = {role.value: summary["workers"][role.value]["utilisation"] for role in Role}
-    return Outcome(tuple(answers), summary["moved_bytes"], busy, tiers=summary["tiers"])
+    moved_bytes = sum(worker.moved_bytes for worker in simulation.workers)  # not what goes to a store and comes from it
+    return Outcome(tuple(answers), moved_bytes, busy, tiers=summary["tiers"])
 
 
 def _answer(job: Job, way: Decision | None) -> Answer:

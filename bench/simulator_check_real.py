@@ -197,6 +197,7 @@ def moved_by_tiers(dispatcher: Dispatcher) -> dict[str, int]:
         "loaded_blocks": sum(tier.loaded_blocks for tier in hosts),
         "saved_blocks": sum(tier.stored_blocks for tier in hosts),
         "fetched_blocks": sum(tier.loaded_blocks for tier in stores),
+        "stored_blocks": sum(tier.stored_blocks for tier in stores),
     }
 
 

@@ -277,9 +277,9 @@ class SharedStore:
             self._note(missing)
             return [False] * len(hashes)
         for digest, own, meta in zip(hashes, homes, metas, strict=True):
+            self.num_stored += any(digest not in self._holders.nodes[home] for home in own)
             for home in own:
                 self._keep(self._holders.nodes[home], digest, meta)
-        self.num_stored += sum(map(bool, homes))
         return [True] * len(hashes)
 
     def _keep(self, index: TierIndex, digest: BlockHash, meta: BlockMeta) -> None:
