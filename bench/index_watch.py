@@ -52,7 +52,7 @@ class IndexWatch:
         self._ids = itertools.count(FIRST_QUERY)
         vars(dispatcher).update(route=self._watched_route, deliver=self._watched_deliver)
 
-    async def settled(self, timeout_s: float = 10.0) -> None:
+    async def settled(self, timeout_s: float = 60.0) -> None:
         """Every worker has answered. Raises TimeoutError."""
         async with asyncio.timeout(timeout_s):
             while self._questions:
