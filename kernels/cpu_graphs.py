@@ -10,6 +10,7 @@ machine where another linear kernel won, runs every step as before.
 
 import ctypes
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,6 +54,12 @@ _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
 _CALL_WORDS = 26  # a call: its kernel, then up to 25 arguments of 8 bytes
 _MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of all engines of this process. Under a TorchDispatchMode torch 2.13 keeps, for each operator, a pointer to the Python object that it
+gets at the operator's first use (getTorchApiFunction), without a reference; where two threads come first together, OpOverloadPacket
+makes that object twice, forgets the one, and its pointer is read for ever after: a crash of the process."""
 
 
 class _Buffers:
@@ -133,7 +140,7 @@ def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
     tape = _Tape(lib)
     kernels.lib, kernels.empty = tape, buffers.empty
     try:
-        with _Watch(tape):
+        with _ONE_AT_A_TIME, _Watch(tape):
             yield tape
     finally:
         kernels.lib, kernels.empty = lib, empty

@@ -1,6 +1,7 @@
 """Recorded decode steps give what the calls one by one give, bit for bit, for every family."""
 
 import gc
+import threading
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from kvrelay.engine.engine import EngineConfig, load_engine
 from kvrelay.engine.model import load_model
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.backend import AttentionBatch
+from kvrelay.kernels.cpu import CpuBackend
 from kvrelay.kernels.cpu_graphs import LARGEST, MOST_HEADED, DecodeGraphs, _Buffers
 from kvrelay.wire import Sampling, SequenceRequest
 
@@ -186,6 +188,41 @@ def test_what_torch_computes_is_never_recorded(compiled, tmp_path):
     assert torch.equal(hidden, first)
     assert "aten.mul" in decoder.graphs.why_not and decoder.graphs.sizes == []
     assert not decoder.graphs.fits(decode_batch([6], decoder.generator))
+
+
+def test_two_engines_of_one_process_do_not_record_at_the_same_time(compiled, tmp_path):
+    """torch keeps a dangling pointer where two threads come to an operator first, each under its dispatch mode."""
+    folder = tiny_checkpoint("llama", tmp_path)
+    first, second = (Decoder(backend, folder, torch.float32) for backend in (compiled, CpuBackend(1)))
+    entered, may_go, order = threading.Event(), threading.Event(), []
+
+    def forward_of(decoder, name):
+        def forward(token_ids, batch, plan):
+            order.append(f"{name} begins")
+            if name == "first":
+                entered.set()
+                may_go.wait(20)
+            hidden = decoder.forward(token_ids, batch, plan)
+            order.append(f"{name} ends")
+            return hidden
+
+        return forward
+
+    def record(decoder, name):
+        batch = decode_batch([3, 7], decoder.generator)
+        with torch.inference_mode():
+            decoder.graphs.run(torch.tensor([1, 2]), batch, forward_of(decoder, name))
+
+    threads = [threading.Thread(target=record, args=one) for one in ((first, "first"), (second, "second"))]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.5)  # it would be through by now
+    may_go.set()
+    for thread in threads:
+        thread.join(20)
+    assert order == ["first begins", "first ends", "second begins", "second ends"]
+    assert first.graphs.sizes == second.graphs.sizes == [2]
 
 
 def test_only_decode_steps_of_a_moderate_size_fit(compiled, tmp_path):
