@@ -1,6 +1,7 @@
-"""Days of load for bench/planner.py: one that is made up, and a public trace that is stretched over a day. Pure but for reading traces.
+"""Days of load for bench/planner.py: made up ones, and a public trace that is stretched over a day. Pure but for reading traces.
 
-Sessions are thinned, not requests: conversations and agents keep their own gaps, whatever the hour.
+Sessions are thinned, not requests: conversations and agents keep their own gaps, whatever the hour. A day may be shorter than a real
+one: its hours pass faster, rushes and noise last as long as they do.
 """
 
 import math
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from kvrelay.cluster.loadgen_sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
+from kvrelay.cluster.workloads.arrivals import switching_arrivals
 from kvrelay.cluster.workloads.choose import load_trace
+from kvrelay.cluster.workloads.mixes import mixed_entries
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 
 DAY_S = 86400.0
@@ -41,36 +44,53 @@ def agent_curve(hour: float) -> float:
     return 0.03 + afternoon + night
 
 
-def rushes(day: int, seed: int) -> list[tuple[float, float, float]]:
+def rushes(day: int, seed: int, faster: float) -> list[tuple[float, float, float]]:
     """(begin, end, factor), hours of the day: two that every day has, at hours of its own, and one that comes every day at nine."""
     draw = random.Random(f"rush:{seed}:{day}")
-    own = [(at := draw.uniform(low, high), at + draw.uniform(0.15, 0.4), 1.7) for low, high in ((11.5, 16.5), (18, 22))]
-    return [(9.0, 9.5, 1.5), *own]
+    own = [
+        (at := draw.uniform(low, high), at + faster * draw.uniform(0.15, 0.4), 1.7)
+        for low, high in ((11.5, 16.5), (18, 22))
+    ]
+    return [(9.0, 9.0 + faster * 0.5, 1.5), *own]
 
 
-def made_days(num_days: int, *, chat_per_s: float, agents_per_s: float, seed: int) -> list[TraceEntry]:
-    """`chat_per_s`, `agents_per_s`: requests per s where their curve is 1."""
-    span_s, most = num_days * DAY_S, 2.0
+def made_days(
+    num_days: int, *, chat_per_s: float, agents_per_s: float, seed: int, day_s: float = DAY_S
+) -> list[TraceEntry]:
+    """`chat_per_s`, `agents_per_s`: requests per s where their curve is 1; 0: none of them."""
+    span_s, most = num_days * day_s, 2.0
     chats, tasks = SessionSpec(seed=seed), AgentSpec(seed=seed)
-    chats = replace(chats, sessions_per_s=most * chat_per_s / requests_per_session(chats))
-    tasks = replace(tasks, tasks_per_s=most * agents_per_s / requests_per_task(tasks))
     parts = []
-    for curve, entries, name in (
-        (chat_curve, generate(chats, math.ceil(1.02 * most * chat_per_s * span_s)), "chat"),
-        (agent_curve, agent_entries(tasks, math.ceil(1.02 * most * agents_per_s * span_s)), "agents"),
-    ):
-        parts.append(_thinned(entries, _factor(curve, num_days, seed, name), most, f"{seed}:{name}"))
+    if chat_per_s:
+        chats = replace(chats, sessions_per_s=most * chat_per_s / requests_per_session(chats))
+        entries = generate(chats, math.ceil(1.02 * most * chat_per_s * span_s))
+        parts.append(_thinned(entries, _factor(chat_curve, num_days, seed, "chat", day_s), most, f"{seed}:chat"))
+    if agents_per_s:
+        tasks = replace(tasks, tasks_per_s=most * agents_per_s / requests_per_task(tasks))
+        entries = agent_entries(tasks, math.ceil(1.02 * most * agents_per_s * span_s))
+        parts.append(_thinned(entries, _factor(agent_curve, num_days, seed, "agents", day_s), most, f"{seed}:agents"))
     return _merged(parts, span_s)
 
 
-def _factor(curve: Curve, num_days: int, seed: int, name: str) -> Curve:
+def bursty_days(num_days: int, *, per_s: float, seed: int, day_s: float = DAY_S) -> list[TraceEntry]:
+    """Single requests in bursts of six times the calm rate that last 10 s, along the chat's curve; `per_s` where that is 1."""
+    span_s, most = num_days * day_s, 2.0
+    entries = mixed_entries(
+        switching_arrivals(most * per_s, seed=seed), math.ceil(1.1 * most * per_s * span_s), seed=seed
+    )
+    named = [replace(one, session=f"one-{index}") for index, one in enumerate(entries)]
+    factor = _factor(chat_curve, num_days, seed, "bursty", day_s)
+    return _merged([_thinned(named, factor, most, f"{seed}:bursty")], span_s)
+
+
+def _factor(curve: Curve, num_days: int, seed: int, name: str, day_s: float) -> Curve:
     """The day's curve with noise and rushes, by the second."""
     draw = random.Random(f"noise:{seed}:{name}")
-    noise = [draw.gammavariate(NOISE**-2, NOISE**2) for _ in range(math.ceil(num_days * DAY_S / NOISE_S))]
-    rush = [rushes(day, seed) for day in range(num_days)]
+    noise = [draw.gammavariate(NOISE**-2, NOISE**2) for _ in range(math.ceil(num_days * day_s / NOISE_S))]
+    rush = [rushes(day, seed, DAY_S / day_s) for day in range(num_days)]
 
     def at(now_s: float) -> float:
-        day, hour = int(now_s // DAY_S), now_s % DAY_S / 3600
+        day, hour = int(now_s // day_s), now_s % day_s / day_s * 24
         if day >= num_days:
             return 0.0
         usual = curve(hour) * noise[int(now_s // NOISE_S)]
@@ -106,7 +126,7 @@ def _merged(parts: Sequence[list[TraceEntry]], span_s: float) -> list[TraceEntry
 
 
 def stretched_days(
-    requests: Path, rates: Sequence[Path], *, num_days: int, per_day: int, seed: int
+    requests: Path, rates: Sequence[Path], *, num_days: int, per_day: int, seed: int, day_s: float = DAY_S
 ) -> list[TraceEntry]:
     """The requests of one trace, in their order, at the rates of others: an hour of theirs becomes a day, and so again.
 
@@ -121,7 +141,7 @@ def stretched_days(
     for day in range(num_days):
         for _ in range(per_day):
             place = bisect_right(weights, draw.random() * weights[-1])
-            times.append((day + (place + draw.random()) / len(shape)) * DAY_S)
+            times.append((day + (place + draw.random()) / len(shape)) * day_s)
     times.sort()
     named = with_own_blocks(entries)
     size = 1 + max(max(one.hash_ids) for one in named)

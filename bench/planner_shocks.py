@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import show
-from bench.planner import course_of, num_turns
+from bench.planner_runs import course_of, num_turns
 from kvrelay.cluster.planner_model import model_of
 from kvrelay.cluster.simulate_command import simulated
 from kvrelay.cluster.simulator.scenario import scenario_from

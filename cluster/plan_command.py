@@ -1,7 +1,7 @@
 """`kvrelay plan`: how many prefill and decode workers a load needs, or whether it should not be disaggregated at all."""
 
 import json
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
@@ -15,8 +15,8 @@ from kvrelay.cluster.published_profiles import find_profile
 from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.choose import GENERATORS, make_workload
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.capacity import aggregated_fits, batch_of, hopeless_share, prompts_of, workers_for
-from kvrelay.router.planning.split import Comparison, Needs, compared, needs
+from kvrelay.router.planning.capacity import batch_of, hopeless_share, prompts_of
+from kvrelay.router.planning.split import Comparison, Needs, compared, needed_aggregated, needs
 from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
 
 DEFAULT_MOST = 256
@@ -84,15 +84,11 @@ def _report(
 ) -> dict[str, Any]:  # fmt: skip
     """Everything that is printed, as plain data."""
     most = limits.max_prefill
-    # aggregated workers are asked for at each budget that is tried in a comparison: the least of them
-    budgets = [max(model.token_budget // part, 1) for part in (1, 2, 4, 8)]
-    sizes = [
-        workers_for(aggregated_fits, load, replace(model, token_budget=budget), target, most) for budget in budgets
-    ]
-    aggregated = min((size for size in sizes if size is not None), default=None)
+    aggregated = needed_aggregated(load, model, target, most)
     counts = Counts(wanted.prefill, wanted.decode) if wanted.prefill and wanted.decode else None
     total = workers or max(counts.total if counts else 2, 2)
     found = compared(load, model, target, total)
+    model = model.crowded(counts.total if counts else total)
     prompts = prompts_of(load, model.prefill, model.token_budget)
     batch = batch_of(load, model, target, counts.decode) if counts else None
     return {

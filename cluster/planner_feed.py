@@ -21,6 +21,7 @@ CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
 TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": how many took at most that
 ALONE = "kvrelay_alone"  # "<name>/<worker id>": share of its blocks that no other worker has
 RUNNING, QUEUED, CACHED = "kvrelay_running", "kvrelay_queued", "kvrelay_cached_blocks"
+DECODING = "kvrelay_decoding"  # sequences of a worker that computes no prompt meanwhile, else 0
 HIT_SHARE = "kvrelay_hit_share"
 PREFILL_SPEED, STEP_S, CONTEXT = "kvrelay_prefill_tokens_per_s", "kvrelay_decode_step_s", "kvrelay_context_tokens"
 POOL_TOKENS, BLOCK_SIZE, MAX_RUNNING = "kvrelay_pool_tokens", "kvrelay_block_size", "kvrelay_max_running"
@@ -54,6 +55,7 @@ def worker_report(load: LoadReport, info: WorkerInfo) -> dict[str, float]:
     queried = load.prefix_query_tokens
     return {
         RUNNING: float(load.running + load.receiving + load.held),
+        DECODING: float(load.running if load.queued_tokens == 0 else 0),
         QUEUED: float(load.waiting),
         CONTEXT: float(load.used_blocks * info.block_size),
         CACHED: float(load.cached_blocks),
@@ -99,6 +101,7 @@ class Feed:
 
         `model` and `load`: what speeds are compared with; without them nothing is said of speeds.
         """
+        model = model.crowded(len(look.prefills) + len(look.decodes)) if model is not None else None
         start_s, self._at_s = self._at_s, look.at_s
         grown = self._grown(look.ingresses)
         if start_s is None or look.at_s <= start_s:
@@ -111,7 +114,7 @@ class Feed:
             arrivals=round(arrivals),
             input_tokens=round(grown.get(PROMPT_TOKENS, 0.0) * untold),
             input_squares=grown.get(PROMPT_SQUARES, 0.0) * untold,
-            cached_tokens=round(grown.get(CACHED_TOKENS, 0.0) * untold),
+            cached_tokens=round(grown.get(CACHED_TOKENS, 0.0)),
             ended=round(firsts), output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
             queued=round(sum(values.get(QUEUED, 0.0) for values in (look.prefills or look.decodes).values())),
             ttft_kept=kept_share(grown, TTFT, self._target.ttft_s, self._target.share),
@@ -172,13 +175,16 @@ def _prefill_slowness(workers: Iterable[Values], model: WorkerModel | None, load
 
 
 def _decode_slowness(workers: Iterable[Values], model: WorkerModel | None) -> float | None:
-    """Mean over those who decode now, of the time of a step over what the curve says of such a batch."""
+    """Mean over those who only decode now, of the time of a step over what the curve says of such a batch.
+
+    Beside prompts a worker has few steps that only decode: the last of them may have been of another batch.
+    """
     if model is None:
         return None
     ratios = [
-        values[STEP_S] / model.decode.decode_step_s(round(values[RUNNING]), round(values.get(CONTEXT, 0.0)))
+        values[STEP_S] / model.decode.decode_step_s(round(values[DECODING]), round(values.get(CONTEXT, 0.0)))
         for values in workers
-        if values.get(STEP_S, 0.0) > 0 and values.get(RUNNING, 0.0) >= 1
+        if values.get(STEP_S, 0.0) > 0 and values.get(DECODING, 0.0) >= 1
     ]
     return _mean(ratios)
 

@@ -21,6 +21,7 @@ from kvrelay.router.fit import DurationFit, FitState
 from kvrelay.router.planner import Rules
 from kvrelay.router.planning.types import Target, WorkerModel
 from kvrelay.router.speed_curve import SpeedCurve
+from kvrelay.types import Role
 
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 5.0, 0.1
 PREFILL_GAIN = 0.2
@@ -54,7 +55,8 @@ def model_of(profile: SimulatorProfile) -> WorkerModel:
     return WorkerModel(
         profile.prefill, profile.decode, pool_tokens=profile.pool_tokens, token_budget=profile.token_budget,
         max_running=profile.max_running, kv_bytes_per_token=profile.kv_bytes_per_token,
-        link_bytes_per_s=profile.link_bytes_per_s,
+        link_bytes_per_s=profile.link_bytes_per_s, workers_per_node=profile.workers_per_node,
+        prefill_slowdown=profile.slowdown_of(Role.PREFILL), decode_slowdown=profile.slowdown_of(Role.DECODE),
     )  # fmt: skip
 
 

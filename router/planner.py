@@ -140,7 +140,8 @@ class Planner:
 
     def _reachable(self, load: Workload) -> Target:
         """The target, its TPOT not below what a few sequences take: no number of workers makes a step shorter than that."""
-        least_s = BARE_STEPS * self.corrected.decode.decode_step_s(1, round(context_of(load)))
+        worker = self.corrected.crowded(self.model.most_crowded)
+        least_s = BARE_STEPS * worker.decode.decode_step_s(1, round(context_of(load)))
         return replace(self.target, tpot_s=max(self.target.tpot_s, least_s))
 
     def _strained(

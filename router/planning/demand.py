@@ -28,6 +28,10 @@ FEWEST_ENDED = 5  # answers, before anything is said of what requests are like
 BIN_S = 300.0  # of the seasonal history
 MATCH_BINS = 24  # that must have gone as a period ago
 MATCH_CORRELATION = 0.7
+STAY_HALF_LIFE_S = 4 * 3600.0  # of what is remembered of how excesses went on
+STAY_SIGMAS = 2.0  # a level so far above the usual one is an excess
+STAY_MOST = 2.0  # times the usual level: more counts as so much
+STAY_BELIEF = 300.0  # an excess of the usual level's size that stayed for so many seconds: believed before any was seen
 MOST_GROWTH = 2.0  # of a period over the one before, and its inverse
 BURST_LIMITS = (0.5, 32.0)
 _NORMAL = NormalDist()
@@ -43,6 +47,16 @@ class TrendState:
     variance: float
     runs: tuple[tuple[float, float, int], ...]
     is_new: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StayState:
+    """The usual level, (time, usual level, excess) of late, and sums over excesses that have been seen to their end."""
+
+    usual: float | None
+    recent: tuple[tuple[float, float, float], ...]
+    then: float
+    later: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +86,7 @@ class DemandState:
     """What has been learnt, as plain data. Times are seconds before the moment it was taken."""
 
     trend: TrendState
+    stay: StayState
     shape: ShapeState
     season: SeasonState | None
 
@@ -82,7 +97,7 @@ class Demand:
     def __init__(self, *, horizon_s: float, period_s: float) -> None:
         """`horizon_s`: how far ahead `expected` looks; `period_s`: of a pattern that may repeat, 0: none is looked for."""
         self._horizon_s = horizon_s
-        self._rate = _Trend()
+        self._rate, self._stay = _Trend(), _Stay(horizon_s)
         self._shape = _Shape()
         self._season = _Season(period_s) if period_s > 0 else None
 
@@ -91,6 +106,7 @@ class Demand:
         if seen.seconds <= 0:
             return
         self._rate.observe(seen.arrivals, seen.seconds, self._shape.burstiness)
+        self._stay.observe(self._rate.level, self._rate.deviation(0.0), seen.end_s, seen.seconds)
         self._shape.observe(seen)
         if self._season is not None:
             self._season.observe(seen.end_s, seen.arrivals, seen.seconds)
@@ -98,11 +114,12 @@ class Demand:
     def state(self, now_s: float) -> DemandState:
         """To go on from elsewhere."""
         season = self._season.state(now_s) if self._season is not None else None
-        return DemandState(self._rate.state(), self._shape.state(), season)
+        return DemandState(self._rate.state(), self._stay.state(now_s), self._shape.state(), season)
 
     def resume(self, state: DemandState, now_s: float) -> None:
         """Go on from there; a season only where the period is the same."""
         self._rate.resume(state.trend)
+        self._stay.resume(state.stay, now_s)
         self._shape.resume(state.shape)
         if self._season is not None and state.season is not None:
             self._season.resume(state.season, now_s)
@@ -113,7 +130,7 @@ class Demand:
         share: chance that no more come; more than a half makes room for what is not known of the level, and for its wandering
         until then.
         """
-        ahead = max(self._rate.level, self._rate.ahead(self._horizon_s))
+        ahead = self._stay.left(max(self._rate.level, self._rate.ahead(self._horizon_s)))
         ahead += _NORMAL.inv_cdf(share) * self._rate.deviation(self._horizon_s)
         seasonal = self._season.ahead(self._horizon_s) if self._season is not None else None
         return max(ahead, seasonal or 0.0)
@@ -187,6 +204,55 @@ class _Trend:
         steps = seconds / self._seconds
         reach = DAMPING * (1.0 - math.pow(DAMPING, steps)) / (1.0 - DAMPING)
         return max(0.0, self.level + self._slope * reach)
+
+
+class _Stay:
+    """What is left of a sudden excess a horizon later: learnt from those that were (the slope of a regression through 0).
+
+    Siblings that come together are gone before a worker that is started for them serves; a step of the load stays.
+    """
+
+    def __init__(self, horizon_s: float) -> None:
+        self._horizon_s = horizon_s
+        self._usual: float | None = None  # the level, slowly: what an excess is over
+        self._recent: deque[tuple[float, float, float]] = deque()  # (time, usual level, excess), a horizon of them
+        self._then = self._later = 0.0  # excess squared; excess times what was left of it; over the usual level, s
+
+    @property
+    def share(self) -> float:
+        """Of an excess, a horizon later."""
+        return min(max((self._later + STAY_BELIEF) / (self._then + STAY_BELIEF), 0.0), 1.0)
+
+    def left(self, level: float) -> float:
+        """Of this level, a horizon later."""
+        if self._usual is None or level <= self._usual:
+            return level
+        return self._usual + self.share * (level - self._usual)
+
+    def observe(self, level: float, deviation: float, now_s: float, seconds: float) -> None:
+        if self._usual is None:
+            self._usual = level
+        while self._recent and self._recent[0][0] <= now_s - self._horizon_s:
+            _, usual, excess = self._recent.popleft()
+            most = STAY_MOST * usual
+            then = min(excess, most) / usual
+            later = min(max(level - usual, 0.0), excess, most) / usual
+            self._then += then * then * seconds
+            self._later += then * later * seconds
+        keep = 0.5 ** (seconds / STAY_HALF_LIFE_S)
+        self._then, self._later = keep * self._then, keep * self._later
+        self._usual += (1.0 - 0.5 ** (seconds / max(self._horizon_s, seconds))) * (level - self._usual)
+        excess = level - self._usual
+        if self._usual > 0.0 and excess > STAY_SIGMAS * deviation:
+            self._recent.append((now_s, self._usual, excess))
+
+    def state(self, now_s: float) -> StayState:
+        recent = tuple((now_s - at_s, usual, excess) for at_s, usual, excess in self._recent)
+        return StayState(self._usual, recent, self._then, self._later)
+
+    def resume(self, state: StayState, now_s: float) -> None:
+        self._usual, self._then, self._later = state.usual, state.then, state.later
+        self._recent = deque((now_s - ago_s, usual, excess) for ago_s, usual, excess in state.recent)
 
 
 def _settled_gain(ratio: float) -> float:
@@ -271,10 +337,11 @@ class _Shape:
         if not self._is_known or arrivals < 1e-9 or tokens <= 0:
             return None
         mean = tokens / arrivals
+        hits = cached / max(ended, 1e-9)  # of a request: those who wait have not said theirs yet
         cv2 = max(0.0, squares / arrivals / mean**2 - 1.0) if squares > 0 else 1.0
         return Workload(
             rate=rate, input_tokens=max(1.0, mean), output_tokens=max(1.0, output / max(ended, 1e-9)),
-            cached_share=min(max(cached / tokens, 0.0), 0.99), input_cv2=min(cv2, 100.0), burstiness=self.burstiness,
+            cached_share=min(max(hits / mean, 0.0), 0.99), input_cv2=min(cv2, 100.0), burstiness=self.burstiness,
         )  # fmt: skip
 
 

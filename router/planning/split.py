@@ -1,6 +1,8 @@
 """Whether to disaggregate: the best P + D of a number of workers against as many aggregated ones, by the same capacity model. Pure."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from kvrelay.router.planning.capacity import (
     Fits,
@@ -13,6 +15,7 @@ from kvrelay.router.planning.capacity import (
 from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
 
 WORTH = 1.02  # a split must carry so much more than aggregated workers, or its moving parts are not worth it
+_Found = TypeVar("_Found")
 LEAST_BUDGET = 64  # tokens in a step that aggregated workers are tried with
 
 
@@ -42,6 +45,7 @@ class Comparison:
 
 def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -> Comparison:
     """The better of both, for `workers` (at least 2) workers in all."""
+    model = model.crowded(workers)
     split, prefill_rate, decode_rate = best_split(load, model, target, workers)
     rate, budget = best_aggregated(load, model, target, workers)
     return Comparison(workers, split, min(prefill_rate, decode_rate), prefill_rate, decode_rate, rate, budget)
@@ -49,11 +53,16 @@ def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -
 
 def best_aggregated(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[float, int]:
     """The rate of so many aggregated workers at the best of some token budgets, and that budget: small chunks spare TPOT."""
-    budgets = [max(model.token_budget // part, min(LEAST_BUDGET, model.token_budget)) for part in (1, 2, 4, 8)]
     return max(
         (rate_of(aggregated_fits, load, replace(model, token_budget=budget), target, workers), budget)
-        for budget in dict.fromkeys(budgets)
+        for budget in _budgets(model)
     )
+
+
+def _budgets(model: WorkerModel) -> list[int]:
+    """Tokens in a step that aggregated workers are tried with."""
+    least = min(LEAST_BUDGET, model.token_budget)
+    return list(dict.fromkeys(max(model.token_budget // part, least) for part in (1, 2, 4, 8)))
 
 
 def best_split(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[Counts, float, float]:
@@ -102,16 +111,49 @@ class Needs:
 
 def needs(prompts: Workload, sequences: Workload, model: WorkerModel, target: Target, limits: Limits) -> Needs:
     """Least counts: prefill's for the load `prompts`, decode's for `sequences`, which may differ in their rates."""
-    prefill = workers_for(prefill_fits, prompts, model, target, max(limits.max_prefill, 1))
-    decode = workers_for(decode_fits, sequences, model, target, max(limits.max_decode, 1))
-    return Needs(prefill, decode)
+
+    def needed(crowded: WorkerModel) -> Needs:
+        return Needs(
+            workers_for(prefill_fits, prompts, crowded, target, max(limits.max_prefill, 1)),
+            workers_for(decode_fits, sequences, crowded, target, max(limits.max_decode, 1)),
+        )
+
+    return _among_themselves(model, needed, lambda found: found.counts(limits).total)
+
+
+def needed_aggregated(load: Workload, model: WorkerModel, target: Target, most: int) -> int | None:
+    """The least number of aggregated workers, at the best of some token budgets; None: not even `most` carry it."""
+
+    def needed(crowded: WorkerModel) -> int | None:
+        sizes = [
+            workers_for(aggregated_fits, load, replace(crowded, token_budget=budget), target, most)
+            for budget in _budgets(model)
+        ]
+        return min((size for size in sizes if size is not None), default=None)
+
+    def size_of(found: int | None) -> int:
+        return most if found is None else found
+
+    return _among_themselves(model, needed, size_of)
+
+
+def _among_themselves(
+    model: WorkerModel, needed: Callable[[WorkerModel], _Found], size_of: Callable[[_Found], int]
+) -> _Found:
+    """What is needed where workers of a machine slow each other: of so many in all as the answer itself says, or more."""
+    found = needed(model.crowded(1))
+    for crowd in range(2, model.most_crowded + 1):
+        if size_of(found) < crowd:
+            break
+        found = needed(model.crowded(crowd))
+    return found
 
 
 def within_total(counts: Counts, load: Workload, model: WorkerModel, target: Target, limits: Limits) -> Counts:
     """The counts themselves where they do not pass `limits.total`, else the split of that total that carries most."""
     if counts.total <= limits.total:
         return counts
-    best, _, _ = best_split(load, model, target, limits.total)
+    best, _, _ = best_split(load, model.crowded(limits.total), target, limits.total)
     lows = Counts(limits.min_prefill, limits.min_decode)
     prefill = min(max(best.prefill, lows.prefill), counts.prefill, limits.total - lows.decode)
     return Counts(prefill, min(limits.total - prefill, counts.decode))

@@ -35,6 +35,25 @@ class WorkerModel:
     max_running: int
     kv_bytes_per_token: int = 0
     link_bytes_per_s: float = float("inf")  # of KV between two workers
+    workers_per_node: int = 1
+    prefill_slowdown: tuple[
+        float, ...
+    ] = ()  # of steps while 1, 2... workers of the machine compute; none: they do not meet
+    decode_slowdown: tuple[float, ...] = ()
+
+    @property
+    def most_crowded(self) -> int:
+        """Workers of a machine, as far as their number matters."""
+        return max(1, min(self.workers_per_node, max(len(self.prefill_slowdown), len(self.decode_slowdown))))
+
+    def crowded(self, workers: int) -> "WorkerModel":
+        """The same worker beside so many in all, itself among them, on as few machines as hold them. All are taken to compute: at
+        the loads that are planned for, most do."""
+        crowd = min(max(workers, 1), self.most_crowded)
+        factors = (
+            each[min(crowd, len(each)) - 1] if each else 1.0 for each in (self.prefill_slowdown, self.decode_slowdown)
+        )
+        return replace(self.slowed(*factors), prefill_slowdown=(), decode_slowdown=())
 
     def slowed(self, prefill: float, decode: float) -> "WorkerModel":
         """The same worker, each curve's times multiplied."""
@@ -100,7 +119,7 @@ class Limits:
 class Interval:
     """What was seen between two looks. None: nothing was seen of it.
 
-    Sums are over the requests that arrived (input) or ended (output) in the interval.
+    Sums are over the requests that arrived (input) or had their first token (cached, ended, output) in the interval.
     """
 
     start_s: float

@@ -137,6 +137,34 @@ def test_the_network_bounds_what_a_split_carries():
     assert rate_of(aggregated_fits, LOAD, slow, TARGET, 1) == rate_of(aggregated_fits, LOAD, MODEL, TARGET, 1)
 
 
+# ---- workers that slow each other
+
+CROWDED = replace(
+    MODEL, workers_per_node=4, prefill_slowdown=(1.0, 1.3, 1.6, 2.0), decode_slowdown=(1.0, 1.1, 1.2, 1.3)
+)
+
+
+def test_a_crowded_worker_is_as_slow_as_its_machine_makes_it():
+    assert CROWDED.crowded(1).prefill == CURVE and MODEL.crowded(9) == MODEL
+    assert CROWDED.crowded(3).prefill.token_s == pytest.approx(1.6 * CURVE.token_s)
+    assert CROWDED.crowded(3).decode.weights_s == pytest.approx(1.2 * CURVE.weights_s)
+    assert CROWDED.crowded(50) == CROWDED.crowded(4) == CROWDED.crowded(4).crowded(4)  # once, not twice
+
+
+def test_workers_that_slow_each_other_are_needed_in_greater_numbers():
+    limits = Limits()
+    much = LOAD.at(12.0)
+    alone, crowded = (split.needs(much, much, model, TARGET, limits) for model in (MODEL, CROWDED))
+    assert crowded == split.needs(much, much, MODEL.slowed(2.0, 1.3), TARGET, limits)
+    assert crowded.counts(limits).total > alone.counts(limits).total > 4
+    small = LOAD.at(0.1)
+    assert split.needs(small, small, CROWDED, TARGET, limits) == (found := split.Needs(1, 1))
+    assert found == split.needs(small, small, MODEL.slowed(1.3, 1.1), TARGET, limits)
+    together = [split.needed_aggregated(much, model, TARGET, 64) or 99 for model in (MODEL, CROWDED)]
+    assert together[1] > together[0]
+    assert split.compared(much, CROWDED, TARGET, 6) == split.compared(much, MODEL.slowed(2.0, 1.3), TARGET, 6)
+
+
 # ---- whether to disaggregate
 
 
@@ -292,6 +320,56 @@ def test_bursts_are_told_from_poisson():
         assert load is not None
         told.append(load.burstiness)
     assert told[0] < 2.0 and 8.0 < told[1] < 20.0
+
+
+def test_prompts_in_line_do_not_make_hits_look_rarer():
+    demand = Demand(horizon_s=30.0, period_s=0.0)
+    for number in range(10):
+        demand.observe(seen(number, 4.0, cached_tokens=60_000))
+    demand.observe(seen(10, 12.0, cached_tokens=60_000, ended=40, output_tokens=8000))  # 80 of the 120 wait still
+    load = demand.workload(4.0)
+    assert load is not None and load.cached_share == pytest.approx(0.75)
+
+
+# ---- bursts
+
+
+def after_bursts(bursts: int, *, length: int, every: int = 60) -> Demand:
+    """One request per s, and now and then for `length` looks seven, a worker's start taking 18 looks."""
+    demand = Demand(horizon_s=180.0, period_s=0.0)
+    for number in range(60 + bursts * every):
+        is_burst = number >= 60 and (number - 60) % every < length
+        demand.observe(seen(number, 7.0 if is_burst else 1.0))
+    return demand
+
+
+def then(demand: Demand, start: int, rate: float, looks: int) -> list[float]:
+    told = []
+    for number in range(start, start + looks):
+        demand.observe(seen(number, rate))
+        told.append(demand.expected())
+    return told
+
+
+def test_bursts_that_are_over_before_a_worker_could_start_are_learnt_to_be():
+    told = [then(after_bursts(bursts, length=6), 60 + 60 * bursts, 7.0, 1)[0] for bursts in (0, 1, 4)]
+    assert told[0] == pytest.approx(7.0, rel=0.05)  # none seen: believed
+    assert told[0] > told[1] > told[2] and told[2] < 3.0
+
+
+def test_excesses_that_stay_are_believed_again_and_again():
+    demand = after_bursts(6, length=40)
+    assert then(demand, 420, 7.0, 1)[0] > 6.0
+
+
+def test_a_step_after_bursts_is_followed_within_two_starts():
+    told = then(after_bursts(4, length=6), 300, 7.0, 40)
+    assert told[0] < 3.0 and told[35] > 6.0
+    assert all(after >= before - 0.05 for before, after in pairwise(told))
+
+
+def test_a_fall_is_followed_whatever_bursts_there_were():
+    assert then(after_bursts(4, length=6), 300, 0.25, 30)[-1] == pytest.approx(0.25, abs=0.1)
 
 
 # ---- damping: the bound

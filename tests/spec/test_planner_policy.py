@@ -110,17 +110,41 @@ def test_between_bounds_it_is_told_where_the_bounds_agree_and_without_requests_t
 
 CURVE = SpeedCurve(0.0, 0.01, 1e-3, 0.0, 0.0, 0.001)
 MODEL = WorkerModel(CURVE, CURVE, 10_000, 512, 64)
+INFO = WorkerInfo(
+    worker_id="decode-a", role="decode", epoch="1", host="h", port=1, node_id="n", model="m",
+    fingerprint=Fingerprint(1, "m", "bfloat16", 16, 2, 2, 8, "seed"), block_size=16, num_blocks=100, max_model_len=1024, max_running=8,
+    kv_bytes_per_token=64, device="cpu", transports=[],
+)  # fmt: skip
 
 
 def test_speeds_are_compared_with_the_curves():
     it = feed.Feed(TARGET)
     prefills = {"a": {feed.PREFILL_SPEED: 500.0}, "b": {feed.PREFILL_SPEED: 0.0}}
-    decodes = {"c": {feed.STEP_S: 0.045, feed.RUNNING: 5.0}, "d": {feed.STEP_S: 9.0, feed.RUNNING: 0.0}}
+    decodes = {"c": {feed.STEP_S: 0.045, feed.DECODING: 5.0}, "d": {feed.STEP_S: 9.0, feed.DECODING: 0.0}}
     it.interval(look(0.0, stats(1)), MODEL, None)
     seen = it.interval(look(10.0, stats(2), prefills=prefills, decodes=decodes), MODEL, Workload(1.0, 100.0, 10.0))
     assert seen is not None
     assert seen.prefill_slowness == pytest.approx(2.0)
     assert seen.decode_slowness == pytest.approx(3.0)  # the curve says 15 ms for 5; who decodes nothing says nothing
+
+
+def test_workers_that_slow_each_other_as_the_profile_says_are_as_fast_as_expected():
+    crowded = replace(MODEL, workers_per_node=2, prefill_slowdown=(1.0, 2.0), decode_slowdown=(1.0, 3.0))
+    it = feed.Feed(TARGET)
+    prefills, decodes = {"a": {feed.PREFILL_SPEED: 500.0}}, {"c": {feed.STEP_S: 0.045, feed.DECODING: 5.0}}
+    it.interval(look(0.0, stats(1)), crowded, None)
+    load = Workload(1.0, 100.0, 10.0)
+    seen = it.interval(look(10.0, stats(2), prefills=prefills, decodes=decodes), crowded, load)
+    assert seen is not None
+    assert (seen.prefill_slowness, seen.decode_slowness) == (pytest.approx(1.0), pytest.approx(1.0))
+    alone = it.interval(look(20.0, stats(2), decodes=decodes), crowded, load)
+    assert alone is not None and alone.decode_slowness == pytest.approx(3.0)
+
+
+def test_a_worker_with_prompts_in_hand_says_nothing_of_its_decode_steps():
+    busy, free = (LoadReport(seq=1, running=5, queued_tokens=tokens, decode_step_s=0.1) for tokens in (300, 0))
+    assert feed.worker_report(busy, INFO)[feed.DECODING] == 0.0
+    assert feed.worker_report(free, INFO)[feed.DECODING] == 5.0
 
 
 def test_a_model_is_learnt_from_reports():
@@ -620,13 +644,8 @@ def test_off_needs_no_quotes():
 
 
 def test_a_worker_reports_what_the_planner_reads():
-    info = WorkerInfo(
-        worker_id="decode-a", role="decode", epoch="1", host="h", port=1, node_id="n", model="m",
-        fingerprint=Fingerprint(1, "m", "bfloat16", 16, 2, 2, 8, "seed"), block_size=16, num_blocks=100, max_model_len=1024, max_running=8,
-        kv_bytes_per_token=64, device="cpu", transports=[],
-    )  # fmt: skip
     load = LoadReport(seq=1, running=3, held=1, waiting=2, used_blocks=5, decode_step_s=0.02)
-    report = feed.worker_report(load, info)
+    report = feed.worker_report(load, INFO)
     assert (report[feed.CONTEXT], report[feed.POOL_TOKENS]) == (80.0, 1600.0)
     assert (report[feed.RUNNING], report[feed.QUEUED], report[feed.STEP_S]) == (4.0, 2.0, 0.02)
     assert all(isinstance(value, float) for value in report.values())

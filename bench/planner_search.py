@@ -1,0 +1,128 @@
+"""The best static split of a day, and a clairvoyant plan for it: searched by running them. For bench/planner.py.
+
+Static: from a guess on, a worker more of the role that misses more while less than 90 % is kept, one fewer of the role that misses less
+while more is; then all neighbours of the best (one more or fewer of a role, one from a role to the other), until none is better.
+What counts is good requests per worker-hour, of the splits that keep 90 %.
+
+Clairvoyant: numbers for each window, changed again and again by what a whole run of them shows: where a window keeps 90 %, one fewer of the
+role that misses less, else one more of the role that misses more, which then never falls below that there again. The best of these runs
+that keeps 90 % of the day counts. It knows the day to come, prefixes and lengths and all; it is no proven optimum.
+"""
+
+from collections.abc import Callable, Iterator
+
+from bench.planner_runs import KEPT, Outcome
+from kvrelay.router.planning.types import Counts
+
+ROUNDS = 7
+FEWEST = 5  # requests in a window that its share is believed of
+MOST_TRIES = 30
+
+Static = Callable[[Counts], Outcome]
+Follow = Callable[[int, list[Counts]], Outcome]
+
+
+def better(one: Outcome, other: Outcome) -> bool:
+    """Of two: who keeps the share, then who does more for a worker-hour; of two that do not, who keeps more."""
+    both = one.kept_share >= KEPT, other.kept_share >= KEPT
+    if both == (True, True):
+        return one.per_hour > other.per_hour
+    return both[0] > both[1] or (both == (False, False) and one.kept_share > other.kept_share)
+
+
+def misses_prefill(one: Outcome) -> bool:
+    """Whether TTFT is missed more often than TPOT."""
+    return sum(one.kept_ttft) <= sum(one.kept_tpot)
+
+
+def best_static(run: Static, guess: Counts, most: int) -> tuple[Counts, Outcome]:
+    tried: dict[Counts, Outcome] = {}
+
+    def see(counts: Counts) -> Outcome:
+        if counts not in tried:
+            tried[counts] = run(counts)
+        return tried[counts]
+
+    counts = guess
+    while counts not in tried and len(tried) < MOST_TRIES:
+        found = see(counts)
+        is_prefill, step = misses_prefill(found), 2 if found.kept_share < 0.6 else 1
+        if found.kept_share >= KEPT:
+            is_prefill, step = not is_prefill, -1
+        counts = _moved(counts, step if is_prefill else 0, 0 if is_prefill else step, most)
+    best = _best(tried)
+    while len(tried) < MOST_TRIES:
+        for neighbour in list(_neighbours(best, tried, most)):
+            see(neighbour)
+        if _best(tried) == best:
+            break
+        best = _best(tried)
+    best = _best(tried)
+    return best, tried[best]
+
+
+def _best(tried: dict[Counts, Outcome]) -> Counts:
+    best = next(iter(tried))
+    for counts, found in tried.items():
+        if better(found, tried[best]):
+            best = counts
+    return best
+
+
+def _neighbours(counts: Counts, tried: dict[Counts, Outcome], most: int) -> Iterator[Counts]:
+    """None that could not be better: fewer of both than a split that keeps too little; more than a third of the misses would pay for."""
+    kept = tried[counts].kept_share
+    for prefill, decode in ((1, -1), (-1, 1), (-1, 0), (0, -1), (1, 0), (0, 1)):
+        moved = _moved(counts, prefill, decode, most)
+        is_too_few = any(
+            moved.prefill <= one.prefill and moved.decode <= one.decode
+            for one, found in tried.items()
+            if found.kept_share < KEPT
+        )
+        is_too_many = kept * moved.total / counts.total >= 1.0 - (1.0 - kept) / 3
+        if not is_too_few and not is_too_many:
+            yield moved
+
+
+def _moved(counts: Counts, prefill: int, decode: int, most: int) -> Counts:
+    return Counts(min(max(counts.prefill + prefill, 1), most), min(max(counts.decode + decode, 1), most))
+
+
+def best_clairvoyant(run: Follow, guess: list[Counts], most: int, rounds: int = ROUNDS) -> tuple[list[Counts], Outcome]:
+    """`run(number, plan)`: the so-manieth plan."""
+    plan, floors = list(guess), [Counts(1, 1)] * len(guess)
+    best = plan, run(0, plan)
+    found = best[1]
+    for number in range(1, rounds):
+        plan, floors = changed(plan, floors, found, most)
+        found = run(number, plan)
+        if better(found, best[1]):
+            best = plan, found
+    return best
+
+
+def changed(plan: list[Counts], floors: list[Counts], found: Outcome, most: int) -> tuple[list[Counts], list[Counts]]:
+    """The next plan, and what each window needs at least by what has been seen."""
+    plan, floors = list(plan), list(floors)
+    for window, (came, kept) in enumerate(zip(found.came, found.kept, strict=True)):
+        if came < FEWEST:
+            plan[window] = floors[window]
+            continue
+        is_prefill = found.kept_ttft[window] <= found.kept_tpot[window]
+        counts = plan[window]
+        if kept < KEPT * came:
+            step = 2 if kept < 0.6 * came else 1
+            plan[window] = _moved(counts, step if is_prefill else 0, 0 if is_prefill else step, most)
+            floors[window] = _at_least(floors[window], _moved(counts, is_prefill, not is_prefill, most), is_prefill)
+        else:
+            order = ("decode", "prefill") if is_prefill else ("prefill", "decode")
+            spare = [role for role in order if getattr(counts, role) > getattr(floors[window], role)]
+            if spare:
+                plan[window] = counts._replace(**{spare[0]: getattr(counts, spare[0]) - 1})
+    return plan, floors
+
+
+def _at_least(floor: Counts, counts: Counts, is_prefill: bool) -> Counts:
+    if is_prefill:
+        return Counts(max(floor.prefill, counts.prefill), floor.decode)
+    return Counts(floor.prefill, max(floor.decode, counts.decode))
