@@ -10,6 +10,7 @@ azure    Mooncake's conversations at the rates of Azure's 2023 traces, their com
 
 planner      on its first day: no season is known. `--second`: also on the day after another one of the same kind.
 static, clairvoyant   searched for anew on each day (bench/planner_search.py): what they know of it beforehand, the planner does not.
+static alike   where the planner keeps less than 90 %: of the splits that were tried, the best that keeps at least as much as it does.
 
 A day is 8 hours unless `--hours` says otherwise: its slopes are three times a real day's, while starts, holds, rushes and bursts last as long as
 they do. Each seed is a day of its own. Runs are written to `--out` one by one, and not made again when they are there.
@@ -22,11 +23,14 @@ from statistics import mean, stdev
 from typing import Any
 
 from bench.figures import show
-from bench.planner_runs import KINDS, Day, Outcome, Runs, Setting
-from bench.planner_search import best_clairvoyant, best_static
+from bench.planner_runs import KEPT, KINDS, Day, Outcome, Runs, Setting
+from bench.planner_search import best_clairvoyant, best_of, static_splits
 from kvrelay.cluster.plan_load import planned
 from kvrelay.cluster.planner_model import model_of
 from kvrelay.router.planning.types import Counts, Limits, Target
+
+ALIKE = "static alike"
+OTHERS = ("static", ALIKE, "clairvoyant")
 
 
 def guess_of(day: Day) -> Counts:
@@ -53,11 +57,15 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
     if "second" in ways:
         found["planner, second day"] = "", day.planner("planner, second day", 2, period_s=day.setting.day_s)
     if "static" in ways:
-        counts, static = best_static(day.static, guess_of(day), most)
-        found["static"] = f"{counts.prefill} + {counts.decode}", static
+        tried = static_splits(day.static, guess_of(day), most)
+        counts = best_of(tried)
+        found["static"] = f"{counts.prefill} + {counts.decode}", tried[counts]
+        if "planner" in found:
+            like = best_of(tried, min(KEPT, found["planner"][1].kept_share))
+            found[ALIKE] = f"{like.prefill} + {like.decode}", tried[like]
         if "clairvoyant" in ways:
-            guess = first_plan(counts, static)
-            _, best = best_clairvoyant(lambda number, plan: day.followed(f"clairvoyant {number}", plan), guess, most)
+            guess = first_plan(counts, tried[counts])
+            _, best = best_clairvoyant(day.followed, guess, most)
             found["clairvoyant"] = "", best
     return found
 
@@ -65,7 +73,7 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
 def row_of(load: str, seed: int, way: str, chosen: str, one: Outcome, all_ways: dict[str, Any]) -> dict[str, Any]:
     ratios = {
         f"over {other}": one.per_hour / all_ways[other][1].per_hour
-        for other in ("static", "clairvoyant")
+        for other in OTHERS
         if other in all_ways and way.startswith("planner")
     }
     return {
@@ -90,7 +98,7 @@ def summary_of(load: str, days: list[dict[str, tuple[str, Outcome]]]) -> list[di
             "good / worker-hour": spread([one.per_hour for one in each]),
             "worker-hours": spread([one.worker_hours for one in each]),
         }  # fmt: skip
-        for other in ("static", "clairvoyant"):
+        for other in OTHERS:
             if other in days[0] and way.startswith("planner"):
                 row[f"over {other}"] = spread([found[way][1].per_hour / found[other][1].per_hour for found in days])
         rows.append(row)

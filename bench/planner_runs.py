@@ -7,6 +7,7 @@ day has few enough requests to simulate, and still needs several workers, each s
 import json
 import sys
 import time
+import zlib
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -255,7 +256,7 @@ class Day:
     def static(self, counts: Counts) -> Outcome:
         return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))
 
-    def followed(self, name: str, plan: Sequence[Counts]) -> Outcome:
+    def followed(self, plan: Sequence[Counts]) -> Outcome:
         """So many in each window; more are begun a start ahead of it, at the earliest at once."""
         steps: list[dict[str, Any]] = []
         for window, (before, now) in enumerate(pairwise(plan), start=1):
@@ -264,4 +265,5 @@ class Day:
                 if new != old:
                     at_s = window * WINDOW_S - (self.setting.start_s if new > old else 0.0)
                     steps.append({"at_s": at_s, role: new})
+        name = f"plan {zlib.crc32(repr(list(map(tuple, plan))).encode()):08x}"
         return self.run(name, self.scenario(plan[0], scale=sorted(steps, key=lambda one: one["at_s"])))

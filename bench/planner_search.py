@@ -1,12 +1,12 @@
 """The best static split of a day, and a clairvoyant plan for it: searched by running them. For bench/planner.py.
 
 Static: from a guess on, a worker more of the role that misses more while less than 90 % is kept, one fewer of the role that misses less
-while more is; then all neighbours of the best (one more or fewer of a role, one from a role to the other), until none is better.
+while more is (the other role where that brings nothing); then all neighbours of the best (one more or fewer of a role, one from a role to the other), until none is better.
 What counts is good requests per worker-hour, of the splits that keep 90 %.
 
 Clairvoyant: numbers for each window, changed again and again by what a whole run of them shows: where a window keeps 90 %, one fewer of the
-role that misses less, else one more of the role that misses more, which then never falls below that there again. The best of these runs
-that keeps 90 % of the day counts. It knows the day to come, prefixes and lengths and all; it is no proven optimum.
+role that misses less, else one more of the role that misses more, which then never falls below that there again, and of both where that had
+been tried. The best of these runs that keeps 90 % of the day counts. It knows the day to come, prefixes and lengths and all; it is no proven optimum.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,14 +17,15 @@ from kvrelay.router.planning.types import Counts
 ROUNDS = 7
 FEWEST = 5  # requests in a window that its share is believed of
 MOST_TRIES = 30
+LEAST_GAIN = 0.01  # of the share kept: one more of a role that brings less is not what is missing (prompts wait for decode workers, too)
 
 Static = Callable[[Counts], Outcome]
-Follow = Callable[[int, list[Counts]], Outcome]
+Follow = Callable[[list[Counts]], Outcome]
 
 
-def better(one: Outcome, other: Outcome) -> bool:
-    """Of two: who keeps the share, then who does more for a worker-hour; of two that do not, who keeps more."""
-    both = one.kept_share >= KEPT, other.kept_share >= KEPT
+def better(one: Outcome, other: Outcome, least: float = KEPT) -> bool:
+    """Of two: who keeps that share, then who does more for a worker-hour; of two that do not, who keeps more."""
+    both = one.kept_share >= least, other.kept_share >= least
     if both == (True, True):
         return one.per_hour > other.per_hour
     return both[0] > both[1] or (both == (False, False) and one.kept_share > other.kept_share)
@@ -35,7 +36,8 @@ def misses_prefill(one: Outcome) -> bool:
     return sum(one.kept_ttft) <= sum(one.kept_tpot)
 
 
-def best_static(run: Static, guess: Counts, most: int) -> tuple[Counts, Outcome]:
+def static_splits(run: Static, guess: Counts, most: int) -> dict[Counts, Outcome]:
+    """All that were tried, the best among them."""
     tried: dict[Counts, Outcome] = {}
 
     def see(counts: Counts) -> Outcome:
@@ -43,28 +45,32 @@ def best_static(run: Static, guess: Counts, most: int) -> tuple[Counts, Outcome]
             tried[counts] = run(counts)
         return tried[counts]
 
-    counts = guess
+    counts, before = guess, (True, -1.0)  # the role that grew last, and what was kept then
     while counts not in tried and len(tried) < MOST_TRIES:
         found = see(counts)
-        is_prefill, step = misses_prefill(found), 2 if found.kept_share < 0.6 else 1
         if found.kept_share >= KEPT:
-            is_prefill, step = not is_prefill, -1
-        counts = _moved(counts, step if is_prefill else 0, 0 if is_prefill else step, most)
-    best = _best(tried)
+            counts = _moved(counts, *((0, -1) if misses_prefill(found) else (-1, 0)), most)
+            continue
+        is_prefill, step = misses_prefill(found), 2 if found.kept_share < 0.6 else 1
+        if before[0] == is_prefill and found.kept_share < before[1] + LEAST_GAIN:
+            is_prefill = not is_prefill
+        before = is_prefill, found.kept_share
+        counts = _moved(counts, *((step, 0) if is_prefill else (0, step)), most)
+    best = best_of(tried)
     while len(tried) < MOST_TRIES:
         for neighbour in list(_neighbours(best, tried, most)):
             see(neighbour)
-        if _best(tried) == best:
+        if best_of(tried) == best:
             break
-        best = _best(tried)
-    best = _best(tried)
-    return best, tried[best]
+        best = best_of(tried)
+    return tried
 
 
-def _best(tried: dict[Counts, Outcome]) -> Counts:
+def best_of(tried: dict[Counts, Outcome], least: float = KEPT) -> Counts:
+    """Of those that keep that share; of none, who keeps most."""
     best = next(iter(tried))
     for counts, found in tried.items():
-        if better(found, tried[best]):
+        if better(found, tried[best], least):
             best = counts
     return best
 
@@ -89,13 +95,12 @@ def _moved(counts: Counts, prefill: int, decode: int, most: int) -> Counts:
 
 
 def best_clairvoyant(run: Follow, guess: list[Counts], most: int, rounds: int = ROUNDS) -> tuple[list[Counts], Outcome]:
-    """`run(number, plan)`: the so-manieth plan."""
     plan, floors = list(guess), [Counts(1, 1)] * len(guess)
-    best = plan, run(0, plan)
+    best = plan, run(plan)
     found = best[1]
-    for number in range(1, rounds):
+    for _ in range(rounds - 1):
         plan, floors = changed(plan, floors, found, most)
-        found = run(number, plan)
+        found = run(plan)
         if better(found, best[1]):
             best = plan, found
     return best
@@ -112,7 +117,9 @@ def changed(plan: list[Counts], floors: list[Counts], found: Outcome, most: int)
         counts = plan[window]
         if kept < KEPT * came:
             step = 2 if kept < 0.6 * came else 1
-            plan[window] = _moved(counts, step if is_prefill else 0, 0 if is_prefill else step, most)
+            had_its_more = getattr(floors[window], "prefill" if is_prefill else "decode") == counts[not is_prefill] > 1
+            more = (step, step) if had_its_more else (step, 0) if is_prefill else (0, step)
+            plan[window] = _moved(counts, *more, most)
             floors[window] = _at_least(floors[window], _moved(counts, is_prefill, not is_prefill, most), is_prefill)
         else:
             order = ("decode", "prefill") if is_prefill else ("prefill", "decode")

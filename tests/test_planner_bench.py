@@ -8,7 +8,7 @@ import pytest
 from bench.planner import summary_of
 from bench.planner_loads import made_days
 from bench.planner_runs import Outcome
-from bench.planner_search import KEPT, best_clairvoyant, best_static, better
+from bench.planner_search import KEPT, best_clairvoyant, best_of, better, static_splits
 from kvrelay.router.planning.types import Counts
 
 CAME = (100, 100, 100, 100)
@@ -38,7 +38,8 @@ def static(needed: Counts):
 @pytest.mark.parametrize("needed", [Counts(3, 7), Counts(6, 2), Counts(9, 8)])
 def test_the_search_finds_the_best_of_all_static_splits(guess: Counts, needed: Counts):
     run, ran = static(needed), []
-    counts, found = best_static(lambda one: ran.append(one) or run(one), guess, 12)  # type: ignore[func-returns-value]
+    tried = static_splits(lambda one: ran.append(one) or run(one), guess, 12)  # type: ignore[func-returns-value]
+    found = tried[counts := best_of(tried)]
     best = max(
         run(Counts(*pair)).per_hour for pair in product(range(1, 13), repeat=2) if run(Counts(*pair)).kept_share >= KEPT
     )
@@ -55,14 +56,14 @@ def test_who_keeps_too_little_is_never_better_however_cheap():
 def test_a_clairvoyant_plan_follows_each_window_and_role():
     needed = [Counts(1, 4), Counts(6, 2), Counts(3, 3), Counts(1, 1)]
 
-    def run(number: int, plan: list[Counts]) -> Outcome:
+    def run(plan: list[Counts]) -> Outcome:
         kept = [[kept_by(have[role], need[role]) for have, need in zip(plan, needed, strict=True)] for role in (0, 1)]
         return outcome(*kept, float(sum(one.total for one in plan)))
 
     plan, found = best_clairvoyant(run, [Counts(4, 4)] * 4, 12, rounds=20)
     assert found.kept_share >= KEPT
     assert sum(one.total for one in plan) <= sum(one.total for one in needed)
-    assert found.per_hour >= run(0, needed).per_hour > 1.3 * run(0, [Counts(6, 4)] * 4).per_hour
+    assert found.per_hour >= run(needed).per_hour > 1.3 * run([Counts(6, 4)] * 4).per_hour
 
 
 def test_ratios_are_of_the_same_day():

@@ -2,9 +2,10 @@
 
 Level and damped trend (Holt; Gardner and McKenzie's damping). How much of a surprise they take up follows from how large the noise
 of so few arrivals is (Kalman's gain for a level that wanders; Benedict and Bordner's for the trend): a rate of a few a minute is
-averaged over minutes, one of hundreds followed at once. Where an interval, or several together (Page's test), is out of all
-proportion to the noise, the level begins anew there. A daily pattern is used once the history shows it (the last hours went as the same
-hours of the day before); what requests are like is remembered over some minutes.
+averaged over minutes, one of hundreds followed at once. Where surprises add up to what is out of all proportion to the noise (Page's
+test), in one interval or several, the level begins anew there. Of what is above the usual level, so much is planned for as was left of
+such excesses before. A daily pattern is used once the history shows it (the last hours went as the same hours of the day before);
+what requests are like is remembered over some minutes.
 
 Sources: C. C. Holt (1957); E. S. Gardner and E. McKenzie, "Forecasting trends in time series" (1985); R. E. Kalman (1960); T. R.
 Benedict and G. W. Bordner, "Synthesis of an optimal set of radar track-while-scan smoothing equations" (1962); E. S. Page,
@@ -20,9 +21,9 @@ from kvrelay.router.planning.types import Interval, Workload
 
 VOLATILITY = 0.07  # deviation of what a rate changes by in a minute, as a share of it
 DAMPING = 0.95  # of the trend, for each interval ahead
-JUMP_SIGMAS = 4.0  # a count so far from the level is no noise: the level follows at once
 SLACK_SIGMAS = 0.5  # of each surprise, that is forgiven;
 CHANGE_SIGMAS = 8.0  # what is not may add up to this: noise alone does so once in some 20,000 intervals
+SWING_SIGMAS = 4.0  # of a look's count against the one before it: more tells of a jump, not of burstiness
 SHAPE_HALF_LIFE_S = 600.0
 FEWEST_ENDED = 5  # answers, before anything is said of what requests are like
 BIN_S = 300.0  # of the seasonal history
@@ -169,7 +170,7 @@ class _Trend:
         for run in self._runs:
             if (found := run.observe(sigmas, rate)) is not None:
                 mean, number = found
-                self._begin(mean, noise / number)
+                self._begin(mean, max(mean, 1.0 / seconds) * burstiness / seconds / number)
                 return
         drift = (VOLATILITY * max(foreseen, 1.0 / seconds)) ** 2 * seconds / 60.0
         wide = self._variance + drift
@@ -286,9 +287,7 @@ class _Run:
             return None
         self.rates += rate
         self.number += 1
-        if self.sum > CHANGE_SIGMAS or self._sign * sigmas > JUMP_SIGMAS:
-            return (rate, 1) if self._sign * sigmas > JUMP_SIGMAS else (self.rates / self.number, self.number)
-        return None
+        return (self.rates / self.number, self.number) if self.sum > CHANGE_SIGMAS else None
 
 
 class _Shape:
@@ -322,7 +321,7 @@ class _Shape:
         rate = seen.arrivals / seen.seconds
         if self._last is not None:
             swing = ((rate - self._last) * seen.seconds) ** 2 / 2.0
-            most = JUMP_SIGMAS**2 * max(seen.arrivals, 1) * self.burstiness / 2.0
+            most = SWING_SIGMAS**2 * max(seen.arrivals, 1) * self.burstiness / 2.0
             self._swings = self._swings * keep + min(swing, most)
             self._counts = self._counts * keep + seen.arrivals
         self._last = rate

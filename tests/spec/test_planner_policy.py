@@ -15,7 +15,8 @@ from kvrelay.cluster.app import replica_arguments
 from kvrelay.cluster.autoscaling import RECALL_S, Planned, worker_name
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.planner_memory import Kept
-from kvrelay.cluster.planner_model import LearntModel, planner_settings
+from kvrelay.cluster.planner_model import LearntModel, model_of, planner_settings
+from kvrelay.cluster.published_profiles import find_profile
 from kvrelay.cluster.registry import TIMEOUT_S, Retirements
 from kvrelay.cluster.retirement import GRACE_S, Candidate, Retiring, victims
 from kvrelay.cluster.serve_config import PLANNED_PATH, scaled, serve_config
@@ -139,6 +140,16 @@ def test_workers_that_slow_each_other_as_the_profile_says_are_as_fast_as_expecte
     assert (seen.prefill_slowness, seen.decode_slowness) == (pytest.approx(1.0), pytest.approx(1.0))
     alone = it.interval(look(20.0, stats(2), decodes=decodes), crowded, load)
     assert alone is not None and alone.decode_slowness == pytest.approx(3.0)
+
+
+def test_a_profiles_neighbours_are_the_models():
+    profile = find_profile("llama-3.1-8b-h100-bf16")
+    assert model_of(profile).most_crowded == 1
+    slowdown = {"prefill": (1.0, 1.5), "decode": (1.0, 1.2, 1.4)}
+    model = model_of(profile.model_copy(update={"slowdown": slowdown, "workers_per_node": 8}))
+    assert model.most_crowded == 3  # beyond what was measured, as with the most that were
+    assert model.crowded(8).prefill.token_s == pytest.approx(1.5 * profile.prefill.token_s)
+    assert model.crowded(8).decode.weights_s == pytest.approx(1.4 * profile.decode.weights_s)
 
 
 def test_a_worker_with_prompts_in_hand_says_nothing_of_its_decode_steps():
