@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from bench.planner_runs import KEPT, Outcome
 from kvrelay.router.planning.types import Counts
 
-ROUNDS = 7
+ROUNDS = 5
 FEWEST = 5  # requests in a window that its share is believed of
 MOST_TRIES = 30
 LEAST_GAIN = 0.01  # of the share kept: one more of a role that brings less is not what is missing (prompts wait for decode workers, too)
