@@ -29,6 +29,7 @@ from kvrelay.cluster.plan_load import planned
 from kvrelay.cluster.planner_model import model_of
 from kvrelay.router.planning.types import Counts, Limits, Target
 
+ROOM = (1.0, 1.15, 1.3)  # times what a window's share of the busy ones' workers is
 ALIKE = "static alike"
 OTHERS = ("static", ALIKE, "clairvoyant")
 
@@ -41,11 +42,15 @@ def guess_of(day: Day) -> Counts:
     return wanted.counts(limits)
 
 
-def first_plan(static: Counts, found: Outcome) -> list[Counts]:
-    """The static split in the busiest windows, and as many fewer elsewhere as less comes."""
+def first_plans(static: Counts, found: Outcome, most: int) -> list[list[Counts]]:
+    """The static split in the busiest windows, and as many fewer elsewhere as less comes; and the like with some more everywhere."""
     busy = sorted(found.came)[round(0.9 * (len(found.came) - 1))]
     return [
-        Counts(*(max(1, math.ceil(count * min(1.0, came / max(busy, 1)))) for count in static)) for came in found.came
+        [
+            Counts(*(min(max(1, math.ceil(more * count * min(1.2, came / max(busy, 1)))), most) for count in static))
+            for came in found.came
+        ]
+        for more in ROOM
     ]
 
 
@@ -64,8 +69,8 @@ def figures_of(day: Day, ways: list[str]) -> dict[str, tuple[str, Outcome]]:
             like = best_of(tried, min(KEPT, found["planner"][1].kept_share))
             found[ALIKE] = f"{like.prefill} + {like.decode}", tried[like]
         if "clairvoyant" in ways:
-            guess = first_plan(counts, tried[counts])
-            _, best = best_clairvoyant(day.followed, guess, most)
+            guesses = first_plans(counts, tried[counts], most)
+            _, best = best_clairvoyant(day.followed, guesses, most)
             found["clairvoyant"] = "", best
     return found
 

@@ -4,7 +4,7 @@ Static: from a guess on, a worker more of the role that misses more while less t
 while more is (the other role where that brings nothing); then all neighbours of the best (one more or fewer of a role, one from a role to the other), until none is better.
 What counts is good requests per worker-hour, of the splits that keep 90 %.
 
-Clairvoyant: numbers for each window, changed again and again by what a whole run of them shows: where a window keeps 90 %, one fewer of the
+Clairvoyant: numbers for each window by what comes in it, then changed again and again by what a whole run of them shows: where a window keeps 90 %, one fewer of the
 role that misses less, else one more of the role that misses more, which then never falls below that there again, and of both where that had
 been tried. The best of these runs that keeps 90 % of the day counts. It knows the day to come, prefixes and lengths and all; it is no proven optimum.
 """
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from bench.planner_runs import KEPT, Outcome
 from kvrelay.router.planning.types import Counts
 
-ROUNDS = 5
+ROUNDS = 3
 FEWEST = 5  # requests in a window that its share is believed of
 MOST_TRIES = 30
 LEAST_GAIN = 0.01  # of the share kept: one more of a role that brings less is not what is missing (prompts wait for decode workers, too)
@@ -94,11 +94,16 @@ def _moved(counts: Counts, prefill: int, decode: int, most: int) -> Counts:
     return Counts(min(max(counts.prefill + prefill, 1), most), min(max(counts.decode + decode, 1), most))
 
 
-def best_clairvoyant(run: Follow, guess: list[Counts], most: int, rounds: int = ROUNDS) -> tuple[list[Counts], Outcome]:
-    plan, floors = list(guess), [Counts(1, 1)] * len(guess)
-    best = plan, run(plan)
-    found = best[1]
-    for _ in range(rounds - 1):
+def best_clairvoyant(
+    run: Follow, guesses: list[list[Counts]], most: int, rounds: int = ROUNDS
+) -> tuple[list[Counts], Outcome]:
+    """All guesses, and so many changed plans from the best of them on."""
+    found, plan = run(guesses[0]), guesses[0]
+    for guess in guesses[1:]:
+        if better(other := run(guess), found):
+            found, plan = other, guess
+    best, floors = (plan, found), [Counts(1, 1)] * len(plan)
+    for _ in range(rounds):
         plan, floors = changed(plan, floors, found, most)
         found = run(plan)
         if better(found, best[1]):

@@ -60,7 +60,7 @@ def test_a_clairvoyant_plan_follows_each_window_and_role():
         kept = [[kept_by(have[role], need[role]) for have, need in zip(plan, needed, strict=True)] for role in (0, 1)]
         return outcome(*kept, float(sum(one.total for one in plan)))
 
-    plan, found = best_clairvoyant(run, [Counts(4, 4)] * 4, 12, rounds=20)
+    plan, found = best_clairvoyant(run, [[Counts(2, 2)] * 4, [Counts(4, 4)] * 4], 12, rounds=20)
     assert found.kept_share >= KEPT
     assert sum(one.total for one in plan) <= sum(one.total for one in needed)
     assert found.per_hour >= run(needed).per_hour > 1.3 * run([Counts(6, 4)] * 4).per_hour
