@@ -336,6 +336,7 @@ class Ledger:
     def __init__(self) -> None:
         self._assignments: dict[str, Assignment] = {}
         self._pending: dict[bytes, dict[str, Assignment]] = {}  # by first block, until the first token
+        self.late_blocks = 0  # that decode workers keep for late prompts which others compute
         self.with_late: set[WorkerAccount] = set()  # that have prompts to compute which are late in any case
         self._queued: dict[str, int] = {}  # by tenant, assigned prompt tokens that are not computed yet
         self._turn = 0
@@ -407,6 +408,8 @@ class Ledger:
             return
         account = assignment.compute
         account.own_late_tokens += tokens
+        if assignment.decode is not account:
+            self.late_blocks += assignment.decode_blocks if tokens > 0 else -assignment.decode_blocks
         if account.own_late_tokens:
             self.with_late.add(account)
         else:

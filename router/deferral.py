@@ -2,7 +2,8 @@
 
 On a worker such a prompt gives way to all others, in a long overload for minutes, and the decode worker keeps blocks for it all that
 time: newcomers find none, are late in their turn, and in the end nobody is in time. Here it keeps nothing, and workers are chosen
-by what is cached when its turn comes:
+by what is cached when its turn comes. That is only when it has to: while late prompts keep less than `LATE_SHARE` of the decode
+workers' blocks they may wait in the lines, for nobody may have said how soon tokens are wanted. Beyond that one goes
 - when a worker will soon have nothing else to do (`IDLE_S`), and has not more of late prompts than `LATE_TOKENS` or one prompt;
 - when the others have had `OLDEST_EVERY` turns since one of them went, or as many times more as it was longer than theirs.
 
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 
 from kvrelay.router.types import RouteRequest
 
+LATE_SHARE = 0.1
+"""Of all decode workers' blocks, that may be kept for late prompts which are not computed yet."""
 LATE_TOKENS = 8192
 """Of late prompts, to be computed at one worker; the last of them may exceed it."""
 IDLE_S = 0.5

@@ -14,9 +14,9 @@ import numpy as np
 from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.router.accounts import Assignment, Ledger, WorkerAccount
 from kvrelay.router.admission import choose_way
-from kvrelay.router.columns import Held
+from kvrelay.router.columns import NUM_BLOCKS, Held
 from kvrelay.router.cost import CostModel
-from kvrelay.router.deferral import IDLE_S, LATE_TOKENS, Deferral
+from kvrelay.router.deferral import IDLE_S, LATE_SHARE, LATE_TOKENS, Deferral
 from kvrelay.router.fleet import Fleet
 from kvrelay.router.forecast import Forecast
 from kvrelay.router.heat import Heat
@@ -167,7 +167,7 @@ class Router:
         if len(self._fleet.columns(role)):  # with no worker at all everybody may come and hear that
             queued_s = self._queued_s(role)
             is_owed = self._deferral.is_owed and bool((queued_s < np.inf).any())
-            num_open = np.count_nonzero(queued_s < IDLE_S) or int(is_owed)
+            num_open = np.count_nonzero(queued_s < IDLE_S) or int(is_owed or self._has_room_for_late())
             if self._deferral.num_called >= num_open:
                 return None
         return self._deferral.call()
@@ -218,7 +218,9 @@ class Router:
     def _later(
         self, request: RouteRequest, decision: Decision, now_s: float, *, was_called: bool
     ) -> Decision | Refusal | Deferred:
-        """It goes where it holds nobody up, or waits here; who was called goes in any case."""
+        """It goes where it holds nobody up, or waits here, behind those that wait; who was called goes in any case."""
+        if self._has_room_for_late() and (was_called or not self._deferral):
+            return decision
         role = self._late_role()
         queued_s = self._queued_s(role)
         rows = np.flatnonzero(queued_s < IDLE_S)
@@ -240,6 +242,11 @@ class Router:
         late_s = decision.predicted_ttft_s - (decision.wanted_s or 0.0)
         waiting = f"{len(self._deferral)} requests wait already whose first tokens will be late"
         return Refusal("full", waiting, min(max(late_s, MIN_RETRY_S), MAX_RETRY_S))
+
+    def _has_room_for_late(self) -> bool:
+        """Whether late prompts keep so few of the decode workers' blocks that they may wait in the workers' lines."""
+        columns = self._fleet.columns(Role.DECODE)
+        return self._ledger.late_blocks < LATE_SHARE * int(columns.ints[NUM_BLOCKS].sum())
 
     def _late_role(self) -> Role:
         """Who computes late prompts."""

@@ -16,6 +16,8 @@ from tests.spec.simulator_cases import entry, everything_is_given_back, profile,
 from tests.spec.test_router_policy import BLOCK, ask, decided, info, load, refused
 
 LONG = LATE_TOKENS + BLOCK
+BLOCKS = 5000
+"""Of each worker: a long prompt takes more than a tenth of them."""
 HURRIED = {"policy_options": {"ttft_s": 0.5}}
 
 
@@ -101,9 +103,9 @@ def cluster(prefill=("p1",), decode=("d1",), slo=None, **settings):
     router = Router(RouterSettings(**(HURRIED | settings)), tokens_per_hash=BLOCK, slo=slo)
     for role, names in (("prefill", prefill), ("decode", decode)):
         for name in names:
-            router.worker_up(info(name, role, num_blocks=100_000, max_model_len=1_000_000))
+            router.worker_up(info(name, role, num_blocks=BLOCKS, max_model_len=1_000_000))
             router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
-            load(router, name, free_blocks=100_000, prefill_tokens_per_s=2000.0)
+            load(router, name, free_blocks=BLOCKS, prefill_tokens_per_s=2000.0)
     return router
 
 
@@ -154,7 +156,7 @@ def test_short_late_prompts_go_together():
 def test_who_is_in_time_goes_past_them():
     router = cluster()
     asked(router, "r1"), asked(router, "r2")
-    load(router, "p1", free_blocks=100_000, prefill_tokens_per_s=2000.0, late=1, late_tokens=LONG)
+    load(router, "p1", free_blocks=BLOCKS, prefill_tokens_per_s=2000.0, late=1, late_tokens=LONG)
     decided(asked(router, "short", tokens=300))
     assert router.num_deferred == 1
 
@@ -166,25 +168,42 @@ def test_another_worker_takes_it():
 
 
 def test_while_all_have_prompts_in_time_it_waits_until_it_is_owed_a_turn():
-    """An average prompt's worth of every sixteenth."""
+    """A late one of average length: every sixteenth."""
     router = cluster()
-    router.select_and_reserve(late("short", tokens=1600), 0.0)  # 0.8 s, which is late, too; nothing else is there
-    router.on_first_token("short", 0.0)
-    load(router, "p1", free_blocks=100_000, prefill_tokens_per_s=2000.0, queued_tokens=1200)
-    assert isinstance(asked(router, "long"), Deferred)
+    decided(asked(router, "there", tokens=LATE_TOKENS - 100, force="remote"))
+    queued = LATE_TOKENS - 100 + 1200  # of others, 0.6 s
+    load(router, "p1", free_blocks=BLOCKS, prefill_tokens_per_s=2000.0, queued_tokens=queued)
+    assert isinstance(asked(router, "long", force="remote"), Deferred)
     gone = 0
     while (turn := router.take_ready()) is None:
         gone += 1
-        decided(asked(router, f"quick{gone}", tokens=100, max_tokens=1, hashes=()))
+        decided(asked(router, f"quick{gone}", tokens=100, max_tokens=1, hashes=(), may_wait=False))
         router.on_end(f"quick{gone}")
     assert (turn, gone) == ("long", OLDEST_EVERY)
     assert decided(asked(router, "long")).prefill == "p1"
 
 
-def test_without_prefill_workers_decode_workers_are_looked_at():
-    router = cluster(prefill=[], decode=["d1", "d2"])
-    assert {decided(asked(router, name)).decode for name in ("r1", "r2")} == {"d1", "d2"}
-    assert isinstance(asked(router, "r3"), Deferred)
+def test_while_late_prompts_keep_few_blocks_they_may_wait_in_the_lines():
+    router = cluster(decode=["d1", "d2", "d3"])
+    choices = [asked(router, f"r{number}", force="remote") for number in range(4)]
+    assert [isinstance(choice, Deferred) for choice in choices] == [False, False, False, True], "1,539 of 15,000 blocks"
+    router.on_end("r0")
+    assert router.take_ready() == "r3"
+
+
+def test_who_comes_late_does_not_overtake_who_waits():
+    router = cluster(decode=["d1", "d2", "d3"])
+    for number in range(4):
+        asked(router, f"r{number}", force="remote")
+    router.on_end("r0")
+    assert isinstance(asked(router, "r4", force="remote"), Deferred)
+    assert router.take_ready() == "r3"
+
+
+def test_what_a_decode_worker_computes_itself_keeps_no_blocks_in_line():
+    router = cluster(prefill=[], decode=["d1"])
+    for number in range(5):
+        assert decided(asked(router, f"r{number}")).decode == "d1"
 
 
 @pytest.mark.parametrize(
@@ -218,7 +237,7 @@ def test_a_worker_that_dies_holds_nobody_up():
         asked(router, name)
     router.worker_down("p1")
     assert router.take_ready() is None, "the other one has enough"
-    router.worker_up(info("p1", "prefill", epoch="e2", num_blocks=100_000, max_model_len=1_000_000))
+    router.worker_up(info("p1", "prefill", epoch="e2", num_blocks=BLOCKS, max_model_len=1_000_000))
     assert router.take_ready() == "r3"
     assert decided(asked(router, "r3")).prefill == "p1"
     for name in ("r1", "r2", "r3"):
