@@ -366,15 +366,18 @@ class Dispatcher:
 
     def route(self, request: RouteRequest) -> Decision | Refusal | Deferred:
         if self._blocked is not None:
+            self.give_up(request.request_id)
             return Refusal("misfit", self._blocked, RETRY_AFTER_FULL_S)
+        self._turns.pop(request.request_id, None)
         choice = self.router.select_and_reserve(request, self.clock())
+        if isinstance(choice, Deferred):  # its turn may come with the next line
+            self._turns[request.request_id] = asyncio.get_running_loop().create_future()
         self.load_changed()
         return choice
 
     def turn_of(self, request_id: str) -> asyncio.Future[None]:
-        """Of a request that the router has deferred: done when its turn has come. `give_up` unless that was seen."""
-        turn = self._turns[request_id] = asyncio.get_running_loop().create_future()
-        return turn
+        """Of a request that the router has deferred: done when its turn has come. `give_up`, or `route` it again."""
+        return self._turns[request_id]
 
     def give_up(self, request_id: str) -> None:
         """It waits for its turn no more, or does not take it."""
@@ -385,8 +388,8 @@ class Dispatcher:
 
     def _call_deferred(self) -> None:
         while (request_id := self.router.take_ready()) is not None:
-            turn = self._turns.pop(request_id, None)
-            if turn is not None and not turn.done():
+            turn = self._turns[request_id]
+            if not turn.done():
                 turn.set_result(None)
 
     def attach(self, attempt: Attempt) -> None:

@@ -68,6 +68,7 @@ class Life:
         if isinstance(choice, Deferred):
             ingress.stats.deferred += 1
             ingress.deferred[request_id] = self
+            ingress.call_deferred()
             return
         job.num_attempts = attempt_number
         if isinstance(choice, Refusal):

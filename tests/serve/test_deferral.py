@@ -148,3 +148,28 @@ async def test_who_has_a_deadline_or_a_forced_path_goes_at_once(crowded, deadlin
     await asyncio.gather(first, second)
     assert cluster.dispatcher.stats.deferred == 0
     await cluster.all_released()
+
+
+async def test_a_turn_that_comes_at_once_is_not_missed(crowded, monkeypatch):
+    cluster, first = await crowded()
+    router = cluster.dispatcher.router
+    monkeypatch.setattr(router, "take_ready", lambda: router._deferral.call())  # whoever waits
+    second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
+    await cluster.decode[0].until(lambda worker: worker.count(wire.Reserve) == 2)
+    cluster.prefill[0].hold_first_token.set()
+    await asyncio.gather(first, second)
+    assert cluster.dispatcher.stats.deferred == 1 and nothing_waits(cluster)
+
+
+async def test_where_no_kv_can_travel_any_more_who_waited_hears_it(crowded):
+    cluster, first = await crowded()
+    second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
+    await deferred(cluster, 1)
+    cluster.dispatcher._blocked = "p0 and d0 misfit"
+    cluster.prefill[0].hold_first_token.set()
+    with pytest.raises(RequestError) as caught:
+        await second
+    assert caught.value.status == 503 and nothing_waits(cluster)
+    assert not cluster.dispatcher.router._deferral.num_called
+    await first
+    await cluster.all_released()
