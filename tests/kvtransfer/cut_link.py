@@ -55,11 +55,19 @@ async def is_up(device):
         await asyncio.sleep(0.01)
 
 
+async def is_up_there(pid):
+    """The other end, too: else the owner finds no device but its loopback, and nobody reaches it."""
+    look = ("nsenter", "-t", str(pid), "-n", "ip", "-o", "link", "show", "vb")
+    while "state UP" not in subprocess.run(look, check=True, capture_output=True, text=True).stdout:
+        await asyncio.sleep(0.01)
+
+
 async def main(when):
     async with peer.started("own", prefix=IN_ITS_OWN, host=THERE) as owner:
         await is_in_its_own(owner.pid)
         connect_namespaces(owner.pid)
         await is_up("va")
+        await is_up_there(owner.pid)
         owner.tell("go")
         told = await owner.hear()
         memory = sides.allocate()
