@@ -55,10 +55,14 @@ async def is_up(device):
         await asyncio.sleep(0.01)
 
 
+def link_there(pid):
+    look = ("nsenter", "-t", str(pid), "-n", "ip", "-o", "link", "show", "vb")
+    return subprocess.run(look, check=True, capture_output=True, text=True).stdout
+
+
 async def is_up_there(pid):
     """The other end, too: else the owner finds no device but its loopback, and nobody reaches it."""
-    look = ("nsenter", "-t", str(pid), "-n", "ip", "-o", "link", "show", "vb")
-    while "state UP" not in subprocess.run(look, check=True, capture_output=True, text=True).stdout:
+    while "state UP" not in link_there(pid):
         await asyncio.sleep(0.01)
 
 
