@@ -9,7 +9,7 @@ ARGS ?=
 .PHONY: serve test test-fast test-gpu lint check links install clean
 
 serve: $(STAMP)
-	@exec $(PY) -m kvrelay.cluster.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	@exec $(PY) -m kvrelay.cluster.commands.cli serve $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 install: $(STAMP)
 
@@ -28,14 +28,7 @@ lint: $(STAMP) links
 	@$(VENV)/bin/ruff format --check . && $(VENV)/bin/ruff check . && $(VENV)/bin/mypy -p kvrelay
 
 check: lint
-	@$(VENV)/bin/pytest -q -n 2 -m "not slow" tests/spec
-
-# what shares no port, process or clock with another test goes on two cores; the rest one by one
-ALONE := $(patsubst %,tests/kvtransfer/test_%.py,busy_time chaos faults nixl_reader nixl_reads nixl_traps quarantine transport_processes)
-FOLDERS := tests/spec tests/kernels tests/kvcache tests/engine tests/serve
-VERIFY := $(wildcard tests/test_verify*.py)
-APART := $(FOLDERS) $(filter-out $(ALONE),$(wildcard tests/kvtransfer/test_*.py)) $(VERIFY)
-REST = $(ALONE) $(filter-out $(FOLDERS) $(VERIFY) tests/kvtransfer tests/fakes.py tests/conftest.py tests/__init__.py tests/__pycache__,$(wildcard tests/*))
+	@$(VENV)/bin/pytest -q -n 2 -m "pure and not slow" tests
 
 ifneq ($(strip $(ARGS)),)
 test: $(STAMP) links
@@ -45,13 +38,13 @@ else
 test: export PYTHONDONTWRITEBYTECODE :=
 test: $(STAMP) links
 	@status=0; \
-	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal $(APART) || status=1; \
-	$(VENV)/bin/pytest $(REST) || status=1; \
+	OMP_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal -m "not alone" tests || status=1; \
+	$(VENV)/bin/pytest -m alone tests || status=1; \
 	exit $$status
 endif
 
 test-fast: $(STAMP)
-	@$(VENV)/bin/pytest -q -n 2 -m "not slow" tests/spec
+	@$(VENV)/bin/pytest -q -n 2 -m "pure and not slow" tests
 
 # on a machine without a registry, with what kvrelay needs on PYTHONPATH: make test-gpu GPU_PY=python3
 GPU_PY ?= $(PY)

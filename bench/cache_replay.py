@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
+from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, MOONCAKE_BUCKET_S, TraceEntry, spread_buckets
-from kvrelay.kvcache.eviction import Lru, Usage
-from kvrelay.kvcache.tier_index import TierIndex
+from kvrelay.kvcache.eviction.registry import Lru, Usage
+from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS

@@ -19,9 +19,9 @@ import torch
 from figures import available_cores, show
 
 import inprocess  # isort: skip
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.cpu import CpuBackend
+from kvrelay.kernels.cpu.backend import CpuBackend
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 16  # SmolLM2's
 CACHE_BYTES = 64 << 20  # layers of KV are gone through until so much has been read: more than the processor's caches

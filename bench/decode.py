@@ -21,7 +21,7 @@ from figures import available_cores, show
 from limits import measure_limits
 
 import inprocess  # isort: skip
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.step.engine import Engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ from typing import Any
 from disk_codecs import codec_rows
 from figures import show
 
-from kvrelay.kvcache.disk import DiskOptions, DiskStore
-from kvrelay.kvcache.disk_format import PAGE_BYTES, pages, payload_checksum
-from kvrelay.kvcache.disk_slots import RUN_BYTES
-from kvrelay.kvcache.namespace import Namespace
-from kvrelay.kvcache.store import BlockMeta
+from kvrelay.kvcache.stores.disk.format import PAGE_BYTES, pages, payload_checksum
+from kvrelay.kvcache.stores.disk.records import RUN_BYTES
+from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
+from kvrelay.kvcache.stores.namespace import Namespace
+from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
 DEPTH = 8

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from kvrelay.config import ModelSettings
-from kvrelay.engine.checkpoint import prepare_checkpoint
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
-from kvrelay.kvcache.codecs import Codec, make_codec
+from kvrelay.kvcache.stores.codecs import Codec, make_codec
+from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
 from kvrelay.types import KvLayout
-from kvrelay.wire import Sampling, SequenceRequest, TokenOutput
 
 CODECS = ("none", "lossless", "int8", "fp8")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

@@ -24,13 +24,13 @@ from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 import inprocess  # noqa: F401  isort: skip
-from kvrelay.engine.mlp import ExpertMlp
+from kvrelay.engine.models.mlp import ExpertMlp
 from kvrelay.kernels.backend import Experts
-from kvrelay.kernels.cpu import CpuBackend
-from kvrelay.kernels.expert_choice import ExpertChoice
-from kvrelay.kernels.experts import ExpertLoop
-from kvrelay.kernels.quant_scheme import Scheme
-from kvrelay.kernels.reference import ReferenceBackend
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.common.experts import ExpertLoop
+from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 
 @dataclass(frozen=True, slots=True)

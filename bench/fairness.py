@@ -23,14 +23,14 @@ from typing import Any, Protocol
 from figures import available_cores, show
 
 import inprocess  # isort: skip
-from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
-from kvrelay.engine.scheduler import Scheduler, SchedulerLimits
-from kvrelay.engine.shares import LineRules
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.engine.scheduling.fair_share import LineRules
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.kernels.select import select_backend
-from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import FinishReason
-from kvrelay.wire import Sampling, SequenceRequest
 
 NUM_TENANTS = 8
 GREEDY = "greedy"

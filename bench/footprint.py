@@ -20,7 +20,7 @@ from typing import Any
 import processes
 from figures import show
 
-from kvrelay.cluster.ray_session import RaySession, free_port
+from kvrelay.cluster.launch.ray_session import RaySession, free_port
 from kvrelay.config import Settings
 
 GOAL_BYTES, GOAL_CPU_SHARE = 4 << 30, 0.02
@@ -28,8 +28,8 @@ _SESSION = re.compile(r"session_\d{4}-\d{2}-\d{2}_[\d_-]+")
 
 
 def is_serve(line: list[str]) -> bool:
-    """Whether a command line is `kvrelay serve` or `python -m kvrelay.cluster.cli serve`."""
-    starts = any(Path(part).name == "kvrelay" or part == "kvrelay.cluster.cli" for part in line[:4])
+    """Whether a command line is `kvrelay serve` or `python -m kvrelay.cluster.commands.cli serve`."""
+    starts = any(Path(part).name == "kvrelay" or part == "kvrelay.cluster.commands.cli" for part in line[:4])
     return starts and "serve" in line
 
 

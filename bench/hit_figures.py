@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvrelay import wire
-from kvrelay.router.types import Decision
-from kvrelay.serve.explain import Explain
+from kvrelay.plane import messages as wire
+from kvrelay.router.decision.types import Decision
+from kvrelay.serve.telemetry.explain import Explain
 
 
 class Recent:

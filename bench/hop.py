@@ -25,12 +25,12 @@ import aiohttp
 from figures import show
 from inprocess import count_weights, prepare, random_prompt, request
 
-from kvrelay.cluster.loadgen import Job, Result, Target, open_session, require_loopback, send, served_model
-from kvrelay.cluster.loadgen_stats import OK
-from kvrelay.cluster.loadgen_traces import PromptSpec, synthetic_prompt
-from kvrelay.cluster.local import local_cluster
+from kvrelay.cluster.launch.local import local_cluster
+from kvrelay.cluster.loadgen.client import Job, Result, Target, open_session, require_loopback, send, served_model
+from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
+from kvrelay.cluster.loadgen.stats import OK
 from kvrelay.config import Settings, settings_from
-from kvrelay.serve.dispatcher import Dispatcher
+from kvrelay.serve.workers.dispatcher import Dispatcher
 
 GOAL_MS, GOAL_SHARE = 5.0, 0.02
 DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 
 from hit_figures import Looked, looked
 
-from kvrelay import wire
 from kvrelay.errors import ConnectionLost
-from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.types import Decision, Refusal, RouteRequest
-from kvrelay.serve.dispatcher import Dispatcher
-from kvrelay.serve.worker_link import WorkerLink
+from kvrelay.plane import messages as wire
+from kvrelay.router.decision.types import Decision, Refusal, RouteRequest
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.workers.worker_link import WorkerLink
 
 FIRST_QUERY = 1 << 40  # the dispatcher's own questions are counted from 1
 

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from kvrelay.config import ModelSettings
-from kvrelay.engine.checkpoint import prepare_checkpoint
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
-from kvrelay.kernels.quant_scheme import Scheme
+from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.select import select_backend
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.plane.messages import Sampling, SequenceRequest
 
 sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
 

@@ -26,9 +26,9 @@ from typing import Any
 from figures import show
 from inprocess import count_weights, prepare, random_prompt, request
 
-from kvrelay.cluster.local import local_cluster
+from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import Settings, settings_from
-from kvrelay.serve.dispatcher import Dispatcher
+from kvrelay.serve.workers.dispatcher import Dispatcher
 
 SETUPS = ("disaggregated", "chunked", "whole")
 STREAM_PROMPT = 128

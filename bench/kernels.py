@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import torch
 
-from kvrelay.kernels.cpu import CpuBackend
-from kvrelay.kernels.grid_steps import Case, Step, make_step
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.oracle.grid_steps import Case, Step, make_step
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 ROWS = (1, 4, 16, 32, 128, 512)

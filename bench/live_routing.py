@@ -50,17 +50,17 @@ from hit_figures import Recent, Routed, Tally
 from index_watch import IndexWatch
 from inprocess import count_weights, prepare
 
-from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
-from kvrelay.cluster.local import LocalCluster, local_cluster
+from kvrelay.cluster.launch.local import LocalCluster, local_cluster
+from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import Settings, settings_from
-from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
-from kvrelay.router.types import Decision, IndexState, Refusal, RouteRequest
-from kvrelay.serve.dispatcher import Dispatcher
-from kvrelay.serve.explain import Explain
-from kvrelay.wire import Sampling, SequenceRequest
+from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.router.decision.types import Decision, IndexState, Refusal, RouteRequest
+from kvrelay.serve.telemetry.explain import Explain
+from kvrelay.serve.workers.dispatcher import Dispatcher
 
 BLOCK = 16
 LENGTH_SCALE = BLOCK / 512

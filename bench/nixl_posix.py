@@ -23,9 +23,9 @@ import numpy as np
 from disk import aligned, open_store
 from figures import show
 
-from kvrelay.kvcache.disk_format import payload_checksum
-from kvrelay.kvcache.store import BlockMeta
-from kvrelay.kvtransfer.transports.nixl_agent import import_nixl
+from kvrelay.kvcache.stores.disk.format import payload_checksum
+from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.kvtransfer.transports.nixl.agent import import_nixl
 from kvrelay.types import BlockHash
 
 QUEUES = {"libaio": "use_aio", "io_uring": "use_uring", "posix aio": "use_posix_aio"}

@@ -31,12 +31,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout wo
 from pools import FINGERPRINT, SECRET, allocate, layout_for, scattered
 
 from kvrelay.config import TransferSettings
-from kvrelay.kvtransfer.selection import TRANSPORTS
-from kvrelay.kvtransfer.source import KvSource
-from kvrelay.kvtransfer.target import KvTarget
+from kvrelay.decode.target import KvTarget
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.kvtransfer.transports.nixl import NixlReader
-from kvrelay.kvtransfer.transports.nixl_agent import import_nixl
+from kvrelay.kvtransfer.transports.nixl.agent import import_nixl
+from kvrelay.kvtransfer.transports.nixl.reader import NixlReader
+from kvrelay.prefill.source import KvSource
 
 HERE = Path(__file__).resolve()
 OWNER_POLL_S = 500e-6

@@ -26,9 +26,9 @@ from typing import Any
 
 from figures import show
 
-from kvrelay.cluster.loadgen import Job, Target, require_loopback, run_load, served_model
-from kvrelay.cluster.loadgen_stats import Summary
-from kvrelay.cluster.loadgen_traces import PromptSpec, synthetic_prompt
+from kvrelay.cluster.loadgen.client import Job, Target, require_loopback, run_load, served_model
+from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
+from kvrelay.cluster.loadgen.stats import Summary
 
 FIGURES: dict[str, Callable[[Summary], float]] = {
     "TTFT p50 ms": lambda s: 1000 * s.ttft_s.p50,

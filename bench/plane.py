@@ -5,8 +5,8 @@
 A fake decode worker in its own process emits one batched Tokens message per step, as a real one does;
 each token's id is the (machine-wide, monotonic) microsecond at which its step ended, so the receiver
 knows its delay. Received in three ways:
-  dispatcher   kvrelay.serve.dispatcher: what the ingress does, routing, ordering and hand-over included
-  plane        kvrelay.plane alone: receive, decode, hand to per-stream queues
+  dispatcher   kvrelay.serve.workers.dispatcher: what the ingress does, routing, ordering and hand-over included
+  plane        kvrelay.plane.connection alone: receive, decode, hand to per-stream queues
   zeromq       the same messages and queues over ZeroMQ DEALER/ROUTER (needs pyzmq)
 CPU is process time of the receiving and the sending process over the tokens, both without the streams'
 start. Goals for the dispatcher: p50 <= 1 ms and <= 50 us of CPU per token at the ingress.
@@ -26,12 +26,12 @@ from typing import Any
 import msgspec
 from figures import show
 
-from kvrelay import wire
 from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost
-from kvrelay.plane import Connection, Server, connect
-from kvrelay.router.router import Router
-from kvrelay.serve.dispatcher import Dispatcher, Member
+from kvrelay.plane import messages as wire
+from kvrelay.plane.connection import Connection, Server, connect
+from kvrelay.router.decision.router import Router
+from kvrelay.serve.workers.dispatcher import Dispatcher, Member
 from kvrelay.types import Fingerprint
 
 SECRET = b"bench"
@@ -104,7 +104,7 @@ class FakeWorker:
 
 
 def plane_worker(streams: int, tokens: int, step_s: float, report: Pipe) -> None:
-    """Process: the fake worker behind kvrelay.plane. Ends when its parent closes the pipe."""
+    """Process: the fake worker behind kvrelay.plane.connection. Ends when its parent closes the pipe."""
     worker = FakeWorker(streams, tokens, step_s, report)
 
     async def serve() -> None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from kvrelay.cluster.loadgen_sessions import SessionSpec, generate, requests_per_session
+from kvrelay.cluster.loadgen.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
 from kvrelay.cluster.workloads.arrivals import switching_arrivals
 from kvrelay.cluster.workloads.choose import load_trace

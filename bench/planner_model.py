@@ -16,10 +16,10 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.cluster.planner_model import model_of
-from kvrelay.cluster.simulate_command import simulated
+from kvrelay.cluster.commands.simulate import simulated
+from kvrelay.cluster.deployments.planner_model import model_of
+from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
 from kvrelay.cluster.simulator.scenario import Scenario
-from kvrelay.cluster.simulator_profile import SimulatorProfile, load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 from kvrelay.router.planning.capacity import aggregated_fits, decode_fits, prefill_fits, rate_of
 from kvrelay.router.planning.split import best_aggregated, best_split

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from bench.planner_loads import bursty_days, made_days, stretched_days
+from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
+from kvrelay.cluster.simulator.reporting.results import Tally
 from kvrelay.cluster.simulator.requests import Job
-from kvrelay.cluster.simulator.results import Tally
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.simulator_profile import SimulatorProfile, load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.router.planning.types import Counts, scaled
 

@@ -16,11 +16,11 @@ from typing import Any
 
 from bench.figures import show
 from bench.planner_runs import course_of, num_turns
-from kvrelay.cluster.planner_model import model_of
-from kvrelay.cluster.simulate_command import simulated
+from kvrelay.cluster.commands.simulate import simulated
+from kvrelay.cluster.deployments.planner_model import model_of
+from kvrelay.cluster.profiles.profile import load_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.simulator_profile import load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 from kvrelay.router.planning.damping import most_turns
 from kvrelay.router.planning.split import needs

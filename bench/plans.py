@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout wo
 
 from figures import show
 
-from kvrelay.kvtransfer.plans import pair
-from kvrelay.kvtransfer.shards import shard
+from kvrelay.kvtransfer.plans.copy_plan import pair
+from kvrelay.kvtransfer.plans.shards import shard
 from kvrelay.types import KvLayout
 
 MODEL = KvLayout(num_layers=32, num_blocks=1, block_size=16, num_kv_heads=8, head_dim=128, dtype="bfloat16")

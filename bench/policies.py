@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cluster.published_profiles import find_profile
-from kvrelay.cluster.settings_flags import with_pairs
-from kvrelay.cluster.simulate_command import simulated
+from kvrelay.cluster.commands.settings_flags import with_pairs
+from kvrelay.cluster.commands.simulate import simulated
+from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.profiles.published import find_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
-from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.choose import make_workload
-from kvrelay.router.speed_curve import SpeedCurve
+from kvrelay.router.planning.speed_curve import SpeedCurve
 
 PROFILE = Path(__file__).resolve().parents[1] / "configs" / "profiles" / "llama-3.1-70b-h100x8-bf16.json"
 TTFT_S, TPOT_S, SHARE = 5.0, 0.1, 0.9

@@ -24,7 +24,7 @@ from contenders import Contender
 from figures import show
 
 from kvrelay.hashing import HashChain, root_hash
-from kvrelay.kvcache.block_pool import BlockPool
+from kvrelay.kvcache.pool.block_pool import BlockPool
 
 SIDE = Path(__file__).with_name("pool_side.py")
 STEPS = ("hash", "match", "allocate", "append", "free")

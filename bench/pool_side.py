@@ -38,7 +38,7 @@ class Ours:
 
     def __init__(self, num_blocks: int) -> None:
         from kvrelay import hashing
-        from kvrelay.kvcache.block_pool import BlockPool
+        from kvrelay.kvcache.pool.block_pool import BlockPool
 
         self._hashing, self.pool = hashing, BlockPool(num_blocks, block_size=BLOCK)
 

@@ -22,9 +22,9 @@ import torch
 from figures import available_cores, show
 
 import inprocess  # isort: skip
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
-from kvrelay.engine.preemption import Rates, Stake, Way, costs, crossover_tokens
-from kvrelay.engine.tier_setup import make_swap_area
+from kvrelay.engine.scheduling.preemption_policy import Rates, Stake, Way, costs, crossover_tokens
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.worker.tier_setup import make_swap_area
 from kvrelay.kernels.select import select_backend
 
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}

@@ -19,7 +19,7 @@ from figures import available_cores, show
 from limits import measure_limits
 
 import inprocess  # isort: skip
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.step.engine import Engine
 
 
 def run_engine(engine: Engine, index: int, length: int) -> float:

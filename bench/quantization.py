@@ -18,10 +18,10 @@ import torch
 from figures import available_cores, show
 
 import inprocess  # isort: skip
-from kvrelay.engine.model import DecoderModel, load_model
+from kvrelay.engine.models.decoder import DecoderModel, load_model
 from kvrelay.kernels.backend import AttentionBatch, Backend
 from kvrelay.kernels.select import select_backend
-from kvrelay.serve.tokenizer import Tokenizer
+from kvrelay.serve.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).with_name("quantization.txt")
 BLOCK_SIZE = 16

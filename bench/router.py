@@ -25,11 +25,11 @@ from typing import Any
 
 from bench.router_contents import Contents, contents, fresh
 from kvrelay.config import RouterSettings
-from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.router import Router
-from kvrelay.router.types import Decision, RouteRequest
+from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo, decode_from_worker, encode
+from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.types import Decision, RouteRequest
+from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.types import Fingerprint
-from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, WorkerInfo, decode_from_worker, encode
 
 BLOCK_SIZE = 16
 FINGERPRINT = Fingerprint(1, "m", "bfloat16", BLOCK_SIZE, 2, 2, 8, "seed")

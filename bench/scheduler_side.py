@@ -50,9 +50,9 @@ class Ours:
     def __init__(self, num_blocks: int, draft_tokens: int = 0) -> None:
         import torch
 
-        from kvrelay.engine.engine import Engine, EngineConfig
+        from kvrelay.engine.step.engine import Engine, EngineConfig
         from kvrelay.hashing import block_hashes
-        from kvrelay.wire import Sampling, SequenceRequest
+        from kvrelay.plane.messages import Sampling, SequenceRequest
 
         shape = SimpleNamespace(
             dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_kv_heads=1, head_dim=1, latent_dim=None
@@ -128,7 +128,7 @@ class OursDrafting(Ours):
     """The same with speculation on, as it is by default, where it does not pay: but for a try now and then, nothing is drafted."""
 
     def __init__(self, num_blocks: int) -> None:
-        from kvrelay.engine.speculation import StepTimes
+        from kvrelay.engine.speculation.speculation import StepTimes
 
         class NothingPays(StepTimes):
             def plain(self, num_sequences: int) -> float:

@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from kvrelay.cluster.profiles.profile import load_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.simulator_profile import load_profile
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.cluster.workloads.trace import TraceEntry
 

@@ -42,18 +42,18 @@ from bench.inprocess import count_weights, prepare
 from bench.simulator_check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, per_request, said
 from bench.simulator_check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
 from bench.step_log import AT_ONCE_S, LoggedStep
-from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
-from kvrelay.cluster.settings_flags import with_pairs
+from kvrelay.cluster.commands.settings_flags import with_pairs
+from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
+from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
 from kvrelay.cluster.simulator.requests import Job
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.simulator_profile import SimulatorProfile, load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import settings_from
-from kvrelay.engine.checkpoint_tiny import tiny_checkpoint
-from kvrelay.router.speed_curve import SpeedCurve
-from kvrelay.router.speed_fit import StepSample, errors_of
-from kvrelay.router.types import Decision, Refusal, RouteRequest
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.router.decision.types import Decision, Refusal, RouteRequest
+from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.speed_fit import StepSample, errors_of
 from kvrelay.types import Role
 
 BLOCK = 16
@@ -101,7 +101,7 @@ def fit(options: argparse.Namespace, folder: Path, file: Path) -> SimulatorProfi
     settings = [f"{section}.{name}={value}" for section, values in sections_of(options).items() for name, value in values.items()
                 if section == "engine"]  # fmt: skip
     command = [
-        sys.executable, "-m", "kvrelay.cluster.cli", "profile", "--fit", str(file), "--model", str(folder),
+        sys.executable, "-m", "kvrelay.cluster.commands.cli", "profile", "--fit", str(file), "--model", str(folder),
         "--dtype", "float32" if options.tiny else "bfloat16", "--seconds", str(options.fit_seconds),
         "--workers", str(max(options.fit_workers, options.prefill + options.decode)),
         *(part for setting in settings for part in ("--set", setting)),

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from bench.simulator_check_figures import Answer, Outcome
 from bench.step_log import LoggedStep, read_steps
-from kvrelay.cluster.local import LocalCluster, local_cluster
+from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
-from kvrelay.serve.dispatcher import Dispatcher
-from kvrelay.serve.explain import Explain
+from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.serve.telemetry.explain import Explain
+from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.types import Role
-from kvrelay.wire import Sampling, SequenceRequest
 
 LATE_S = 60.0  # after the last arrival nobody is waited for any longer
 REPORTED_S = 3.0  # after a run the workers have told all that they did

@@ -21,14 +21,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from bench.slo_workers import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, Clock, DecodeModel, Job, PrefillModel, Speeds
-from kvrelay.cluster.loadgen_sessions import SessionSpec, generate
+from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.trace import MOONCAKE_BUCKET_S, TraceEntry, scale_entries, spread_buckets
 from kvrelay.config import RouterSettings, SloSettings
-from kvrelay.router.promises import SloAsk, SloTarget
-from kvrelay.router.router import Router
-from kvrelay.router.types import Refusal, RouteRequest
-from kvrelay.wire import Timings
+from kvrelay.plane.messages import Timings
+from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.types import Refusal, RouteRequest
+from kvrelay.router.slo.promises import SloAsk, SloTarget
 
 HOP_S = 0.001  # of a message
 AFTER_WINDOW_S = 60.0  # so long, those who come are still concerned by who was let in
@@ -108,7 +108,7 @@ class Run:
         assert not len(self.router._ledger), "requests are still counted"
         return self
 
-    # ---- a request's life, as serve/sequence_life.py has it
+    # ---- a request's life, as serve/requests/request_driver.py has it
 
     def _arrive(self, job: Job, *, is_forced: bool = False) -> None:
         if self._inflight >= self.spec.max_inflight:

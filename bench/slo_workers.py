@@ -13,9 +13,9 @@ from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvrelay.router.router import Router
+from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
+from kvrelay.router.decision.router import Router
 from kvrelay.types import Fingerprint
-from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 
 BLOCK_TOKENS = 512
 KV_BYTES_PER_TOKEN = 320 << 10

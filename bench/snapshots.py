@@ -12,12 +12,12 @@ import random
 import time
 from collections.abc import Callable
 
-from kvrelay.frame_reader import FrameReader
-from kvrelay.kvcache.events import parts_of
-from kvrelay.router.prefix_index import PrefixIndex
-from kvrelay.router.types import IndexState
-from kvrelay.serve.intake import Intake
-from kvrelay.wire import KvSnapshot, decode_from_worker, encode
+from kvrelay.kvcache.pool.events import parts_of
+from kvrelay.plane.frame_reader import FrameReader
+from kvrelay.plane.messages import KvSnapshot, decode_from_worker, encode
+from kvrelay.router.decision.types import IndexState
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.serve.workers.snapshot_slices import Intake
 
 NUM_CHANGED = 1000
 AT_ONCE = 100_000  # blocks of each of the other workers

@@ -24,8 +24,8 @@ import inprocess  # isort: skip
 from transformers import AutoTokenizer
 
 from kvrelay.config import settings_from
-from kvrelay.engine.draft_model import make_draft_model
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.speculation.draft_model import make_draft_model
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.kernels.select import select_backend
 
 STORY = (

@@ -27,8 +27,8 @@ from typing import Any
 import processes
 from figures import show
 
-from kvrelay.cluster.loadgen import Job, Result, Target, open_session, send, served_model
-from kvrelay.cluster.loadgen_stats import OK
+from kvrelay.cluster.loadgen.client import Job, Result, Target, open_session, send, served_model
+from kvrelay.cluster.loadgen.stats import OK
 
 GOALS_S = {"fresh clone": 300.0, "second start": 40.0}
 MARK = "KVRELAY_BENCH_MARK"

@@ -1,6 +1,6 @@
 """A worker's process that writes down its steps: what each computed, when it began, how long it took.
 
-    python -m bench.step_log FOLDER [PROFILE]     what cluster/local.py starts instead of its own `main`: see `spawn_worker`
+    python -m bench.step_log FOLDER [PROFILE]     what cluster/launch/local.py starts instead of its own `main`: see `spawn_worker`
 
 FOLDER/<worker>.json has a row for each step when the worker has ended. Times are seconds of the machine's monotonic clock, which
 all its processes share. A step lasts from the engine's being called to its answer; what the worker does between two steps is not
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cluster import local
-from kvrelay.cluster.profile_fit import work_of
-from kvrelay.cluster.simulator_profile import load_profile
-from kvrelay.engine.engine import Engine
-from kvrelay.engine.service import WorkerService
-from kvrelay.router.speed_curve import SpeedCurve, StepWork
+from kvrelay.cluster.launch import local
+from kvrelay.cluster.profiles.fit import work_of
+from kvrelay.cluster.profiles.profile import load_profile
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.worker.service import WorkerService
+from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import Role
 
 AT_ONCE_S = 0.005  # a step that begins so soon after another was waiting for its end

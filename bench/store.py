@@ -21,11 +21,11 @@ import xxhash
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from kvrelay.cluster.remote_store import RemoteStore
-from kvrelay.cluster.store_process import spawn_store
+from kvrelay.cluster.store.process import spawn_store
+from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.config import settings_from
-from kvrelay.kvcache.store import BlockMeta
-from kvrelay.kvtransfer.slabs import allocate_slab
+from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.kvtransfer.slabs.slabs import allocate_slab
 
 SECRET = b"of this benchmark"
 

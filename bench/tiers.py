@@ -29,18 +29,18 @@ import torch
 from figures import available_cores, show
 
 import inprocess  # isort: skip
-from kvrelay.cluster.local import HOST, LocalCluster, local_cluster
-from kvrelay.cluster.store_factory import ClusterStores
-from kvrelay.cluster.store_process import spawn_store
+from kvrelay.cluster.launch.local import HOST, LocalCluster, local_cluster
+from kvrelay.cluster.store.factory import ClusterStores
+from kvrelay.cluster.store.process import spawn_store
 from kvrelay.config import DEFAULT_MODEL, settings_from
-from kvrelay.engine.engine import Engine, EngineConfig, load_engine
-from kvrelay.engine.tier_setup import make_lower_tiers
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.worker.tier_setup import make_lower_tiers
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
-from kvrelay.kvcache.host import HostSlab
-from kvrelay.kvcache.namespace import namespace_of
-from kvrelay.kvcache.storage import KvStorage
-from kvrelay.serve.dispatcher import Member
+from kvrelay.kvcache.memory.host import HostSlab
+from kvrelay.kvcache.memory.storage import KvStorage
+from kvrelay.kvcache.stores.namespace import namespace_of
+from kvrelay.serve.workers.dispatcher import Member
 from kvrelay.types import BlockId, KvLayout
 
 BATCH_BYTES = 8 << 20  # of the cache controller's jobs

@@ -37,8 +37,8 @@ from transfer_chaos_end import SECRET
 from transfer_chaos_members import Gone, Incarnation, Member
 
 from kvrelay.config import ChecksMode
-from kvrelay.kvtransfer.selection import TRANSPORTS
-from kvrelay.kvtransfer.tickets import open_ticket
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+from kvrelay.kvtransfer.protocol.tickets import open_ticket
 
 LEASE_S, DEADLINE_S = 1.5, 4.0
 HANG_S = 20.0  # after all orders are given: far beyond lease and deadline, frozen peers included

@@ -12,7 +12,7 @@ from transfer_chaos_content import LAYOUT, content, digests
 from transfer_chaos_end import SECRET
 from transfer_chaos_members import Gone, Incarnation
 
-from kvrelay.kvtransfer.tickets import open_ticket, seal
+from kvrelay.kvtransfer.protocol.tickets import open_ticket, seal
 
 FLIP = "a bit flipped on arrival"
 # (what is done, where in the transfer's life, how often of 1,000)

@@ -33,13 +33,13 @@ from transfer_chaos_content import LAYOUT, content, digests
 from transfer_ours import only
 
 from kvrelay.config import TransferSettings
+from kvrelay.decode.target import KvTarget
 from kvrelay.errors import TransferError
-from kvrelay.kvcache.block_pool import BlockPool
-from kvrelay.kvtransfer.selection import TRANSPORTS
-from kvrelay.kvtransfer.source import KvSource, SourceTransfer
-from kvrelay.kvtransfer.target import KvTarget
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+from kvrelay.kvtransfer.protocol.types import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.kvtransfer.types import TransferResult
+from kvrelay.prefill.source import KvSource, SourceTransfer
 from kvrelay.types import BlockId, Fingerprint, KvMemory
 
 SECRET = b"the secret of the chaos cluster"

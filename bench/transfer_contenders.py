@@ -14,8 +14,8 @@ from typing import Any
 from transfer_side import Row
 
 from kvrelay.config import ChecksMode
-from kvrelay.kvtransfer import selection
-from kvrelay.kvtransfer.selection import TRANSPORTS
+from kvrelay.kvtransfer.paths import selection
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 
 CHILD = Path(__file__).with_name("transfer_child.py")
 ANSWER_TIMEOUT_S = 120.0

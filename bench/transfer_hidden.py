@@ -27,9 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout wo
 from figures import show
 from inprocess import count_weights, prepare, random_prompt, request
 
-from kvrelay.cluster.local import LocalCluster, local_cluster
+from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.config import Settings, settings_from
-from kvrelay.serve.explain import Explain
+from kvrelay.serve.telemetry.explain import Explain
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 GOAL, GOAL_TOKENS = 0.9, 2048

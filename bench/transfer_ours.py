@@ -10,12 +10,12 @@ from transfer_pool import Pool, Shape, block_lists, fingerprint_of
 from transfer_side import Row, Side
 
 from kvrelay.config import TransferSettings, TransportName
-from kvrelay.kvtransfer import selection
-from kvrelay.kvtransfer.selection import TRANSPORTS
-from kvrelay.kvtransfer.source import KvSource
-from kvrelay.kvtransfer.target import KvTarget
+from kvrelay.decode.target import KvTarget
+from kvrelay.kvtransfer.paths import selection
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+from kvrelay.kvtransfer.protocol.types import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
-from kvrelay.kvtransfer.types import TransferResult
+from kvrelay.prefill.source import KvSource
 
 SECRET = b"bench"
 HOST = "127.0.0.1"
@@ -26,7 +26,7 @@ def only(transport: str, *, tcp_streams: int = 0, tls: bool = False) -> tuple[st
     setting = transport if transport in typing.get_args(TransportName) else "auto"
     if not tcp_streams and not tls:
         return setting, {transport: TRANSPORTS[transport]}
-    from kvrelay.tls import ClusterTls
+    from kvrelay.plane.tls import ClusterTls
 
     table = selection.transports_for(tcp_streams, ClusterTls.derived(SECRET) if tls else None)
     return setting, {transport: table[transport]}

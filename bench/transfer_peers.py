@@ -55,7 +55,7 @@ class PullingSide(Side):
 def nixl_agent(name: str, pool: Pool) -> Any:
     """An agent without a progress thread (the stock one spins a core), with the pool registered."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    from kvrelay.kvtransfer.transports.nixl_agent import import_nixl
+    from kvrelay.kvtransfer.transports.nixl.agent import import_nixl
 
     api = import_nixl()
     agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))

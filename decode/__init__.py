@@ -1,1 +1,4 @@
-"""The decode worker. Imports engine, kvtransfer, kvcache, kvrelay."""
+"""The decode worker: it reserves blocks, reads and verifies the prompt's KV, and generates tokens.
+
+May import kvrelay, engine, kvcache, kvtransfer.
+"""

@@ -11,16 +11,24 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.engine.engine import Engine, Reservation, StepResult
-from kvrelay.engine.lending import BlockLender
-from kvrelay.engine.service import Link, WorkerService
+from kvrelay.decode.target import KvTarget
+from kvrelay.engine.step.engine import Engine, Reservation, StepResult
+from kvrelay.engine.worker.probe_buffers import BlockLender
+from kvrelay.engine.worker.service import Link, WorkerService
 from kvrelay.errors import TransferError
-from kvrelay.kvtransfer.selection import transports_for
-from kvrelay.kvtransfer.target import KvTarget
-from kvrelay.kvtransfer.tickets import reason_word
-from kvrelay.kvtransfer.types import TransferResult, TransferStats, span_attributes
+from kvrelay.kvtransfer.paths.selection import transports_for
+from kvrelay.kvtransfer.protocol.tickets import reason_word
+from kvrelay.kvtransfer.protocol.types import TransferResult, TransferStats, span_attributes
+from kvrelay.plane.messages import (
+    PairReport,
+    PairsSeen,
+    Reserve,
+    Reserved,
+    SequenceRequest,
+    Transferred,
+    decode_manifest,
+)
 from kvrelay.types import Role
-from kvrelay.wire import PairReport, PairsSeen, Reserve, Reserved, SequenceRequest, Transferred, decode_manifest
 
 logger = logging.getLogger(__name__)
 

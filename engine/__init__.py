@@ -1,1 +1,4 @@
-"""Models, weights, runner, sampler, step scheduler. Imports kvrelay, kernels, kvcache."""
+"""Models, weights, runner, sampler and step scheduler of one worker.
+
+May import kvrelay, kernels, kvcache.
+"""

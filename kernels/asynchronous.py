@@ -1,6 +1,6 @@
 """What a backend offers beyond `Backend` when its calls return before the device has computed.
 
-The step loop then launches a step before it has seen the tokens of the one before: see engine/flight.py.
+The step loop then launches a step before it has seen the tokens of the one before: see engine/step/in_flight.py.
 """
 
 from dataclasses import dataclass

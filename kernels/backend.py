@@ -15,8 +15,8 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.expert_choice import ExpertChoice
-from kvrelay.kernels.quant_scheme import Scheme, WeightError
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 
 Activation = Literal["silu", "gelu_tanh"]
 KvOrder = Literal["NHD", "HND"]

@@ -84,13 +84,13 @@ def quantizes(name: Name = "auto", device: str = "auto") -> tuple[str, bool]:
 
 def _class_of(name: str) -> Any:
     if name == "cuda":
-        from kvrelay.kernels.cuda import CudaBackend
+        from kvrelay.kernels.cuda.backend import CudaBackend
 
         return CudaBackend
     if name == "cpu":
-        from kvrelay.kernels.cpu import CpuBackend
+        from kvrelay.kernels.cpu.backend import CpuBackend
 
         return CpuBackend
-    from kvrelay.kernels.reference import ReferenceBackend
+    from kvrelay.kernels.oracle.reference import ReferenceBackend
 
     return ReferenceBackend

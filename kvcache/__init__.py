@@ -1,1 +1,4 @@
-"""The KV cache's bookkeeping and memory. Imports kvrelay only."""
+"""The KV cache of one worker: blocks, prefix index, eviction, tiers and stores.
+
+May import kvrelay.
+"""

@@ -14,9 +14,9 @@ import yaml
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from kvrelay.errors import ConfigError
+from kvrelay.plane.messages import MAX_PRIORITY
 from kvrelay.sizes import Budget, Size, memory_share, parse_bytes
 from kvrelay.types import Role
-from kvrelay.wire import MAX_PRIORITY
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]

@@ -2,7 +2,7 @@
 
 A vector is one token's key or value of one head. Its scale follows from the vector alone: nothing is calibrated, and
 whoever moves the bytes moves the scale. Scales are powers of two, so that reading is exact in float32 and bfloat16
-alike, and writing what was read changes no number. kernels/native/fp8.h does the same, bit for bit.
+alike, and writing what was read changes no number. kernels/cpu/native/fp8.h does the same, bit for bit.
 
 Errors: at most 2**-4 of a number, and 2**-17 of the vector's largest where that is more.
 Source: OCP 8-bit Floating Point Specification (2023); scales of powers of two as in OCP Microscaling Formats (2023).

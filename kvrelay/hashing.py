@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from kvrelay import hashing_native
+from kvrelay.native import block_hash as hashing_native
 from kvrelay.types import BlockHash
 
 HASH_SEED = "kvrelay-blake2b-128-v1"

@@ -1,1 +1,4 @@
-"""Tickets, leases and transports that move KV blocks. Imports kvrelay only."""
+"""What both ends of a KV transfer share.
+
+May import kvrelay.
+"""

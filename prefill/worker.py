@@ -11,18 +11,18 @@ import threading
 from functools import partial
 from typing import Any
 
-from kvrelay.engine.engine import Engine
-from kvrelay.engine.layers_out import LayerHook
-from kvrelay.engine.lending import BlockLender
-from kvrelay.engine.service import Link, WorkerService
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.layer_events import LayerHook
+from kvrelay.engine.worker.probe_buffers import BlockLender
+from kvrelay.engine.worker.service import Link, WorkerService
 from kvrelay.errors import BackendUnavailable, TransferError
-from kvrelay.kvtransfer.selection import transports_for
-from kvrelay.kvtransfer.source import KvSource, SourceTransfer
-from kvrelay.kvtransfer.source_link import TargetAddress
-from kvrelay.kvtransfer.tickets import reason_word
-from kvrelay.kvtransfer.types import TransferStats, span_attributes
+from kvrelay.kvtransfer.paths.selection import transports_for
+from kvrelay.kvtransfer.protocol.tickets import reason_word
+from kvrelay.kvtransfer.protocol.types import TransferStats, span_attributes
+from kvrelay.plane.messages import Manifest, Pair, Paired, PairReport, Prefill, SequenceRequest, TokenOutput, encode
+from kvrelay.prefill.source import KvSource, SourceTransfer
+from kvrelay.prefill.source_link import TargetAddress
 from kvrelay.types import BlockId, Role
-from kvrelay.wire import Manifest, Pair, Paired, PairReport, Prefill, SequenceRequest, TokenOutput, encode
 
 logger = logging.getLogger(__name__)
 

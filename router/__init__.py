@@ -1,1 +1,4 @@
-"""Which workers a request goes to. Pure. Imports kvrelay only."""
+"""Which workers a request goes to, and how many workers there should be.
+
+May import kvrelay.
+"""

@@ -1,1 +1,4 @@
-"""OpenAI HTTP and the request's life at the ingress. Imports kvrelay and router."""
+"""OpenAI HTTP and the life of a request at the ingress.
+
+May import kvrelay, router.
+"""

@@ -1,8 +1,26 @@
-"""Of all tests: assertions of the stores' contract say what they compared, wherever it is used."""
+"""For all tests: the checkout's root is importable, GPU tests skip without a GPU, and files without a wanted mark are not imported."""
+
+import re
+import sys
+from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
-pytest.register_assert_rewrite("tests.kvcache.store_contract")
+sys.path.append(str(Path(__file__).parents[1]))  # appended, so that nothing of ours hides an installed package
+
+settings.register_profile("untimed", deadline=None)  # a test's first example may compile a kernel
+settings.load_profile("untimed")
+
+pytest.register_assert_rewrite("tests.kvcache.stores.store_contract")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With `-m pure…` or `-m alone…`, a file that never names the mark is skipped unread: importing torch takes seconds."""
+    wanted = re.match(r"(pure|alone)\b", config.option.markexpr)
+    if wanted is None or not collection_path.name.startswith("test_") or collection_path.suffix != ".py":
+        return None
+    return f"mark.{wanted[1]}" not in collection_path.read_text() or None
 
 
 def pytest_runtest_setup(item):

@@ -1,4 +1,4 @@
-"""Fakes that make tests instant: a byte tokenizer, and workers that speak kvrelay.wire but compute nothing.
+"""Fakes that make tests instant: a byte tokenizer, and workers that speak kvrelay.plane.messages but compute nothing.
 
 A fake worker's output depends on the prompt, the seed and the position alone, as a real one's
 does, so that any worker can continue any stream. It counts what it holds: a test that ends with
@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from kvrelay import plane, wire
-from kvrelay.engine.assigned import AssignedShares
+from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.errors import ConnectionLost
-from kvrelay.kvcache.events import PART_HASHES, parts_of
-from kvrelay.serve.detokenizer import ByteDetokenizer
-from kvrelay.serve.worker_link import Member
+from kvrelay.kvcache.pool.events import PART_HASHES, parts_of
+from kvrelay.plane import connection as plane
+from kvrelay.plane import messages as wire
+from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput
+from kvrelay.serve.text.detokenizer import ByteDetokenizer
+from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Fingerprint, Role
-from kvrelay.wire import SequenceRequest, TokenLogprob, TokenOutput
 
 SECRET = b"the secret of the tests"
 EOS = 256

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvrelay.cluster.loadgen import Job, Target, open_session, request_body, sse_events
-from kvrelay.cluster.loadgen_traces import PromptSpec, synthetic_prompt
+from kvrelay.cluster.loadgen.client import Job, Target, open_session, request_body, sse_events
+from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
 
 LOW, HIGH = 1000, 30_000  # token ids of prompts: words in every vocabulary here
 

@@ -27,7 +27,7 @@ import processes
 MARK = "KVRELAY_BENCH_MARK"
 REPO = Path(__file__).resolve().parent.parent.parent
 KVRELAY = [
-    sys.executable, "-m", "kvrelay.cluster.cli", "serve", "--model", "{checkpoint}", "--port", "{port}", "--prefill", "0",
+    sys.executable, "-m", "kvrelay.cluster.commands.cli", "serve", "--model", "{checkpoint}", "--port", "{port}", "--prefill", "0",
     "--decode", "1", "--dtype", "bfloat16", "--max-model-len", "4096", "--served-name", "model",
 ]  # fmt: skip
 NO_DRAFTS = ["--set", "engine.speculation='off'"]

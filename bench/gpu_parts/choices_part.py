@@ -12,8 +12,8 @@ from torch import Tensor
 
 from gpu_parts.engines import seconds_of
 from gpu_parts.section import FA3_IS_BUILT, Context
-from kvrelay.kernels import sampling, sampling_search
 from kvrelay.kernels.backend import AttentionShape, Backend, SamplingBatch
+from kvrelay.kernels.common import sampling, sampling_search
 from kvrelay.kernels.select import select_backend
 
 _REPEATS = 20
@@ -56,7 +56,7 @@ def drawing(context: Context) -> None:
     device = torch.device(context.device)
     ways: dict[str, Callable[[Tensor, SamplingBatch], Tensor]] = {"sort": sampling.draw, "search": _searched(device)}
     if context.is_cuda:
-        from kvrelay.kernels import sampling_triton
+        from kvrelay.kernels.cuda import sampling_triton
 
         ways["triton"] = _searched(device, sampling_triton.draw)
     vocab = 320 if context.tiny else 128256

@@ -6,8 +6,8 @@ import time
 from gpu_parts.engines import build, decoding, free_bytes
 from gpu_parts.models import folder_of, step_parameters
 from gpu_parts.section import Context
-from kvrelay.engine.device_profile import profile_device
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.profiling.device_profile import profile_device
+from kvrelay.engine.step.engine import Engine
 
 TARGET_SHARE = 0.85  # of the memory's limit
 TARGET_OVERHEAD_S = 100e-6  # at batch 64

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 
 from gpu_parts.section import FA3_IS_BUILT, Context
-from kvrelay.engine.engine import Engine, EngineConfig, StepResult, load_engine
+from kvrelay.engine.step.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
+from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import BlockId
-from kvrelay.wire import Sampling, SequenceRequest
 
 BLOCK_SIZE = 16
 

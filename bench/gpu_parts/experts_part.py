@@ -8,8 +8,8 @@ from torch import Tensor
 from gpu_parts.engines import seconds_of
 from gpu_parts.section import Context
 from kvrelay.kernels.backend import Backend, Experts
-from kvrelay.kernels.expert_choice import ExpertChoice
-from kvrelay.kernels.reference import ReferenceBackend
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
 
 TOLERANCE = 2e-2  # of the largest number

@@ -12,8 +12,8 @@ from gpu_parts.engines import build, decoding, seconds_of
 from gpu_parts.kernels_part import Step, batch_of
 from gpu_parts.models import folder_of
 from gpu_parts.section import Context
-from kvrelay.engine.engine import Engine
-from kvrelay.engine.step_profile import StepProfiler, Workload
+from kvrelay.engine.profiling.step_profile import StepProfiler, Workload
+from kvrelay.engine.step.engine import Engine
 from kvrelay.types import BlockId
 
 _STEPS = 12

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gpu_parts.section import Context
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, SamplingBatch
-from kvrelay.kernels.grid import DTYPES, FAMILIES, judge
-from kvrelay.kernels.reference import ReferenceBackend
+from kvrelay.kernels.oracle.grid import DTYPES, FAMILIES, judge
+from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 1e-3}
@@ -243,7 +243,7 @@ class Grid:
         self.context.add(kernel="sampling, the same tokens", cases=4, ok=not wrong, wrong="; ".join(wrong))
 
     def definitions(self) -> None:
-        """The CPUs' grid (kernels/grid.py), attention aside: each kernel against float64, within bounds that follow from rounding."""
+        """The CPUs' grid (kernels/oracle/grid.py), attention aside: each kernel against float64, within bounds that follow from rounding."""
         for family in (name for name in FAMILIES if not name.startswith("attention")):
             verdicts = [
                 judge(family, self.backend, dtype) for dtype in ([torch.bfloat16] if self.context.tiny else DTYPES)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from gpu_parts.section import Context, LeftOut
-from kvrelay.engine.checkpoint_experts import stored_name
-from kvrelay.engine.checkpoint_shapes import expected_shapes
-from kvrelay.engine.checkpoint_tiny import TINY_CONFIGS, byte_tokenizer
-from kvrelay.engine.spec import ModelSpec
+from kvrelay.engine.checkpoints.experts import stored_name
+from kvrelay.engine.checkpoints.shapes import expected_shapes
+from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, byte_tokenizer
+from kvrelay.engine.models.spec import ModelSpec
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,

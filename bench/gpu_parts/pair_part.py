@@ -9,9 +9,9 @@ from typing import Any
 from gpu_parts.engines import BLOCK_SIZE, random_prompt, request
 from gpu_parts.models import folder_of
 from gpu_parts.section import Context, LeftOut
-from kvrelay.cluster.local import LocalCluster, local_cluster
+from kvrelay.cluster.launch.local import LocalCluster, local_cluster
 from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
-from kvrelay.engine.spec import ModelSpec
+from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import KvrelayError, UnsupportedModel
 
 RANDOM = ("llama-8b", "qwen3-moe, 8 of 48 layers", "deepseek-v2-lite, 4 of 27 layers")

@@ -5,7 +5,7 @@ import time
 from gpu_parts.engines import build, free_bytes, random_prompt, request
 from gpu_parts.models import folder_of, linear_parameters
 from gpu_parts.section import Context
-from kvrelay.engine.engine import Engine
+from kvrelay.engine.step.engine import Engine
 
 TARGET_SHARE = 0.60
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from gpu_parts.section import Context, LeftOut
-from kvrelay.kvcache.storage import KvStorage
-from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.transports.nixl import NIXL
+from kvrelay.kvcache.memory.storage import KvStorage
+from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.types import KvLayout
 
 TARGET_SHARE = 0.80  # of the device's copy rate

@@ -1,12 +1,12 @@
-"""One try at computing a request on chosen workers, and the KV that travels for it. See serve/attempt.py."""
+"""One try at computing a request on chosen workers, and the KV that travels for it. See serve/requests/attempt.py."""
 
 from typing import Protocol
 
-from kvrelay.cluster.simulator.clock import Event
-from kvrelay.cluster.simulator.network import Flow
 from kvrelay.cluster.simulator.requests import Ending
-from kvrelay.router.types import Decision
-from kvrelay.wire import TokenOutput
+from kvrelay.cluster.simulator.resources.clock import Event
+from kvrelay.cluster.simulator.resources.network import Flow
+from kvrelay.plane.messages import TokenOutput
+from kvrelay.router.decision.types import Decision
 
 
 class Owner(Protocol):

@@ -1,11 +1,11 @@
-"""The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/autoscaling.py)."""
+"""The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/deployments/autoscaling.py)."""
 
-from kvrelay.cluster.planner_feed import Feed, Look, ingress_report, worker_report
-from kvrelay.cluster.planner_model import model_of, planner_settings, rules_of, target_of
+from kvrelay.cluster.deployments.planner_feed import Feed, Look, ingress_report, worker_report
+from kvrelay.cluster.deployments.planner_model import model_of, planner_settings, rules_of, target_of
+from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.fleet import Cluster, Fleet
-from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
-from kvrelay.router.planner import Plan, Planner
+from kvrelay.router.planning.planner import Plan, Planner
 from kvrelay.router.planning.types import Counts, Limits
 from kvrelay.types import Role
 

@@ -1,7 +1,7 @@
 """One worker's engine without a model: production's scheduler, pool, appender and events; a step takes what its curve says.
 
-As engine/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. Sequences to
-which nothing happens but a token are not looked at, and stretches of such steps are taken at once (`engine/leap.py`). Left out: speculation, groups, swapping.
+As engine/step/engine.py does it: reservations are granted, a step is planned, computed, advanced, and its tokens appended. Sequences to
+which nothing happens but a token are not looked at, and stretches of such steps are taken at once (`cluster/simulator/fast_forward.py`). Left out: speculation, groups, swapping.
 """
 
 import math
@@ -9,26 +9,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from kvrelay.cluster.simulator.clock import Clock
+from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.simulator.fast_forward import Leaps
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
+from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.tiers import Below
-from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
-from kvrelay.engine.appending import Appender
-from kvrelay.engine.leap import Leaps
-from kvrelay.engine.load_report import load_report
-from kvrelay.engine.lower_tiers import LowerTiers
-from kvrelay.engine.preemption import Way
-from kvrelay.engine.scheduler import Scheduler, SchedulerLimits, StepPlan
-from kvrelay.engine.sequence import Sequence, State
-from kvrelay.engine.shares import line_rules
-from kvrelay.engine.speed import Speed
-from kvrelay.kvcache.block_pool import BlockPool
-from kvrelay.kvcache.events import EventLog
-from kvrelay.kvcache.eviction import make_policy
-from kvrelay.router.speed_curve import SpeedCurve, StepWork
+from kvrelay.engine.scheduling.fair_share import line_rules
+from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.step.load_report import load_report
+from kvrelay.engine.step.outputs import Appender
+from kvrelay.engine.step.step_timing import Speed
+from kvrelay.kvcache.eviction.registry import make_policy
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.pool.events import EventLog
+from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, TokenOutput
+from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
-from kvrelay.wire import KvEvents, KvSnapshot, LoadReport, TokenOutput
 
 
 @dataclass(slots=True)

@@ -7,9 +7,9 @@ give it up after `freeze_limit_s`. Whoever comes back after a crash starts anew,
 import random
 from typing import Protocol
 
-from kvrelay.cluster.simulator.clock import Clock
 from kvrelay.cluster.simulator.ingress import Ingress
-from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.scenario import Fault, FaultRate, Scenario
 from kvrelay.cluster.simulator.worker import Worker
 from kvrelay.types import Role

@@ -1,14 +1,14 @@
 """Workers that come and go while a simulation runs: starts take their time, and who is given up retires.
 
-Who retires is chosen by what would be lost (cluster/retirement.py), gets nothing new, finishes what it has, and goes; after
+Who retires is chosen by what would be lost (cluster/deployments/retirement.py), gets nothing new, finishes what it has, and goes; after
 `drain_s` it goes all the same, and its sequences go on elsewhere.
 """
 
 from typing import Protocol
 
-from kvrelay.cluster.retirement import Candidate, victims
-from kvrelay.cluster.simulator.clock import Clock, Event
+from kvrelay.cluster.deployments.retirement import Candidate, victims
 from kvrelay.cluster.simulator.ingress import Ingress
+from kvrelay.cluster.simulator.resources.clock import Clock, Event
 from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.simulator.worker import Worker
 from kvrelay.types import Role

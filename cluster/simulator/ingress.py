@@ -1,6 +1,6 @@
 """An ingress in virtual time: one Router, and the lives of the requests that came here.
 
-As serve/dispatcher.py and serve/sequence_life.py do it, with the same Router and the same Retries; the messages' ways are
+As serve/workers/dispatcher.py and serve/requests/request_driver.py do it, with the same Router and the same Retries; the messages' ways are
 delays. A restarted ingress begins with an empty Router and hears snapshots.
 """
 
@@ -11,21 +11,21 @@ from typing import Any
 import msgspec
 
 from kvrelay.cluster.simulator.attempt import Attempt
-from kvrelay.cluster.simulator.clock import Clock
-from kvrelay.cluster.simulator.network import Network
 from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.worker import Delays, Worker
 from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.pacing import Paced
-from kvrelay.router.promises import SloAsk
-from kvrelay.router.router import Router
-from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
-from kvrelay.serve.attempt import AttemptFailed
-from kvrelay.serve.refusals import outcome_of
-from kvrelay.serve.retries import Retries
-from kvrelay.serve.stats import ServeStats
-from kvrelay.wire import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, TokenOutput
+from kvrelay.plane.messages import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, TokenOutput
+from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.slo.promises import SloAsk
+from kvrelay.serve.requests.attempt import AttemptFailed
+from kvrelay.serve.requests.refusals import outcome_of
+from kvrelay.serve.requests.retries import Retries
+from kvrelay.serve.telemetry.stats import ServeStats
 
 
 class Life:

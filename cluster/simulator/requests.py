@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 
-from kvrelay import wire
 from kvrelay.cluster.simulator.tokens import counted
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HASH_BYTES, tenant_of
+from kvrelay.plane import messages as wire
 
 END_TOKEN, WORD_TOKEN = 2, 7
 _OUTPUT_NAME = 1 << 127  # names of outputs do not meet those of prompts

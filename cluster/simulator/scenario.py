@@ -6,8 +6,8 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.worker import Delays
-from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings, in_one_line, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.types import Role

@@ -8,22 +8,22 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.autoscaler import Autoscaler
-from kvrelay.cluster.simulator.clock import Clock
-from kvrelay.cluster.simulator.course import Course
 from kvrelay.cluster.simulator.faults import Faults
 from kvrelay.cluster.simulator.fleet import Fleet
 from kvrelay.cluster.simulator.ingress import Ingress
-from kvrelay.cluster.simulator.machine import Machine
-from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.reporting.course import Course
+from kvrelay.cluster.simulator.reporting.results import Tally
 from kvrelay.cluster.simulator.requests import Job, jobs_of
-from kvrelay.cluster.simulator.results import Tally
+from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.resources.machine import Machine
+from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.simulator.tiers import Holders
 from kvrelay.cluster.simulator.worker import Worker
-from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.serve.slo import slo_of
+from kvrelay.serve.requests.slo import slo_of
 from kvrelay.types import Role
 
 

@@ -1,28 +1,28 @@
-"""Tiers below a worker's pool, in virtual time: production's controller (kvcache/tiers.py) over threads and stores without bytes.
+"""Tiers below a worker's pool, in virtual time: production's controller (kvcache/tiers/controller.py) over threads and stores without bytes.
 
 What is moved takes what a worker's host memory and the network give: copies between pool and host tier go one after the other at
 the profile's speed; what comes from, or goes to, another machine is a flow that shares the links with all others. Whom a worker
-can ask is as in the cluster's own store (cluster/remote_store.py): other workers' host tiers, and the store's nodes, one on each
+can ask is as in the cluster's own store (cluster/store/remote_store.py): other workers' host tiers, and the store's nodes, one on each
 machine. Left out: local disk, Redis and object stores, replicas that are repaired.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from kvrelay.cluster.simulator.clock import Clock
-from kvrelay.cluster.simulator.network import Flow, Network
-from kvrelay.cluster.simulator_profile import SimulatorProfile
+from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.resources.network import Flow, Network
 from kvrelay.config import Settings
-from kvrelay.engine.lower_tiers import LowerTiers
-from kvrelay.kvcache.block_pool import BlockPool
-from kvrelay.kvcache.changes import CacheChange
-from kvrelay.kvcache.eviction import make_policy
-from kvrelay.kvcache.jobs import Job, JobQueue, Urgency, run
-from kvrelay.kvcache.placement import StoreAddress, places
-from kvrelay.kvcache.sketch import FrequencySketch
-from kvrelay.kvcache.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tier_index import TierIndex
-from kvrelay.kvcache.tiers import TierRules, Tiers
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.kvcache.eviction.registry import make_policy
+from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.pool.changes import CacheChange
+from kvrelay.kvcache.stores.placement import StoreAddress, places
+from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.tiers.controller import TierRules, Tiers
+from kvrelay.kvcache.tiers.jobs import Job, JobQueue, Urgency, run
+from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
@@ -312,7 +312,7 @@ def make_below(
     pool: BlockPool, profile: SimulatorProfile, settings: Settings, holders: Holders, network: Network, clock: Clock,
     *, worker_id: str, node_id: str, wake: Callable[[], None], hop_s: float,
 ) -> Below | None:  # fmt: skip
-    """As engine/tier_setup.py makes them; None where the settings give a worker no host memory."""
+    """As engine/worker/tier_setup.py makes them; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
     num_slots = cache.host_bytes // block_bytes
     if not num_slots:

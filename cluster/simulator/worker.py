@@ -1,6 +1,6 @@
 """A worker in virtual time: what it is told between two steps, when its steps end, and whom it tells what.
 
-As prefill/worker.py, decode/worker.py and engine/thread.py do it, without sockets: actions wait for the step in progress; after
+As prefill/worker.py, decode/worker.py and engine/worker/thread.py do it, without sockets: actions wait for the step in progress; after
 a step go the news of its cache and, at most every `report_s`, of its load.
 """
 
@@ -10,19 +10,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.attempt import Attempt
-from kvrelay.cluster.simulator.clock import Clock, Event
 from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
-from kvrelay.cluster.simulator.machine import Machine, slowed
-from kvrelay.cluster.simulator.network import Network
+from kvrelay.cluster.simulator.resources.clock import Clock, Event
+from kvrelay.cluster.simulator.resources.machine import Machine, slowed
+from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.tiers import Holders, make_below
-from kvrelay.cluster.simulator_profile import SimulatorProfile
 from kvrelay.config import Settings
-from kvrelay.engine.assigned import AssignedShares
-from kvrelay.engine.sequence import Sequence
+from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.pacing import Paced
-from kvrelay.types import Fingerprint, Role
-from kvrelay.wire import (
+from kvrelay.plane.messages import (
     PREEMPTED,
     Assigned,
     AssignedByOthers,
@@ -32,6 +31,7 @@ from kvrelay.wire import (
     TokenOutput,
     WorkerInfo,
 )
+from kvrelay.types import Fingerprint, Role
 
 HEARTBEAT_S = 2.0
 LAYER_GROUPS = 4  # in which a prompt's KV is announced: see engine.py, layers_per_hook

@@ -1,1 +1,4 @@
-"""What a cluster is asked for: trace files, and loads that are made up; for the simulator and for `kvrelay bench`."""
+"""Requests over time: public traces and synthetic loads.
+
+May import kvrelay, cluster/loadgen.
+"""

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from kvrelay.cluster.loadgen_sessions import SessionSpec, generate, requests_per_session
+from kvrelay.cluster.loadgen.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
 from kvrelay.cluster.workloads.arrivals import gamma_arrivals, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.mixes import mixed_entries

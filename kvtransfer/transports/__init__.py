@@ -1,1 +1,4 @@
-"""Ways to read a source's pool, one module each, behind base.py. Imports kvrelay and kvtransfer.plans only."""
+"""Ways to read a source's pool, behind one interface.
+
+May import kvrelay, kvtransfer/mover, kvtransfer/plans, kvtransfer/reads, kvtransfer/transports/sockets.
+"""

@@ -9,10 +9,10 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kvtransfer.arrivals import Arrival
-from kvrelay.kvtransfer.mover import NativeMove, PythonMove, Receipt, move
-from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.process_memory import Place
+from kvrelay.kvtransfer.mover.mover import NativeMove, PythonMove, Receipt, move
+from kvrelay.kvtransfer.mover.process_memory import Place
+from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.reads.arrivals import Arrival
 from kvrelay.kvtransfer.transports.base import Landed
 
 Bytes = NDArray[np.uint8]

@@ -8,10 +8,10 @@ from functools import partial
 
 import numpy as np
 
-from kvrelay.kvtransfer.mover import NativeMove
-from kvrelay.kvtransfer.mover_thread import MoverThread
-from kvrelay.kvtransfer.plans import CopyList
-from kvrelay.kvtransfer.process_memory import Place
+from kvrelay.kvtransfer.mover.mover import NativeMove
+from kvrelay.kvtransfer.mover.mover_thread import MoverThread
+from kvrelay.kvtransfer.mover.process_memory import Place
+from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, as_one, copy_all, place_of
 from kvrelay.types import KvMemory

@@ -22,10 +22,10 @@ from pathlib import Path
 import msgspec
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer import process_memory
-from kvrelay.kvtransfer.process_memory import NONCE_BYTES, Place, copy_from_process, set_ptracer
+from kvrelay.kvtransfer.mover import process_memory
+from kvrelay.kvtransfer.mover.process_memory import NONCE_BYTES, Place, copy_from_process, set_ptracer
 from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
-from kvrelay.kvtransfer.transports.door import Door, knock
+from kvrelay.kvtransfer.transports.sockets.authenticated_socket import Door, knock
 from kvrelay.kvtransfer.transports.threaded import FetchingReader
 from kvrelay.types import KvMemory
 

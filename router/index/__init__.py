@@ -1,1 +1,4 @@
-"""Parts of the prefix index: who holds which block, how far each worker's news can be trusted, what is learned without news."""
+"""The prefix index over workers: which worker holds which block, fed by KV events.
+
+May import kvrelay, router/decision.
+"""

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 from kvrelay.router.index.member import Member
-from kvrelay.wire import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.router.index.bits import Ints
+from kvrelay.router.index.hash_rows import Slots
 from kvrelay.router.index.kinds import Kinds
-from kvrelay.router.index.slots import Slots
 
 CHUNK = 64
 """Scattered blocks that are looked up, and moved, together."""

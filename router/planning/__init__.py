@@ -1,1 +1,4 @@
-"""What the planner knows: loads, capacities, forecasts, and how its counts are damped. Pure."""
+"""The planner: how many prefill and decode workers a load needs.
+
+May import kvrelay.
+"""

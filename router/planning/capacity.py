@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from statistics import NormalDist
 
+from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.router.planning.types import Target, WorkerModel, Workload
-from kvrelay.router.speed_curve import SpeedCurve, StepWork
 
 FULLEST = 0.95  # utilisation that no prefill is planned beyond, whatever the targets
 LINK_SHARE = 0.8  # of the network's speed that is planned for

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.speed_curve import SpeedCurve
+from kvrelay.router.planning.speed_curve import SpeedCurve
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,4 @@
-"""Ways of choosing workers, one class each."""
+"""Routing policies, one class each.
+
+May import kvrelay, router/decision.
+"""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.router.types import RouteRequest, Way
+from kvrelay.router.decision.types import RouteRequest, Way
 
 __all__ = [
     "MAX_WAYS",

@@ -19,11 +19,11 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel, Rows, targets
+from kvrelay.router.decision.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel, Rows, targets
+from kvrelay.router.decision.types import TERM_NAMES, TTFT_TERMS, RouteRequest
 from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Options, Side, Way
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.shortlist import cheapest, whole_units
-from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, RouteRequest
 
 SHORTLIST = 6
 """Workers of each role that are paired in full."""

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvrelay.kernels.cpu import CpuBackend
-from kvrelay.kernels.reference import ReferenceBackend
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 
 @pytest.fixture(scope="session")

@@ -10,14 +10,14 @@ import httpx
 import pytest
 import uvicorn
 
-from kvrelay import wire
 from kvrelay.config import Settings, settings_from
 from kvrelay.hashing import block_hashes
-from kvrelay.router.router import Router
-from kvrelay.serve.app import ModelCard, create_app
-from kvrelay.serve.dispatcher import Dispatcher
+from kvrelay.plane import messages as wire
+from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
+from kvrelay.router.decision.router import Router
+from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.types import Role
-from kvrelay.wire import Sampling, SequenceRequest, TokenOutput
 from tests.fakes import SECRET, ByteCodec, FakeWorker, Script, alphabet
 
 MODEL = "fake-model"

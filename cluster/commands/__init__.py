@@ -1,0 +1,4 @@
+"""The `kvrelay` command and its subcommands.
+
+May import kvrelay, cluster, cluster/deployments, cluster/launch, cluster/loadgen, cluster/profiles, cluster/simulator, cluster/simulator/reporting, cluster/workloads, engine, kvcache, router, serve.
+"""

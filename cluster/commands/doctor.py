@@ -1,0 +1,116 @@
+"""`kvrelay doctor`: between which workers KV can travel, over which path, how fast, and what to do where it cannot.
+
+Asks the ingress over HTTP; Ray is not joined. `kvrelay serve` looks at the same table before it says that it serves.
+"""
+
+import json
+import time
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch.probe import auth_headers, request_json
+
+TIMEOUT_S = 10.0
+SETTLE_S = 90.0  # a prefill worker gives a pair up within a minute
+POLL_S = 0.2
+_STYLES = {"ok": "green", "misfit": "red", "failing": "yellow", "unknown": "dim"}
+
+
+def fetch(api_url: str, api_key: str | None, *, is_probe: bool = False) -> dict[str, Any]:
+    """The ingress's table of pairs; `is_probe` has every pair measured anew. Raises ClusterError."""
+    method = "POST" if is_probe else "GET"
+    return request_json(method, f"{api_url}/kvrelay/pairs", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
+
+
+def settled(
+    api_url: str, api_key: str | None, *, prefill: int = 0, decode: int = 0, is_probe: bool = False
+) -> dict[str, Any]:
+    """The table once so many workers of each role are connected and every pair is reported on; after SETTLE_S, as it is.
+
+    Raises ClusterError when the ingress does not answer in the end.
+    """
+    deadline_s = time.monotonic() + SETTLE_S
+    if is_probe:
+        fetch(api_url, api_key, is_probe=True)
+    while True:
+        try:
+            view = fetch(api_url, api_key)
+            is_there = (view["prefill"] >= prefill and view["decode"] >= decode) or view["turned_away"]
+            is_complete = view["is_settled"] and is_there
+        except ClusterError:
+            if time.monotonic() > deadline_s or not (prefill or decode):
+                raise
+        else:
+            if is_complete or time.monotonic() > deadline_s:
+                return view
+        time.sleep(POLL_S)
+
+
+def misfits(view: dict[str, Any]) -> list[str]:
+    """What has to be put right before KV can travel everywhere, a line for each pair, and for each worker without any."""
+    return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "misfit"), *view["turned_away"]]
+
+
+def summary(view: dict[str, Any]) -> str:
+    """The pairs by verdict, in a few words."""
+    verdicts = [pair["verdict"] for pair in view["pairs"]]
+    told = [f"{verdicts.count(verdict)} {verdict}" for verdict in _STYLES if verdict in verdicts]
+    return ", ".join(told) or "no pairs"
+
+
+def render(view: dict[str, Any]) -> Table:
+    """The table for people, a part for each pair: its paths, the one that is taken first and marked. Fits 80 columns."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("from, to", "verdict", "path", "GB/s", "µs"):
+        table.add_column(title, justify="right" if title in ("GB/s", "µs") else "left", no_wrap=True)
+    table.add_column("why")
+    for pair in view["pairs"]:
+        verdict, path = pair["verdict"], chosen(pair)
+        paths = [path] * bool(path) + [other for other in pair["paths"] if other is not path]
+        rows = [_cells(one) for one in paths] or [
+            ["", "", "", Text(": ".join(filter(None, (pair["reason"], pair["detail"]))))]
+        ]
+        rows += [["", "", "", ""]] * (2 - len(rows))
+        ends = [pair["source"], f"→ {pair['target']}", *[""] * len(rows)]
+        for index, (end, row) in enumerate(zip(ends, rows, strict=False)):
+            told = Text("" if index else verdict, _STYLES.get(verdict, ""))
+            table.add_row(end, told, *row, end_section=index == len(rows) - 1)
+    return table
+
+
+def _cells(path: dict[str, Any]) -> list[str | Text]:
+    speed = f"{path['bytes_per_s'] / 1e9:.2f}" if path["bytes_per_s"] else ""
+    latency = f"{path['latency_s'] * 1e6:.0f}" if path["latency_s"] else ""
+    name = Text(f"▸ {path['path']}", "bold") if path["is_chosen"] else Text(f"  {path['path']}", "dim")
+    return [name, speed, latency, Text(path["problem"] or path["why"])]
+
+
+def chosen(pair: dict[str, Any]) -> dict[str, Any]:
+    """The path that the pair's next read takes; empty when there is none."""
+    return next((path for path in pair["paths"] if path["is_chosen"]), {})
+
+
+def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, is_probe: bool) -> int:
+    """Print the table; the exit status: 1 when a pair misfits or nothing is there to look at."""
+    view = settled(api_url, api_key, is_probe=is_probe)
+    wrong = misfits(view)
+    is_fine = not wrong and view["decode"] > 0
+    if as_json:
+        print(json.dumps({**view, "ok": is_fine}, indent=2))
+        return 0 if is_fine else 1
+    if view["pairs"]:
+        console.print(render(view))
+    for line in wrong:
+        console.print(line, style="red", highlight=False, markup=False, soft_wrap=True)
+    if not view["decode"]:
+        console.print("[red]no decode worker is connected[/red]")
+    elif not view["prefill"] and is_fine:
+        console.print("no prefill worker is connected: the decode workers compute prompts too, no KV travels")
+    else:
+        console.print(summary(view), style="green" if is_fine else "red", highlight=False)
+    return 0 if is_fine else 1

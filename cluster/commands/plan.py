@@ -1,0 +1,167 @@
+"""`kvrelay plan`: how many prefill and decode workers a load needs, or whether it should not be disaggregated at all."""
+
+import json
+from dataclasses import asdict
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from kvrelay.cluster.commands.plan_load import planned
+from kvrelay.cluster.deployments.planner_model import DEFAULT_TPOT_S, DEFAULT_TTFT_S, model_of
+from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.cluster.workloads.choose import GENERATORS, make_workload
+from kvrelay.errors import ConfigError
+from kvrelay.router.planning.capacity import batch_of, hopeless_share, prompts_of
+from kvrelay.router.planning.split import Comparison, Needs, compared, needed_aggregated, needs
+from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
+
+DEFAULT_MOST = 256
+GENERATED = 5000  # requests, where nothing else is said
+
+
+def command(
+    profile: Annotated[
+        str, typer.Argument(help="a worker's speed: a ready-made profile's name, or a file of kvrelay profile --fit")
+    ],
+    source: Annotated[
+        str | None,
+        typer.Argument(help=f"a trace file (.jsonl, .csv), or one of {', '.join(GENERATORS)}; else say --rate …"),
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(help="requests per second; of a trace: play it at this mean rate")
+    ] = None,
+    input_tokens: Annotated[float | None, typer.Option("--input", min=1, help="mean tokens of a prompt")] = None,
+    output_tokens: Annotated[float | None, typer.Option("--output", min=1, help="mean tokens of an answer")] = None,
+    cached: Annotated[float, typer.Option(min=0, max=0.99, help="share of prompt tokens that caches hold")] = 0.0,
+    ttft: Annotated[float, typer.Option(min=0.001, help="time to the first token, s")] = DEFAULT_TTFT_S,
+    tpot: Annotated[float, typer.Option(min=0.0001, help="time per token after it, s")] = DEFAULT_TPOT_S,
+    share: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the requests that stay within both")] = 0.9,
+    workers: Annotated[int | None, typer.Option(min=2, help="so many in all: what do they carry?")] = None,
+    most: Annotated[int, typer.Option(min=1, help="most workers of a role")] = DEFAULT_MOST,
+    requests: Annotated[int | None, typer.Option(min=1, help="of the trace; default: all, of a generator 5000")] = None,
+    seed: Annotated[int, typer.Option(help="of a generator's draws")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
+) -> None:
+    """Say how many prefill and decode workers a load needs, and what aggregated workers would carry."""
+    speeds = find_profile(profile)
+    model, target = model_of(speeds), Target(ttft, tpot, share)
+    limits = Limits(max_prefill=most, max_decode=most, total=2 * most)
+    notes: list[str] = []
+    if source is None:
+        load = _stated(rate, input_tokens, output_tokens, cached)
+        wanted = needs(load, load, model, target, limits)
+    else:
+        if input_tokens or output_tokens or cached:
+            raise ConfigError("--input, --output and --cached are of a stated load; the trace has its own")
+        limit = requests or (GENERATED if source in GENERATORS else None)
+        entries = make_workload(source, rate_per_s=rate, limit=limit, seed=seed)
+        found, wanted = planned(entries, model, target, limits)
+        load = found.load
+        notes.append(
+            f"{len(entries):,} requests, {found.mean_rate:.3g}/s on average; planned for a minute that one in twenty is busier than; "
+            f"hits of an LRU cache of {found.cache_tokens:,} tokens"
+        )
+    report = _report(speeds, model, load, target, limits, wanted, workers)
+    if as_json:
+        typer.echo(json.dumps(report | {"notes": notes}, indent=1))
+    else:
+        _show(Console(), report, notes)
+
+
+def _stated(rate: float | None, input_tokens: float | None, output_tokens: float | None, cached: float) -> Workload:
+    if rate is None or rate <= 0 or input_tokens is None or output_tokens is None:
+        raise ConfigError("say what comes in: a trace or a generator, or --rate, --input and --output")
+    return Workload(rate, input_tokens, output_tokens, cached)
+
+
+def _report(
+    speeds: SimulatorProfile, model: WorkerModel, load: Workload, target: Target, limits: Limits, wanted: Needs,
+    workers: int | None,
+) -> dict[str, Any]:  # fmt: skip
+    """Everything that is printed, as plain data."""
+    most = limits.max_prefill
+    aggregated = needed_aggregated(load, model, target, most)
+    counts = Counts(wanted.prefill, wanted.decode) if wanted.prefill and wanted.decode else None
+    total = workers or max(counts.total if counts else 2, 2)
+    found = compared(load, model, target, total)
+    model = model.crowded(counts.total if counts else total)
+    prompts = prompts_of(load, model.prefill, model.token_budget)
+    batch = batch_of(load, model, target, counts.decode) if counts else None
+    return {
+        "profile": speeds.name,
+        "load": asdict(load),
+        "target": asdict(target),
+        "prefill": wanted.prefill,
+        "decode": wanted.decode,
+        "aggregated": aggregated,
+        "prompt_s": prompts.mean_s,
+        "hopeless_share": hopeless_share(prompts.alone_s, target.ttft_s),
+        "batch": asdict(batch) if batch else None,
+        "kv_bytes_per_s": load.rate * load.input_tokens * model.kv_bytes_per_token,
+        "cost_per_hour": {
+            "split": counts.total * speeds.cost_per_hour if counts else None,
+            "aggregated": aggregated * speeds.cost_per_hour if aggregated else None,
+        },
+        "comparison": asdict(found) | {"split": found.split._asdict(), "disaggregate": found.disaggregate},
+        "verdict": _verdict(counts, aggregated, found),
+    }
+
+
+def _verdict(counts: Counts | None, aggregated: int | None, found: Comparison) -> str:
+    """One line. Fewer workers decide; with as many, what they carry."""
+    if counts is None and aggregated is None:
+        return "neither way keeps the targets with that many workers: ask for less, or give more"
+    if counts is None:
+        return f"do not disaggregate: {aggregated} aggregated workers keep the targets, no split does"
+    split, together = f"{counts.prefill} prefill + {counts.decode} decode workers", f"{aggregated} aggregated"
+    if aggregated is None:
+        return f"disaggregate: {split}; no number of aggregated workers keeps the targets"
+    if aggregated < counts.total:
+        return f"do not disaggregate: {together} carry this load; split, it takes {split}"
+    if aggregated > counts.total:
+        return f"disaggregate: {split}; it takes {together}"
+    if found.disaggregate:
+        return f"disaggregate: {split} carry {found.gain:.2f} times what {together} do"
+    return f"do not disaggregate: {together} carry {1 / found.gain:.2f} times what {split} do"
+
+
+def _show(console: Console, report: dict[str, Any], notes: list[str]) -> None:
+    load, target, found = report["load"], report["target"], report["comparison"]
+    table = Table(title=f"plan for {escape(report['profile'])}", title_justify="left", show_header=False)
+    table.add_row(
+        "load", f"{load['rate']:.3g} requests/s of {load['input_tokens']:,.0f} + {load['output_tokens']:,.0f} tokens"
+    )
+    table.add_row("", f"{load['cached_share']:.0%} of prompts cached, burstiness {load['burstiness']:.2g} (Poisson: 1)")
+    table.add_row(
+        "targets", f"TTFT {target['ttft_s']:g} s, TPOT {target['tpot_s']:g} s for {target['share']:.0%} of the requests"
+    )
+    table.add_row(
+        "prefill", f"{_number(report['prefill'])}: a prompt alone takes {report['prompt_s']:.3g} s on average"
+    )
+    if report["hopeless_share"]:
+        table.add_row("", f"{report['hopeless_share']:.0%} of the prompts are late with nobody before them")
+    if batch := report["batch"]:
+        about = f"{batch['sequences']:.1f} sequences each, {batch['peak']:.1f} at swings, then {1000 * batch['tpot_s']:.1f} ms a token"
+        table.add_row("decode", f"{_number(report['decode'])}: {about}")
+    else:
+        table.add_row("decode", _number(report["decode"]))
+    table.add_row("transfers", f"{report['kv_bytes_per_s'] / 1e9:.3g} GB/s of KV")
+    table.add_row("aggregated", f"{_number(report['aggregated'])} workers that do both")
+    table.add_row(
+        f"with {found['workers']}",
+        f"{found['split']['prefill']} + {found['split']['decode']} carry {found['split_rate']:.3g} requests/s (prefill "
+        f"{found['prefill_rate']:.3g}, decode {found['decode_rate']:.3g}); aggregated, with {found['aggregated_budget']} tokens "
+        f"in a step, {found['aggregated_rate']:.3g}",
+    )  # fmt: skip
+    console.print(table)
+    for note in notes:
+        console.print(f"[dim]{escape(note)}[/dim]", highlight=False)
+    console.print(escape(report["verdict"]), highlight=False, soft_wrap=True)
+
+
+def _number(count: int | None) -> str:
+    return "no number keeps the targets" if count is None else str(count)

@@ -1,0 +1,191 @@
+"""`kvrelay serve`: everything from a model's name to a URL that answers, and back to nothing on Ctrl-C."""
+
+import contextlib
+import os
+import shlex
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from kvrelay.cluster.commands import doctor
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch import probe as probing
+from kvrelay.cluster.launch import state_file
+from kvrelay.cluster.launch.prepare import Preparation
+from kvrelay.cluster.launch.ray_session import RaySession
+from kvrelay.cluster.launch.stop_signals import StopSignals
+from kvrelay.cluster.launch.supervisor import tell_stopping
+from kvrelay.config import Settings
+
+LOOK_S = 1.5  # from the child's first word, for the model's files; then Ray starts beside the rest of their preparation
+
+
+class Steps:
+    """The progress lines: one per part of the cluster, with its state and time."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._is_shown = progress.console.is_terminal  # else: a plain line when a part begins, and when it is done
+        self._tasks: dict[str, TaskID] = {}
+        self._lock = threading.Lock()
+
+    def say(self, part: str, state: str, share: float | None = None) -> None:
+        """Show `state`; `share` (0 to 1) moves the bar, None lets it pulse."""
+        with self._lock:
+            if part not in self._tasks:
+                self._tasks[part] = self._progress.add_task(part, total=None, state="")
+                self._print(f"  {part:<8} {state}")
+            if share is None:
+                self._progress.update(self._tasks[part], state=state)
+            else:
+                self._progress.update(self._tasks[part], state=state, total=1.0, completed=share)
+
+    def done(self, part: str, state: str = "ready") -> None:
+        self.say(part, state, 1.0)
+        with self._lock:
+            self._progress.stop_task(self._tasks[part])
+            self._print(f"✓ {part:<8} {state}")
+
+    def _print(self, line: str) -> None:
+        if not self._is_shown:
+            self._progress.console.print(line, highlight=False, markup=False)
+
+
+def serve(settings: Settings, console: Console) -> int:
+    """Run until told to stop; the exit status."""
+    session = RaySession(settings)
+    signals = StopSignals()
+    session.after_ray = signals.go_on
+    note: Path | None = None
+    try:
+        with signals:
+            session.check_ports()
+            model = _start(settings, session, console)
+            note = state_file.note(_running(settings, session, model))
+            _announce(settings, session, model, console)
+            while True:
+                signal.pause()
+    except SystemExit:  # of Ray's handler of SIGTERM, while it starts
+        signals.is_asked = True
+        return 0
+    except BaseException:  # a stop comes out of Ray's extension as any exception
+        if not signals.is_asked:
+            raise
+        return 0
+    finally:
+        signals.stopping()
+        tell_stopping(is_asked=signals.is_asked)
+        _clear_up(session, note, console, is_fine=signals.is_asked)
+        signals.close()
+
+
+def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fine: bool) -> None:
+    if session.has_ray:
+        with contextlib.suppress(OSError):  # the terminal may be what has gone
+            console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
+    if note is not None:
+        state_file.forget(note)
+    logs = session.stop(keep_logs=not is_fine)
+    if logs:
+        console.print(f"[dim]logs: {logs}[/dim]", highlight=False)
+    elif is_fine:
+        console.print("[dim]stopped[/dim]")
+
+
+def _start(settings: Settings, session: RaySession, console: Console) -> str:
+    """Model, Ray, application, probe; the model's served name. Raises KvrelayError."""
+    columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description:<8}"), BarColumn(bar_width=24),
+               TextColumn("{task.fields[state]}"), TimeElapsedColumn())  # fmt: skip
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        steps = Steps(progress)
+        started_s = time.monotonic()
+        steps.say("model", settings.model.source)
+        preparing = Preparation(settings, lambda what, share: steps.say("model", what, share))
+        try:
+            preparing.fail_early(LOOK_S)
+            steps.say("Ray", "starting")
+            session.start_ray()
+            steps.done("Ray", session.dashboard_url)
+            model, _ = preparing.result()
+        finally:
+            preparing.stop()
+        steps.done("model", model)
+        steps.say("Serve", "deploying")
+        session.deploy()
+        steps.done("Serve", "deployed")
+        session.wait_until_running(lambda part, state: steps.say(part, state))
+        for part in ("prefill", "decode", "ingress"):
+            if part != "prefill" or settings.cluster.prefill:
+                steps.done(part)
+        if settings.cluster.prefill:
+            steps.say("pairs", "measuring the paths between workers")
+            steps.done("pairs", _check_pairs(settings, progress.console))
+        steps.say("probe", "a request through the whole path")
+        steps.done("probe", _probe(settings, model))
+        progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
+    return model
+
+
+def _check_pairs(settings: Settings, console: Console) -> str:
+    """Prints the table of pairs; how many there are. Raises ClusterError when KV cannot travel between two workers."""
+    cluster = settings.cluster
+    view = doctor.settled(api_url(settings), settings.serve.api_key, prefill=cluster.prefill, decode=cluster.decode)
+    console.print(doctor.render(view))
+    if wrong := doctor.misfits(view):
+        raise ClusterError(f"KV cannot travel everywhere: {'; '.join(wrong)}")
+    for pair in view["pairs"]:
+        if pair["verdict"] != "ok":
+            console.print(f"[yellow]warning:[/yellow] {escape(pair['line'])}", highlight=False)
+    return doctor.summary(view)
+
+
+def _probe(settings: Settings, model: str) -> str:
+    """Raises ClusterError when the path does not work; else how it went, in a few words."""
+    disaggregated = settings.cluster.prefill > 0
+    url = api_url(settings)
+    probing.wait_for_workers(url, prefill=settings.cluster.prefill)
+    explain = probing.probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
+    path = _found(explain, "path") or "?"
+    if disaggregated and path != "disaggregated":
+        raise ClusterError(f"the probe was answered over the {path} path, not through a prefill worker")
+    transport = _found(explain, "transport")
+    return f"{path} path works" + (f", KV over {transport}" if transport else "")
+
+
+def _found(record: Any, key: str) -> str | None:
+    """The first value of `key` anywhere in nested plain data."""
+    if isinstance(record, dict):
+        if isinstance(record.get(key), str):
+            return str(record[key])
+        return next((found for value in record.values() if (found := _found(value, key))), None)
+    return None
+
+
+def api_url(settings: Settings) -> str:
+    host = settings.serve.host
+    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://[{shown}]:{settings.serve.port}" if ":" in shown else f"http://{shown}:{settings.serve.port}"
+
+
+def _running(settings: Settings, session: RaySession, model: str) -> state_file.RunningCluster:
+    return state_file.RunningCluster(os.getpid(), api_url(settings), session.dashboard_url, model)
+
+
+def _announce(settings: Settings, session: RaySession, model: str, console: Console) -> None:
+    url, api_key = api_url(settings), settings.serve.api_key
+    key = f" -H {shlex.quote(f'Authorization: Bearer {api_key}')}" if api_key else ""
+    body = f'{{"model": "{model}", "messages": [{{"role": "user", "content": "Why is the sky blue?"}}], "max_tokens": 128, "stream": true}}'
+    lines = [f"API        {url}/v1", f"live view  {url}/ui", f"dashboard  {session.dashboard_url}"]
+    if token := session.dashboard_token_hint():
+        lines.append(f"           {token}")
+    console.print(Panel("\n".join(lines), title=f"kvrelay serves {model}", expand=False), highlight=False)
+    console.print("Try it:\n", highlight=False)
+    console.out(f"curl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'")
+    console.print("\n[dim]Ctrl-C stops everything[/dim]")

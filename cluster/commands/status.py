@@ -1,0 +1,203 @@
+"""`kvrelay status` and `kvrelay scale`: read from the ingress and from Ray's dashboard over HTTP; Ray is not joined."""
+
+import json
+import time
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.cluster.commands.doctor import chosen
+from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch import state_file
+from kvrelay.cluster.launch.probe import auth_headers, request_json, server_root
+from kvrelay.cluster.launch.ray_env import ray_auth_headers
+
+DEFAULT_API = "http://127.0.0.1:8000"
+DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
+TIMEOUT_S = 10.0
+POLL_S = 0.5
+SETTLE_S = 300.0
+UNHEALTHY_S = 60.0  # Serve notices a lost worker and replaces it well within this
+
+
+def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
+    """API and dashboard URL: as given, else those of this machine's newest cluster that fits, else the defaults.
+
+    Raises ConfigError when what is given is no address.
+    """
+    asked, dashboard = url and server_root(url), dashboard and server_root(dashboard)
+    for known in state_file.running():
+        if asked in (None, known.api_url) and dashboard in (None, known.dashboard_url):
+            return known.api_url, known.dashboard_url
+    return asked or DEFAULT_API, dashboard or DEFAULT_DASHBOARD
+
+
+def others(api_url: str) -> str | None:
+    """A line about this machine's other clusters, where there are some."""
+    urls = [known.api_url for known in state_file.running() if known.api_url != api_url]
+    return f"also running here: {', '.join(urls)} (choose with --url)" if urls else None
+
+
+def serve_details(dashboard_url: str) -> dict[str, Any]:
+    """Serve's own account of itself. Raises ClusterError."""
+    return request_json("GET", dashboard_url + APPLICATIONS, headers=ray_auth_headers(), timeout_s=TIMEOUT_S)
+
+
+def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, Any]:
+    """Everything that status shows, as plain data. Raises ClusterError when the ingress does not answer."""
+    status = request_json("GET", f"{api_url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
+    status["api_url"], status["dashboard_url"] = f"{api_url}/v1", dashboard_url
+    try:
+        app = serve_details(dashboard_url)["applications"].get(APP_NAME, {})
+        status["serve"] = {
+            "status": app.get("status"),
+            "deployments": {
+                name: {"status": deployment["status"], "target": deployment.get("target_num_replicas"),
+                       "replicas": [replica["state"] for replica in deployment.get("replicas", [])]}
+                for name, deployment in app.get("deployments", {}).items()
+            },
+        }  # fmt: skip
+    except ClusterError as error:
+        status["serve"] = {"error": str(error)}
+    return status
+
+
+def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: str | None, as_json: bool) -> None:
+    status = gather(api_url, dashboard_url, api_key)
+    if as_json:
+        print(json.dumps(status, indent=2))
+    else:
+        console.print(render(status))
+        if told := others(api_url):
+            console.print(f"[dim]{told}[/dim]", highlight=False)
+
+
+def render(status: dict[str, Any]) -> RenderableType:
+    """Tables for people."""
+    serve = status.get("serve", {})
+    head = Table.grid(padding=(0, 2))
+    head.add_row("model", f"{status.get('model')} (up to {status.get('max_model_len')} tokens)")
+    head.add_row("API", str(status.get("api_url")))
+    head.add_row("dashboard", str(status.get("dashboard_url")))
+    for name, deployment in sorted(serve.get("deployments", {}).items()):
+        running = deployment["replicas"].count("RUNNING")
+        head.add_row(name, f"{running} of {deployment['target']} running, {deployment['status']}")
+    if "error" in serve:
+        head.add_row("Serve", Text(serve["error"], "red"))
+    workers = status.get("workers", [])
+    down = [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in workers if not one.get("is_up")]
+    tables = [_workers_table(workers, status.get("pairs", []))]
+    if any(worker.get("load", {}).get("tiers") for worker in workers):
+        tables.append(_tiers_table(workers))
+    stores = status.get("stores", [])
+    if stores:
+        tables.append(_stores_table(stores))
+    down += [Text(f"{one['worker_id']}: {one.get('error')}", "red") for one in stores if not one.get("is_up")]
+    return Group(head, *tables, *down)
+
+
+def _tiers_table(workers: list[dict[str, Any]]) -> Table:
+    """What lies below the workers' pools. Up and down: blocks that went either way."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("worker", "tier", "blocks", "in use", "down", "up", "refused", "wrong"):
+        table.add_column(title, no_wrap=True)
+    for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
+        for tier in worker.get("load", {}).get("tiers", []):
+            room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
+            table.add_row(
+                worker["worker_id"], tier["tier"], str(tier["num_blocks"]), f"{tier['num_bytes'] / 2**20:.0f}{room} MiB",
+                str(tier["stored_blocks"]), str(tier["loaded_blocks"]), str(tier["rejected_blocks"]), str(tier["corrupt_blocks"]),
+            )  # fmt: skip
+    return table
+
+
+def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
+    """The paths that this worker's KV takes now, and the speed of the slowest; which pair has which, `doctor` tells."""
+    mine = [pair for pair in pairs if worker_id in (pair["source"], pair["target"])]
+    if any(pair["verdict"] == "misfit" for pair in mine):
+        return "[red]misfit[/red]"
+    paths = [path for pair in mine if (path := chosen(pair))]
+    names = "/".join(sorted({path["path"] for path in paths}))
+    slowest = min((path["bytes_per_s"] for path in paths if path["bytes_per_s"]), default=0.0)
+    return f"{names} {slowest / 1e9:.1f} GB/s" if slowest else names
+
+
+def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> Table:
+    """At most 80 columns wide. Blocks: in use, cached (free to be taken), all."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("worker", "pid", "run", "wait", "used/cached/all", "KV over", "moved"):
+        table.add_column(title, no_wrap=True)
+    for worker in sorted(workers, key=lambda worker: (worker["role"], worker["worker_id"]), reverse=True):
+        if not worker.get("is_up"):
+            table.add_row(worker["worker_id"], str(worker["pid"]), "[red]down[/red]")
+            continue
+        load, info = worker.get("load", {}), worker.get("info", {})
+        blocks = "/".join(str(load.get(name, 0)) for name in ("used_blocks", "cached_blocks", "total_blocks"))
+        over = (
+            _over(worker["worker_id"], pairs)
+            or load.get("transport")
+            or "/".join(t for t in info.get("transports", []) if t != "loopback")
+        )
+        table.add_row(worker["worker_id"], str(worker["pid"]), str(load.get("running", 0)),
+                      str(load.get("waiting", 0)), blocks, over, f"{load.get('kv_bytes', 0) / 2**20:.1f} MiB")  # fmt: skip
+    return table
+
+
+def _stores_table(stores: list[dict[str, Any]]) -> Table:
+    """The nodes of the cluster's KV store. Hits: blocks lent, of those that were asked for."""
+    table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for title in ("KV store", "pid", "blocks", "used/all", "hits", "to/from disk"):
+        table.add_column(title, no_wrap=True)
+    for store in sorted(stores, key=lambda store: str(store["worker_id"])):
+        if not store.get("is_up"):
+            table.add_row(store["worker_id"], str(store["pid"]), "[red]down[/red]")
+            continue
+        sums = store["sums"]
+        used = f"{store['used_bytes'] / 2**20:.0f}/{store['capacity_bytes'] / 2**20:.0f} MiB"
+        table.add_row(store["worker_id"], str(store["pid"]), str(store["blocks"]), used,
+                      f"{sums['lent']}/{sums['lent'] + sums['missed']}", f"{sums['to_disk']}/{sums['from_disk']}")  # fmt: skip
+    return table
+
+
+def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait: bool) -> None:
+    """Change replica counts on the running application; nothing else restarts. Raises ClusterError."""
+    config = scaled(serve_details(dashboard_url), counts)
+    request_json("PUT", dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
+    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    if not wait:
+        console.print(f"asked for {told}", highlight=False)
+        return
+    _wait_until_settled(dashboard_url, counts, told)
+    console.print(f"now at {told}", highlight=False)
+
+
+def _wait_until_settled(dashboard_url: str, counts: dict[str, int], told: str) -> None:
+    """Raises ClusterError when the application has failed, stays unhealthy, or takes too long."""
+    started_s = healthy_s = time.monotonic()
+    while not has_settled(app := _application(dashboard_url), counts):
+        now_s, status = time.monotonic(), app.get("status")
+        if status != "UNHEALTHY":
+            healthy_s = now_s
+        if status == "DEPLOY_FAILED" or now_s - healthy_s > UNHEALTHY_S:
+            raise ClusterError(f"the application is {status}: {app.get('message', '')}")
+        if now_s - started_s > SETTLE_S:
+            raise ClusterError(f"not yet at {told}; see kvrelay status")
+        time.sleep(POLL_S)
+
+
+def _application(dashboard_url: str) -> dict[str, Any]:
+    """Serve's account of ours, empty when it is not there."""
+    return dict(serve_details(dashboard_url).get("applications", {}).get(APP_NAME, {}))
+
+
+def has_settled(app: dict[str, Any], counts: dict[str, int]) -> bool:
+    """Whether these counts run, and all else does too."""
+    for name, count in counts.items():
+        states = [replica["state"] for replica in app.get("deployments", {}).get(name, {}).get("replicas", [])]
+        if states != ["RUNNING"] * count:
+            return False
+    return bool(app.get("status") == "RUNNING")

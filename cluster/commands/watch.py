@@ -1,0 +1,352 @@
+"""`kvrelay status --watch`: the ingress's live view again and again, on a terminal, into a pipe, or as JSON lines.
+
+Asks the ingress over HTTP for what `/ui` shows; no worker is asked anything, and Ray is not joined.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch.probe import auth_headers, request_json
+
+TIMEOUT_S = 10.0
+PERIOD_S = 1.0
+LIVE_SHOWN = 8  # requests
+TENANTS_SHOWN = 3  # of each worker
+QUEUES = ("waiting", "receiving", "running", "held", "swapped")
+_SHOWN = frozenset(
+    [
+        "seq",
+        "queued_tokens",
+        "free_blocks",
+        "cached_blocks",
+        "used_blocks",
+        "total_blocks",
+        "leased_blocks",
+        "pinned_blocks",
+        "step_s",
+        "decode_step_s",
+        "prefill_tokens_per_s",
+        "preemptions",
+        "kv_bytes",
+        "kv_seconds",
+        "kv_refusals",
+        "kv_refused",
+        "kv_check_s",
+        "kv_leases",
+        "prefix_hit_tokens",
+        "prefix_query_tokens",
+        "tier_hit_tokens",
+        "steps",
+        "batch_sequences",
+        "batch_tokens",
+        "reserving",
+        "fetching",
+        "is_draining",
+        "preempted",
+        "swapped_blocks",
+        "swapped_bytes",
+        "swap_out_s",
+        "swap_in_s",
+        "waiting_by_priority",
+        "waiting_tenants",
+        "tenant_tokens",
+        "other_tenant_tokens",
+        "deadline_refusals",
+        "displaced",
+        "recomputed_tokens",
+        "drafted_tokens",
+        "accepted_tokens",
+        "model_drafted_tokens",
+        "model_accepted_tokens",
+        "spared_kv_tokens",
+    ]
+) | frozenset(QUEUES)
+"""Of a load report, what has a place of its own, or none here; the rest is listed by name, whatever it is."""
+_HEALTH = {"up": "green", "leaving": "yellow", "silent": "yellow", "down": "red"}
+
+View = dict[str, Any]
+
+
+def fetch(api_url: str, api_key: str | None) -> View:
+    """The ingress's view now. Raises ClusterError."""
+    return request_json("GET", f"{api_url}/kvrelay/live", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
+
+
+def watch(
+    console: Console,
+    api_url: str,
+    api_key: str | None,
+    *,
+    as_json: bool,
+    sleep: Callable[[float], object] = time.sleep,
+) -> None:
+    """Show it every PERIOD_S until Ctrl-C, or until nobody reads any more. Raises ClusterError when the first look fails."""
+    views = _views(lambda: fetch(api_url, api_key), sleep)
+    try:
+        if as_json:
+            for view in views:
+                print(json.dumps(view), flush=True)
+        elif console.is_terminal:
+            _watch_live(console, views)
+        else:
+            previous: View | None = None
+            for view in views:
+                console.print(render(view, previous), f"{'':─<79}\n")
+                console.file.flush()
+                previous = view
+    except KeyboardInterrupt:
+        return
+    except BrokenPipeError:  # what Python would still write at its end has no reader either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _watch_live(console: Console, views: Iterator[View]) -> None:
+    previous: View | None = None
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+        for view in views:
+            live.update(render(view, previous), refresh=True)
+            previous = view
+
+
+def _views(look: Callable[[], View], sleep: Callable[[float], object]) -> Iterator[View]:
+    """A view each period. A look that fails after the first gives the last view with the reason as `problem`."""
+    last = look()
+    while True:
+        yield last
+        sleep(PERIOD_S)
+        try:
+            last = look()
+        except ClusterError as error:
+            last = {**last, "problem": str(error)}
+
+
+# ---- for people
+
+
+def render(view: View, previous: View | None = None) -> RenderableType:
+    """Tables that fit 80 columns; rates are since `previous`."""
+    before = previous or view
+    seconds = view["now_s"] - before["now_s"]
+    old = {worker["worker_id"]: worker.get("load", {}) for worker in before["workers"]}
+    workers = sorted(view["workers"], key=lambda worker: (worker["role"] != "prefill", worker["worker_id"]))
+    parts: list[RenderableType] = [_head(view, before, seconds), _load_table(workers), _blocks_table(workers, old)]
+    if any(worker.get("load", {}).get("tiers") for worker in workers):
+        parts.append(_tiers_table(workers))
+    if view["pairs"]:
+        parts.append(_transfers_table(view, workers))
+    parts += [_events(workers, view["front"]), _requests_table(view["requests"])]
+    parts += [Text(line, "red") for line in view["turned_away"]]
+    if problem := view.get("problem"):
+        parts.append(Text(f"no answer since the above: {problem}", "red"))
+    return Group(*(line for part in parts for line in (part, "")))
+
+
+def _head(view: View, before: View, seconds: float) -> Text:
+    front, old = view["front"], before["front"]
+    pace = ", ".join(
+        f"{_rate(front[name], old[name], seconds):.0f} {what}/s"
+        for name, what in (("prompt_tokens", "prompt tokens"), ("output_tokens", "output tokens"))
+    )
+    text = Text.assemble((view["model"], "bold"), f"  ingress {view['ingress']}: {front['running']} running\n{pace}")
+    return text if view["is_ready"] else text.append("  not ready", "red")
+
+
+def _table(*columns: str, left: int) -> Table:
+    """The first `left` columns are text, the others numbers."""
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="dim")
+    for index, title in enumerate(columns):
+        table.add_column(title, no_wrap=True, justify="left" if index < left else "right")
+    return table
+
+
+def _load_table(workers: list[View]) -> Table:
+    """Queues, in sequences; the last step's sequences and tokens; a step's time; prompt tokens not computed yet."""
+    table = _table("worker", "health", "wait", "recv", "run", "held", "swap", "batch", "tokens", "step", "todo", left=2)
+    for worker in workers:
+        load = worker.get("load")
+        health = Text(worker["health"], _HEALTH.get(worker["health"], ""))
+        if load is None:
+            table.add_row(worker["worker_id"], health)
+            continue
+        queues = [str(load[name]) if name in load else "–" for name in QUEUES]
+        batch = (str(load["batch_sequences"]), str(load["batch_tokens"]), _time(load["step_s"]))
+        table.add_row(worker["worker_id"], health, *queues, *batch, str(load["queued_tokens"]))
+    return table
+
+
+def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
+    """Blocks of the pools by state; pinned ones are cached or used. Hits: of all prompt tokens looked up, those cached."""
+    table = _table("blocks", "free", "used", "cached", "pinned", "all", "hits", "now", "from below", left=1)
+    for worker in workers:
+        if (load := worker.get("load")) is None:
+            continue
+        free = load["total_blocks"] - load["used_blocks"] - load["cached_blocks"]
+        before = old.get(worker["worker_id"], {})
+        hits, asked = (
+            load[name] - before.get(name, load[name]) for name in ("prefix_hit_tokens", "prefix_query_tokens")
+        )
+        table.add_row(
+            worker["worker_id"], str(free), str(load["used_blocks"]), str(load["cached_blocks"]), str(load["pinned_blocks"]),
+            str(load["total_blocks"]), _share(load["prefix_hit_tokens"], load["prefix_query_tokens"]), _share(hits, asked),
+            _share(load["tier_hit_tokens"], load["prefix_hit_tokens"]),
+        )  # fmt: skip
+    return table
+
+
+def _tiers_table(workers: list[View]) -> Table:
+    table = _table("tiers below", "tier", "blocks", "MiB", "in", "out", "rejected", "evicted", left=2)
+    for worker in workers:
+        for tier in worker.get("load", {}).get("tiers", []):
+            room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
+            counts = (tier[name] for name in ("stored_blocks", "loaded_blocks", "rejected_blocks", "evicted_blocks"))
+            table.add_row(
+                worker["worker_id"], tier["tier"], str(tier["num_blocks"]), f"{tier['num_bytes'] / 2**20:.0f}{room}",
+                *map(str, counts),
+            )  # fmt: skip
+    return table
+
+
+def _transfers_table(view: View, workers: list[View]) -> Table:
+    """In flight: of this ingress's requests. Read: all that the decode worker has read, from anyone, by path."""
+    table = _table("KV from → to", "in flight", "over", "read there", left=4)
+    loads = {worker["worker_id"]: worker.get("load", {}) for worker in workers}
+    for pair in view["pairs"]:
+        paths = loads.get(pair["target"], {}).get("kv_paths", [])
+        moved = ", ".join(f"{path['path']} {path['num_bytes'] / 2**20:.1f} MiB" for path in paths if path["num_bytes"])
+        speed = f" {pair['bytes_per_s'] / 1e9:.2f} GB/s" if pair["bytes_per_s"] else ""
+        over = f"{pair['path']}{speed}" if pair["verdict"] == "ok" else Text(pair["verdict"], "red")
+        table.add_row(f"{pair['source']} → {pair['target']}", str(pair["in_flight"]), over, moved)
+    return table
+
+
+def _events(workers: list[View], front: View) -> Table:
+    """Counts since the start: what was pre-empted and what was refused, and why."""
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    loads = {worker["worker_id"]: worker["load"] for worker in workers if "load" in worker}
+    preempted = [
+        f"{name} {load['preemptions']}" + (f" ({by})" if (by := _preempted(load)) else "")
+        for name, load in loads.items()
+        if load["preemptions"]
+    ]
+    refused = [
+        f"{name} {reason} {count}" for name, load in loads.items() for reason, count in load["kv_refused"].items()
+    ]
+    for title, told in (
+        ("ended", _counts(front["outcomes"])),
+        ("in line", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _in_line(load)))),
+        ("pre-empted", ", ".join(preempted)),
+        ("swapped out", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _swap(load)))),
+        ("drafted", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _drafted(load)))),
+        (
+            "KV spared",
+            ", ".join(
+                f"{name} {told} tokens" for name, load in loads.items() if (told := load.get("spared_kv_tokens"))
+            ),
+        ),
+        ("by tenant", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _tenants(load)))),
+        ("refused", _counts(front["refusals"])),
+        ("transfers refused", ", ".join(refused)),
+        ("also", ", ".join(f"{name} {told}" for name, load in loads.items() for told in _others(load))),
+    ):
+        if told or title in ("ended", "pre-empted", "refused", "transfers refused"):
+            grid.add_row(Text(title, "dim"), told or "none")
+    return grid
+
+
+def _preempted(load: View) -> str:
+    tokens = load.get("recomputed_tokens")
+    return _counts(load.get("preempted", {})) + (f"; {tokens} tokens recomputed" if tokens else "")
+
+
+def _drafted(load: View) -> str:
+    drafted = load.get("drafted_tokens")
+    if not drafted:
+        return ""
+    told = f"{drafted} tokens, {_share(load['accepted_tokens'], drafted)} right"
+    if by_model := load.get("model_drafted_tokens"):
+        told += f"; {by_model} of them by the draft model, {_share(load['model_accepted_tokens'], by_model)} right"
+    return told
+
+
+def _in_line(load: View) -> str:
+    """By priority, the least is served first; and who was taken out of the line."""
+    classes = sorted(load.get("waiting_by_priority", {}).items(), key=lambda item: int(item[0]))
+    told = [f"priority {priority}: {count}" for priority, count in classes if count]
+    gone = {"too late": load.get("deadline_refusals", 0), "displaced": load.get("displaced", 0)}
+    return ", ".join(told + [f"{count} {why}" for why, count in gone.items() if count])
+
+
+def _swap(load: View) -> str:
+    if not load.get("swap_out_s"):
+        return ""
+    now = f"{load['swapped_blocks']} blocks now" if load["swapped_blocks"] else "nothing now"
+    return f"{now} ({_time(load['swap_out_s'])} out, {_time(load['swap_in_s'])} back)"
+
+
+def _tenants(load: View) -> str:
+    """Tokens computed for each, most first. A tenant is a digest."""
+    tenants = sorted(load.get("tenant_tokens", {}).items(), key=lambda item: -item[1])
+    if not any(name for name, _ in tenants):
+        return ""
+    others = sum(count for _, count in tenants[TENANTS_SHOWN:]) + load.get("other_tenant_tokens", 0)
+    told = [f"{name[:6] or 'none'} {count}" for name, count in tenants[:TENANTS_SHOWN] if count]
+    return ", ".join(told + [f"others {others}"] * bool(others))
+
+
+def _others(load: View) -> list[str]:
+    """Counters that have no place here, those of newer workers included."""
+    told: list[str] = []
+    for name, value in load.items():
+        if name in _SHOWN:
+            continue
+        counts = {f"{name} {key}": count for key, count in value.items()} if isinstance(value, dict) else {name: value}
+        told += [
+            f"{key.replace('_', ' ')} {count:g}"
+            for key, count in counts.items()
+            if isinstance(count, int | float) and count
+        ]
+    return told
+
+
+def _requests_table(rows: list[View]) -> Table:
+    live = [row for row in rows if row["is_live"]]
+    shown = live[:LIVE_SHOWN] or rows[:LIVE_SHOWN]
+    table = _table("live request" if live else "last requests", "state", "way", "in", "out", "first", "total", left=3)
+    for row in shown:
+        way = " → ".join(name.rpartition("-")[2] for name in (row["prefill"], row["decode"]) if name)
+        times = (_time(row["ttft_s"]) if row["ttft_s"] is not None else "–", _time(row["total_s"]))
+        table.add_row(_short(row["id"]), row["state"], way, str(row["prompt_tokens"]), str(row["tokens"]), *times)
+    if len(live) > LIVE_SHOWN:
+        table.add_row(f"and {len(live) - LIVE_SHOWN} more")
+    return table
+
+
+def _short(request_id: str) -> str:
+    return request_id if len(request_id) <= 16 else f"…{request_id[-9:]}"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}ms" if seconds < 1 else f"{seconds:.1f}s"
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in counts.items())
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:.0f}%" if whole > 0 else "–"
+
+
+def _rate(now: float, before: float, seconds: float) -> float:
+    """Per second; a counter that fell was begun anew."""
+    return (now - before) / seconds if seconds > 0 and now >= before else 0.0

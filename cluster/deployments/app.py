@@ -1,0 +1,86 @@
+"""The Ray Serve application `kvrelay`: ingress, prefill and decode as deployments.
+
+`kvrelay.cluster.deployments.app:build` is what `serve deploy configs/laptop.yaml` and `serve run` import.
+"""
+
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve import Application
+
+from kvrelay.cluster.deployments.ingress import IngressReplica
+from kvrelay.cluster.deployments.registry_actor import connect_registry
+from kvrelay.cluster.deployments.worker import SHUTDOWN_S, DecodeReplica, PrefillReplica
+from kvrelay.config import Settings, environment_api_key, settings_from, with_secrets
+
+DEFAULT_CPUS = 0.1  # a claim on Ray's books only: cores are pinned by cores.py
+MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
+HEALTH_PERIOD_S = 5.0
+HEALTH_TIMEOUT_S = 30.0
+
+
+def build(args: dict[str, Any] | Settings | None = None) -> Application:
+    """The application for these settings. Raises ConfigError naming the key.
+
+    Args:
+        args: kvrelay's settings as nested plain data (sections model, engine, transfer, router,
+            serve, cluster). Replica counts may also be set per deployment in a Serve config file.
+    """
+    settings = args if isinstance(args, Settings) else settings_from(args or {})
+    if ray.is_initialized():
+        connect_registry(with_secrets(settings).cluster.secret, api_key=environment_api_key())
+    return application(settings)
+
+
+def application(settings: Settings) -> Application:
+    """Deployments bound together. The replicas' arguments hold no count, so that scaling restarts nobody."""
+    cluster = settings.cluster
+    plain = replica_arguments(settings)
+    workers: list[Application] = []
+    if cluster.prefill:
+        prefill = serve.deployment(PrefillReplica, name="prefill", **worker_options(settings))
+        workers.append(prefill.options(num_replicas=cluster.prefill).bind(plain))
+    decode = serve.deployment(DecodeReplica, name="decode", **worker_options(settings))
+    workers.append(decode.options(num_replicas=cluster.decode).bind(plain))
+    ingress = serve.deployment(
+        serve.ingress()(IngressReplica),
+        name="ingress",
+        num_replicas=cluster.ingress,
+        max_ongoing_requests=MAX_ONGOING,
+        ray_actor_options={"num_cpus": DEFAULT_CPUS},
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        graceful_shutdown_timeout_s=SHUTDOWN_S,
+    )
+    return ingress.bind(plain, *workers)
+
+
+def worker_options(settings: Settings) -> dict[str, Any]:
+    """Serve options of both worker deployments."""
+    cluster = settings.cluster
+    num_cpus = DEFAULT_CPUS if cluster.num_cpus_per_worker is None else cluster.num_cpus_per_worker
+    actor: dict[str, Any] = {"num_cpus": num_cpus}
+    if cluster.num_gpus_per_worker:
+        actor["num_gpus"] = cluster.num_gpus_per_worker
+    return {
+        "ray_actor_options": actor,
+        "max_ongoing_requests": 16,
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "graceful_shutdown_timeout_s": SHUTDOWN_S,
+        "graceful_shutdown_wait_loop_s": 0.5,
+    }
+
+
+def replica_arguments(settings: Settings) -> dict[str, Any]:
+    """Settings as plain data, without what may change while replicas run, and without the secret.
+
+    Equal arguments are what lets Serve leave running replicas alone; the secret is the registry's and the
+    number of workers Serve's own, which replicas ask.
+    """
+    plain = settings.model_dump(mode="json")
+    for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):
+        plain["cluster"].pop(name)
+    plain.pop("planner")  # Serve's controller plans
+    return plain

@@ -1,0 +1,190 @@
+"""The ingress as a Ray Serve deployment: hosts the OpenAI app and follows the registry.
+
+Besides OpenAI's endpoints it answers `GET /kvrelay/status`, which `kvrelay status` shows. Must not
+import torch: the tokenizer is all of the model that lives here.
+"""
+
+import asyncio
+import json
+import logging
+import socket
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import ray
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from kvrelay import __version__, tracing
+from kvrelay.cluster.deployments.planner_feed import ingress_report
+from kvrelay.cluster.deployments.registry import STORE_ROLE, WorkerRecord
+from kvrelay.cluster.deployments.registry_actor import connect_registry, follow
+from kvrelay.cluster.deployments.shared_sessions import SharedSessions
+from kvrelay.cluster.deployments.worker import configure_logging, prepared_model
+from kvrelay.config import Settings, settings_from, with_api_key
+from kvrelay.errors import KvrelayError, PeerLost
+from kvrelay.kvtransfer.slabs.client import SlabPeer
+from kvrelay.plane.tls import cluster_tls
+from kvrelay.router.decision.router import Router
+from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.api.errors import error_response
+from kvrelay.serve.api.http import check_api_key
+from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+
+logger = logging.getLogger(__name__)
+
+
+def let_the_port_be_reused() -> None:
+    """Have Serve's direct ingress listen with SO_REUSEADDR.
+
+    Without it (Ray 2.60) the connections of an ingress that has just ended keep the port refused for a minute: a
+    restarted or replaced ingress could not listen. SO_REUSEPORT stays off: two replicas must not share a port.
+    """
+    from ray.serve._private import http_util, replica
+
+    if not hasattr(replica, "start_asgi_http_server") or not hasattr(http_util, "set_socket_reuse_port"):
+        logger.warning("this Ray is made differently; a restart may find its port refused for a minute")
+        return
+    start = replica.start_asgi_http_server
+
+    def reuse_address(sock: socket.socket) -> bool:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return True
+
+    async def start_reusing(*args: Any, enable_so_reuseport: bool = False, **kwargs: Any) -> Any:
+        return await start(*args, enable_so_reuseport=True, **kwargs)
+
+    http_util.set_socket_reuse_port = reuse_address
+    replica.start_asgi_http_server = start_reusing
+
+
+STATUS_TIMEOUT_S = 3.0
+
+
+class IngressReplica:
+    """One ingress. `workers` are the deployments that the application also has; tokens never pass their handles."""
+
+    async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
+        configure_logging()
+        let_the_port_be_reused()
+        tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
+        self._settings = settings_from(settings)
+        self._registry = registry = connect_registry()
+        terms, model_dir = await asyncio.gather(
+            registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
+        )
+        self._settings = with_api_key(self._settings, terms.api_key)
+        self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
+        self._card = model_card(self._settings, model_dir)
+        router = Router(
+            self._settings.router,
+            tokens_per_hash=self._settings.tokens_per_hash,
+            max_waiting=self._settings.engine.max_waiting,
+            slo=self._settings.slo,
+            has_store=self._settings.cache.is_shared,
+        )
+        self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
+        self._secret = terms.secret
+        self._members: tuple[WorkerRecord, ...] = ()
+        await self._dispatcher.start()
+        self._following = asyncio.create_task(follow(registry, self._set_members), name="follow registry")
+
+    def __serve_build_asgi_app__(self) -> Any:
+        sessions = SharedSessions(self._registry, time.monotonic)
+        app = create_app(self._dispatcher, self._tokenizer, self._settings, self._card, sessions)
+        app.router.routes.append(Route("/kvrelay/status", self._status_endpoint, methods=["GET"]))
+        return app
+
+    def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
+        if members != self._members:
+            logger.info("workers: %s", ", ".join(record.worker_id for record in members) or "none")
+        self._members = members
+        workers = [m for m in members if m.role != STORE_ROLE]
+        self._dispatcher.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in workers])
+
+    async def _status_endpoint(self, request: Request) -> Response:
+        try:
+            check_api_key(request, self._settings.serve.api_key)
+        except KvrelayError as error:
+            return error_response(error)
+        return JSONResponse(await self.status())
+
+    async def status(self) -> dict[str, Any]:
+        """Every member and what it says of itself; a worker that does not answer has only its record."""
+        workers = [record for record in self._members if record.role != STORE_ROLE]
+        answers = await asyncio.gather(*(self._ask(record) for record in workers))
+        router = self._dispatcher.router
+        views = {view.worker_id: asdict(view) for view in router.workers()}
+        return {
+            "version": __version__,
+            "model": self._card.name,
+            "max_model_len": min(
+                self._card.max_model_len, self._dispatcher.max_model_len() or self._card.max_model_len
+            ),
+            "is_ready": self._dispatcher.is_ready(),
+            "prediction_error_s": router.prediction_error_s,
+            "pairs": self._dispatcher.pairs.book.view()["pairs"],
+            "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
+            "stores": await asyncio.gather(
+                *(self._ask_store(record) for record in self._members if record.role == STORE_ROLE)
+            ),
+        }
+
+    async def _ask(self, record: WorkerRecord) -> dict[str, Any]:
+        known = {"worker_id": record.worker_id, "role": record.role, "node_id": record.node_id, "pid": record.pid,
+                 "address": f"{record.host}:{record.port}", "epoch": record.epoch}  # fmt: skip
+        try:
+            answer = json.loads(await self._dispatcher.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
+        except (KvrelayError, TimeoutError) as error:
+            return {
+                **known,
+                "is_up": False,
+                "error": str(error).removeprefix(f"worker {record.worker_id}: ") or "no answer",
+            }
+        return {**known, **answer, "is_up": True}
+
+    async def _ask_store(self, record: WorkerRecord) -> dict[str, Any]:
+        """One node of the KV store."""
+        known = {"worker_id": record.worker_id, "node_id": record.node_id, "pid": record.pid,
+                 "address": f"{record.host}:{record.port}"}  # fmt: skip
+        peer = SlabPeer(
+            record.host, record.port, self._secret, [], peer_id="status", block_bytes=0, answer_s=STATUS_TIMEOUT_S,
+            tls=cluster_tls(self._settings.cluster, self._secret),
+        )  # fmt: skip
+        try:
+            await peer.connect()
+            return {**known, **json.loads(await peer.describe()), "is_up": True}
+        except PeerLost as error:
+            return {**known, "is_up": False, "error": error.why}
+        finally:
+            await peer.aclose()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the planner learns of the load (cluster/deployments/autoscaling.py)."""
+        return ingress_report(self._dispatcher.stats, self._dispatcher.router.alone_shares())
+
+    async def check_health(self) -> None:
+        """Serve replaces the ingress when it no longer follows the registry."""
+        if self._following.done():
+            raise RuntimeError("the ingress no longer follows the registry")
+
+    async def __del__(self) -> None:
+        if following := getattr(self, "_following", None):
+            following.cancel()
+            await self._dispatcher.aclose()
+            await asyncio.to_thread(tracing.shutdown)
+
+
+def model_card(settings: Settings, model_dir: Path) -> ModelCard:
+    """Name, longest sequence in tokens and creation time of the one model."""
+    from kvrelay.engine.checkpoints.checkpoint import model_name
+
+    config = json.loads((model_dir / "config.json").read_text())
+    text = config.get("text_config") or config
+    longest = int(text.get("max_position_embeddings") or 2048)
+    created = int((model_dir / "config.json").stat().st_mtime)
+    return ModelCard(model_name(settings.model), min(longest, settings.model.max_model_len or longest), created)

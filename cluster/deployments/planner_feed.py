@@ -1,0 +1,193 @@
+"""What replicas report to Serve for the planner, and the intervals that it becomes. Pure.
+
+Serve keeps named floats for each replica. Ingresses report sums since their start (requests, tokens, first tokens by how long they
+took); workers report what they have in hand and how fast they are. A sum counts by what it grew since the last look; a replica's
+first look sets its beginning, so a restarted ingress neither doubles nor takes away anything.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from kvrelay.plane.messages import LoadReport, WorkerInfo
+from kvrelay.router.planning.capacity import prompts_of
+from kvrelay.router.planning.types import Interval, Target, WorkerModel, Workload
+from kvrelay.serve.telemetry.stats import Histogram, ServeStats
+
+REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
+PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
+CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
+TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": how many took at most that
+ALONE = "kvrelay_alone"  # "<name>/<worker id>": share of its blocks that no other worker has
+RUNNING, QUEUED, CACHED = "kvrelay_running", "kvrelay_queued", "kvrelay_cached_blocks"
+DECODING = "kvrelay_decoding"  # sequences of a worker that computes no prompt meanwhile, else 0
+HIT_SHARE = "kvrelay_hit_share"
+PREFILL_SPEED, STEP_S, CONTEXT = "kvrelay_prefill_tokens_per_s", "kvrelay_decode_step_s", "kvrelay_context_tokens"
+POOL_TOKENS, BLOCK_SIZE, MAX_RUNNING = "kvrelay_pool_tokens", "kvrelay_block_size", "kvrelay_max_running"
+KV_BYTES_PER_TOKEN = "kvrelay_kv_bytes_per_token"
+
+Values = Mapping[str, float]
+
+
+def ingress_report(stats: ServeStats, alone_shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """What one ingress says of the requests that came to it, and of how many of each worker's blocks nobody else has."""
+    ended = sum(stats.outcomes.values())
+    return {
+        REQUESTS: float(ended + stats.running),
+        TAKEN: float(ended + stats.running - stats.outcomes["overloaded"]),
+        PROMPT_TOKENS: float(stats.prompt_tokens),
+        PROMPT_SQUARES: float(stats.prompt_squares),
+        CACHED_TOKENS: float(stats.cached_prefix_tokens),
+        OUTPUT_TOKENS: float(stats.output_tokens),
+        **_bounds(TTFT, stats.ttft_s),
+        **_bounds(TPOT, stats.tpot_s),
+        **{f"{ALONE}/{worker_id}": share for worker_id, share in alone_shares.items()},
+    }
+
+
+def _bounds(name: str, histogram: Histogram) -> dict[str, float]:
+    return {f"{name}/{bound:g}": float(count) for bound, count in histogram.cumulative()}
+
+
+def worker_report(load: LoadReport, info: WorkerInfo) -> dict[str, float]:
+    """What one worker says of itself."""
+    queried = load.prefix_query_tokens
+    return {
+        RUNNING: float(load.running + load.receiving + load.held),
+        DECODING: float(load.running if load.queued_tokens == 0 else 0),
+        QUEUED: float(load.waiting),
+        CONTEXT: float(load.used_blocks * info.block_size),
+        CACHED: float(load.cached_blocks),
+        HIT_SHARE: load.prefix_hit_tokens / queried if queried else 0.0,
+        PREFILL_SPEED: load.prefill_tokens_per_s,
+        STEP_S: load.decode_step_s,
+        POOL_TOKENS: float(info.num_blocks * info.block_size),
+        BLOCK_SIZE: float(info.block_size),
+        MAX_RUNNING: float(info.max_running),
+        KV_BYTES_PER_TOKEN: float(info.kv_bytes_per_token),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """The latest values of every replica that has reported, by replica."""
+
+    at_s: float
+    ingresses: Mapping[str, Values]
+    prefills: Mapping[str, Values]
+    decodes: Mapping[str, Values]
+    is_changing: bool  # workers start or drain
+
+
+@dataclass(frozen=True, slots=True)
+class FeedState:
+    """The sums of the last look, by replica, and how long ago it was."""
+
+    sums: dict[str, dict[str, float]]
+    looked_ago_s: float | None
+
+
+class Feed:
+    """Turns looks into intervals. The first look only begins one."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+        self._sums: dict[str, Values] = {}
+        self._at_s: float | None = None
+
+    def interval(self, look: Look, model: WorkerModel | None, load: Workload | None) -> Interval | None:
+        """What happened since the last look; None: that was the first, or no time has passed.
+
+        `model` and `load`: what speeds are compared with; without them nothing is said of speeds.
+        """
+        model = model.crowded(len(look.prefills) + len(look.decodes)) if model is not None else None
+        start_s, self._at_s = self._at_s, look.at_s
+        grown = self._grown(look.ingresses)
+        if start_s is None or look.at_s <= start_s:
+            return None
+        arrivals, taken = grown.get(REQUESTS, 0.0), grown.get(TAKEN, 0.0)
+        untold = arrivals / taken if taken else 1.0  # requests that were turned away unread are like the others
+        firsts = grown.get(f"{TTFT}/{math.inf:g}", 0.0)
+        return Interval(
+            start_s, look.at_s,
+            arrivals=round(arrivals),
+            input_tokens=round(grown.get(PROMPT_TOKENS, 0.0) * untold),
+            input_squares=grown.get(PROMPT_SQUARES, 0.0) * untold,
+            cached_tokens=round(grown.get(CACHED_TOKENS, 0.0)),
+            ended=round(firsts), output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
+            queued=round(sum(values.get(QUEUED, 0.0) for values in (look.prefills or look.decodes).values())),
+            ttft_kept=kept_share(grown, TTFT, self._target.ttft_s, self._target.share),
+            tpot_kept=kept_share(grown, TPOT, self._target.tpot_s, self._target.share),
+            first_tokens=round(firsts),
+            prefill_slowness=_prefill_slowness(look.prefills.values(), model, load),
+            decode_slowness=_decode_slowness(look.decodes.values(), model),
+            is_changing=look.is_changing,
+        )  # fmt: skip
+
+    def state(self, now_s: float) -> FeedState:
+        """To go on from elsewhere: what comes in between is then seen as well, for sums only grow."""
+        ago_s = None if self._at_s is None else now_s - self._at_s
+        return FeedState({replica: dict(values) for replica, values in self._sums.items()}, ago_s)
+
+    def resume(self, state: FeedState, now_s: float) -> None:
+        self._sums = dict(state.sums)
+        self._at_s = None if state.looked_ago_s is None else now_s - state.looked_ago_s
+
+    def _grown(self, ingresses: Mapping[str, Values]) -> dict[str, float]:
+        grown: dict[str, float] = {}
+        for replica, values in ingresses.items():
+            before = self._sums.get(replica)
+            if before is not None:
+                for name, value in values.items():
+                    grown[name] = grown.get(name, 0.0) + max(0.0, value - before.get(name, value))
+        self._sums = dict(ingresses)
+        return grown
+
+
+def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float | None:
+    """Share of a histogram's new observations at or below `limit_s`, as far as it tells whether that is `wanted`.
+
+    Where the limit lies between two of its bounds, the share lies between theirs. None: both more and less than `wanted` may be
+    true of it, or there are no observations.
+    """
+    pairs = sorted(
+        (float(key.partition("/")[2]), count) for key, count in grown.items() if key.partition("/")[0] == name
+    )
+    total = pairs[-1][1] if pairs else 0.0
+    if total <= 0:
+        return None
+    low = max((count for bound_s, count in pairs if bound_s <= limit_s), default=0.0) / total
+    high = min(count for bound_s, count in pairs if bound_s >= limit_s) / total
+    if low >= wanted:
+        return low
+    return high if high < wanted else None
+
+
+def _prefill_slowness(workers: Iterable[Values], model: WorkerModel | None, load: Workload | None) -> float | None:
+    """Mean over those who have measured, of the time of a prompt's token over what the curve says of such prompts."""
+    if model is None or load is None:
+        return None
+    prompts = prompts_of(load, model.prefill, model.token_budget)
+    token_s = prompts.work_s / max(prompts.computed_tokens, 1.0)
+    speeds = [values[PREFILL_SPEED] for values in workers if values.get(PREFILL_SPEED, 0.0) > 0]
+    return _mean([1.0 / speed / token_s for speed in speeds])
+
+
+def _decode_slowness(workers: Iterable[Values], model: WorkerModel | None) -> float | None:
+    """Mean over those who only decode now, of the time of a step over what the curve says of such a batch.
+
+    Beside prompts a worker has few steps that only decode: the last of them may have been of another batch.
+    """
+    if model is None:
+        return None
+    ratios = [
+        values[STEP_S] / model.decode.decode_step_s(round(values[DECODING]), round(values.get(CONTEXT, 0.0)))
+        for values in workers
+        if values.get(STEP_S, 0.0) > 0 and values.get(DECODING, 0.0) >= 1
+    ]
+    return _mean(ratios)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

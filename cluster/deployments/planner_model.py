@@ -1,0 +1,114 @@
+"""The planner's parts from settings, from a profile file, and, without one, from what workers report of their speed. Pure.
+
+What is learnt without a profile: the time of a prompt's token, and of a decode step as a constant and a part for each sequence. A
+sequence is taken to cost a step at least what a token costs a prompt, until batches of different sizes have been seen.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from kvrelay.cluster.deployments.planner_feed import (
+    KV_BYTES_PER_TOKEN,
+    MAX_RUNNING,
+    POOL_TOKENS,
+    PREFILL_SPEED,
+    RUNNING,
+    STEP_S,
+)
+from kvrelay.cluster.profiles.profile import SimulatorProfile
+from kvrelay.config import PlannerSettings, Settings
+from kvrelay.router.planning.planner import Rules
+from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import Target, WorkerModel
+from kvrelay.router.slo.online_fit import DurationFit, FitState
+from kvrelay.types import Role
+
+DEFAULT_TTFT_S, DEFAULT_TPOT_S = 5.0, 0.1
+PREFILL_GAIN = 0.2
+_TYPICAL_BATCH = 8.0
+_BUDGET = 512  # tokens in a step, where no profile says: enough that a prompt's tokens cost what they cost in the mass
+
+
+def planner_settings(settings: Settings) -> PlannerSettings:
+    """With the SLO's targets where the planner has none of its own."""
+    own = settings.planner
+    return own.model_copy(
+        update={
+            "ttft_s": own.ttft_s or settings.slo.ttft_s or DEFAULT_TTFT_S,
+            "tpot_s": own.tpot_s or settings.slo.tpot_s or DEFAULT_TPOT_S,
+        }
+    )
+
+
+def target_of(settings: PlannerSettings) -> Target:
+    return Target(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, settings.share)
+
+
+def rules_of(settings: PlannerSettings) -> Rules:
+    return Rules(
+        horizon_s=settings.horizon_s, hold_s=settings.hold_s, margin=settings.margin, period_s=settings.period_s
+    )
+
+
+def model_of(profile: SimulatorProfile) -> WorkerModel:
+    """A profile's worker, with the network between machines."""
+    return WorkerModel(
+        profile.prefill, profile.decode, pool_tokens=profile.pool_tokens, token_budget=profile.token_budget,
+        max_running=profile.max_running, kv_bytes_per_token=profile.kv_bytes_per_token,
+        link_bytes_per_s=profile.link_bytes_per_s, workers_per_node=profile.workers_per_node,
+        prefill_slowdown=profile.slowdown_of(Role.PREFILL), decode_slowdown=profile.slowdown_of(Role.DECODE),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class LearntState:
+    """What has been learnt of workers' speed, as plain data."""
+
+    token_s: float
+    step_s: float
+    step: FitState
+
+
+class LearntModel:
+    """A worker model from reports alone. The network is not looked at."""
+
+    def __init__(self) -> None:
+        self._token_s = 0.0
+        self._step = DurationFit((1.0, _TYPICAL_BATCH))
+        self._step_s = 0.0  # of late, whatever the batch
+
+    def observe(self, workers: Iterable[Mapping[str, float]], now_s: float) -> None:
+        """The latest report of every worker, of either role."""
+        for values in workers:
+            if (speed := values.get(PREFILL_SPEED, 0.0)) > 0:
+                new = 1.0 / speed
+                self._token_s += (PREFILL_GAIN if self._token_s else 1.0) * (new - self._token_s)
+            step_s, running = values.get(STEP_S, 0.0), values.get(RUNNING, 0.0)
+            if step_s > 0 and running >= 1:
+                self._step_s = step_s
+                self._step.observe((1.0, running), step_s, self._prior(), now_s)
+
+    def state(self, now_s: float) -> LearntState:
+        """To go on from elsewhere."""
+        return LearntState(self._token_s, self._step_s, self._step.state(now_s))
+
+    def resume(self, state: LearntState, now_s: float) -> None:
+        self._token_s, self._step_s = state.token_s, state.step_s
+        self._step.resume(state.step, now_s)
+
+    def _prior(self) -> tuple[float, float]:
+        return max(self._step_s - self._token_s, self._step_s / 2), self._token_s
+
+    def model(self, workers: Iterable[Mapping[str, float]], now_s: float) -> WorkerModel | None:
+        """None while no prompt or no step has been measured. Sizes are the smallest worker's."""
+        known = [values for values in workers if values.get(POOL_TOKENS, 0.0) > 0]
+        if not known or self._token_s <= 0 or self._step_s <= 0:
+            return None
+        fixed_s, sequence_s = self._step.coefficients(self._prior(), now_s)
+        return WorkerModel(
+            prefill=SpeedCurve(0.0, 0.0, self._token_s, 0.0, 0.0),
+            decode=SpeedCurve(fixed_s, 0.0, sequence_s, 0.0, 0.0),
+            pool_tokens=round(min(values[POOL_TOKENS] for values in known)), token_budget=_BUDGET,
+            max_running=round(min(values.get(MAX_RUNNING, 1.0) for values in known)),
+            kv_bytes_per_token=round(max(values.get(KV_BYTES_PER_TOKEN, 0.0) for values in known)),
+        )  # fmt: skip

@@ -1,0 +1,124 @@
+"""kvrelay's application as a Ray Serve config: what `serve deploy` takes, made from settings, and edited by `scale`.
+
+Pure: plain data in, plain data out.
+"""
+
+import copy
+from typing import Any
+
+from kvrelay.cluster.deployments.planner_model import planner_settings
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.config import Settings
+
+APP_NAME = "kvrelay"
+APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
+DEPLOY_S = 120.0
+IMPORT_PATH = "kvrelay.cluster.deployments.app:build"
+PLANNED_PATH = "kvrelay.cluster.deployments.autoscaling:Planned"
+METRICS_S = 2.0
+SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `serve config` show the rest
+
+
+def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
+    """The whole config, without secrets: replicas ask the registry for them.
+
+    `http_port` is for Serve's own proxy; the ingress listens at settings.serve.port.
+    """
+    cluster = settings.cluster
+    counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
+    planned = settings.planner.mode == "auto" and cluster.prefill > 0
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": settings.serve.host, "port": http_port},
+        "applications": [
+            {
+                "name": APP_NAME,
+                "route_prefix": "/",
+                "import_path": IMPORT_PATH,
+                "args": settings.model_dump(mode="json", exclude_defaults=True, exclude=SECRETS),
+                "deployments": [
+                    {"name": name, **(_scaling(settings, name, count) if planned else {"num_replicas": count})}
+                    for name, count in counts.items() if count
+                ],
+                **({"autoscaling_policy": _policy(settings)} if planned else {}),
+            }
+        ],
+    }  # fmt: skip
+
+
+def _policy(settings: Settings) -> dict[str, Any]:
+    """The application's policy: the planner, for both roles at once."""
+    own = planner_settings(settings).model_dump(mode="json", exclude_defaults=True)
+    return {"policy_function": PLANNED_PATH, "policy_kwargs": own}
+
+
+def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
+    """A deployment's bounds and its first count. The planner damps; Serve's own delays would only come on top.
+
+    An ingress has one too, though its count stays: without it Serve would not collect what the planner reads.
+    """
+    planner = settings.planner
+    low, high = {
+        "prefill": (planner.min_prefill, planner.max_prefill),
+        "decode": (planner.min_decode, planner.max_decode),
+    }.get(name, (count, count))
+    return {
+        "autoscaling_config": {
+            "min_replicas": low, "max_replicas": high, "initial_replicas": min(max(count, low), high),
+            "metrics_interval_s": min(METRICS_S, planner.interval_s), "look_back_period_s": planner.interval_s,
+            "upscale_delay_s": 0, "downscale_delay_s": 0,
+        }
+    }  # fmt: skip
+
+
+def planned_workers(details: dict[str, Any], app_name: str) -> int:
+    """How many prefill and decode workers Serve means to run, at most where it scales by load; 0: not known.
+
+    Args:
+        details: Serve's account of itself, as for `scaled`.
+    """
+    deployments = details.get("applications", {}).get(app_name, {}).get("deployments", {})
+    return sum(_planned(deployments[name]) for name in ("prefill", "decode") if name in deployments)
+
+
+def _planned(deployment: dict[str, Any]) -> int:
+    autoscaling = (deployment.get("deployment_config") or {}).get("autoscaling_config") or {}
+    return max(int(deployment.get("target_num_replicas") or 0), int(autoscaling.get("max_replicas") or 0))
+
+
+def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
+    """The running config with other replica counts, and nothing else changed; where the planner decided them, no longer.
+
+    Args:
+        details: what GET /api/serve/applications/ answers.
+        counts: deployment name -> replicas, at least 1.
+
+    Raises:
+        ClusterError: kvrelay does not run there, or has no such deployment.
+    """
+    configs = [app.get("deployed_app_config") for app in details.get("applications", {}).values()]
+    configs = [copy.deepcopy(config) for config in configs if config]
+    ours = next((config for config in configs if config.get("import_path") == IMPORT_PATH), None)
+    if ours is None:
+        raise ClusterError("kvrelay is not deployed there")
+    known = details["applications"][ours.get("name", APP_NAME)].get("deployments", {})
+    listed = {entry["name"]: entry for entry in ours.setdefault("deployments", [])}
+    for name, count in counts.items():
+        if known and name not in known:
+            raise ClusterError(f"this cluster was started without {name} workers; start it with --{name} 1 or more")
+        if name not in listed:
+            listed[name] = {"name": name}
+            ours["deployments"].append(listed[name])
+        listed[name].pop("autoscaling_config", None)
+        listed[name]["num_replicas"] = count
+    if ours.pop("autoscaling_policy", None) is not None:  # the planner decides both roles together or none
+        for name, entry in listed.items():
+            if entry.pop("autoscaling_config", None) is not None and name not in counts:
+                entry["num_replicas"] = int(known.get(name, {}).get("target_num_replicas") or 1)
+    http = details.get("http_options") or {}
+    config: dict[str, Any] = {"applications": configs}
+    if details.get("proxy_location"):
+        config["proxy_location"] = details["proxy_location"]
+    if http.get("port"):
+        config["http_options"] = {"host": http.get("host"), "port": http["port"]}
+    return config

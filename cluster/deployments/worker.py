@@ -1,0 +1,252 @@
+"""Prefill and decode workers as Ray Serve deployments: their life, their place in the registry, their health.
+
+Serve starts, watches, replaces and stops them; no request passes through Serve. Nothing heavy is
+imported before a replica starts, so that building the application stays cheap.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from typing import Any
+
+import ray
+
+from kvrelay import tracing
+from kvrelay.cluster.deployments.autoscaling import UTILISATION, utilisation, worker_name
+from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
+from kvrelay.cluster.deployments.health import HUNG_S, StepWatch
+from kvrelay.cluster.deployments.planner_feed import worker_report
+from kvrelay.cluster.deployments.registry import WorkerRecord
+from kvrelay.cluster.deployments.registry_actor import Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.deployments.serve_config import planned_workers
+from kvrelay.cluster.errors import WorkerRetired
+from kvrelay.cluster.store.actor import ensure_store, store_nodes
+from kvrelay.cluster.store.factory import ClusterStores
+from kvrelay.config import Settings, cache_dir, settings_from
+from kvrelay.errors import EngineFailed, StoreError
+from kvrelay.kvcache.stores.remote import CLUSTER
+from kvrelay.machine import own_cores
+from kvrelay.types import Role
+
+logger = logging.getLogger(__name__)
+
+DETAILS_S = 10.0
+LEAST_WORKERS = 2  # one of each role, where Serve does not say
+DRAIN_S = 30.0
+SHUTDOWN_S = DRAIN_S + 15.0
+
+
+class WorkerReplica:
+    """One worker process. The role's classes below name the class that does the work."""
+
+    async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
+        configure_logging()
+        self._settings = settings_from(settings)
+        self._registry = connect_registry()
+        self._listing: asyncio.Task[None] | None = None
+        self._ending: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._stores: ClusterStores | None = None
+        terms, model_dir = await asyncio.gather(
+            self._registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
+        )
+        self._lease = await self._lease_cores()
+        self._num_workers = await self._num_sharers()
+        context = ray.get_runtime_context()
+        await self._join_store(str(context.get_node_id()))
+        self._worker = await asyncio.to_thread(self._make, model_dir, terms, str(context.get_node_id()), own_replica())
+        tracing.configure(self._worker.worker_id, self.role)
+        info = await self._worker.start()
+        if self._stores is not None:
+            await self._stores.lend(self._worker)
+            self._following = asyncio.create_task(follow(self._registry, self._set_members), name="follow stores")
+        self._record = WorkerRecord(
+            info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
+        )
+        self._watch = StepWatch(self._worker.thread)
+        self._listing = asyncio.create_task(keep_listed(self._registry, self._record, self._retire), name="heartbeat")
+
+    async def _lease_cores(self) -> CoreLease | None:
+        """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
+        cluster, cores = self._settings.cluster, own_cores()
+        engine = self._settings.for_role(Role(self.role)).engine
+        if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
+            return None
+        want = cluster.cores_per_worker or fair_share(len(cores), await deployed_workers() or LEAST_WORKERS)
+        return acquire_cores(cache_dir() / "cores", cores, want)
+
+    async def _num_sharers(self) -> int | None:
+        """Among how many workers the machine's memory is divided; None where the pool's size is set."""
+        if self._settings.for_role(Role(self.role)).engine.kv_memory_share is None:
+            return None
+        return await deployed_workers() or LEAST_WORKERS
+
+    async def _join_store(self, node_id: str) -> None:
+        """See to it that this machine has its node of the KV store, where there is to be one."""
+        if self._settings.cache.remote != CLUSTER:
+            return
+        try:
+            await asyncio.to_thread(ensure_store, self._settings, node_id)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            raise StoreError(CLUSTER, f"its node on this machine did not start: {error}") from error
+
+    def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
+        assert self._stores is not None
+        self._stores.set_nodes(store_nodes(members))
+
+    def _make(self, model_dir: Any, terms: Terms, node_id: str, replica: str) -> Any:
+        """The worker, not started. In a thread: this imports torch."""
+        from kvrelay.engine.checkpoints.checkpoint import model_name
+
+        worker_id = worker_name(self.role, replica)
+        host = terms.host or ray.util.get_node_ip_address()
+        if self._settings.cache.remote == CLUSTER:
+            self._stores = ClusterStores(self._settings, terms.secret, worker_id=worker_id, host=host)
+        return self._worker_class()(
+            self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
+            node_id=node_id, secret=terms.secret, host=host, cores=self._lease.cpus if self._lease else None,
+            cluster_store=self._stores, num_workers=self._num_workers,
+        )  # fmt: skip
+
+    role = ""
+
+    @staticmethod
+    def _worker_class() -> Any:
+        raise NotImplementedError
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica when this raises."""
+        worker_id = self._record.worker_id
+        if self._ending is not None:
+            if self._ending.done():
+                raise WorkerRetired(worker_id)
+            return
+        if not self._worker.healthy():
+            raise EngineFailed(worker_id, "its engine has stopped")
+        if (silence_s := self._watch.silence_s(time.monotonic())) > HUNG_S:
+            raise EngineFailed(worker_id, f"its engine has work and has not finished a step for {silence_s:.0f} s")
+        if self._listing is None or self._listing.done():
+            raise EngineFailed(worker_id, "it no longer tells the registry that it lives")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What the policies of cluster/deployments/autoscaling.py read."""
+        load, info = self._worker.load(), self._worker.info
+        return worker_report(load, info) | {
+            UTILISATION: utilisation(
+                used_blocks=load.used_blocks, total_blocks=load.total_blocks, running=load.running,
+                waiting=load.waiting + load.receiving, max_running=info.max_running,
+                queued_tokens=load.queued_tokens, tokens_per_s=load.prefill_tokens_per_s,
+            )
+        }  # fmt: skip
+
+    async def __del__(self) -> None:
+        """Serve's way to ask for an end: take nothing new, finish what runs, let go of everything."""
+        if self._listing is None:
+            return
+        if self._ending is None:
+            self._ending = asyncio.create_task(self._end(DRAIN_S), name="end")
+        await self._ending
+
+    def _retire(self, drain_s: float) -> None:
+        """The planner's way to ask for it: the same, before Serve takes the replica away."""
+        if self._ending is None:
+            logger.info("worker %s retires", self._record.worker_id)
+            self._ending = asyncio.create_task(self._retired(drain_s), name="end")
+
+    async def _end(self, drain_s: float) -> None:
+        """Leave first, so that no ingress sends anything new; then wait for what is here: requests, and KV until it is read."""
+        assert self._listing is not None
+        self._listing.cancel()
+        if self._following is not None:
+            self._following.cancel()
+        try:
+            await self._registry.leave.remote(self._record.worker_id, self._record.epoch)
+        except ray.exceptions.RayError as error:
+            logger.warning("worker %s could not sign off: %s", self._record.worker_id, error)
+        await self._worker.drain(drain_s)
+        await self._worker.aclose()
+        if self._lease is not None:
+            self._lease.release()
+        await asyncio.to_thread(tracing.shutdown)
+
+    async def _retired(self, drain_s: float) -> None:
+        """End, and leave Ray: Serve takes away at once, and in one line of its log, whose process has gone."""
+        await self._end(drain_s)
+        logger.info("worker %s has retired", self._record.worker_id)
+        self._exit()
+
+    @staticmethod
+    def _exit() -> None:
+        """End this actor's process as Ray knows it: no fault, and no restart."""
+        ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
+
+
+class PrefillReplica(WorkerReplica):
+    """A prefill worker."""
+
+    role = "prefill"
+
+    @staticmethod
+    def _worker_class() -> Any:
+        from kvrelay.prefill.worker import PrefillWorker
+
+        return PrefillWorker
+
+
+class DecodeReplica(WorkerReplica):
+    """A decode worker."""
+
+    role = "decode"
+
+    @staticmethod
+    def _worker_class() -> Any:
+        from kvrelay.decode.worker import DecodeWorker
+
+        return DecodeWorker
+
+
+def own_replica() -> str:
+    """Serve's id of the replica that this process is."""
+    from ray import serve
+
+    return str(serve.get_replica_context().replica_id.unique_id)
+
+
+async def deployed_workers() -> int:
+    """How many prefill and decode workers Serve means to run now, whoever said so; 0 when it does not tell.
+
+    The application's own arguments do not know: counts are also set per deployment, and changed by `kvrelay scale`.
+    """
+    from ray import serve
+
+    name = serve.get_replica_context().app_name
+    try:
+        async with asyncio.timeout(DETAILS_S):
+            return planned_workers(await asyncio.to_thread(_serve_details), name)
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        logger.warning("Serve does not say how many workers it runs: %s", error)
+        return 0
+
+
+def _serve_details() -> dict[str, Any]:
+    from ray.serve.context import _get_global_client  # as serve.status() does, which leaves the targets out
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    return dict(client.get_serve_details()) if client is not None else {}
+
+
+def prepared_model(settings: Settings) -> Any:
+    """The checkpoint's folder on this machine; fetched and converted when it is not there yet."""
+    from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+
+    return prepare_checkpoint(settings.model)
+
+
+def configure_logging() -> None:
+    """kvrelay's own INFO lines go where Serve's replica logs go."""
+    own, serve = logging.getLogger("kvrelay"), logging.getLogger("ray.serve")
+    own.setLevel(logging.INFO)
+    for handler in serve.handlers:
+        if handler not in own.handlers:
+            own.addHandler(handler)

@@ -1,0 +1,4 @@
+"""Processes: a Ray of our own, local workers without Ray, signals, supervision.
+
+May import kvrelay, cluster, cluster/deployments, cluster/store, decode, engine, kernels, kvcache, prefill, router, serve.
+"""

@@ -1,0 +1,174 @@
+"""Makes the model's checkpoint ready in a child process: killable at any moment, and torch stays out of ours.
+
+The child (`python -m kvrelay.cluster.launch.prepare`) reads the settings as JSON from standard input, checks that
+the model fits them, and writes JSON lines: progress, then the folder or the error.
+"""
+
+import contextlib
+import json
+import logging
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import IO, Any
+
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.config import Settings
+from kvrelay.types import Role
+
+logger = logging.getLogger(__name__)
+
+STOP_S = 2.0
+FIRST_WORD_S = 30.0  # a Python that starts on a busy machine
+Report = Callable[[str, float], None]  # what is being done, and its share done, 0 to 1
+
+
+class Preparation:
+    """A running child. `result` is its folder and served name; `stop` ends it."""
+
+    def __init__(self, settings: Settings, report: Report) -> None:
+        self._report = report
+        self._future: Future[tuple[str, Path]] = Future()
+        self._has_spoken = threading.Event()
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "kvrelay.cluster.launch.prepare"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert self._child.stdin is not None
+        self._child.stdin.write(settings.model_dump_json())
+        self._child.stdin.close()
+        self._reader = threading.Thread(target=self._read, name="prepare", daemon=True)
+        self._reader.start()
+
+    def result(self) -> tuple[str, Path]:
+        """Served name and folder. Raises ClusterError with the child's error."""
+        return self._future.result()
+
+    def fail_early(self, within_s: float) -> None:
+        """From the child's first word, give it a moment: a wrong name or folder shows at once. Raises ClusterError."""
+        self._has_spoken.wait(FIRST_WORD_S)
+        with contextlib.suppress(TimeoutError):
+            self._future.result(within_s)
+
+    def stop(self) -> None:
+        """End the child if it still runs."""
+        with contextlib.suppress(OSError):
+            self._child.terminate()
+        self._reader.join(STOP_S)
+
+    def _read(self) -> None:
+        try:
+            with self._child:  # closes its pipes
+                self._follow()
+        except Exception as error:  # a thread's edge: `result` must not wait for ever
+            logger.exception("following the model's preparation failed")
+            self._fail(f"the model could not be prepared: {error!r}")
+        finally:
+            self._has_spoken.set()
+
+    def _follow(self) -> None:
+        assert self._child.stdout is not None and self._child.stderr is not None
+        errors: list[str] = []
+        drain = threading.Thread(target=_drain, args=(self._child.stderr, errors), daemon=True)
+        drain.start()
+        for line in self._child.stdout:
+            self._take(_parsed(line))
+        drain.join()
+        self._child.wait()
+        last = errors[-1] if errors else f"exit status {self._child.returncode}"
+        self._fail(f"the model could not be prepared: {last}")
+
+    def _take(self, message: object) -> None:
+        """One line of the child; what is none of its messages was printed by a library."""
+        match message:
+            case {"name": str(name), "folder": str(folder)} if not self._future.done():
+                self._future.set_result((name, Path(folder)))
+            case {"error": str(error)}:
+                self._fail(error)
+            case {"what": str(what), "share": int() | float() as share}:
+                self._report(what, share)
+            case _:
+                return
+        self._has_spoken.set()
+
+    def _fail(self, why: str) -> None:
+        if not self._future.done():
+            self._future.set_exception(ClusterError(why))
+
+
+def _parsed(line: str) -> object:
+    """The JSON value of a line, None when it is not JSON."""
+    with contextlib.suppress(ValueError):
+        return json.loads(line)
+    return None
+
+
+def _drain(stream: IO[str], lines: list[str]) -> None:
+    for line in stream:
+        if line.strip():
+            lines.append(line.strip())
+            del lines[:-20]
+
+
+def _say(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")
+    sys.stdout.flush()
+
+
+def _check_backend(settings: Settings, role: Role) -> None:
+    """Raises BackendUnavailable, ConfigError. Only where there is doubt, for it imports torch, which takes seconds."""
+    from kvrelay.engine.speculation.draft_fit import check_draft_quantization
+    from kvrelay.engine.worker.preflight import check_kv_layout, check_quantization
+
+    engine = settings.for_role(role).engine
+    if engine.backend == "cuda" or engine.kv_layout != "NHD":
+        from kvrelay.kernels.select import kv_layouts
+
+        check_kv_layout(*kv_layouts(engine.backend, engine.device), settings, role)
+    wanted = {settings.model.quantization, settings.engine.draft_quantization}
+    if wanted != {"none"} and (engine.backend, engine.device) != ("cpu", "auto"):
+        from kvrelay.kernels.select import quantizes
+
+        name, can = quantizes(engine.backend, engine.device)
+        check_quantization(name, settings, quantizes=can)
+        if role is Role.DECODE and settings.engine.draft_source is not None:
+            check_draft_quantization(name, settings, quantizes=can)
+
+
+def main() -> int:
+    """The child."""
+    from kvrelay.engine.checkpoints.checkpoint import model_name, prepare_checkpoint
+    from kvrelay.engine.models.spec import ModelSpec
+    from kvrelay.engine.speculation.draft_fit import prepare_draft_model
+    from kvrelay.engine.worker.preflight import check_fit
+    from kvrelay.errors import KvrelayError
+
+    settings = Settings.model_validate_json(sys.stdin.read())
+    _say({"what": f"looking for {settings.model.source}", "share": 0.0})
+    shown = -1.0
+
+    def report(what: str, share: float) -> None:
+        nonlocal shown
+        if abs(share - shown) >= 0.005 or share in (0.0, 1.0):
+            shown = share
+            _say({"what": what, "share": share})
+
+    try:
+        folder = prepare_checkpoint(settings.model, report)
+        spec = ModelSpec.from_folder(folder)
+        for role in [Role.PREFILL, Role.DECODE] if settings.cluster.prefill else [Role.DECODE]:
+            check_fit(spec, settings, role)
+            _check_backend(settings, role)
+        prepare_draft_model(settings, folder, report)
+        _say({"name": model_name(settings.model), "folder": str(folder)})
+    except KvrelayError as error:
+        _say({"error": str(error)})
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

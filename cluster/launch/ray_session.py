@@ -1,0 +1,261 @@
+"""One Ray cluster of our own on this machine: start, deploy, stop without a trace. Imports Ray when started.
+
+The driver of this cluster is the `kvrelay serve` process behind `supervisor`: when it dies, however, Ray's processes go too.
+"""
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, serve_config
+from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.launch.probe import request_json
+from kvrelay.cluster.launch.processes import adopt_orphans, end_descendants
+from kvrelay.cluster.launch.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
+from kvrelay.cluster.launch.supervisor import tell_folder
+from kvrelay.config import Settings
+
+logger = logging.getLogger(__name__)
+
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 80 << 20  # Ray's least; KV never passes through it
+POLL_S = 0.25
+LONGEST_FOLDER = 16
+STOP_GRACE_S = 2.0
+PLACE_S = 60.0  # nothing else runs on this Ray: what has no place after it never will
+START_S = 1800.0  # a large model from a slow disk
+_RESOURCES = re.compile(r"Resources required for each replica: (\{.*?\}), total resources available: (\{.*?\})\.")
+Report = Callable[[str, str], None]  # part of the cluster, and its state in a few words
+
+
+class RaySession:
+    """A local Ray cluster with the application on it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._folder: Path | None = None
+        self._has_ray = False
+        self._held: list[socket.socket] = []
+        self.dashboard_url = ""
+        self.after_ray: Callable[[], None] = lambda: None  # called once Ray has set its signal handlers
+
+    @property
+    def has_ray(self) -> bool:
+        """Whether there is something to stop."""
+        return self._has_ray
+
+    # ---- start
+
+    def check_ports(self) -> None:
+        """Hold the ingresses' ports until `stop`, before anything is started: Ray's own servers, which listen on whatever
+        is free, would now and then get one. Raises ClusterError when the API's port is taken.
+        """
+        serve = self._settings.serve
+        adopt_orphans()
+        for port in range(serve.port, min(serve.port + self._settings.cluster.ingress, 65536)):
+            with contextlib.suppress(OSError):  # the API's own is told below; Serve passes over the others
+                self._held.append(held_port(serve.host, port))
+        why = why_not_free(serve.host, serve.port)
+        if why is not None and why.errno == errno.EADDRINUSE:
+            raise ClusterError(
+                f"port {serve.port} is taken; choose another with --port, or stop who has it "
+                "(kvrelay status shows whether it is kvrelay)"
+            )
+        if why is not None:
+            raise ClusterError(f"cannot listen on {serve.host} port {serve.port}: {why.strerror}")
+
+    def start_ray(self) -> None:
+        """Start Ray here. Takes seconds. Raises ClusterError."""
+        set_ray_environment(self._settings.serve.port)
+        self._has_ray = True
+        try:
+            context = self._init_ray()
+        except Exception as error:  # Ray raises bare ones, with pages of its logs
+            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+            logger.debug("ray.init failed", exc_info=True)
+            raise ClusterError(f"Ray did not start: {said[-1] if said else repr(error)}") from error
+        self.after_ray()
+        for name in ("ray", "ray.serve"):
+            logging.getLogger(name).setLevel(logging.ERROR)
+        if not context.dashboard_url:
+            raise ClusterError("Ray runs without its dashboard, through which kvrelay deploys")
+        self.dashboard_url = f"http://{context.dashboard_url}"
+
+    def _init_ray(self) -> Any:
+        keep_ray_token_private()
+        import ray
+
+        self._folder = Path(temporary_folder(), f"kvrelay-{secrets.token_hex(4)}")
+        tell_folder(self._folder)
+        self._folder.mkdir(mode=0o700)
+        os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
+        # else torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        wanted = self._settings.cluster.dashboard_port
+        without_log_monitor()
+        return ray.init(
+            log_to_driver=False, logging_level=logging.ERROR, namespace="kvrelay",
+            include_dashboard=True, dashboard_host=LOOPBACK,
+            dashboard_port=wanted if why_not_free(LOOPBACK, wanted) is None else free_port(LOOPBACK),
+            object_store_memory=OBJECT_STORE_BYTES, _node_ip_address=LOOPBACK, _temp_dir=str(self._folder),
+        )  # fmt: skip
+
+    def deploy(self) -> None:
+        """Give Serve the application; returns before its replicas run. Raises ClusterError."""
+        from ray import serve
+
+        from kvrelay.cluster.deployments.registry_actor import connect_registry
+
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
+        config = serve_config(self._settings, http_port=free_port(self._settings.serve.host))
+        connect_registry(self._settings.cluster.secret, LOOPBACK, self._settings.serve.api_key)
+        serve.start(http_options=config["http_options"], proxy_location=config["proxy_location"],
+                    logging_config={"enable_access_log": False})  # fmt: skip
+        request_json("PUT", self.dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
+
+    def wait_until_running(self, report: Report) -> None:
+        """Wait until every replica runs, reporting counts.
+
+        Raises ClusterError: with the replica's own error, with what a replica lacks that finds no place for PLACE_S,
+        or after START_S.
+        """
+        from ray import serve
+
+        started_s = placed_s = time.monotonic()
+        while True:
+            app = serve.status().applications.get(APP_NAME)
+            deployments = {} if app is None else app.deployments
+            told = {name: progress(one.replica_states, one.message) for name, one in deployments.items()}
+            for name, state in told.items():
+                report(name, state)
+            if app is not None and app.status == "RUNNING":
+                return
+            if app is not None and app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+                raise ClusterError(failure(app))
+            now_s, summary = time.monotonic(), ", ".join(f"{name} {state}" for name, state in told.items())
+            if not any(missing(one.message) for one in deployments.values()):
+                placed_s = now_s
+            if now_s - placed_s > PLACE_S:
+                raise ClusterError(f"this machine has no place for every replica: {summary}")
+            if now_s - started_s > START_S:
+                raise ClusterError(f"not running after {START_S:.0f} s: {summary or 'Serve has not begun'}")
+            time.sleep(POLL_S)
+
+    def dashboard_token_hint(self) -> str | None:
+        """Where the token is that the dashboard asks for, when it asks."""
+        from ray._private.authentication.authentication_token_setup import AuthenticationMode, get_authentication_mode
+
+        if get_authentication_mode() != AuthenticationMode.TOKEN:
+            return None
+        return "token: ~/.ray/auth_token (RAY_AUTH_MODE=token for `serve`)"
+
+    # ---- stop
+
+    def stop(self, *, keep_logs: bool = False) -> str | None:
+        """End everything that was started; the folder of Ray's logs when kept. Safe at any time, and twice."""
+        if self._has_ray:
+            self._has_ray = False
+            with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
+                if ray := sys.modules.get("ray"):  # not there when its import was cut short
+                    ray.shutdown()
+        end_descendants(grace_s=STOP_GRACE_S)
+        while self._held:
+            self._held.pop().close()
+        return self._remove_folder(keep_logs=keep_logs)
+
+    def _remove_folder(self, *, keep_logs: bool) -> str | None:
+        if self._folder is None:
+            return None
+        if keep_logs:
+            return str(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder = None
+        return None
+
+
+def temporary_folder() -> str:
+    """Where Ray's session goes: the usual place, unless its sockets' paths would pass the system's 107 bytes."""
+    usual = tempfile.gettempdir()
+    return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
+
+
+def progress(replica_states: dict[str, int], message: str) -> str:
+    """How far a deployment is, and what it lacks, in a few words; of Serve's account of it."""
+    running = sum(count for state, count in replica_states.items() if state == "RUNNING")
+    told = f"{running} of {sum(replica_states.values())} running"
+    lack = missing(message)
+    return f"{told}, {lack}" if lack else told
+
+
+def missing(message: str) -> str | None:
+    """What a replica needs and this Ray has not, out of Serve's message; None when it says nothing of the kind."""
+    found = _RESOURCES.search(message or "")
+    if found is None:
+        return None
+    needed, free = json.loads(found[1]), json.loads(found[2])
+    lacks = [
+        f"{needed[name]:g} {name} (free: {free.get(name, 0):g})" for name in needed if needed[name] > free.get(name, 0)
+    ]
+    return f"a replica needs {', '.join(lacks)}" if lacks else None
+
+
+def failure(app: Any) -> str:
+    """The last line of what went wrong, out of Serve's long messages."""
+    texts = [deployment.message for deployment in app.deployments.values() if deployment.message] or [app.message]
+    lines = [line.strip() for line in max(texts, key=len).splitlines() if line.strip()]
+    told = [line for line in lines if line.startswith("kvrelay.errors.")]
+    text: str = (told or lines or ["the application did not start"])[-1]
+    return text.removeprefix("kvrelay.errors.")
+
+
+def without_log_monitor() -> None:
+    """Keep Ray from starting its log monitor, which polls ten times a second to feed a driver that does not listen."""
+    from ray._private.node import Node
+
+    if hasattr(Node, "start_log_monitor"):
+        Node.start_log_monitor = lambda self: None
+
+
+def why_not_free(host: str, port: int) -> OSError | None:
+    """Why no server could listen there now, or None."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            return error
+    return None
+
+
+def held_port(host: str, port: int) -> socket.socket:
+    """A socket for whose life the system gives the port to nobody who asks for any; whoever asks for this one, with
+    SO_REUSEADDR, can listen there. Raises OSError.
+    """
+    holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((host, port))
+    except OSError:
+        holder.close()
+        raise
+    return holder
+
+
+def free_port(host: str) -> int:
+    """A port that was free a moment ago."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

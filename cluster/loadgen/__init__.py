@@ -1,0 +1,4 @@
+"""`kvrelay bench`: a load generator for OpenAI servers.
+
+May import kvrelay, cluster/commands, cluster/workloads.
+"""

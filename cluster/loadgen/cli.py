@@ -1,0 +1,328 @@
+"""`kvrelay bench`: flags in, table, JSON and plot out. Also `python -m kvrelay.cluster.loadgen.cli`."""
+
+import asyncio
+import itertools
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from kvrelay.cluster.commands.status import endpoints
+from kvrelay.cluster.loadgen.client import Job, Result, Target, require_loopback, run_load, served_model
+from kvrelay.cluster.loadgen.plot import SUFFIXES
+from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt, trace_prompt
+from kvrelay.cluster.loadgen.stats import Distribution, Slo, Summary
+from kvrelay.cluster.workloads.arrivals import poisson_arrivals
+from kvrelay.cluster.workloads.readers import parse_trace
+from kvrelay.cluster.workloads.trace import MOONCAKE_BUCKET_S, TraceEntry, scale_entries, spread_buckets
+from kvrelay.errors import ConfigError
+
+_WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one run sends and when: closed with `concurrency`, else Poisson with `rate`, else the trace's times."""
+
+    prompts: PromptSpec
+    output_tokens: int
+    num_requests: int
+    concurrency: int | None = None
+    rate: float | None = None
+    entries: tuple[TraceEntry, ...] = ()
+    duration_s: float | None = None
+    warm_up: int = 0
+
+    def jobs(self) -> Iterator[Job]:
+        """Requests in order of arrival, made one at a time."""
+        if self.entries:
+            for index, entry in enumerate(self.entries):
+                prompt = trace_prompt(self.prompts, entry, index)
+                yield Job(index, prompt, entry.output_tokens, entry.arrival_s)
+            return
+        arrivals = poisson_arrivals(self.rate, seed=self.prompts.seed) if self.rate else itertools.repeat(0.0)
+        for index, arrival_s in enumerate(itertools.islice(arrivals, self.num_requests)):
+            yield Job(index, synthetic_prompt(self.prompts, index), self.output_tokens, arrival_s)
+
+    def warm_up_jobs(self) -> Iterator[Job]:
+        for index in range(_WARM_UP_INDEX, _WARM_UP_INDEX + self.warm_up):
+            yield Job(index, synthetic_prompt(self.prompts, index), min(self.output_tokens, 8))
+
+    def describe(self) -> str:
+        if self.entries:
+            kind = "trace, closed loop" if self.concurrency else "trace"
+            return f"{kind}, {len(self.entries)} requests"
+        lengths = f"{self.prompts.input_tokens} in ({self.prompts.shared_tokens} shared), {self.output_tokens} out"
+        pace = f"{self.concurrency} clients" if self.concurrency else f"Poisson, {self.rate:g}/s"
+        return f"{pace}, {lengths}, {self.num_requests} requests"
+
+
+def load_entries(
+    path: Path, *, limit: int, seed: int, spread_s: float, time_scale: float, length_scale: float, **cuts: int | None
+) -> tuple[TraceEntry, ...]:
+    """A trace file's first entries, spread inside their buckets and scaled. Raises ConfigError."""
+    try:
+        with path.open(encoding="utf-8") as lines:
+            entries = parse_trace(lines, is_csv=path.suffix == ".csv", limit=limit)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
+    if not entries:
+        raise ConfigError(f"{path} holds no requests")
+    if spread_s > 0 and path.suffix != ".csv":
+        entries = spread_buckets(entries, bucket_s=spread_s, seed=seed)
+    return tuple(scale_entries(entries, time_scale=time_scale, length_scale=length_scale, **cuts))
+
+
+def _row(table: Table, name: str, values: Distribution) -> None:
+    numbers = (values.mean, values.p50, values.p90, values.p95, values.p99, values.max)
+    table.add_row(name, *(f"{1000 * number:.1f}" if values.count else "-" for number in numbers))
+
+
+def render(summary: Summary, console: Console) -> None:
+    """Print one run's table."""
+    table = Table(title="latency, ms", title_justify="left")
+    table.add_column("")
+    for name in ("mean", "p50", "p90", "p95", "p99", "max"):
+        table.add_column(name, justify="right")
+    _row(table, "TTFT", summary.ttft_s)
+    _row(table, "ITL", summary.itl_s)
+    _row(table, "TPOT", summary.tpot_s)
+    _row(table, "E2E", summary.e2e_s)
+    console.print(table)
+    for line in _lines(summary):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _lines(summary: Summary) -> Iterator[str]:
+    lag = summary.lag
+    yield (
+        f"requests    {summary.num_requests} sent: {summary.num_ok} ok, {summary.num_rejected} rejected (429), "
+        f"{summary.num_failed} failed, {summary.num_unfinished} unfinished; at most {summary.max_concurrency} at once"
+    )
+    yield (
+        f"throughput  {summary.requests_per_s:.2f} requests/s, {summary.output_tokens_per_s:.1f} output tokens/s, "
+        f"{summary.prompt_tokens_per_s:.1f} prompt tokens/s over {summary.duration_s:.1f} s"
+    )
+    if summary.slo.ttft_s is not None or summary.slo.tpot_s is not None:
+        yield f"goodput     {summary.goodput_per_s:.2f} requests/s ({summary.slo_attainment:.1%} of requests in the SLO)"
+    share = summary.cached_tokens / max(summary.prompt_tokens, 1)
+    yield f"tokens      {summary.prompt_tokens} prompt ({share:.1%} cached), {summary.output_tokens} output"
+    yield (
+        f"own lag     loop p99 {1000 * lag.loop.p99:.1f} ms, max {1000 * lag.loop.max:.1f} ms; dispatch p99 "
+        f"{1000 * lag.dispatch.p99:.1f} ms; {100 * lag.cpu_share:.0f} % of a core"
+    )
+    for outcome, count in summary.errors.items():
+        yield f"error       {count} x {outcome}"
+    if summary.num_wrong_length:
+        yield f"warning     {summary.num_wrong_length} answers were not as long as asked for"
+    if summary.num_estimated:
+        yield f"warning     {summary.num_estimated} answers came without usage: their tokens are counted as chunks"
+    if lag.is_saturated:
+        yield "warning     the load generator itself was too slow: these figures are its, not the server's"
+
+
+async def execute(plan: Plan, target: Target, result: Result, console: Console) -> bool:
+    """Run a plan into `result` with a progress bar on `console`. Returns False when Ctrl-C ended it."""
+    if plan.warm_up:
+        await run_load(target, plan.warm_up_jobs(), concurrency=min(plan.warm_up, plan.concurrency or 1))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("requests", total=len(plan.entries) or plan.num_requests)
+        run = asyncio.create_task(
+            run_load(
+                target,
+                plan.jobs(),
+                concurrency=plan.concurrency,
+                duration_s=plan.duration_s,
+                result=result,
+                on_record=lambda _: progress.advance(bar),
+            )
+        )
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, run.cancel)
+        try:
+            await run
+        except asyncio.CancelledError:
+            return False
+        finally:
+            loop.remove_signal_handler(signal.SIGINT)
+    return True
+
+
+def _report(result: Result, plan: Plan, target: Target, slo: Slo, out: Path | None, picture: Path | None) -> Summary:
+    summary = result.summary(slo)
+    if out is not None:
+        document: dict[str, Any] = {
+            "target": {"url": target.url, "model": target.model, "endpoint": target.endpoint},
+            "plan": {**asdict(plan), "entries": len(plan.entries)},
+            "summary": summary.as_dict(),
+            "requests": [{**asdict(record), "tpot_s": record.tpot_s} for record in result.records],
+        }
+        out.write_text(json.dumps(document, indent=1) + "\n")
+    if picture is not None:
+        from kvrelay.cluster.loadgen.plot import plot
+
+        plot(result, picture, title=f"{target.model} at {target.url}: {plan.describe()}", slo=slo)
+    return summary
+
+
+def _check_outputs(figures: Path | None, picture: Path | None) -> None:
+    """Before the run: its figures must not be lost in the end. Raises ConfigError."""
+    if picture is not None and picture.suffix.lower() not in SUFFIXES:
+        raise ConfigError(
+            f"--plot {picture}: there is no such kind of picture; choose one of {', '.join(SUFFIXES[1:])}"
+        )
+    for file in (figures, picture):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{file}: there is no folder {file.parent}")
+
+
+def _token_range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    if not (low.isdigit() and high.isdigit() and int(low) < int(high)):
+        raise ConfigError(f"{text!r} is not a range of token ids; write for example 1000:30000")
+    return int(low), int(high)
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--extra-body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError("--extra-body must be a JSON object")
+    return value
+
+
+def _headers(lines: list[str]) -> dict[str, str]:
+    pairs = [line.partition(":") for line in lines]
+    if any(not colon for _, colon, _ in pairs):
+        raise ConfigError("--header is written name:value")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
+def command(
+    url: Annotated[str | None, typer.Option(help="root of the server; default: this machine's newest cluster")] = None,
+    model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: so many clients")] = None,
+    rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
+    trace: Annotated[Path | None, typer.Option(help="open loop: a Mooncake .jsonl or an Azure .csv")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="most requests to send")] = 64,
+    duration: Annotated[float | None, typer.Option(min=0.1, help="send no new request after so many seconds")] = None,
+    input_tokens: Annotated[int, typer.Option(min=1, help="prompt length")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=1, help="output length")] = 64,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    token_range: Annotated[str, typer.Option(help="ids of synthetic prompts, low:high")] = "1000:30000",
+    seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
+    time_scale: Annotated[float, typer.Option(help="a trace's times are multiplied by this")] = 1.0,
+    spread_s: Annotated[
+        float, typer.Option(min=0, help="undo a .jsonl trace's rounded timestamps")
+    ] = MOONCAKE_BUCKET_S,
+    length_scale: Annotated[float, typer.Option(help="a trace's lengths are multiplied by this")] = 1.0,
+    max_input: Annotated[int | None, typer.Option(min=1, help="cut a trace's prompts to this")] = None,
+    max_output: Annotated[int | None, typer.Option(min=1, help="cut a trace's outputs to this")] = None,
+    endpoint: Annotated[str, typer.Option(help="completions (token-id prompts) or chat (text)")] = "completions",
+    text: Annotated[bool, typer.Option("--text", help="send words instead of token ids")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="send OpenAI's own fields only, no usage")] = False,
+    extra_body: Annotated[str, typer.Option(help="JSON object added to every request")] = "{}",
+    header: Annotated[list[str] | None, typer.Option(help="name:value, repeatable")] = None,
+    temperature: Annotated[float, typer.Option(min=0)] = 0.0,
+    api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 600.0,
+    warm_up: Annotated[int, typer.Option(min=0, help="requests before the clock starts")] = 2,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="goodput: most ms to the first token")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="goodput: most ms per further token")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="write every figure and request here")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="write a picture here (.png, .svg, .pdf)")] = None,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="load a server on another machine")] = False,
+) -> None:
+    """Load an OpenAI server and report TTFT, ITL, TPOT, throughput and goodput.
+
+    Closed loop with --concurrency (the default, 4), open loop with --rate or --trace. Bounded by
+    --requests and --duration; Ctrl-C prints what there is.
+    """
+    console = Console()
+    try:
+        if sum(choice is not None for choice in (concurrency, rate, trace)) > 1 and not (trace and concurrency):
+            raise ConfigError("choose one of --concurrency, --rate and --trace (--trace may take --concurrency)")
+        if endpoint not in ("completions", "chat"):
+            raise ConfigError(f"--endpoint is completions or chat, not {endpoint!r}")
+        if min(time_scale, length_scale) <= 0:
+            raise ConfigError("--time-scale and --length-scale must be above 0")
+        if rate is not None and rate <= 0:
+            raise ConfigError("--rate must be above 0")
+        url = endpoints(url, None)[0]
+        require_loopback(url, allow_remote=allow_remote)
+        _check_outputs(json_file, plot_file)
+        low, high = _token_range(token_range)
+        entries: tuple[TraceEntry, ...] = ()
+        if trace is not None:
+            entries = load_entries(
+                trace,
+                limit=requests,
+                seed=seed,
+                spread_s=spread_s,
+                time_scale=time_scale,
+                length_scale=length_scale,
+                max_input=max_input,
+                max_output=max_output,
+            )
+        elif rate is None and concurrency is None:
+            concurrency = 4
+        target = Target(
+            url=url,
+            model=model or asyncio.run(served_model(url, api_key=api_key)),
+            endpoint="chat" if endpoint == "chat" else "completions",
+            as_text=text,
+            is_plain=plain,
+            api_key=api_key,
+            headers=_headers(header or []),
+            extra_body=_json_object(extra_body),
+            temperature=temperature,
+            timeout_s=timeout,
+        )
+    except ConfigError as error:
+        Console(stderr=True).print(f"kvrelay bench: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(2) from error
+    plan = Plan(
+        prompts=PromptSpec(input_tokens, shared_prefix, low, high, seed),
+        output_tokens=output_tokens,
+        num_requests=requests,
+        concurrency=concurrency,
+        rate=rate,
+        entries=entries,
+        duration_s=duration,
+        warm_up=warm_up,
+    )
+    slo = Slo(None if slo_ttft_ms is None else slo_ttft_ms / 1000, None if slo_tpot_ms is None else slo_tpot_ms / 1000)
+    _run(plan, target, slo, console, json_file, plot_file)
+
+
+def _run(plan: Plan, target: Target, slo: Slo, console: Console, out: Path | None, picture: Path | None) -> None:
+    """Execute, print, and exit: 130 after Ctrl-C, 1 when no request succeeded."""
+    console.print(f"{target.model} at {target.url}: {plan.describe()}", markup=False, highlight=False, soft_wrap=True)
+    result = Result()
+    is_whole = False
+    try:
+        is_whole = asyncio.run(execute(plan, target, result, console))
+    except KeyboardInterrupt:
+        console.print("stopped before the run began")
+    summary = _report(result, plan, target, slo, out, picture)
+    render(summary, console)
+    if result.first_failure:
+        console.print(f"first error {result.first_failure}", markup=False, highlight=False, soft_wrap=True)
+    if not is_whole:
+        raise typer.Exit(130)
+    if summary.num_ok == 0:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(command)

@@ -1,0 +1,409 @@
+"""The load generator: streams requests at an OpenAI server and keeps the time. Figures are loadgen_stats'.
+
+Closed loop: N clients, each sends its next request when its last one ended. Open loop: requests leave at
+their arrival times whatever the server does; nothing here waits for an answer. Memory is bounded by the
+number of requests (a small record each); gaps between tokens go into a histogram.
+"""
+
+import asyncio
+import contextlib
+import ipaddress
+import socket
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+import aiohttp
+import msgspec
+
+from kvrelay.cluster.loadgen.prompts import as_text
+from kvrelay.cluster.loadgen.stats import (
+    OK,
+    UNFINISHED,
+    GapHistogram,
+    OwnLag,
+    RequestRecord,
+    Slo,
+    Summary,
+    add_gaps,
+    distribution,
+    summarize,
+)
+from kvrelay.errors import ConfigError
+
+Endpoint = Literal["completions", "chat"]
+_LAG_TICK_S = 0.05
+_MAX_EVENT_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A server and how it is spoken to. `url` is the root, without /v1.
+
+    `is_plain` leaves out everything that OpenAI's own API lacks (ignore_eos, min_tokens) and
+    stream_options, for servers that refuse unknown fields; tokens are then counted as chunks.
+    """
+
+    url: str
+    model: str
+    endpoint: Endpoint = "completions"
+    as_text: bool = False  # send words instead of token ids
+    is_plain: bool = False
+    api_key: str | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    extra_body: Mapping[str, Any] = field(default_factory=dict)
+    temperature: float = 0.0
+    timeout_s: float = 600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request to send: made when its turn comes, so that prompts do not fill memory."""
+
+    index: int
+    prompt: list[int]
+    output_tokens: int
+    arrival_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Result:
+    """A run's records and gaps so far; read it at any time."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    gaps: GapHistogram = field(default_factory=GapHistogram)
+    lag: OwnLag = field(default_factory=OwnLag)
+    first_failure: str = ""
+
+    def summary(self, slo: Slo | None = None) -> Summary:
+        return summarize(self.records, self.gaps, slo or Slo(), self.lag)
+
+
+# ---- what a stream holds (unknown fields are skipped without being built)
+
+
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _Delta | None = None
+    finish_reason: str | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw = msgspec.Raw()
+
+
+_decode_chunk = msgspec.json.Decoder(_Chunk).decode
+
+
+class StreamFailed(Exception):
+    """The stream carried an error event, could not be read, or ended early."""
+
+
+def _carries_token(choice: _Choice) -> bool:
+    """Whether a choice of a chunk is output: a completions chunk that is not just an end, or chat text."""
+    if choice.delta is not None:
+        return bool(choice.delta.content or choice.delta.reasoning_content or choice.delta.reasoning)
+    return bool(choice.text) or (choice.text is not None and choice.finish_reason is None)
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one answer's stream has shown so far."""
+
+    first_s: float | None = None
+    last_s: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    num_chunks: int = 0
+    is_finished: bool = False
+    usage: _Usage | None = None
+
+    def take(self, data: bytes, now_s: float) -> None:
+        """One `data:` payload that arrived at `now_s`. Raises StreamFailed on an error event."""
+        if data == b"[DONE]":
+            self.is_finished = True
+            return
+        try:
+            chunk = _decode_chunk(data)
+        except msgspec.MsgspecError as error:
+            raise StreamFailed("unreadable chunk") from error
+        if bytes(chunk.error) not in (b"", b"null"):
+            raise StreamFailed("error event")
+        self.usage = chunk.usage or self.usage
+        self.is_finished = self.is_finished or any(choice.finish_reason for choice in chunk.choices)
+        if any(_carries_token(choice) for choice in chunk.choices):
+            self._count(now_s)
+
+    def _count(self, now_s: float) -> None:
+        self.num_chunks += 1
+        if self.first_s is None:
+            self.first_s = now_s
+        else:
+            self.gaps.append(now_s - self.last_s)
+        self.last_s = now_s
+
+
+async def sse_events(parts: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
+    """The `data:` payloads of a byte stream, one list per part that completed any. Raises StreamFailed."""
+    rest = b""
+    async for part in parts:
+        *lines, rest = (rest + part).split(b"\n")
+        if len(rest) > _MAX_EVENT_BYTES:
+            raise StreamFailed("endless line")
+        events = [line[5:].strip() for line in lines if line.startswith(b"data:")]
+        if events:
+            yield events
+
+
+# ---- one request
+
+
+def request_body(target: Target, job: Job) -> dict[str, Any]:
+    """The JSON body of one streamed request of exactly `output_tokens` tokens (if the server can promise that)."""
+    body: dict[str, Any] = {
+        "model": target.model,
+        "max_tokens": job.output_tokens,
+        "temperature": target.temperature,
+        "stream": True,
+    }
+    if target.endpoint == "chat":
+        body["messages"] = [{"role": "user", "content": as_text(job.prompt)}]
+    else:
+        body["prompt"] = as_text(job.prompt) if target.as_text else job.prompt
+    if not target.is_plain:
+        body |= {"ignore_eos": True, "min_tokens": job.output_tokens, "stream_options": {"include_usage": True}}
+    return {**body, **target.extra_body}
+
+
+def _path(target: Target) -> str:
+    tail = "chat/completions" if target.endpoint == "chat" else "completions"
+    return f"{target.url.rstrip('/')}/v1/{tail}"
+
+
+def open_session(target: Target) -> aiohttp.ClientSession:
+    """A session without a limit on connections: the generator, not a pool, says how many are open."""
+    headers = {"Content-Type": "application/json", **target.headers}
+    if target.api_key:
+        headers["Authorization"] = f"Bearer {target.api_key}"
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=600),
+        headers=headers,
+        timeout=aiohttp.ClientTimeout(total=target.timeout_s, sock_connect=10),
+        read_bufsize=1 << 18,
+    )
+
+
+async def send(
+    session: aiohttp.ClientSession,
+    target: Target,
+    job: Job,
+    result: Result,
+    *,
+    run_start_s: float,
+    headers: Mapping[str, str] | None = None,
+) -> RequestRecord:
+    """Send one request, read its whole stream, add its record to `result` and return it.
+
+    Never raises for what the server or the network does: that is an outcome. When cancelled, the
+    request is recorded as unfinished.
+    """
+    payload = msgspec.json.encode(request_body(target, job))
+    stream = _Stream()
+    started_s = time.perf_counter()
+    outcome = UNFINISHED
+    try:
+        outcome = await _exchange(session, _path(target), payload, headers, stream, result)
+    except StreamFailed as error:
+        outcome = str(error)
+    except TimeoutError:
+        outcome = "timeout"
+    except aiohttp.ClientPayloadError:
+        outcome = "cut off"
+    except (aiohttp.ClientError, OSError) as error:
+        outcome = f"connection: {type(error).__name__}"
+    finally:
+        record = _record(job, stream, outcome, started_s, run_start_s)
+        result.records.append(record)
+        if outcome == OK:
+            add_gaps(result.gaps, stream.gaps, record.num_output_tokens)
+    return record
+
+
+async def _exchange(
+    session: aiohttp.ClientSession,
+    url: str,
+    payload: bytes,
+    headers: Mapping[str, str] | None,
+    stream: _Stream,
+    result: Result,
+) -> str:
+    async with session.post(url, data=payload, headers=headers) as response:
+        if response.status != 200:
+            text = (await response.content.read(2000)).decode("utf-8", "replace")
+            result.first_failure = result.first_failure or f"HTTP {response.status}: {text.strip()[:500]}"
+            return f"http {response.status}"
+        async for events in sse_events(response.content.iter_any()):
+            now_s = time.perf_counter()
+            for event in events:
+                try:
+                    stream.take(event, now_s)
+                except StreamFailed:
+                    result.first_failure = result.first_failure or event.decode("utf-8", "replace")[:500]
+                    raise
+    if not stream.is_finished:
+        raise StreamFailed("cut off")
+    if stream.first_s is None:
+        raise StreamFailed("empty answer")
+    return OK
+
+
+def _record(job: Job, stream: _Stream, outcome: str, started_s: float, run_start_s: float) -> RequestRecord:
+    usage = stream.usage or _Usage()
+    details = usage.prompt_tokens_details
+    return RequestRecord(
+        index=job.index,
+        scheduled_s=job.arrival_s,
+        started_s=started_s - run_start_s,
+        outcome=outcome,
+        ttft_s=None if stream.first_s is None else stream.first_s - started_s,
+        e2e_s=time.perf_counter() - started_s,
+        num_prompt_tokens=usage.prompt_tokens or len(job.prompt),
+        num_output_tokens=usage.completion_tokens or stream.num_chunks,
+        num_cached_tokens=(details.cached_tokens or 0) if details else 0,
+        num_chunks=stream.num_chunks,
+        wanted_tokens=job.output_tokens,
+        is_estimated=stream.usage is None,
+    )
+
+
+# ---- many requests
+
+
+async def _client(
+    jobs: Iterator[Job], send_one: Callable[[Job], Awaitable[object]], is_over: Callable[[], bool]
+) -> None:
+    while not is_over():
+        job = next(jobs, None)
+        if job is None:
+            return
+        await send_one(job)
+
+
+async def _send_at_arrivals(
+    jobs: Iterator[Job], send_one: Callable[[Job], Awaitable[object]], is_over: Callable[[], bool], run_start_s: float
+) -> None:
+    async with asyncio.TaskGroup() as group:
+        for job in jobs:
+            await asyncio.sleep(max(run_start_s + job.arrival_s - time.perf_counter(), 0.0))
+            if is_over():
+                return
+            group.create_task(send_one(job))  # type: ignore[arg-type]
+
+
+async def _watch_loop(lateness_s: list[float]) -> None:
+    """Note how late a regular timer fires: the event loop's own delay. Bounded: an hour of ticks."""
+    while len(lateness_s) < 72_000:
+        before_s = time.perf_counter()
+        await asyncio.sleep(_LAG_TICK_S)
+        lateness_s.append(max(time.perf_counter() - before_s - _LAG_TICK_S, 0.0))
+
+
+async def run_load(
+    target: Target,
+    jobs: Iterator[Job],
+    *,
+    concurrency: int | None = None,
+    duration_s: float | None = None,
+    result: Result | None = None,
+    on_record: Callable[[RequestRecord], None] | None = None,
+) -> Result:
+    """Send `jobs` and return their records.
+
+    Closed loop with `concurrency` clients, or open loop at the jobs' arrival times when it is None.
+    No request starts after `duration_s`; those in flight are finished. When cancelled, the
+    requests in flight are recorded as unfinished and `result` (pass your own) holds all there is.
+    """
+    result = result or Result()
+    lateness_s: list[float] = []
+    run_start_s, cpu_start_s = time.perf_counter(), time.process_time()
+    async with open_session(target) as session:
+
+        async def send_one(job: Job) -> None:
+            record = await send(session, target, job, result, run_start_s=run_start_s)
+            if on_record is not None:
+                on_record(record)
+
+        def is_over() -> bool:
+            return duration_s is not None and time.perf_counter() - run_start_s >= duration_s
+
+        watcher = asyncio.create_task(_watch_loop(lateness_s))
+        try:
+            if concurrency is None:
+                await _send_at_arrivals(jobs, send_one, is_over, run_start_s)
+            else:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(concurrency):
+                        group.create_task(_client(jobs, send_one, is_over))
+        finally:
+            watcher.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watcher
+            wall_s = max(time.perf_counter() - run_start_s, 1e-9)
+            is_open = concurrency is None
+            result.lag = OwnLag(
+                loop=distribution(lateness_s),
+                dispatch=distribution(r.started_s - r.scheduled_s for r in result.records if is_open),
+                cpu_share=(time.process_time() - cpu_start_s) / wall_s,
+            )
+    return result
+
+
+# ---- before a run
+
+
+def require_loopback(url: str, *, allow_remote: bool) -> None:
+    """Refuse to load a server on another machine by mistake. Raises ConfigError."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ConfigError(f"{url!r} is not a server's address; write for example http://127.0.0.1:8000")
+    if allow_remote:
+        return
+    try:
+        found = {entry[4][0] for entry in socket.getaddrinfo(parts.hostname, parts.port or 80)}
+    except OSError as error:
+        raise ConfigError(f"{parts.hostname}: {error}") from error
+    if not all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found):
+        raise ConfigError(f"{parts.hostname} is another machine; --allow-remote to load it on purpose")
+
+
+async def served_model(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> str:
+    """The first model that a server lists. Raises ConfigError when it cannot be asked."""
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        async with (
+            aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers) as session,
+            session.get(f"{url.rstrip('/')}/v1/models") as response,
+        ):
+            response.raise_for_status()
+            return str((await response.json())["data"][0]["id"])
+    except (aiohttp.ClientError, OSError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"{url} does not list a model ({str(error) or repr(error)}); name it with --model") from error

@@ -1,0 +1,338 @@
+"""Steps of a real engine as samples for a speed curve, and a profile of what they give. Runs on the engine's thread.
+
+Every step that is taken on the way counts: prompts alone, chunk by chunk; decoding at fewer and fewer sequences of one length;
+prompts beside decoding; all of it again, as long as there is time. Steps of the same work are one sample: their median.
+"""
+
+import math
+import statistics
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvrelay.cluster.profiles.profile import Fit, FitError, SimulatorProfile, Source
+from kvrelay.engine.profiling.step_profile import add_prompt
+from kvrelay.engine.scheduling.scheduler import StepPlan
+from kvrelay.engine.step.engine import Engine, StepResult
+from kvrelay.router.planning.speed_curve import StepWork
+from kvrelay.router.planning.speed_fit import Fitted, StepSample
+
+PASSES = 3  # over all kinds of work: what else the machine does for a while then spoils few samples of each
+ROUNDS = 4  # decode steps of each number of sequences, in a pass
+REPEATS = 2  # prompts of each length
+CONTEXTS = (64, 512, 2048, 192, 1024, 4096)
+PROMPTS = (512, 64, 16, 256, 32, 128)
+LONG_PROMPT = 4096
+BESIDE = (64, 384, 192)
+MOST_CONTEXT = 16_384  # tokens of the sequences that decode together, in all
+POOL_SHARE = 0.8
+_SPARE = 24  # steps: of prompts beside those that decode
+_COPY_BYTES = 64 << 20
+_CELLS_PER_OCTAVE = 4  # of context tokens
+LINK_BYTES_PER_S = 1.25e9  # 10 Gb/s
+REFERENCE_PROMPT, REFERENCE_SEQUENCES = 256, 4
+
+
+def work_of(plan: StepPlan) -> StepWork:
+    """What a plan computes. A prompt's last token that comes alone counts as decoding: it is computed so."""
+    chunks = plan.work[plan.num_single :]
+    return StepWork(
+        prompt_tokens=sum(item.num_tokens for item in chunks),
+        prompt_pairs=sum(
+            item.num_tokens * item.start + item.num_tokens * (item.num_tokens + 1) // 2 for item in chunks
+        ),
+        sequences=plan.num_single,
+        context_tokens=sum(item.start + 1 for item in plan.work[: plan.num_single]),
+    )
+
+
+def step_clock_of(engine: Engine) -> Callable[[], float]:
+    """What its steps are measured by: where one CPU thread computes them, that thread's own time on a core.
+
+    Whatever else the machine runs then takes cores away from it without making its steps seem longer. Seconds.
+    """
+    computes_alone = engine.backend.device.type == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if computes_alone else time.perf_counter
+
+
+class _TimeIsOver(Exception):
+    """Within the sampler only."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """Steps that count as the same work."""
+
+    prompt_tokens: int
+    prompt_pairs: int
+    sequences: int
+    context: int
+
+    @classmethod
+    def of(cls, work: StepWork) -> "_Cell":
+        context = round(_CELLS_PER_OCTAVE * math.log2(work.context_tokens)) if work.context_tokens else -1
+        return cls(work.prompt_tokens, work.prompt_pairs, work.sequences, context)
+
+
+class StepSampler:
+    """Drives one idle engine until all kinds of steps are measured, or `budget_s` are over."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        budget_s: float,
+        clock: Callable[[], float] = time.perf_counter,
+        step_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """`clock` says when the time is over; `step_clock`, by default the same, what a step takes."""
+        self._engine, self._clock, self._step_clock = engine, clock, step_clock or clock
+        self._end_s = clock() + budget_s
+        self._cells: defaultdict[_Cell, list[tuple[StepWork, float]]] = defaultdict(list)
+        self._planned: deque[StepWork] = deque()
+        self._num_requests = 0
+        self._pool_tokens = int(POOL_SHARE * engine.pool.num_blocks * engine.config.block_size)
+
+    def run(self) -> list[StepSample]:
+        """One sample for each kind of work. The first steps are not counted: recordings, graphs, caches."""
+        with self._watched(), suppress(_TimeIsOver):
+            self._prompts(min(64, self._engine.config.token_budget), 2)
+            self._decode(16, min(4, self._engine.max_running))
+            self._cells.clear()
+            for _ in range(PASSES):
+                for part in self._parts():
+                    part()
+        self._engine.check()
+        return self.samples()
+
+    def spread(self) -> float:
+        """How far steps of the same work are apart: all but the fastest and slowest tenth, as a share of their median.
+
+        The mean over all kinds of work with at least four steps; 0: none came so often.
+        """
+        found = [_spread([taken_s for _, taken_s in steps]) for steps in self._cells.values() if len(steps) >= 4]
+        return statistics.fmean(found) if found else 0.0
+
+    def samples(self) -> list[StepSample]:
+        """Of all steps so far."""
+        return [_sample(steps) for steps in self._cells.values()]
+
+    def reference_s(self, rounds: int) -> dict[str, float]:
+        """What a step takes on average, always of the same work, by kind: prefill and decode."""
+        self._cells.clear()
+        self._engine.reset_cache()  # an earlier sampler's prompts are the same
+        with self._watched():
+            for _ in range(rounds):
+                self._prompts(REFERENCE_PROMPT, 1)
+                self._decode(REFERENCE_PROMPT, REFERENCE_SEQUENCES)
+        seconds: defaultdict[str, list[float]] = defaultdict(list)
+        for steps in self._cells.values():
+            for work, taken_s in steps:
+                seconds[StepSample(work, taken_s).kind].append(taken_s)
+        return {kind: statistics.fmean(values) for kind, values in seconds.items()}
+
+    def _parts(self) -> Iterator[Callable[[], None]]:
+        """Short ones of each kind first: the time may be over."""
+        budget, longest = self._engine.config.token_budget, min(self._engine.max_model_len - 2, self._pool_tokens)
+        sizes = dict.fromkeys(min(size, budget, longest) for size in PROMPTS)
+        long = min(LONG_PROMPT, longest)
+        yield partial(self._decode, CONTEXTS[0])
+        for size in sizes:
+            yield partial(self._prompts, size, REPEATS)
+        yield self._mixed
+        yield partial(self._prompts, long, 1)
+        for context in CONTEXTS[1:]:
+            if context + self._output_tokens(1, context) < longest:
+                yield partial(self._decode, context)
+        yield partial(self._prompts, long, REPEATS - 1)
+
+    # ---- kinds of work
+
+    def _prompts(self, num_tokens: int, repeats: int) -> None:
+        """Alone, one after another."""
+        for _ in range(repeats):
+            name = self._add(num_tokens, max_tokens=1)
+            try:
+                while self._engine.scheduler.has_work:
+                    self._step()
+            finally:
+                self._end([name])
+
+    def _decode(self, context: int, most: int | None = None) -> None:
+        """As many sequences of `context` tokens as may be, a power of two, then half as many, down to one."""
+        most = min(self._engine.max_running, most or MOST_CONTEXT // context)
+        fits = self._pool_tokens // (context + self._output_tokens(most, context))
+        count = 1 << (max(1, min(most, fits)).bit_length() - 1)
+        with self._decoding(count, context) as names:
+            while names:
+                for _ in range(ROUNDS):
+                    self._step()
+                for name in names[len(names) // 2 :]:
+                    self._engine.abort(name)
+                del names[len(names) // 2 :]
+
+    def _output_tokens(self, count: int, context: int) -> int:
+        """That a sequence brings while the others' prompts are computed, and while all are measured."""
+        return -(-count * context // self._engine.config.token_budget) + ROUNDS * (count.bit_length() + 1) + _SPARE
+
+    def _mixed(self) -> None:
+        """Prompts beside few and many sequences."""
+        budget = self._engine.config.token_budget
+        for count, context in ((4, 256), (16, 128)):
+            count = min(count, self._engine.max_running - 1)
+            grown = context + self._output_tokens(max(count, 1), context)
+            if count < 1 or count * grown + budget > self._pool_tokens or grown >= self._engine.max_model_len:
+                continue
+            with self._decoding(count, context):
+                for size in BESIDE:
+                    for _ in range(REPEATS):
+                        self._add(min(size, budget - count), max_tokens=1)
+                        self._step()
+                        self._step()
+
+    @contextmanager
+    def _decoding(self, count: int, context: int) -> Iterator[list[str]]:
+        """So many sequences whose prompts are computed."""
+        output_tokens = self._output_tokens(count, context)
+        names = [self._add(context, max_tokens=output_tokens) for _ in range(count)]
+        try:
+            for _ in range(output_tokens):
+                if all(seq.num_uncomputed <= 1 for seq in self._engine.scheduler.sequences.values()):
+                    break
+                self._step()
+            yield names
+        finally:
+            self._end(names)
+
+    # ---- one step
+
+    def _step(self) -> StepResult:
+        """Raises _TimeIsOver instead, once it is."""
+        if self._clock() >= self._end_s:
+            raise _TimeIsOver
+        return self._step_now()
+
+    def _step_now(self) -> StepResult:
+        begin_s = self._step_clock()
+        result = self._engine.step()
+        seconds = result.seconds if self._engine.looks_ahead else self._step_clock() - begin_s
+        self._engine.drain_events()
+        if result.num_tokens:
+            self._note(result, seconds)
+        return result
+
+    def _note(self, result: StepResult, seconds: float) -> None:
+        """A step was collected: the oldest that was planned. One that lost sequences meanwhile is no sample."""
+        work = self._planned.popleft()
+        if work.prompt_tokens + work.sequences == result.num_tokens:
+            self._cells[_Cell.of(work)].append((work, seconds))
+
+    def _end(self, names: list[str]) -> None:
+        """And whatever else is still to be computed: the last prompt beside them."""
+        for name in names:
+            self._engine.abort(name)
+        while self._engine.scheduler.has_work:
+            self._step_now()
+        self._engine.settle()
+        self._planned.clear()
+
+    def _add(self, num_tokens: int, *, max_tokens: int) -> str:
+        self._num_requests += 1
+        longest = self._engine.max_model_len - num_tokens
+        return add_prompt(self._engine, self._num_requests, num_tokens, max_tokens=max(1, min(max_tokens, longest)))
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Every plan with work in it is noted."""
+        scheduler = self._engine.scheduler
+        schedule = scheduler.schedule
+
+        def noting() -> StepPlan:
+            plan = schedule()
+            if plan.work:
+                self._planned.append(work_of(plan))
+            return plan
+
+        scheduler.schedule = noting  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del scheduler.schedule
+
+
+def _sample(steps: list[tuple[StepWork, float]]) -> StepSample:
+    first = steps[0][0]
+    context = round(statistics.fmean(work.context_tokens for work, _ in steps))
+    work = StepWork(first.prompt_tokens, first.prompt_pairs, first.sequences, context)
+    return StepSample(work, statistics.median(seconds for _, seconds in steps))
+
+
+def _spread(values: list[float]) -> float:
+    low, middle, high = np.quantile(values, (0.1, 0.5, 0.9))
+    return float((high - low) / middle)
+
+
+def copy_bytes_per_s() -> float:
+    """How fast this machine copies memory: what a transfer between its workers is bounded by."""
+    source = np.ones(_COPY_BYTES, dtype=np.uint8)
+    target = np.zeros_like(source)
+    best = math.inf
+    for _ in range(5):
+        begin_s = time.perf_counter()
+        np.copyto(target, source)
+        best = min(best, time.perf_counter() - begin_s)
+    return _COPY_BYTES / best
+
+
+def profile_of(
+    engine: Engine,
+    fitted: Fitted,
+    *,
+    model: str,
+    num_threads: int,
+    date: str,
+    spread: float | None = None,
+    between_s: float = 0.0,
+) -> SimulatorProfile:
+    """What the simulator needs to know of workers like this engine. `date`: of the measurement; `spread`: see StepSampler.
+
+    between_s: what a worker takes between two steps; it counts as part of each.
+    """
+    curve = replace(fitted.curve, overhead_s=fitted.curve.overhead_s + between_s)
+    compute_dtype, device = engine.fingerprint.compute_dtype, engine.backend.device.type
+    copied = copy_bytes_per_s()
+    measured = f"{model}, {compute_dtype}, {device}, {date}"
+    return SimulatorProfile(
+        name=f"{model}-{device}",
+        source=(
+            Source(constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"),
+            Source(constant="overhead_s", value=between_s, unit="s", origin="of it between two steps: measured on a worker's thread"),
+            Source(constant="local_bytes_per_s", value=copied, unit="B/s", origin="measured: a copy in this machine's memory"),
+            Source(constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"),
+            Source(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
+        ),
+        fit=Fit(
+            model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date, spread=spread,
+            errors={
+                kind: FitError(num_samples=error.num_samples, median=error.median, p90=error.p90)
+                for kind, error in fitted.errors.items()
+            },
+        ),
+        prefill=curve,
+        decode=curve,
+        block_size=engine.config.block_size,
+        num_blocks=engine.pool.num_blocks,
+        token_budget=engine.config.token_budget,
+        max_running=engine.max_running,
+        max_model_len=engine.max_model_len,
+        kv_bytes_per_token=round(engine.scheduler.preemptor.token_bytes),
+        link_bytes_per_s=LINK_BYTES_PER_S,
+        local_bytes_per_s=copied,
+        load_bytes_per_s={"host": copied},
+    )  # fmt: skip

@@ -1,0 +1,96 @@
+"""What a worker takes between two steps: measured on its engine's own thread, with what follows a step for the ingresses.
+
+Messages are encoded and written to a socket that somebody reads, as a worker does it. Not in it: what a worker's event loop takes of
+the interpreter for requests that come and KV that is read meanwhile.
+"""
+
+import asyncio
+import socket
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+
+from kvrelay.engine.profiling.step_profile import add_prompt
+from kvrelay.engine.step.engine import Engine, StepResult
+from kvrelay.engine.worker.thread import EngineThread
+from kvrelay.plane.messages import Tokens, encode
+
+NUM_SEQUENCES, PROMPT_TOKENS, NUM_STEPS = 4, 64, 120
+_FIRST_NUMBER = 1 << 20  # of prompts: an earlier sampler's are not the same
+_LIMIT_S = 60.0
+
+
+def between_steps_s(engine: Engine) -> float:
+    """Of steps that decode a few sequences; the lower quartile, for what else the machine runs only makes it longer.
+
+    The engine must be idle, and is so afterwards.
+    """
+    step, close = engine.step, engine.close
+    try:
+        engine.close = lambda: None  # type: ignore[method-assign]  # the thread would, at its end
+        return asyncio.run(_between_steps_s(engine))
+    finally:
+        engine.step, engine.close = step, close  # type: ignore[method-assign]
+        engine.on_reserved = None
+
+
+async def _between_steps_s(engine: Engine) -> float:
+    ours, theirs = socket.socketpair()
+    reader = threading.Thread(target=_read_all, args=(theirs,), daemon=True)
+    reader.start()
+    spans = _timed(engine)
+
+    def send(result: StepResult) -> None:
+        ours.sendall(encode(Tokens(outputs=result.outputs)))
+        result.outputs = []
+
+    def on_step(result: StepResult) -> None:
+        for message in (result.events, result.load):
+            if message is not None:
+                ours.sendall(encode(message))
+
+    thread = EngineThread(lambda: engine, on_step=on_step, on_failure=lambda error: None, send=send)
+    await thread.start()
+    try:
+        await thread.call(_add_sequences)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LIMIT_S):
+                while await thread.call(lambda e: e.scheduler.has_work):
+                    await asyncio.sleep(0.25)  # seldom: every call is between two steps, too
+    finally:
+        await thread.aclose()
+        ours.close()
+        reader.join()
+        theirs.close()
+    gaps = [begin_s - end_s for (_, end_s), (begin_s, _) in pairwise(spans)]
+    return max(0.0, statistics.quantiles(gaps, n=4)[0]) if len(gaps) > 1 else 0.0
+
+
+def _add_sequences(engine: Engine) -> None:
+    count, longest = min(NUM_SEQUENCES, engine.max_running), engine.max_model_len
+    tokens = min(PROMPT_TOKENS, longest // 4)
+    for number in range(count):
+        add_prompt(engine, _FIRST_NUMBER + number, tokens, max_tokens=min(NUM_STEPS, longest - tokens - 1))
+
+
+def _timed(engine: Engine) -> list[tuple[float, float]]:
+    """Begins and ends of its steps, from now on."""
+    spans: list[tuple[float, float]] = []
+    step: Callable[[], StepResult] = engine.step
+
+    def timed() -> StepResult:
+        begin_s = time.perf_counter()
+        result = step()
+        spans.append((begin_s, time.perf_counter()))
+        return result
+
+    engine.step = timed  # type: ignore[method-assign]
+    return spans
+
+
+def _read_all(end: socket.socket) -> None:
+    while end.recv(1 << 16):
+        pass

@@ -1,0 +1,181 @@
+"""One picture of simulations: goodput, hits and TTFT over the load; distributions and the course at one load. Owns matplotlib.
+
+Takes what `kvrelay simulate --json` and bench/policies.py write, also by itself; without distributions and course (the latter does
+not write them), those panels stay empty:
+
+    python -m kvrelay.cluster.simulator.reporting.plots FIGURES.json PICTURE.png
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Annotated, Any
+
+import typer
+
+from kvrelay.errors import ConfigError
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")
+HELD_SHARE = 0.9  # of requests within the SLO: what a load that is held is called
+_COLOURS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One simulation: of which contender, at how many requests per second, and its summary."""
+
+    name: str
+    load: float
+    summary: dict[str, Any]
+
+
+def runs_of(document: Any) -> list[Run]:
+    """From the JSON of either. Raises ConfigError: it is neither's."""
+    try:
+        found = [run for one in document for run in _runs(one)]
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise ConfigError(f"these are no simulations' figures: {error!r}") from error
+    if not found:
+        raise ConfigError("there are no simulations in it")
+    return found
+
+
+def _runs(one: dict[str, Any]) -> list[Run]:
+    if "runs" in one:  # bench/policies.py: a contender's
+        return [Run(one["contender"], float(load), summary) for load, summary in one["runs"].items()]
+    name = one["scenario"].get("settings", {}).get("router", {}).get("policy", "default policy")
+    return [Run(name, one["offered_per_s"], one)]
+
+
+def check_picture(path: Path) -> None:
+    """Before the simulations. Raises ConfigError: it cannot be drawn there."""
+    if path.suffix.lower() not in SUFFIXES:
+        raise ConfigError(f"{path}: there is no such kind of picture; choose one of {', '.join(SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"{path}: the folder must be there")
+
+
+def held_load(runs: Sequence[Run]) -> float:
+    """The highest load that any of them holds, else the lowest."""
+    held = [run.load for run in runs if run.summary["kept_share"] >= HELD_SHARE]
+    return max(held) if held else min(run.load for run in runs)
+
+
+def over_load(
+    runs: Sequence[Run], figure: Callable[[dict[str, Any]], float | None]
+) -> dict[str, list[tuple[float, float]]]:
+    """By name: (load, the figure's mean over the runs at it), ascending; loads without the figure are left out."""
+    values: defaultdict[str, defaultdict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for run in runs:
+        if (value := figure(run.summary)) is not None:
+            values[run.name][round(run.load, 2)].append(value)
+    return {name: sorted((load, fmean(found)) for load, found in loads.items()) for name, loads in values.items()}
+
+
+def nearest(runs: Sequence[Run], load: float) -> dict[str, Run]:
+    """By name: its run whose load is next to this one."""
+    found: dict[str, Run] = {}
+    for run in runs:
+        if run.name not in found or abs(run.load - load) < abs(found[run.name].load - load):
+            found[run.name] = run
+    return found
+
+
+def plot(runs: Sequence[Run], path: Path, *, title: str, ttft_slo_s: float = 5.0, tpot_slo_s: float = 0.1) -> None:
+    """Write the picture as what the suffix says. Raises ConfigError or OSError when it cannot be written."""
+    check_picture(path)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = list(dict.fromkeys(run.name for run in runs))
+    colours = {name: f"C{index % _COLOURS}" for index, name in enumerate(names)}
+    styles = {name: ("-", "--", ":")[index // _COLOURS % 3] for index, name in enumerate(names)}
+    looks = {name: {"color": colours[name], "linestyle": styles[name]} for name in names}
+    at = held_load(runs)
+    figure, axes = pyplot.subplots(2, 3, figsize=(16, 9))
+    try:
+        _draw_over_load(axes[0][0], "goodput, requests/s", over_load(runs, lambda one: one["goodput_per_s"]), looks)
+        _draw_line_of_all(axes[0][0])
+        _draw_over_load(
+            axes[0][1], "prompt tokens found in caches", over_load(runs, lambda one: one["hit_ratio"]), looks
+        )
+        _draw_over_load(axes[0][2], "TTFT p99, s", over_load(runs, lambda one: one["ttft_s"].get("p99")), looks)
+        if axes[0][2].lines:
+            axes[0][2].set_ylim(auto=True)
+            axes[0][2].set_yscale("log")
+        axes[0][2].axhline(ttft_slo_s, color="grey", linewidth=1)
+        chosen = nearest(runs, at)
+        _draw_shares(axes[1][0], f"TTFT, s, at {at:.3g} requests/s", chosen, "ttft_percentiles_s", ttft_slo_s, looks)
+        if axes[1][0].lines:
+            axes[1][0].set_xscale("log")
+        _draw_shares(axes[1][1], f"TPOT, s, at {at:.3g} requests/s", chosen, "tpot_percentiles_s", tpot_slo_s, looks)
+        axes[1][1].set_xlim(0, 1.5 * tpot_slo_s)
+        _draw_course(axes[1][2], f"busy prefill workers (thin: decode), at {at:.3g} requests/s", chosen, looks)
+        handles = [pyplot.Line2D([], [], label=name, **looks[name]) for name in names]
+        figure.legend(handles=handles, loc="lower center", ncols=min(len(names), 7), frameon=False)
+        figure.suptitle(title)
+        figure.tight_layout(rect=(0, 0.03 + 0.025 * (len(names) > 7), 1, 1))
+        figure.savefig(path, dpi=110)
+    finally:
+        pyplot.close(figure)
+
+
+def _draw_over_load(axes: Any, title: str, lines: dict[str, list[tuple[float, float]]], looks: dict[str, Any]) -> None:
+    axes.set_title(title)
+    axes.set_xlabel("requests/s offered")
+    axes.grid(alpha=0.3)
+    for name, points in lines.items():
+        axes.plot([load for load, _ in points], [value for _, value in points], marker="o", markersize=3, **looks[name])
+    axes.set_ylim(bottom=0)
+
+
+def _draw_line_of_all(axes: Any) -> None:
+    """Where every request would be within the SLO."""
+    most = axes.get_xlim()[1]
+    axes.plot([0, most], [0, most], color="grey", linewidth=1)
+    axes.set_xlim(0, most)
+
+
+def _draw_shares(axes: Any, title: str, chosen: dict[str, Run], key: str, slo_s: float, looks: dict[str, Any]) -> None:
+    axes.set_title(title)
+    axes.set_ylabel("share of requests")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    for name, run in chosen.items():
+        if values := run.summary.get(key):
+            axes.plot(values, [index / (len(values) - 1) for index in range(len(values))], **looks[name])
+    axes.axvline(slo_s, color="grey", linewidth=1)
+
+
+def _draw_course(axes: Any, title: str, chosen: dict[str, Run], looks: dict[str, Any]) -> None:
+    """The prefill workers' solid and thick, the decode workers' thin."""
+    axes.set_title(title)
+    axes.set_xlabel("s")
+    axes.set_ylabel("share")
+    axes.set_ylim(0, 1.02)
+    axes.grid(alpha=0.3)
+    for name, run in chosen.items():
+        if course := run.summary.get("course"):
+            axes.plot(course["time_s"], course["prefill"], linewidth=1.6, **looks[name])
+            axes.plot(course["time_s"], course["decode"], linewidth=0.5, **looks[name])
+
+
+def main(
+    figures: Annotated[Path, typer.Argument(help="JSON of kvrelay simulate or bench/policies.py")],
+    picture: Annotated[Path, typer.Argument(help="PNG, SVG, PDF")],
+) -> None:
+    """Draw a file of figures."""
+    try:
+        document = json.loads(figures.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{figures}: {error}") from error
+    plot(runs_of(document), picture, title=figures.stem)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,177 @@
+"""Links that transfers share, as fluids: each flow gets an equal share of a link, or less if it needs less. Pure.
+
+A flow crosses a few links (out of one machine, into another) and moves at the least of its shares there. Bytes that a prefill
+is still computing come at the prefill's pace: see `Flow.pace`. What a flow cannot use of one link because another is slower is
+not handed to others: shares are a little below what a real network's flows would find.
+"""
+
+import math
+from collections.abc import Callable, Iterable
+
+from kvrelay.cluster.simulator.resources.clock import Clock, Event
+
+
+class Link:
+    """One direction of one machine's network, or of its memory."""
+
+    __slots__ = ("bytes_per_s", "flows", "moved_bytes")
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s, self.moved_bytes = bytes_per_s, 0.0
+        self.flows: dict[Flow, None] = {}  # that have something to move, in order
+
+    def share(self) -> float:
+        """Bytes per second that a flow may take here at most: who wants less leaves the rest to the others."""
+        if len(self.flows) == 1:
+            return self.bytes_per_s
+        wants = sorted(flow.pace_limit for flow in self.flows)
+        left, count = self.bytes_per_s, len(wants)
+        for want in wants:
+            if want * count > left:
+                return left / count
+            left -= want
+            count -= 1
+        return self.bytes_per_s
+
+
+class Flow:
+    """Bytes on their way from one worker to another."""
+
+    __slots__ = (
+        "_clock", "_done", "_ends", "_is_closed", "_rate", "_settled_s", "_waiting_bytes", "is_over", "links", "moved_bytes",
+        "pace_limit", "read_s",
+    )  # fmt: skip
+
+    def __init__(self, clock: Clock, links: tuple[Link, ...], done: Callable[[], object]) -> None:
+        self._clock, self._done = clock, done
+        self.links = links
+        self.pace_limit = math.inf
+        self.moved_bytes = self.read_s = 0.0  # read_s: what moving them took, pauses left out
+        self.is_over = False
+        self._waiting_bytes = self._rate = 0.0
+        self._settled_s, self._is_closed = clock.now_s, False
+        self._ends: Event | None = None
+
+    def pace(self, num_bytes: float, seconds: float) -> None:
+        """So many more bytes will be ready in the course of so many seconds, with whatever still waits: spread over them."""
+        if self.is_over:
+            return
+        self._settle()
+        self._waiting_bytes += num_bytes
+        self.pace_limit = self._waiting_bytes / seconds if seconds > 0 else math.inf
+        self._changed()
+
+    def close(self, num_bytes: float) -> None:
+        """These are the last, and all are ready; `done` is called when they have been moved."""
+        if self.is_over:
+            return
+        self._settle()
+        self._waiting_bytes += num_bytes
+        self.pace_limit, self._is_closed = math.inf, True
+        self._changed()
+
+    def cancel(self) -> None:
+        """Nobody wants them any more. Idempotent."""
+        if not self.is_over:
+            self._settle()
+            self._leave()
+
+    def set_rate(self, rate: float) -> None:
+        """Its share has changed, to so many bytes per second."""
+        if rate == self._rate and (self._ends is not None or not self._is_closed):
+            return
+        self._settle()
+        self._rate = rate
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+        if self._is_closed and rate > 0:
+            self._ends = self._clock.after(self._waiting_bytes / rate, self._end)
+
+    def _settle(self) -> None:
+        """Move what could be moved since it was last looked at."""
+        now_s = self._clock.now_s
+        moved = min(self._waiting_bytes, self._rate * (now_s - self._settled_s))
+        if moved > 0:
+            self._waiting_bytes -= moved
+            self.moved_bytes += moved
+            slowest = math.inf
+            for link in self.links:
+                link.moved_bytes += moved
+                slowest = min(slowest, link.bytes_per_s)
+            self.read_s += moved / slowest
+        self._settled_s = now_s
+
+    def _changed(self) -> None:
+        for link in self.links:
+            link.flows[self] = None
+        _share(self.links)
+
+    def _end(self) -> None:
+        self._settle()
+        self._waiting_bytes = 0.0
+        self._leave()
+        self._done()
+
+    def _leave(self) -> None:
+        self.is_over, self._rate = True, 0.0
+        if self._ends is not None:
+            self._ends.cancel()
+            self._ends = None
+        for link in self.links:
+            link.flows.pop(self, None)
+        _share(self.links)
+
+
+def _share(links: Iterable[Link]) -> None:
+    """Tell every flow of these links what it gets now."""
+    touched: dict[Flow, None] = {}
+    for link in links:
+        touched.update(link.flows)
+    shares: dict[Link, float] = {}
+    for flow in touched:
+        rate = flow.pace_limit
+        for link in flow.links:
+            share = shares.get(link)
+            if share is None:
+                share = shares[link] = link.share()
+            if share < rate:
+                rate = share
+        flow.set_rate(rate)
+
+
+class Network:
+    """The links of every machine."""
+
+    def __init__(self, clock: Clock, *, link_bytes_per_s: float, local_bytes_per_s: float) -> None:
+        """Of each machine, each way, and between two workers of one machine."""
+        self._clock = clock
+        self._link_bytes_per_s, self._local_bytes_per_s = link_bytes_per_s, local_bytes_per_s
+        self._links: dict[tuple[str, str], Link] = {}
+
+    def open(self, source_node: str, target_node: str, done: Callable[[], object]) -> Flow:
+        """A transfer between two workers of these machines."""
+        if source_node == target_node:
+            links: tuple[Link, ...] = (self.link(source_node, "local"),)
+        else:
+            links = (self.link(source_node, "out"), self.link(target_node, "in"))
+        return Flow(self._clock, links, done)
+
+    def link(self, node: str, direction: str) -> Link:
+        """`out`, `in`, or `local`: within the machine."""
+        key = node, direction
+        if key not in self._links:
+            self._links[key] = Link(self._local_bytes_per_s if direction == "local" else self._link_bytes_per_s)
+        return self._links[key]
+
+    def set_speed(self, node: str, share: float) -> None:
+        """From now on this machine's links to others carry so much of what they did at the start."""
+        links = [self.link(node, direction) for direction in ("out", "in")]
+        for link in links:
+            link.bytes_per_s = share * self._link_bytes_per_s
+        _share(links)
+
+    @property
+    def moved_bytes(self) -> float:
+        """Between machines, and within them; those on their way now as far as they were last looked at."""
+        return sum(link.moved_bytes for (_, direction), link in self._links.items() if direction != "in")

@@ -1,0 +1,88 @@
+"""A node of the cluster's store as a Ray actor, one on each machine that has workers.
+
+Ray starts it again when it dies; it is detached, so it outlives a redeployment of the application. Blocks and requests
+for them pass it by its own sockets and memory, never through Ray.
+"""
+
+import asyncio
+import logging
+import os
+import threading
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from kvrelay.cluster.deployments.registry import STORE_ROLE, WorkerRecord
+from kvrelay.cluster.deployments.registry_actor import NAMESPACE, Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.store.factory import make_service
+from kvrelay.config import Settings, settings_from
+from kvrelay.kvcache.stores.placement import StoreAddress
+
+logger = logging.getLogger(__name__)
+
+_ANSWER_S = 60.0
+
+
+def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
+    """The store's nodes among the registry's members."""
+    return [
+        StoreAddress(record.worker_id, record.host, record.port, record.capacity_bytes, record.epoch)
+        for record in members
+        if record.role == STORE_ROLE
+    ]
+
+
+class _Host:
+    """One node on a loop of its own thread."""
+
+    def __init__(self, node_id: str, settings: Settings, registry: Any, terms: Terms) -> None:
+        self._registry, self._node_id = registry, node_id
+        host = terms.host or ray.util.get_node_ip_address()
+        self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings, terms.secret, host)
+        self._tasks: list[asyncio.Task[None]] = []
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
+        self._thread.start()
+        self.record: WorkerRecord = asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+
+    async def _start(self) -> WorkerRecord:
+        address = await self._service.start()
+        record = WorkerRecord(
+            address.node_id, STORE_ROLE, address.epoch, address.host, address.port, self._node_id, os.getpid(),
+            address.capacity_bytes,
+        )  # fmt: skip
+        self._tasks = [
+            asyncio.create_task(keep_listed(self._registry, record), name="heartbeat"),
+            asyncio.create_task(follow(self._registry, self._set_members), name="follow registry"),
+        ]
+        return record
+
+    def _set_members(self, members: tuple[WorkerRecord, ...]) -> None:
+        self._service.set_nodes(store_nodes(members))
+
+
+class StoreActor:
+    """What Ray starts, and starts again when it dies. Its calls only ask where it is."""
+
+    def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
+        logging.basicConfig(level=logging.INFO)
+        registry = connect_registry()
+        terms: Terms = ray.get(registry.terms.remote())
+        self._host = _Host(node_id, settings_from(settings), registry, terms)
+
+    def record(self) -> WorkerRecord:
+        """Where it listens."""
+        return self._host.record
+
+
+def ensure_store(settings: Settings, node_id: str) -> WorkerRecord:
+    """This machine's node of the store, started if there is none yet. Blocking. Raises ray's errors, GetTimeoutError."""
+    actor = ray.remote(StoreActor).options(
+        name=f"kvrelay-store-{node_id[:16]}", namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
+        num_cpus=0, max_restarts=-1, max_task_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    )  # fmt: skip
+    handle = actor.remote(node_id, settings.model_dump(mode="json", include={"store", "cache", "transfer", "cluster"}))
+    record: WorkerRecord = ray.get(handle.record.remote(), timeout=_ANSWER_S)
+    return record

@@ -1,0 +1,104 @@
+"""Makes the two ends of the cluster's store from the settings: a node, and a worker's clients. Must not import Ray."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvrelay.cluster.deployments.registry import STORE_ROLE
+from kvrelay.cluster.store.peer_lender import PeerLender
+from kvrelay.cluster.store.remote_store import RemoteStore
+from kvrelay.cluster.store.service import StoreService
+from kvrelay.config import Settings
+from kvrelay.kvcache.eviction.registry import Policy, make_policy
+from kvrelay.kvcache.pool.changes import CacheChange
+from kvrelay.kvcache.stores.codecs import Codec
+from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
+from kvrelay.kvcache.stores.namespace import Namespace
+from kvrelay.kvcache.stores.placement import StoreAddress
+from kvrelay.kvcache.stores.store import BlockStore
+from kvrelay.kvtransfer.paths.selection import transports_for
+from kvrelay.plane.tls import cluster_tls
+from kvrelay.types import KvMemory
+
+if TYPE_CHECKING:
+    from kvrelay.engine.worker.service import WorkerService
+
+logger = logging.getLogger(__name__)
+
+
+def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> StoreService:
+    """A node as the settings want it; not started."""
+    tls = cluster_tls(settings.cluster, secret)
+    return StoreService(
+        node_id, settings.store, secret, host=host, make_policy=_policy(settings), make_disk=_disk(settings, node_id),
+        transport=settings.transfer.transport, transports=transports_for(settings.transfer.tcp_streams, tls),
+        tls=tls, lease_s=settings.transfer.lease_s,
+    )  # fmt: skip
+
+
+def _policy(settings: Settings) -> Callable[[int], Policy]:
+    return lambda num_slots: make_policy(settings.cache.policy, num_slots)
+
+
+def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
+    """Makes the disk below the node's memory, once it is known how large its slots are; None: there is none."""
+    path = settings.store.disk_path
+    if path is None:
+        return None
+    folder, limit_bytes = Path(path).expanduser() / node_id, settings.store.disk_bytes
+    options = DiskOptions(
+        is_admission_on=False, policy=_policy(settings), quota_bytes=settings.store.tenant_quota_bytes
+    )
+
+    def make(slot_bytes: int) -> BlockStore:
+        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": slot_bytes})
+        return DiskStore(folder, limit_bytes, slot_bytes, namespace, options=options)
+
+    return make
+
+
+class ClusterStores:
+    """A worker process's clients of the store: made on demand, told of every change of its nodes. A ClusterStore."""
+
+    def __init__(self, settings: Settings, secret: bytes, *, worker_id: str, host: str) -> None:
+        self._settings, self._secret, self._worker_id, self._host = settings, secret, worker_id, host
+        self._nodes: tuple[StoreAddress, ...] = ()
+        self._made: list[RemoteStore] = []
+
+    def __call__(self, block_bytes: int, namespace: bytes, codec: Codec, memory: KvMemory | None) -> RemoteStore:
+        transfer, tls = self._settings.transfer, cluster_tls(self._settings.cluster, self._secret)
+        store = RemoteStore(
+            block_bytes, namespace, self._secret, codec=codec, worker_id=self._worker_id, host=self._host, memory=memory,
+            nodes=self._nodes, num_replicas=self._settings.store.replicas, transport=transfer.transport,
+            transports=transports_for(transfer.tcp_streams, tls), tls=tls,
+        )  # fmt: skip
+        self._made.append(store)
+        return store
+
+    async def lend(self, worker: "WorkerService") -> None:
+        """Let other workers read this one's host tier, once it runs; where blocks are compressed on their way, not."""
+        engine = worker.thread.engine
+        if engine is None or engine.tiers is None or self._settings.cache.compression != "none" or not self._made:
+            return
+        tiers, (store, *_) = engine.tiers.tiers, self._made
+        lender = PeerLender(
+            worker.worker_id, worker.epoch, tiers, store.key, call=lambda work: worker.thread.call(lambda engine: work()),
+            post=lambda work: worker.thread.post(lambda engine: work()), is_alive=worker.healthy,
+        )  # fmt: skip
+
+        def follow() -> None:
+            lender.changed(CacheChange(tuple(tiers.index.hashes()), ()))
+            tiers.on_change = lambda change: store.announce(*lender.changed(change))
+
+        await worker.thread.call(lambda engine: follow())
+        await asyncio.to_thread(store.lend, lender)
+
+    def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        """All live nodes. From any thread."""
+        if tuple(nodes) != self._nodes:
+            logger.info("nodes of the KV store: %s", ", ".join(node.node_id for node in nodes) or "none")
+        self._nodes = tuple(nodes)
+        for store in self._made:
+            store.set_nodes(self._nodes)

@@ -1,0 +1,174 @@
+"""The nodes of the cluster's store, and other workers that lend blocks, as one client knows them.
+
+A node that is dead or does not answer costs one wait; then it rests, twice as long each time, and is skipped. Used on
+one loop. Must not import Ray.
+"""
+
+import asyncio
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvrelay.errors import PeerLost
+from kvrelay.kvcache.stores.placement import StoreAddress, ranked
+from kvrelay.kvcache.tiers.back_off import Rests
+from kvrelay.kvtransfer.slabs.client import SlabPeer
+
+logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
+
+_MAX_WORKERS = 64  # that this one reads from at once
+
+
+@dataclass(slots=True)
+class Node:
+    """One node as this client knows it."""
+
+    address: StoreAddress
+    peer: SlabPeer | None = None
+    connecting: "asyncio.Task[SlabPeer] | None" = None
+    rests: Rests = field(default_factory=Rests)
+
+
+class StoreLinks:
+    """Who is there, who rests, and whom to ask first."""
+
+    def __init__(
+        self,
+        make_peer: Callable[[StoreAddress], SlabPeer],
+        *,
+        num_replicas: int,
+        on_connected: Callable[[Node], Coroutine[None, None, None]],
+    ) -> None:
+        self._make_peer, self._num_replicas, self._on_connected = make_peer, num_replicas, on_connected
+        self.nodes: list[Node] = []
+        self._workers: dict[str, Node] = {}  # by "host:port", the one used last at the end
+        self._background: set[asyncio.Task[None]] = set()
+        self._num_corrupt = 0  # of connections that are closed
+
+    async def aclose(self) -> None:
+        for node in [*self.nodes, *self._workers.values()]:
+            self._drop(node)
+        await asyncio.gather(*self._background, return_exceptions=True)
+
+    @property
+    def num_corrupt(self) -> int:
+        """Blocks that did not arrive as they left, so far."""
+        peers = [node.peer for node in (*self.nodes, *self._workers.values()) if node.peer is not None]
+        return self._num_corrupt + sum(peer.num_corrupt for peer in peers)
+
+    def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
+        known = {node.address: node for node in self.nodes}
+        for address, node in known.items():
+            if address not in nodes:
+                self._drop(node)
+        ordered = sorted(nodes, key=lambda node: node.node_id)
+        self.nodes = [known.get(address) or Node(address) for address in ordered]
+
+    def order(self, keys: Sequence[bytes]) -> list[list[Node]]:
+        """For each key the nodes where it may be: those that should hold it, and one that may have done so before."""
+        nodes = self.nodes
+        rows = ranked(keys, [node.address for node in nodes]).tolist()
+        return [[nodes[i] for i in row[: self._num_replicas + 1]] for row in rows]
+
+    @staticmethod
+    async def by_rank(
+        order: list[list[Node]], done: list[bool], ask: Callable[[Node, list[int]], Coroutine[None, None, None]]
+    ) -> None:
+        """Ask each key's first node, all nodes at once; then for what is still missing the second, and so on."""
+        for rank in range(max(map(len, order), default=0)):
+            groups: defaultdict[int, list[int]] = defaultdict(list)
+            nodes: dict[int, Node] = {}
+            for index, choices in enumerate(order):
+                if not done[index] and rank < len(choices):
+                    nodes[id(choices[rank])] = choices[rank]
+                    groups[id(choices[rank])].append(index)
+            if not groups:
+                return
+            async with asyncio.TaskGroup() as group:
+                for which, chosen in groups.items():
+                    group.create_task(ask(nodes[which], chosen))
+
+    async def everywhere(self, ask: Callable[[SlabPeer], Awaitable[Answer]]) -> list[Answer]:
+        """The answers of all nodes that answer."""
+
+        async def one(node: Node) -> list[Answer]:
+            peer = await self.peer_of(node)
+            if peer is None:
+                return []
+            try:
+                return [await ask(peer)]
+            except PeerLost as error:
+                self.failed(node, error.why)
+                return []
+
+        return [answer for answers in await asyncio.gather(*map(one, self.nodes)) for answer in answers]
+
+    def worker(self, address: str) -> Node:
+        """The slab server of another worker. Its address came from a node of the store, never from a client."""
+        node = self._workers.pop(address, None)
+        if node is None:
+            host, _, port = address.rpartition(":")
+            node = Node(StoreAddress(address, host, int(port), 0))
+        self._workers[address] = node  # now the one used last
+        while len(self._workers) > _MAX_WORKERS:
+            self._drop(self._workers.pop(next(iter(self._workers))))
+        return node
+
+    async def peer_of(self, node: Node) -> SlabPeer | None:
+        """Connected; None while it rests."""
+        if node.peer is not None and node.peer.is_up:
+            return node.peer
+        if node.peer is not None:
+            self.failed(node, "the connection ended")
+        if node.rests.is_resting(time.monotonic()):
+            return None
+        if node.connecting is None:
+            node.connecting = asyncio.create_task(self._connect(node), name=f"connect {node.address.node_id}")
+        try:
+            return await asyncio.shield(node.connecting)
+        except PeerLost:
+            return None
+
+    async def _connect(self, node: Node) -> SlabPeer:
+        peer = self._make_peer(node.address)
+        try:
+            await peer.connect()
+        except PeerLost as error:
+            self._rest(node, error.why)
+            raise
+        finally:
+            node.connecting = None
+        node.peer = peer
+        node.rests.worked()
+        self._in_background(self._on_connected(node))
+        return peer
+
+    def failed(self, node: Node, why: str) -> None:
+        """Let it rest, and begin anew with it afterwards."""
+        if node.peer is not None:  # else another request has met the same
+            self._drop(node)
+            self._rest(node, why)
+
+    @staticmethod
+    def _rest(node: Node, why: str) -> None:
+        rest_s = node.rests.failed(time.monotonic())
+        logger.warning("store node %s rests for %.0f s: %s", node.address.node_id, rest_s, why)
+
+    def _drop(self, node: Node) -> None:
+        """Close its connection, as far as what is in flight lets it."""
+        peer, node.peer = node.peer, None
+        if node.connecting is not None:
+            node.connecting.cancel()
+        if peer is not None:
+            self._num_corrupt += peer.num_corrupt
+            self._in_background(peer.aclose())
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work, name="store node")
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)

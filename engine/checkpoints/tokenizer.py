@@ -1,0 +1,185 @@
+"""Makes tokenizer.json for folders that have the older forms only: tokenizer.model, or vocab.json with merges.txt.
+
+Reads SentencePiece's file itself (a few fields of one protobuf message), then builds what a GGUF with the same
+vocabulary would give. Imports no torch.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvrelay.engine.checkpoints.gguf_config import Metadata
+from kvrelay.engine.checkpoints.gguf_tokenizer import write_tokenizer
+from kvrelay.engine.models.spec import ModelSpec, read_json
+from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
+
+_CONTROL, _USER_DEFINED, _UNUSED, _BPE = 3, 4, 5, 2
+_GGUF_NAMES = {"gemma3_text": "gemma3", "mistral": "llama"}  # where it is not the architecture's own name
+_ID_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+_USUAL_NAMES = {"bos": ("<bos>", "<s>"), "eos": ("<eos>", "</s>"), "unknown": ("<unk>",), "padding": ("<pad>",)}
+_SOURCES = ("tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json", "config.json")
+
+
+def lacks_tokenizer_json(folder: Path) -> bool:
+    """Whether tokenizer.json must be made from an older form."""
+    return not (folder / "tokenizer.json").is_file()
+
+
+def tokenizer_key(folder: Path) -> str:
+    """16 hex digits that change with the folder's place and with the files that tokenizer.json is made of."""
+    digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8)
+    for name in _SOURCES:
+        if (folder / name).is_file():
+            digest.update(name.encode() + (folder / name).read_bytes())
+    return digest.hexdigest()
+
+
+def complete_folder(source: Path, target: Path) -> None:
+    """Fill the empty `target` with links to all files of `source` and a new tokenizer.json.
+
+    Raises UnsupportedModel, CheckpointCorrupt.
+    """
+    write_tokenizer(_metadata(source), target)
+    for path in source.iterdir():
+        if path.is_file():
+            (target / path.name).unlink(missing_ok=True)  # the folder's own tokenizer_config.json goes first
+            (target / path.name).symlink_to(path.resolve())
+
+
+def _metadata(folder: Path) -> Metadata:
+    """The vocabulary as a GGUF would tell it."""
+    spec = ModelSpec.from_folder(folder)
+    settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
+    name = _GGUF_NAMES.get(spec.architecture, spec.architecture)
+    if (folder / "tokenizer.model").is_file():
+        values = _sentencepiece_values(folder / "tokenizer.model")
+    else:
+        values = _byte_level_values(folder, name)
+    tokens, types = values["tokenizer.ggml.tokens"], values["tokenizer.ggml.token_type"]
+    for index, (token, is_special) in _added(folder, settings).items():
+        missing = index + 1 - len(tokens)
+        tokens += [f"[UNUSED_{len(tokens) + at}]" for at in range(missing)]
+        types += [_UNUSED] * max(missing, 0)
+        tokens[index], types[index] = token, _CONTROL if is_special else _USER_DEFINED
+    if "tokenizer.ggml.scores" in values:
+        values["tokenizer.ggml.scores"] += [0.0] * (len(tokens) - len(values["tokenizer.ggml.scores"]))
+    for key in ("add_bos_token", "add_eos_token"):
+        if isinstance(settings.get(key), bool):
+            values[f"tokenizer.ggml.{key}"] = settings[key]
+    values |= {f"tokenizer.ggml.{key}_token_id": index for key, index in _special_ids(settings, tokens).items()}
+    values |= {"general.architecture": name, f"{name}.context_length": spec.max_position}
+    return Metadata(str(folder), values)
+
+
+def _special_ids(settings: dict[str, Any], tokens: list[str]) -> dict[str, int]:
+    """As tokenizer_config.json names them, else by their usual names."""
+    index = {token: at for at, token in enumerate(tokens)}
+    found: dict[str, int] = {}
+    for key, name in _ID_NAMES.items():
+        value = settings.get(name)
+        said = value.get("content") if isinstance(value, dict) else value
+        names = (said,) if isinstance(said, str) else _USUAL_NAMES[key]
+        at = next((index[token] for token in names if token in index), None)
+        if at is not None:
+            found[key] = at
+    return found
+
+
+def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]]:
+    """id → (token, whether it is special), in order of ids, from both places that list them."""
+    found: dict[int, tuple[str, bool]] = {}
+    if (folder / "added_tokens.json").is_file():
+        for token, index in read_json(folder / "added_tokens.json").items():
+            found[int(index)] = (str(token), True)
+    for index, entry in (settings.get("added_tokens_decoder") or {}).items():
+        found[int(index)] = (str(entry["content"]), bool(entry.get("special")))
+    return dict(sorted(found.items()))
+
+
+def _byte_level_values(folder: Path, name: str) -> dict[str, Any]:
+    """vocab.json and merges.txt; the cut before merging is in neither, so only Qwen's, which is known, is taken."""
+    if name not in ("qwen2", "qwen3"):
+        raise UnsupportedModel(str(folder), "vocab.json and merges.txt do not say how text is cut; add tokenizer.json")
+    vocab = read_json(folder / "vocab.json")
+    tokens = sorted(vocab, key=lambda token: int(vocab[token]))
+    if [vocab[token] for token in tokens] != list(range(len(tokens))):
+        raise CheckpointCorrupt(str(folder / "vocab.json"), "the ids are not 0, 1, 2...")
+    try:
+        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    except (OSError, ValueError) as error:
+        raise CheckpointCorrupt(str(folder / "merges.txt"), f"not readable: {error}") from error
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * len(tokens),
+        "tokenizer.ggml.merges": [line for line in lines if line and not line.startswith("#version")],
+    }
+
+
+# ---- SentencePiece's file
+
+
+def _sentencepiece_values(path: Path) -> dict[str, Any]:
+    """Pieces, scores and types; only BPE without rewriting of the text, as the supported families have it.
+
+    Source of the field numbers: google/sentencepiece, sentencepiece_model.proto.
+    """
+    try:
+        model = list(_fields(path.read_bytes()))
+        pieces = [dict(_fields(value)) for number, value in model if number == 1]
+        trainer, normalizer = (_last(model, number) for number in (2, 3))
+        tokens = [bytes(piece[1]).decode() for piece in pieces]
+        scores = [struct.unpack("<f", piece[2])[0] if 2 in piece else 0.0 for piece in pieces]
+        types = [int(piece.get(3, 1)) for piece in pieces]
+    except (OSError, ValueError, KeyError, TypeError, IndexError, struct.error) as error:
+        raise CheckpointCorrupt(
+            str(path), f"not a SentencePiece model ({error}); use the folder form with tokenizer.json"
+        ) from error
+    if trainer.get(3, 1) != _BPE:
+        raise UnsupportedModel(str(path), "a SentencePiece model that is not BPE")
+    if normalizer.get(2) or normalizer.get(4, 1):  # precompiled_charsmap, remove_extra_whitespaces
+        raise UnsupportedModel(str(path), "a SentencePiece model that rewrites the text before it cuts it")
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.add_space_prefix": bool(normalizer.get(3, 1)),
+    }
+
+
+def _last(model: list[tuple[int, Any]], number: int) -> dict[int, Any]:
+    return dict(_fields([value for at, value in model if at == number][-1]))
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(field number, value) of a protobuf message: int for varints, bytes for all else."""
+    at = 0
+    while at < len(data):
+        tag, at = _varint(data, at)
+        number, kind = tag >> 3, tag & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield number, value
+            continue
+        if kind == 2:
+            size, at = _varint(data, at)
+        else:
+            size = {1: 8, 5: 4}[kind]
+        if at + size > len(data):
+            raise ValueError("cut off")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = data[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            return value, at

@@ -1,0 +1,475 @@
+"""What a decoder is made of, as data: one frozen `ModelSpec` per checkpoint, read from its HF config.
+
+Owns every difference between model families. Pure: imports no torch and no transformers, so routers
+and tests may read a model's shape without loading it. Both config dialects are read: rope_theta +
+rope_scaling (transformers 4) and rope_parameters (transformers 5), nested text_config included.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from kvrelay.engine.models.spec_experts import MIXTRAL, QWEN2_MOE, QWEN3_MOE, ExpertSpec, expert_spec
+from kvrelay.engine.models.spec_mla import DEEPSEEK_V2, DEEPSEEK_V3, LatentSpec, latent_query_scale, latent_spec
+from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
+
+ActivationName = Literal["silu", "gelu_tanh"]
+Json = Mapping[str, Any]
+
+_ACTIVATIONS: dict[str, ActivationName] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+_ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeSpec:
+    """One kind of rotary embedding. `dynamic` equals `default` up to max_position, which we never pass.
+
+    original_max_position: tokens the model saw before its context was stretched (llama3, yarn).
+    attention_factor: multiplies cosines and sines (yarn); None means derived from factor.
+    """
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A decoder as a list of parts. Sizes are elements; windows and positions are tokens.
+
+    layer_windows: per layer, the sliding window or None for full attention.
+    layer_ropes: per layer, an index into `ropes`.
+    query_scale multiplies q·k. embed_scale multiplies embeddings, rounded to the model's dtype.
+    norm_offset: the checkpoint stores w where the norm multiplies by 1 + w.
+    sandwich_norms: norms after attention and after the MLP, before each residual add.
+    latent: attention is over latents (MLA): num_kv_heads is 1 then, head_dim the width of a token's cache entry.
+    experts: some layers choose among experts (MoE).
+    """
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    ffn_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    activation: ActivationName
+    query_scale: float
+    ropes: tuple[RopeSpec, ...]
+    layer_ropes: tuple[int, ...]
+    layer_windows: tuple[int | None, ...]
+    is_tied: bool = False
+    has_qkv_bias: bool = False
+    has_o_bias: bool = False
+    has_mlp_bias: bool = False
+    has_qk_norm: bool = False
+    norm_offset: bool = False
+    sandwich_norms: bool = False
+    embed_scale: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    latent: LatentSpec | None = None
+    experts: ExpertSpec | None = None
+
+    @property
+    def rotary_dim(self) -> int:
+        """How many numbers of a key are rotated."""
+        return self.head_dim if self.latent is None else self.latent.rope_dim
+
+    @classmethod
+    def from_config(cls, config: Any, generation: Json | None = None) -> "ModelSpec":
+        """From a config.json as a dict, or a transformers config object; `generation` adds its eos ids.
+
+        Raises:
+            UnsupportedModel: an architecture, rope kind or option that we have no part for.
+            CheckpointCorrupt: sizes that cannot be.
+        """
+        raw: Json = config if isinstance(config, Mapping) else config.to_dict()
+        family = _family_of(raw)
+        if raw.get("quantization_config"):
+            method = raw["quantization_config"].get("quant_method", "unknown")
+            raise UnsupportedModel(family.name, f"quantised weights ({method}) are not supported; use a GGUF file")
+        text = _text_config(raw, family)
+        spec = _build(family, text, _eos_ids(text, generation), _bos_id(text, generation))
+        _check(spec)
+        return spec
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ModelSpec":
+        """From config.json and, where it is there, generation_config.json."""
+        config = read_json(folder / "config.json")
+        generation = folder / "generation_config.json"
+        return cls.from_config(config, read_json(generation) if generation.exists() else None)
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What one model_type fixes, and the defaults that its configs may leave out (Hugging Face's)."""
+
+    name: str
+    defaults: Json
+    qkv_bias: bool | None = None  # None: the config's attention_bias says (for o_proj too)
+    qk_norm: bool = False
+    norm_offset: bool = False
+    sandwich: bool = False
+    scale_embeddings: bool = False
+    window: Literal["none", "all", "asked", "upper", "alternate", "pattern"] = "none"
+    has_mlp_bias: bool = False
+    is_latent: bool = False
+    attention_softcap: bool = False  # Gemma 3 has the key, but neither it nor Hugging Face applies it
+
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": None,
+    "head_dim": None,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "sliding_window": None,
+    "rope_theta": 10_000.0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+_MISTRAL = {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+_QWEN = {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32, "max_position_embeddings": 32768}
+_GEMMA = {
+    "vocab_size": 256000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+}
+_GEMMA1 = {
+    "hidden_size": 3072,
+    "intermediate_size": 24576,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "query_pre_attn_scalar": None,
+    "sliding_window": None,
+}
+_GEMMA3 = {
+    "vocab_size": 262208,
+    "max_position_embeddings": 131072,
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 1e4,
+    "sliding_window_pattern": 6,
+}
+_GEMMA_PARTS: dict[str, Any] = {"norm_offset": True, "scale_embeddings": True}
+
+FAMILIES: dict[str, _Family] = {
+    family.name: family
+    for family in (
+        _Family("llama", _COMMON | _LLAMA_IDS, has_mlp_bias=True),
+        _Family("mistral", _COMMON | _LLAMA_IDS | _MISTRAL | {"sliding_window": 4096}, qkv_bias=False, window="all"),
+        _Family("qwen2", _COMMON | _QWEN, qkv_bias=True, window="upper"),
+        _Family("qwen3", _COMMON | _QWEN | {"head_dim": 128}, qk_norm=True, window="upper"),
+        _Family("qwen2_moe", _COMMON | _QWEN | QWEN2_MOE, qkv_bias=True),
+        _Family("qwen3_moe", _COMMON | _QWEN | QWEN3_MOE, qk_norm=True, window="asked"),
+        _Family("mixtral", _COMMON | _LLAMA_IDS | MIXTRAL, qkv_bias=False, window="all"),
+        _Family("gemma", _COMMON | _GEMMA | _GEMMA1, **_GEMMA_PARTS),
+        _Family(
+            "gemma2",
+            _COMMON | _GEMMA | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+            sandwich=True,
+            window="alternate",
+            attention_softcap=True,
+            **_GEMMA_PARTS,
+        ),
+        _Family(
+            "gemma3_text", _COMMON | _GEMMA | _GEMMA3, sandwich=True, qk_norm=True, window="pattern", **_GEMMA_PARTS
+        ),
+        _Family("deepseek_v2", _COMMON | DEEPSEEK_V2, is_latent=True, has_mlp_bias=True),
+        _Family("deepseek_v3", _COMMON | DEEPSEEK_V2 | DEEPSEEK_V3, is_latent=True),
+    )
+}
+_ALIASES = {"gemma3": "gemma3_text"}
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Gemma3ForConditionalGeneration": "gemma3_text",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+}
+
+
+@dataclass(slots=True)
+class _Text:
+    """The decoder's own config: its keys, then the family's defaults."""
+
+    family: _Family
+    raw: Json
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.family.name
+
+    def get(self, key: str) -> Any:
+        return self.raw[key] if key in self.raw else self.family.defaults.get(key)
+
+    def size(self, key: str) -> int:
+        value = self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise CheckpointCorrupt("config.json", f"{key} is {value!r}, not a positive integer")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`. Raises ModelNotFound or CheckpointCorrupt naming the file."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelNotFound(str(path.parent), f"{path.name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointCorrupt(str(path), f"not readable as JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise CheckpointCorrupt(str(path), "expected a JSON object")
+    return data
+
+
+def supported_architectures() -> tuple[str, ...]:
+    return tuple(_ARCHITECTURES)
+
+
+def _family_of(raw: Json) -> _Family:
+    """By `architectures` first (it says which head the checkpoint has), else by model_type."""
+    named = [str(name) for name in raw.get("architectures") or ()]
+    model_type = str(raw.get("model_type", ""))
+    if named:
+        known = next((_ARCHITECTURES[name] for name in named if name in _ARCHITECTURES), None)
+    else:
+        known = _ALIASES.get(model_type, model_type)
+    if known not in FAMILIES:
+        what = ", ".join(named) or model_type or "no architecture named"
+        raise UnsupportedModel(what, f"supported architectures are {', '.join(_ARCHITECTURES)}")
+    return FAMILIES[known]
+
+
+def _text_config(raw: Json, family: _Family) -> _Text:
+    """The decoder's part of the config; ids that only the outer config has are carried inside."""
+    nested = raw.get("text_config")
+    if nested is None:
+        return _Text(family, raw)
+    inner: Json = nested if isinstance(nested, Mapping) else nested.to_dict()
+    outer = {
+        key: raw[key] for key in ("eos_token_id", "bos_token_id", "tie_word_embeddings") if raw.get(key) is not None
+    }
+    return _Text(family, {**inner, **outer})
+
+
+def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int | None) -> ModelSpec:
+    if text.get("use_bidirectional_attention"):
+        raise UnsupportedModel(family.name, "bidirectional attention (an encoder) cannot be served as a decoder")
+    num_layers, num_heads, hidden = (
+        text.size("num_hidden_layers"),
+        text.size("num_attention_heads"),
+        text.size("hidden_size"),
+    )
+    head_dim = text.size("head_dim") if text.get("head_dim") else hidden // num_heads
+    is_sliding = _sliding_layers(text, num_layers)
+    ropes = _ropes(text)
+    bias = bool(text.get("attention_bias"))
+    spec = ModelSpec(
+        architecture=family.name,
+        num_layers=num_layers,
+        hidden_size=hidden,
+        ffn_size=text.size("intermediate_size"),
+        num_heads=num_heads,
+        num_kv_heads=text.size("num_key_value_heads") if text.get("num_key_value_heads") else num_heads,
+        head_dim=head_dim,
+        vocab_size=text.size("vocab_size"),
+        max_position=text.size("max_position_embeddings"),
+        norm_eps=float(text.get("rms_norm_eps")),
+        activation=_activation(text),
+        query_scale=float(text.get("query_pre_attn_scalar") or head_dim) ** -0.5,
+        ropes=ropes,
+        layer_ropes=tuple(int(sliding and len(ropes) > 1) for sliding in is_sliding),
+        layer_windows=tuple(text.size("sliding_window") if sliding else None for sliding in is_sliding),
+        is_tied=bool(text.get("tie_word_embeddings")),
+        has_qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+        has_o_bias=bias if family.qkv_bias is None else False,
+        has_mlp_bias=family.has_mlp_bias and bool(text.get("mlp_bias")),
+        has_qk_norm=family.qk_norm,
+        norm_offset=family.norm_offset,
+        sandwich_norms=family.sandwich,
+        embed_scale=float(hidden) ** 0.5 if family.scale_embeddings else None,
+        attention_softcap=text.get("attn_logit_softcapping") if family.attention_softcap else None,
+        final_softcap=text.get("final_logit_softcapping"),
+        bos_id=bos_id,
+        eos_ids=eos_ids,
+        experts=expert_spec(text, num_layers),
+    )
+    return _with_latent(spec, text) if family.is_latent else spec
+
+
+def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
+    """The same with latent attention."""
+    if not text.get("num_key_value_heads"):
+        text = _Text(text.family, {**text.raw, "num_key_value_heads": spec.num_heads})
+    if text.name == "deepseek_v2":  # has no such choice
+        text = _Text(text.family, {**text.raw, "rope_interleave": True})
+    latent, rope = latent_spec(text), spec.ropes[0]
+    scale = latent_query_scale(latent, rope_kind=rope.kind, factor=rope.factor, mscale_all_dim=rope.mscale_all_dim)
+    return replace(
+        spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, has_qkv_bias=False
+    )  # fmt: skip
+
+
+def _activation(text: _Text) -> ActivationName:
+    gemma = text.family.norm_offset
+    name = (text.raw.get("hidden_activation") if gemma else None) or text.get("hidden_act")
+    if gemma and name == "gelu":  # a slip in Gemma's first configs: the tanh form is meant
+        name = "gelu_pytorch_tanh"
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModel(text.name, f"activation {name!r}; known: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]
+
+
+def _sliding_layers(text: _Text, num_layers: int) -> tuple[bool, ...]:
+    """Per layer, whether attention is limited to the sliding window."""
+    kind, window = text.family.window, text.get("sliding_window")
+    if kind == "none" or window is None:
+        return (False,) * num_layers
+    if kind == "all" or (kind == "asked" and text.get("use_sliding_window")):
+        return (True,) * num_layers
+    if kind == "asked":
+        return (False,) * num_layers
+    if kind == "upper" and not text.get("use_sliding_window"):
+        return (False,) * num_layers
+    if (types := text.get("layer_types")) is not None:
+        return _from_layer_types(text, types, num_layers)
+    if kind == "upper":
+        first = 28 if text.get("max_window_layers") is None else int(text.get("max_window_layers"))
+        return tuple(layer >= first for layer in range(num_layers))
+    every = 2 if kind == "alternate" else int(text.get("sliding_window_pattern") or text.get("_sliding_window_pattern"))
+    return tuple(bool((layer + 1) % every) for layer in range(num_layers))
+
+
+def _from_layer_types(text: _Text, types: list[str], num_layers: int) -> tuple[bool, ...]:
+    unknown = sorted(set(types) - {"sliding_attention", "full_attention"})
+    if unknown:
+        raise UnsupportedModel(text.name, f"layer type {unknown[0]!r}; known: full_attention, sliding_attention")
+    if len(types) != num_layers:
+        raise CheckpointCorrupt("config.json", f"layer_types names {len(types)} layers, the model has {num_layers}")
+    return tuple(kind == "sliding_attention" for kind in types)
+
+
+def _ropes(text: _Text) -> tuple[RopeSpec, ...]:
+    """(full,) or, where sliding layers have their own, (full, sliding)."""
+    parameters = text.get("rope_parameters")
+    per_type = text.family.window == "pattern"
+    if parameters and any(isinstance(value, Mapping) for value in parameters.values()):
+        full = parameters.get("full_attention") or {}
+        sliding = parameters.get("sliding_attention") or {}
+    else:
+        full = {**(parameters or text.get("rope_scaling") or {})}
+        sliding = {}
+    kinds = [_rope(text, full, text.get("rope_theta"))]
+    if per_type:
+        kinds.append(_rope(text, sliding, text.get("rope_local_base_freq")))
+    return tuple(kinds)
+
+
+def _rope(text: _Text, values: Json, theta: float) -> RopeSpec:
+    kind = values.get("rope_type") or values.get("type") or "default"
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedModel(text.name, f"rope type {kind!r}; known: {', '.join(_ROPE_KINDS)}")
+    if values.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+        raise UnsupportedModel(text.name, "partial_rotary_factor other than 1")
+    needed = {"default": (), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}.get(kind, ("factor",))
+    if missing := [key for key in needed if values.get(key) is None]:
+        raise CheckpointCorrupt("config.json", f"rope type {kind} without {missing[0]}")
+    given = {key: values[key] for key in _ROPE_FLOATS if values.get(key) is not None}
+    original = values.get("original_max_position_embeddings") or text.get("original_max_position_embeddings")
+    return RopeSpec(
+        kind=kind,
+        theta=float(values.get("rope_theta") or theta),
+        original_max_position=int(original or text.size("max_position_embeddings")),
+        truncate=bool(values.get("truncate", True)),
+        **{key: float(value) for key, value in given.items()},
+    )
+
+
+_ROPE_FLOATS = (
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+)
+
+
+def _eos_ids(text: _Text, generation: Json | None) -> tuple[int, ...]:
+    """Every id that ends a text, the config's first, each once."""
+    ids: list[int] = []
+    for value in (text.get("eos_token_id"), (generation or {}).get("eos_token_id")):
+        ids.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])
+    return tuple(dict.fromkeys(int(value) for value in ids))
+
+
+def _bos_id(text: _Text, generation: Json | None) -> int | None:
+    value = text.get("bos_token_id")
+    if value is None:
+        value = (generation or {}).get("bos_token_id")
+    return None if value is None else int(value)
+
+
+def _check(spec: ModelSpec) -> None:
+    if spec.num_heads % spec.num_kv_heads:
+        raise CheckpointCorrupt(
+            "config.json", f"{spec.num_heads} query heads do not divide over {spec.num_kv_heads} KV heads"
+        )
+    if spec.rotary_dim % 2:
+        raise CheckpointCorrupt("config.json", f"head_dim {spec.head_dim} is odd")
+    if spec.norm_eps <= 0:
+        raise CheckpointCorrupt("config.json", f"rms_norm_eps is {spec.norm_eps}")

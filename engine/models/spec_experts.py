@@ -1,0 +1,154 @@
+"""A choice among experts (MoE) as data: read from the configs of DeepSeek, Qwen and Mixtral.
+
+Pure, like spec.py, which reads configs with this file's help: imports no torch and no transformers.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvrelay.engine.models.spec_mla import ConfigText
+from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+
+# Hugging Face's defaults
+QWEN2_MOE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "qkv_bias": True,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 1408,
+    "shared_expert_intermediate_size": 5632,
+    "num_experts": 60,
+    "num_experts_per_tok": 4,
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+}
+QWEN3_MOE: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "decoder_sparse_step": 1,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+    "sliding_window": 4096,
+}
+MIXTRAL: dict[str, Any] = {
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertSpec:
+    """The MLP of `layers` as a choice among small ones, and maybe one that all tokens share. Sizes are elements.
+
+    ffn_size: of each expert. shared_ffn_size: of the shared one; 0: there is none.
+    has_shared_gate: what the shared one gives is multiplied by the sigmoid of one more number made of the token.
+    """
+
+    layers: frozenset[int]
+    choice: ExpertChoice
+    ffn_size: int
+    shared_ffn_size: int = 0
+    has_shared_gate: bool = False
+
+
+def expert_spec(text: ConfigText, num_layers: int) -> ExpertSpec | None:
+    """None where every layer is dense. Raises CheckpointCorrupt, UnsupportedModel."""
+    read = _READERS.get(text.name)
+    spec = None if read is None else read(text, num_layers)
+    if spec is not None:
+        _check(spec.choice)
+    return spec
+
+
+def _deepseek(text: ConfigText, num_layers: int) -> ExpertSpec | None:
+    first_layer = int(text.get("first_k_dense_replace") or 0)
+    if text.get("n_routed_experts") is None or first_layer >= num_layers:
+        return None
+    scoring: Literal["softmax", "sigmoid"] = "sigmoid" if text.get("topk_method") == "noaux_tc" else "softmax"
+    _refuse_unknown_router(text, scoring)
+    is_grouped = text.get("topk_method") != "greedy"
+    ffn_size = text.size("moe_intermediate_size")
+    choice = ExpertChoice(
+        num_experts=text.size("n_routed_experts"),
+        num_chosen=text.size("num_experts_per_tok"),
+        scoring=scoring,
+        num_groups=text.size("n_group") if is_grouped else 1,
+        num_chosen_groups=text.size("topk_group") if is_grouped else 1,
+        normalise=bool(text.get("norm_topk_prob")),
+        scale=float(text.get("routed_scaling_factor")),
+    )
+    layers = frozenset(range(first_layer, num_layers))
+    return ExpertSpec(layers, choice, ffn_size, shared_ffn_size=ffn_size * text.size("n_shared_experts"))
+
+
+def _refuse_unknown_router(text: ConfigText, scoring: str) -> None:
+    """Each family has its own routers; Hugging Face's code ignores the keys that say otherwise, and we do not guess."""
+    known = ("noaux_tc",) if text.name == "deepseek_v3" else ("greedy", "group_limited_greedy")
+    if text.get("topk_method") not in known:
+        raise UnsupportedModel(text.name, f"topk_method {text.get('topk_method')!r}; known: {', '.join(known)}")
+    if text.get("scoring_func") not in (None, scoring):
+        raise UnsupportedModel(text.name, f"scoring_func {text.get('scoring_func')!r}; known: {scoring}")
+    if text.get("moe_layer_freq") not in (None, 1):
+        raise UnsupportedModel(text.name, "moe_layer_freq other than 1")
+    if scoring == "softmax" and text.get("norm_topk_prob"):
+        raise UnsupportedModel(text.name, "norm_topk_prob with softmax scores")
+
+
+def _qwen(text: ConfigText, num_layers: int) -> ExpertSpec | None:
+    """Layers that `mlp_only_layers` names are dense, and of the others all but each `decoder_sparse_step`-th."""
+    if text.name == "qwen2_moe" and (text.get("use_sliding_window") or not text.get("qkv_bias")):
+        raise UnsupportedModel(text.name, "use_sliding_window, or attention without qkv_bias")
+    dense, step = text.get("mlp_only_layers") or (), text.size("decoder_sparse_step")
+    layers = frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
+    key = "num_local_experts" if "num_local_experts" in text.raw else "num_experts"  # transformers 5's name
+    if not layers or text.get(key) == 0:
+        return None
+    choice = ExpertChoice(
+        num_experts=text.size(key),
+        num_chosen=text.size("num_experts_per_tok"),
+        normalise=bool(text.get("norm_topk_prob")),
+    )
+    has_shared = text.name == "qwen2_moe"
+    shared = text.size("shared_expert_intermediate_size") if has_shared else 0
+    return ExpertSpec(layers, choice, text.size("moe_intermediate_size"), shared, has_shared_gate=has_shared)
+
+
+def _mixtral(text: ConfigText, num_layers: int) -> ExpertSpec:
+    choice = ExpertChoice(text.size("num_local_experts"), text.size("num_experts_per_tok"), normalise=True)
+    return ExpertSpec(frozenset(range(num_layers)), choice, text.size("intermediate_size"))
+
+
+_READERS: dict[str, Callable[[ConfigText, int], ExpertSpec | None]] = {
+    "deepseek_v2": _deepseek,
+    "deepseek_v3": _deepseek,
+    "qwen2_moe": _qwen,
+    "qwen3_moe": _qwen,
+    "mixtral": _mixtral,
+}
+
+
+def _check(choice: ExpertChoice) -> None:
+    per_group, left = divmod(choice.num_experts, choice.num_groups)
+    if left or choice.num_chosen_groups > choice.num_groups:
+        raise CheckpointCorrupt(
+            "config.json",
+            f"{choice.num_experts} experts in {choice.num_groups} groups of which {choice.num_chosen_groups} are chosen",
+        )
+    if choice.scoring == "sigmoid" and per_group < 2:
+        raise CheckpointCorrupt("config.json", "a group of experts is scored by its two best, but has one")
+    if choice.num_chosen > per_group * choice.num_chosen_groups:
+        raise CheckpointCorrupt("config.json", f"a token cannot choose {choice.num_chosen} experts of so few")

@@ -1,0 +1,268 @@
+"""Clocks at the seams of one engine: what a step's time goes to, kernels apart from the Python between them.
+
+Owns nothing of the engine: it hangs wrappers on its parts and takes them off again. What the wrappers themselves cost
+is measured once and taken off the figures. Times are seconds.
+"""
+
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrelay.engine.step.engine import Engine
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.cpu.linear import OneDnnLinear
+from kvrelay.kernels.oracle.reference import ReferenceLinear
+
+SCHEDULING, METADATA, DRIVING = "scheduling", "batch metadata", "driving model"
+LOGITS, SAMPLING, APPENDING = "logits", "sampling", "appending"
+REST, EVENTS, ENCODING = "rest of step", "events", "encoding"
+PHASES = (SCHEDULING, METADATA, DRIVING, LOGITS, SAMPLING, APPENDING, REST, EVENTS, ENCODING)
+# sampling: waiting for the device included; appending: advancing sequences included; rest of step: of Engine.step; encoding is the event loop's in a worker
+_NOWHERE = ""
+_CALIBRATION_CALLS = 2000
+
+
+@dataclass(slots=True)
+class StepTimes:
+    """One round's seconds by phase: inside kernels, and outside them."""
+
+    outside_s: dict[str, float] = field(default_factory=dict)
+    kernels_s: dict[str, float] = field(default_factory=dict)
+    num_kernels: int = 0
+
+
+class Meter:
+    """Charges time to the innermost phase that is running; kernel calls are charged apart. For one thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._stack = [_NOWHERE]
+        self._since = 0.0
+        self._outside: defaultdict[str, float] = defaultdict(float)
+        self._kernels: defaultdict[str, float] = defaultdict(float)
+        self._num_phases: Counter[str] = Counter()  # by the phase around them
+        self._num_kernels: Counter[str] = Counter()
+        self._num_ops: Counter[str] = Counter()
+        self._num_watched: Counter[str] = Counter()
+        # what a wrapper adds to a call
+        self.phase_cost_s = self.kernel_cost_s = self.op_cost_s = self.watch_cost_s = 0.0
+
+    def phase(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time is `name`'s but for that of phases and kernels within."""
+        stack, outside, clock = self._stack, self._outside, self._clock
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            now_s, around = clock(), stack[-1]
+            outside[around] += now_s - self._since
+            self._num_phases[around] += 1
+            self._since = now_s
+            stack.append(name)
+            try:
+                return function(*args, **kwargs)
+            finally:
+                now_s = clock()
+                outside[name] += now_s - self._since
+                self._since = now_s
+                stack.pop()
+
+        return timed
+
+    def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, whose time is a kernel's."""
+        clock, stack, kernels, count = self._clock, self._stack, self._kernels, self._num_kernels
+
+        def timed(*args: Any) -> Any:
+            begin_s = clock()
+            result = function(*args)
+            seconds = clock() - begin_s
+            kernels[stack[-1]] += seconds
+            count[stack[-1]] += 1
+            self._since += seconds
+            return result
+
+        return timed
+
+    def operator(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Run a torch operator; one that only makes a view is no kernel."""
+        self._num_ops[self._stack[-1]] += 1
+        begin_s = self._clock()
+        result = function(*args, **kwargs)
+        seconds = self._clock() - begin_s
+        if not (function.is_view and _is_view(result, args[0])):
+            self._kernels[self._stack[-1]] += seconds
+            self._since += seconds
+        return result
+
+    def with_operators(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """`function`, with every torch operator that it runs timed as a kernel."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._num_watched[self._stack[-1]] += 1
+            with _TimedOperators(self):
+                return function(*args, **kwargs)
+
+        return run
+
+    def begin(self) -> None:
+        """Forget everything, and start the clock."""
+        counts = (self._num_phases, self._num_kernels, self._num_ops, self._num_watched)
+        for sums in (self._outside, self._kernels, *counts):
+            sums.clear()
+        self._since = self._clock()
+
+    def taken(self) -> StepTimes:
+        """Since `begin`, less what the wrappers cost."""
+        outside = {
+            name: max(0.0, seconds - self._cost_s(name)) for name, seconds in self._outside.items() if name != _NOWHERE
+        }
+        num_kernels = sum(self._num_kernels.values())
+        return StepTimes(outside, dict(self._kernels), num_kernels)
+
+    def _cost_s(self, name: str) -> float:
+        return (
+            self._num_phases[name] * self.phase_cost_s
+            + self._num_kernels[name] * self.kernel_cost_s
+            + self._num_ops[name] * self.op_cost_s
+            + self._num_watched[name] * self.watch_cost_s
+        )
+
+    def calibrate(self) -> None:
+        """Measure what the wrappers add: the least of a few rounds, for a busy machine only ever adds."""
+        row = torch.zeros(4)
+
+        def nothing(*args: Any) -> None:
+            return None
+
+        def seconds(function: Callable[..., Any], *args: Any) -> float:
+            rounds = []
+            for _ in range(5):
+                begin_s = self._clock()
+                for _ in range(_CALIBRATION_CALLS):
+                    function(*args)
+                rounds.append(self._clock() - begin_s)
+            return min(rounds) / _CALIBRATION_CALLS
+
+        bare = seconds(nothing, 1, 2, 3)
+        self.phase_cost_s = max(0.0, seconds(self.phase("calibration", nothing), 1, 2, 3) - bare)
+        self.kernel_cost_s = max(0.0, seconds(self.kernel(nothing), 1, 2, 3) - bare)
+        self.watch_cost_s = max(0.0, seconds(self.with_operators(nothing), 1, 2, 3) - bare)
+        plain = seconds(row.view, -1)
+        with _TimedOperators(self):
+            self.op_cost_s = max(0.0, seconds(row.view, -1) - plain)
+
+
+def _is_view(result: Any, source: Any) -> bool:
+    """Of operators that may copy or not (to, contiguous, reshape): did this one only look at its source otherwise?"""
+    if not isinstance(result, Tensor) or not isinstance(source, Tensor):
+        return True  # split and the like
+    return result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
+
+
+class _TimedOperators(TorchDispatchMode):
+    """Every torch operator inside is run by the meter."""
+
+    def __init__(self, meter: Meter) -> None:
+        super().__init__()
+        self._meter = meter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._meter.operator(func, args, kwargs or {})
+
+
+class _Library:
+    """Stands in for the library of compiled kernels, each of its functions wrapped at first use."""
+
+    def __init__(self, lib: Any, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
+        self._lib, self._wrap = lib, wrap
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        wrapped = self._wrap(name, getattr(self._lib, name))
+        setattr(self, name, wrapped)
+        return wrapped
+
+
+@contextmanager
+def _replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Attributes of these objects, put back afterwards."""
+    before = [(owner, name, owner.__dict__.get(name, _NOWHERE)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for owner, name, value in before:
+            if value is _NOWHERE:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
+
+
+def _library(engine: Engine, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> list[Any]:
+    native = engine.backend.native if isinstance(engine.backend, CpuBackend) else None
+    return [] if native is None else [(native, "lib", _Library(native.lib, wrap))]
+
+
+def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
+    """Whether torch operators are kernels here. Where not, they are not watched: seldom used as it is, that code is cold
+    in every step, and watching costs more than could be measured in advance.
+    """
+    spec, head = engine.model.spec, engine.model._lm_head
+    other_parts = spec.latent is not None or spec.final_softcap is not None
+    return not has_library or other_parts or isinstance(head, OneDnnLinear | ReferenceLinear)
+
+
+@contextmanager
+def metered(engine: Engine, meter: Meter) -> Iterator[None]:
+    """The engine's seams report to `meter`. Call it on the engine's thread, between two steps."""
+    scheduler, runner, model = engine.scheduler, engine._runner, engine.model
+    seams: list[tuple[Any, str, str]] = [
+        (engine, "step", REST),
+        (engine, "drain_events", EVENTS),
+        (engine, "_advance", APPENDING),
+        (engine, "_sample", APPENDING),
+        (engine, "_take", APPENDING),
+        (engine, "_wait", SAMPLING),
+        (scheduler, "turn_late_away", SCHEDULING),
+        (scheduler, "grant_reservations", SCHEDULING),
+        (scheduler, "schedule", SCHEDULING),
+        (runner, "run", DRIVING),
+        (runner, "batch", METADATA),
+        (runner, "logits", LOGITS),
+        (engine._sampler, "sample", SAMPLING),
+        (engine._sampler, "draw", SAMPLING),
+    ]
+
+    changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]
+    if engine.backend.device.type == "cpu":  # elsewhere a call returns before its kernel has run: see device_profile
+        library = _library(engine, lambda name, function: meter.kernel(function))
+        if _computes_in_torch(engine, has_library=bool(library)):
+            watched = [(model, "forward"), (model, "logits")] + (
+                [] if library else [(engine.backend, "sample_on_device")]
+            )
+            changes += [(owner, name, meter.with_operators(getattr(owner, name))) for owner, name in watched]
+        changes += library
+    with _replaced(changes):
+        yield
+
+
+@contextmanager
+def named_kernels(engine: Engine) -> Iterator[None]:
+    """Each call of a compiled kernel runs in a Python frame of the kernel's name, which a sampler of stacks can see."""
+
+    def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            return function(*args)
+
+        code = call.__code__.replace(co_name=name, co_qualname=name)
+        return FunctionType(code, call.__globals__, name, None, call.__closure__)
+
+    with _replaced(_library(engine, named)):
+        yield

@@ -1,0 +1,179 @@
+"""What each tenant has been served: virtual token counters, by which a line shares turns fairly. Pure.
+
+A counter grows by the weighted tokens that the engine computes for its tenant; the tenant with the least goes first.
+Source: Virtual Token Counter (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024).
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from kvrelay.config import SchedulerSettings
+from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.hashing import tenant_of
+
+TURNS_IN_CREDIT = 4
+MAX_IDLE = 4096  # tenants that are remembered while they have nothing here
+MAX_NAMED = 32  # tenants with a figure of their own in metrics, beside those that have a weight
+
+
+@dataclass(frozen=True, slots=True)
+class LineRules:
+    """How sequences in line are ordered. See docs for what each is good for."""
+
+    oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
+    output_weight: float = 2.0  # of an output token, against 1 of a prompt token that is computed
+    credit_tokens: float = (
+        4096.0  # weighted tokens that a tenant may save up, and lead by and still have deadlines heeded
+    )
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
+
+
+def line_rules(settings: SchedulerSettings) -> LineRules:
+    """The engine's own form of the settings; weights are of the names' digests."""
+    weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
+    return LineRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
+
+
+class Shares:
+    """The counters of one engine. Both of its lines share them. A counter never falls."""
+
+    def __init__(self, rules: LineRules) -> None:
+        self.rules = rules
+        self.num_waiting: Counter[str] = Counter()  # sequences in line, by tenant
+        self.computed_tokens: dict[str, int] = dict.fromkeys(rules.tenant_weights, 0)
+        self.other_tokens = 0  # computed for tenants without a figure of their own
+        self._counters: dict[str, float] = {}
+        self._credits: dict[str, float] = {}  # paid for and not computed: the next tokens are paid from it
+        self._idle: dict[str, None] = {}  # tenants that have nothing in line, who left first comes first
+        self._least: list[tuple[float, str]] = []  # of who is in line; a heap that is corrected when it is looked at
+        self._in_least: set[str] = set()
+        self._last_left = ""
+        self._level = 0.0  # the highest that the least counter in line has been
+
+    # ---- in line
+
+    def joined(self, tenant: str) -> None:
+        """One more of its sequences is in line. A tenant that had none is lifted: it has saved up `credit_tokens` at most."""
+        if not self.num_waiting[tenant]:
+            self._counters[tenant] = max(self.counter(tenant), self.level() - self.rules.credit_tokens, 0.0)
+            self._idle.pop(tenant, None)
+            if tenant not in self._in_least:  # an older entry is too low, and corrected when it comes up
+                self._in_least.add(tenant)
+                heapq.heappush(self._least, (self._counters[tenant], tenant))
+        self.num_waiting[tenant] += 1
+
+    def left(self, tenant: str) -> None:
+        """One of its sequences is in line no more."""
+        self.num_waiting[tenant] -= 1
+        if self.num_waiting[tenant]:
+            return
+        del self.num_waiting[tenant]
+        self._last_left = tenant
+        self._idle[tenant] = None
+        while len(self._idle) > MAX_IDLE:
+            forgotten = next(iter(self._idle))
+            del self._idle[forgotten]
+            self._counters.pop(forgotten, None)
+            self._credits.pop(forgotten, None)
+
+    def counter(self, tenant: str) -> float:
+        """Weighted tokens that it was served, divided by its weight, or what it was lifted to."""
+        return self._counters.get(tenant, 0.0)
+
+    def turn(self, tenant: str) -> float:
+        """By what tenants are ordered, least first: the counter in steps, so that who is served about alike comes first come first served."""
+        quantum = self.rules.credit_tokens / TURNS_IN_CREDIT
+        return self.counter(tenant) // quantum if quantum else self.counter(tenant)
+
+    def level(self) -> float:
+        """How much tenants have been served that always had something in line: the highest that the least counter has been.
+
+        Not the least itself: newcomers with savings would lower it, each for the next, and come before one another.
+        """
+        self._level = max(self._level, self._least_in_line())
+        return self._level
+
+    def _least_in_line(self) -> float:
+        """With nobody in line, that of who left last."""
+        least = self._least
+        while least:
+            seen, tenant = least[0]
+            if not self.num_waiting[tenant]:
+                heapq.heappop(least)
+                self._in_least.remove(tenant)
+            elif seen < (now := self._counters[tenant]):
+                heapq.heapreplace(least, (now, tenant))
+            else:
+                return seen
+        return self.counter(self._last_left)
+
+    def lead(self, tenant: str) -> float:
+        """How far it is ahead of the level."""
+        return self.counter(tenant) - self.level()
+
+    # ---- what is paid
+
+    def admit(self, seq: Sequence) -> None:
+        """Pay for all that is to be computed of it: else one tenant could take every seat of a step.
+
+        What was cached is free: it costs no step's time. What was paid for before a pre-emption is not paid again.
+        """
+        seq.num_paid = max(seq.num_paid, seq.num_cached)
+        self._charge(seq.request.tenant, self._price(seq, seq.num_paid, seq.num_tokens))
+        seq.num_charged = max(seq.num_paid, seq.num_tokens)
+
+    def advance(self, seq: Sequence) -> None:
+        """Pay for what was computed beyond that: its output."""
+        if seq.num_computed > seq.num_charged:
+            self._charge(seq.request.tenant, self._price(seq, seq.num_charged, seq.num_computed))
+            seq.num_charged = seq.num_computed
+
+    def serve(self, num_outputs: Mapping[str, int]) -> None:
+        """Pay for these output tokens, by tenant, which were computed and are noted in their sequences' `num_charged`."""
+        for tenant, count in num_outputs.items():
+            self._charge(tenant, self.rules.output_weight * count)
+            self.computed(tenant, count)
+
+    def give_back(self, seq: Sequence) -> None:
+        """It leaves the batch: what was paid ahead and not computed is to its tenant's credit."""
+        seq.num_paid = max(seq.num_paid, min(seq.num_computed, seq.num_charged))
+        if seq.num_charged > seq.num_paid:
+            tenant = seq.request.tenant
+            credit = self._price(seq, seq.num_paid, seq.num_charged)
+            if tenant in self._counters:
+                self._credits[tenant] = self._credits.get(tenant, 0.0) + credit
+            seq.num_charged = seq.num_paid
+
+    def _price(self, seq: Sequence, start: int, end: int) -> float:
+        """Of its tokens start .. end - 1. Output that came with the request, from another worker, counts as prompt."""
+        num_given = max(0, min(end, seq.num_given) - start)
+        return num_given + self.rules.output_weight * max(0, end - start - num_given)
+
+    def _charge(self, tenant: str, price: float) -> None:
+        credit = self._credits.pop(tenant, 0.0)
+        if credit > price:
+            self._credits[tenant] = credit - price
+            return
+        weight = self.rules.tenant_weights.get(tenant, 1.0)
+        self._counters[tenant] = self.counter(tenant) + (price - credit) / weight
+        if not self.num_waiting.get(tenant):
+            self._idle.setdefault(tenant)
+
+    def most_waiting(self, newcomer: str) -> str | None:
+        """Who takes the most places in line, for its weight; None: not two more than `newcomer` would take."""
+        largest = max(self.num_waiting, key=self._places_taken, default=newcomer)
+        return largest if self._places_taken(largest) >= self._places_taken(newcomer, 2) else None
+
+    def _places_taken(self, tenant: str, num_more: int = 0) -> float:
+        return (self.num_waiting[tenant] + num_more) / self.rules.tenant_weights.get(tenant, 1.0)
+
+    # ---- what others may know
+
+    def computed(self, tenant: str, num_tokens: int) -> None:
+        """Count what was computed, again after a pre-emption, too. Of bounded size: late comers are counted together."""
+        if tenant in self.computed_tokens or len(self.computed_tokens) < MAX_NAMED + len(self.rules.tenant_weights):
+            self.computed_tokens[tenant] = self.computed_tokens.get(tenant, 0) + num_tokens
+        else:
+            self.other_tokens += num_tokens

@@ -1,0 +1,185 @@
+"""One sequence in one engine: its tokens, its blocks, and the states that it may be in. Pure."""
+
+import enum
+import math
+from array import array
+from dataclasses import dataclass, field
+
+from kvrelay.engine.groups.beam import BeamSearch, Candidates
+from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
+from kvrelay.kvcache.memory.swap import Swapped
+from kvrelay.kvcache.pool.radix import BlockTable
+from kvrelay.kvcache.tiers.loads import Load
+from kvrelay.plane.messages import SequenceRequest, TokenLogprob
+from kvrelay.types import BlockHash, FinishReason
+
+
+class State(enum.StrEnum):
+    WAITING = "waiting"  # in line; holds no blocks
+    RECEIVING = "receiving"  # decode: blocks reserved, KV on its way
+    RUNNING = "running"  # in the batch
+    SWAPPED = "swapped"  # pre-empted; its KV is in host memory, holds no blocks
+    HELD = "held"  # prefill: done; blocks lent to a transfer
+    FINISHED = "finished"  # holds nothing
+
+
+_LEGAL = {
+    State.WAITING: {State.RUNNING, State.RECEIVING, State.FINISHED},
+    State.RECEIVING: {State.RUNNING, State.FINISHED},
+    State.RUNNING: {State.WAITING, State.SWAPPED, State.HELD, State.FINISHED},
+    State.SWAPPED: {State.RUNNING, State.WAITING, State.FINISHED},
+    State.HELD: {State.FINISHED},
+    State.FINISHED: set(),
+}
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request's token stream here. Owned and changed by the scheduler, but for what is marked as the runner's or the engine's.
+
+    `num_computed` tokens have their KV in `blocks`; the rest of `token_ids` is still to compute.
+    """
+
+    request: SequenceRequest
+    block_size: int
+    arrival: int  # order of arrival in this engine
+    hold: bool = False  # keep the blocks after the first token, for a transfer
+    output_limit: int | None = None  # stop here even if the request wants more (a prefill worker: 1)
+    token_ids: list[int] = field(default_factory=list)
+    blocks: BlockTable = field(default_factory=lambda: array("i"))
+    chain: HashChain = field(init=False)  # one hash for every tokens_per_hash tokens
+    num_computed: int = 0
+    num_cached: int = 0  # prompt tokens found in the prefix cache
+    num_hashed_blocks: int = 0  # blocks already offered to the prefix cache
+    is_pinned: bool = field(init=False)  # its prompt's blocks have been, or the request does not ask for it
+    num_held_blocks: int = 0  # decode: prompt blocks that were here before the transfer
+    state: State = State.WAITING
+    finish_reason: FinishReason | None = None
+    stop_token: int | None = None
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    arrived_s: float = 0.0
+    scheduled_s: float | None = None
+    num_chunks: int = 0
+    slot: int = -1  # row in the runner's block table
+    num_tabled_blocks: int = 0  # the runner's: that are in that row
+    num_given: int = field(init=False)  # tokens that came with the request
+    own_until: int = 0  # up to this token, the block that is written next is known to be there, and nobody else's
+    plain_until: int = 0  # the engine's: with fewer tokens, what is not in `stop_ids` is just appended and sent
+    stop_ids: frozenset[int] = frozenset()  # the engine's, while `plain_until` says something
+    has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
+    standing: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
+    late_tokens: int = (
+        0  # uncached ones, when it was put behind those that can still have a first token in time; 0: it is not
+    )
+    num_passed: int = 0  # sequences that were begun while its prompt, which had begun, waited for its turn
+    num_paid: int = 0  # tokens that its tenant need not pay for any more: see shares.py
+    num_charged: int = 0  # tokens that its tenant has paid for, ahead too
+    load: Load | None = None  # blocks that are being brought up from below the pool, or back
+    num_loaded_blocks: int = 0  # of its prompt, brought up so
+    swapped: Swapped | None = None  # its KV while it is SWAPPED
+    prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
+    drafter: object = None  # where its drafts come from: see speculation_steps.py
+    group: "Group | None" = None  # whose leader or member it is
+    choice: int = 0  # a member's; of a beam search, its rank
+    _block_chain: HashChain = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.token_ids = self.request.token_ids.copy()
+        self.num_given = len(self.token_ids)
+        self.is_pinned = self.request.hints.pin_s <= 0 or not self.request.hints.keep
+        self.chain = HashChain(root_hash(self.request.salt), self.request.block_hashes)
+        self._block_chain = self.chain if self.hash_step == self.block_size else HashChain(self.chain.root)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def deadline_s(self) -> float:
+        """When its first token is to be there, by the clock of `arrived_s`; infinite: no matter when."""
+        limit_s = self.request.deadline_s
+        return math.inf if limit_s is None else self.arrived_s + limit_s
+
+    @property
+    def stream_id(self) -> str:
+        """The request that its tokens are for."""
+        return self.request.request_id if self.group is None else self.group.request.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def max_output(self) -> int:
+        limit = self.request.sampling.max_tokens
+        if self.output_limit is None:
+            return limit
+        return min(limit, self.request.num_output_tokens + self.output_limit)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks needed to hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    @property
+    def hash_step(self) -> int:
+        """Tokens that one hash of `chain` is for."""
+        return self.request.tokens_per_hash or self.block_size
+
+    def block_chain(self) -> HashChain:
+        """The names of all full blocks, extended as the output grows: of the chain, those hashes that end a block."""
+        step, chain, names = self.hash_step, self.chain, self._block_chain
+        if len(chain) < self.num_tokens // step:
+            chain.extend(pack_tokens(self.token_ids, len(chain) * step), step)
+        stride = self.block_size // step
+        if stride > 1:
+            for index in range(len(names) * stride + stride - 1, len(chain), stride):
+                names.data += chain.data[index * HASH_BYTES : (index + 1) * HASH_BYTES]
+        return names
+
+    def full_hashes(self) -> list[BlockHash]:
+        """`block_chain` as a list."""
+        return self.block_chain().hashes()
+
+    def move_to(self, state: State) -> None:
+        """Change state; an illegal change is our own bug."""
+        assert state in _LEGAL[self.state], f"{self.request_id}: {self.state} -> {state}"
+        self.state = state
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Sequences that go on from one prompt. The leader computes it; then the members share its blocks and the leader is gone.
+
+    A group that is pre-empted becomes a leader again; `outputs` is then what its members had said.
+    """
+
+    request: SequenceRequest
+    leader: Sequence | None
+    search: BeamSearch | None = None
+    members: list[Sequence] = field(default_factory=list)  # those that have not ended
+    outputs: dict[int, list[int]] = field(default_factory=dict)  # while there is a leader: of each live choice
+    num_paid: dict[int, int] = field(default_factory=dict)  # tokens of each of them that are paid for
+    candidates: dict[int, Candidates] = field(default_factory=dict)  # of beams that wait for the others, by rank
+    unwanted: set[int] = field(default_factory=set)  # choices that nobody waits for any more
+    num_forks: int = 0
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that will run when the leader has parted; on a prefill worker it never does."""
+        return len(self.outputs) if self.leader is not None and self.leader.output_limit is None else 1
+
+    def blocks_to_part(self) -> int:
+        """Blocks that the members will need at once, beside the leader's."""
+        assert self.leader is not None
+        blocks_for, prompt = self.leader.blocks_for, self.request.num_prompt_tokens
+        return sum(blocks_for(prompt + len(tokens) + 1) for tokens in self.outputs.values()) - self.num_seats * (
+            prompt // self.leader.block_size
+        )

@@ -1,0 +1,298 @@
+"""A line of sequences that wait for their turn: who is next. Pure.
+
+The order: who was begun and pre-empted, then deadlines, then tenants by what they were served, first come first served within a
+tenant, but who is late (see `put_behind`) behind those who are not; all that within a class of priority, lower numbers first. So that nobody is starved by any mix of these, every
+`oldest_every`-th admission is whoever came first: with E sequences before it in line when it comes, a sequence is
+admitted after at most `oldest_every` x (E + 1) admissions.
+"""
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kvrelay.engine.scheduling.fair_share import TURNS_IN_CREDIT, Shares
+from kvrelay.engine.scheduling.sequence import Sequence
+
+StandsBack = Callable[[Sequence], bool]
+MOST_AMENDS = 15.0
+"""Of an average one's tokens, that one who is late makes amends for at most."""
+_BEHIND = 1 << 50
+"""More than anybody's arrival."""
+
+
+@dataclass(slots=True, eq=False)
+class _Place:
+    """Where a sequence stands. A new one each time it gets in line, so that entries of old ones are void."""
+
+    seq: Sequence
+    ticket: int
+    is_live: bool = True
+
+
+class _Heap:
+    """Places by a key, least first. Void entries are dropped when they come up, and swept when they are most of it."""
+
+    __slots__ = ("_entries",)
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[float, int, _Place]] = []
+
+    def push(self, key: float, place: _Place, num_live: int) -> None:
+        heapq.heappush(self._entries, (key, place.ticket, place))
+        if len(self._entries) > 64 + 2 * num_live:
+            self._entries = [entry for entry in self._entries if entry[2].is_live]
+            heapq.heapify(self._entries)
+
+    def first(self) -> _Place | None:
+        entries = self._entries
+        while entries and not entries[0][2].is_live:
+            heapq.heappop(entries)
+        return entries[0][2] if entries else None
+
+    def pop(self) -> _Place:
+        return heapq.heappop(self._entries)[2]
+
+
+class _Class:
+    """Who waits within one class of priority."""
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._begun, self._urgent = _Heap(), _Heap()
+        self._queues: dict[str, _Heap] = {}
+        self._tenants: list[tuple[float, int, str]] = []  # (counter, arrival) as last seen: a heap, one entry a tenant
+
+    def push(self, place: _Place, num_live: int) -> None:
+        if place.seq.has_begun:
+            self._begun.push(place.seq.arrival, place, num_live)
+        elif place.seq.deadline_s < math.inf:
+            self._urgent.push(place.seq.deadline_s, place, num_live)
+        else:
+            self._queue(place, num_live)
+
+    def _queue(self, place: _Place, num_live: int) -> None:
+        tenant = place.seq.request.tenant
+        if (queue := self._queues.get(tenant)) is None:
+            queue = self._queues[tenant] = _Heap()
+            heapq.heappush(self._tenants, (self._shares.turn(tenant), place.seq.arrival, tenant))
+        queue.push(place.seq.arrival + _BEHIND * (place.seq.late_tokens > 0), place, num_live)
+        if len(self._tenants) > 64 + 2 * num_live:
+            self._queues = {name: queue for name, queue in self._queues.items() if queue.first() is not None}
+            self._tenants = [entry for entry in self._tenants if entry[2] in self._queues]
+            heapq.heapify(self._tenants)
+
+    def first(self, num_live: int) -> _Place | None:
+        """Who is next here. A deadline of a tenant that leads by too much counts no longer: it queues with the others."""
+        if (place := self._begun.first()) is not None:
+            return place
+        while (place := self._urgent.first()) is not None:
+            if self._shares.lead(place.seq.request.tenant) <= self._shares.rules.credit_tokens:
+                return place
+            self._queue(self._urgent.pop(), num_live)
+        return self._first_by_share()
+
+    def _first_by_share(self) -> _Place | None:
+        """Counters only grow, and arrivals, so an entry that is right and on top is the least."""
+        tenants = self._tenants
+        while tenants:
+            turn, arrival, tenant = tenants[0]
+            place = self._queues[tenant].first()
+            if place is None:
+                heapq.heappop(tenants)
+                del self._queues[tenant]
+            elif (now := self._shares.turn(tenant)) > turn or place.seq.arrival > arrival:
+                heapq.heapreplace(tenants, (now, place.seq.arrival, tenant))
+            else:
+                return place
+        return None
+
+
+class Line:
+    """Sequences in line, of all classes. Both lines of an engine share the tenants' counters.
+
+    Getting in and leaving cost O(log n), looking who is next O(1), amortised.
+    """
+
+    def __init__(self, shares: Shares) -> None:
+        self._shares = shares
+        self._members: dict[int, Sequence] = {}  # by id(): members of a group came at once
+        self._places: dict[int, _Place] = {}  # of those who do not stand back
+        self._due: dict[int, _Place] = {}  # of those with a deadline, while they are in line
+        self._standing_back: dict[int, Sequence] = {}
+        self._classes: dict[int, _Class] = {}
+        self._oldest, self._deadlines = _Heap(), _Heap()
+        self._tickets = itertools.count()
+        self._since_oldest = 0  # admissions since whoever had come first was admitted, less those owed since
+        self._mean_tokens = 0.0  # of who was admitted
+        self.num_by_priority: Counter[int] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return self._members.get(id(seq)) is seq
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In no order that means anything."""
+        return iter(self._members.values())
+
+    # ---- getting in, and out
+
+    def push(self, seq: Sequence) -> None:
+        """Get in line. Who was begun before (`has_begun`) goes to the front of its class."""
+        assert id(seq) not in self._members
+        if not self._members:
+            self._since_oldest = 0
+        self._members[id(seq)] = seq
+        self._shares.joined(seq.request.tenant)
+        self.num_by_priority[seq.request.priority] += 1
+        self._stand(seq)
+        if not seq.has_begun and seq.deadline_s < math.inf:
+            due = self._due[id(seq)] = _Place(seq, next(self._tickets))
+            self._deadlines.push(seq.deadline_s, due, len(self))
+
+    def _stand(self, seq: Sequence) -> None:
+        place = self._places[id(seq)] = _Place(seq, next(self._tickets))
+        priority = seq.request.priority
+        if (one := self._classes.get(priority)) is None:
+            one = self._classes[priority] = _Class(self._shares)
+        one.push(place, len(self))
+        self._oldest.push(seq.arrival, place, len(self))
+
+    def remove(self, seq: Sequence) -> None:
+        """Leave the line, not admitted."""
+        del self._members[id(seq)]
+        self._standing_back.pop(id(seq), None)
+        for places in (self._places, self._due):
+            if (place := places.pop(id(seq), None)) is not None:
+                place.is_live = False
+        priority = seq.request.priority
+        self.num_by_priority[priority] -= 1
+        if not self.num_by_priority[priority]:
+            del self.num_by_priority[priority]
+        self._shares.left(seq.request.tenant)
+
+    def take(self, seq: Sequence) -> None:
+        """It is admitted."""
+        oldest = self._oldest.first()
+        is_oldest = oldest is not None and oldest.seq is seq
+        self._since_oldest = -self._amends(seq) if is_oldest else self._since_oldest + 1
+        self._mean_tokens += 0.05 * (seq.num_tokens - self._mean_tokens)
+        self.remove(seq)
+
+    def _amends(self, seq: Sequence) -> int:
+        """Admissions that are owed to the others before the oldest's next turn, for one of many tokens that is late in any case."""
+        every = self._shares.rules.oldest_every
+        if not seq.late_tokens or every is None:
+            return 0
+        return int(every * min(max(0.0, seq.late_tokens / max(self._mean_tokens, 1.0) - 1.0), MOST_AMENDS))
+
+    def passed_by(self) -> None:
+        """Somebody in the engine's other line was admitted."""
+        self._since_oldest += 1
+
+    # ---- who is next
+
+    @property
+    def is_oldest_next(self) -> bool:
+        """Whether whoever came first has the next turn, whatever else is said of the others."""
+        every = self._shares.rules.oldest_every
+        return every is not None and self._since_oldest >= every - 1
+
+    def head(self, stands_back: StandsBack | None = None) -> Sequence | None:
+        """Whose turn it is. Who stands back is passed over until `look_again`."""
+        while (place := self._first()) is not None:
+            if stands_back is None or not stands_back(place.seq):
+                return place.seq
+            place.is_live = False
+            del self._places[id(place.seq)]
+            self._standing_back[id(place.seq)] = place.seq
+        return None
+
+    def put_behind(self, seq: Sequence, num_uncached: int) -> None:
+        """It is late in any case: from now on those of its tenant and class that are not go before it."""
+        self._places[id(seq)].is_live = False
+        seq.late_tokens = max(1, num_uncached)
+        self._stand(seq)
+
+    def look_again(self, stands_back: StandsBack) -> None:
+        """Who stands back no longer is in its place again."""
+        for seq in [seq for seq in self._standing_back.values() if not stands_back(seq)]:
+            del self._standing_back[id(seq)]
+            self._stand(seq)
+
+    def _first(self) -> _Place | None:
+        if self.is_oldest_next:
+            return self._oldest.first()
+        for priority in sorted(self._classes):
+            if (place := self._classes[priority].first(len(self))) is not None:
+                return place
+            del self._classes[priority]
+        return None
+
+    def may_pass(self, seq: Sequence) -> bool:
+        """Whether a prompt that has begun may still be passed by those who rank before it: not more than a few times."""
+        every = self._shares.rules.oldest_every
+        return every is None or seq.num_passed < every - 1
+
+    def passes(self, seq: Sequence, begun: Sequence) -> bool:
+        """Whether `seq`, in line, goes before the rest of a prompt that has begun.
+
+        It does if it is of a class before its; or of the same, and it is owed much, or the other one is late and it is not.
+        """
+        priority, _, _, turn, _ = begun.standing
+        mine = self._shares.turn(seq.request.tenant) + TURNS_IN_CREDIT / 2
+        is_in_time = begun.late_tokens > 0 and not seq.late_tokens
+        return seq.request.priority < priority or (seq.request.priority == priority and (mine <= turn or is_in_time))
+
+    def rank(self, seq: Sequence) -> tuple[float, ...]:
+        """Where `seq` stands by the order of a line, this engine's or the other's, or of what runs; the least is first."""
+        if seq.has_begun:
+            return seq.request.priority, 0, 0.0, 0.0, seq.arrival
+        tenant, deadline_s = seq.request.tenant, seq.deadline_s
+        if self._shares.lead(tenant) > self._shares.rules.credit_tokens:
+            deadline_s = math.inf
+        return seq.request.priority, 1, deadline_s, self._shares.turn(tenant), seq.arrival
+
+    # ---- deadlines
+
+    def next_deadline_s(self) -> float:
+        """When the next of those in line is too late, by the clock of `Sequence.arrived_s`; infinite: never."""
+        place = self._deadlines.first()
+        return math.inf if place is None else place.seq.deadline_s
+
+    def late(self, now_s: float) -> list[Sequence]:
+        """Who is in line, was never begun, and should have had its first token by now. They stay in line: see `remove`."""
+        late: list[Sequence] = []
+        while self.next_deadline_s() <= now_s:
+            late.append(self._deadlines.pop().seq)
+        return late
+
+
+def goes_first(line: Line, seq: Sequence, other_line: Line, other: Sequence) -> bool:
+    """Whether the head of one line comes before the head of the other, for room that they both want."""
+    if line.is_oldest_next and other_line.is_oldest_next:
+        return seq.arrival < other.arrival
+    if line.is_oldest_next or other_line.is_oldest_next:
+        return line.is_oldest_next
+    return line.rank(seq) < line.rank(other)
+
+
+def last_of(tenant: str, *lines: Line) -> Sequence | None:
+    """Of a tenant's sequences in line that were never begun, the one of the lowest priority that came last."""
+    own = (seq for line in lines for seq in line if seq.request.tenant == tenant and not seq.has_begun)
+    return max(own, key=lambda seq: (seq.request.priority, seq.arrival), default=None)
+
+
+def victim(running: list[Sequence], for_seq: Sequence) -> Sequence:
+    """Who gives way so that `for_seq`, which runs, too, can go on: of the lowest priority, then the latest arrival.
+
+    Never one of a higher priority than `for_seq`: then it is `for_seq` itself.
+    """
+    return max(
+        (seq for seq in running if seq.request.priority >= for_seq.request.priority),
+        key=lambda seq: (seq.request.priority, seq.arrival),
+    )

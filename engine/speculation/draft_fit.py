@@ -1,0 +1,104 @@
+"""Which draft model goes with a model: one of the same vocabulary, and smaller. Reads files, no weights; imports no torch."""
+
+import json
+import logging
+import math
+from pathlib import Path
+from typing import Any
+
+from kvrelay.config import ModelSettings, Settings
+from kvrelay.engine.checkpoints.checkpoint import Progress, prepare_checkpoint
+from kvrelay.engine.checkpoints.shapes import expected_shapes
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.worker.preflight import scheme_of
+from kvrelay.errors import ConfigError
+from kvrelay.kernels.common.quant_scheme import Scheme
+
+logger = logging.getLogger(__name__)
+
+_KEY = "engine.draft_model"
+_BITS = {"none": 16, "int8": 8, "int4": 4}
+
+
+def prepare_draft_model(settings: Settings, folder: Path, progress: Progress | None = None) -> Path | None:
+    """The folder of the draft model that goes with the model in `folder`; None: none is to draft.
+
+    Raises:
+        ModelNotFound, CheckpointCorrupt, UnsupportedModel: as for a model.
+        ConfigError: it has another vocabulary.
+    """
+    source = settings.engine.draft_source
+    if source is None:
+        return None
+    own = prepare_checkpoint(ModelSettings(source=source, cache_dir=settings.model.cache_dir), progress)
+    check_vocabulary(folder, own)
+    return own
+
+
+def check_vocabulary(folder: Path, draft_folder: Path) -> None:
+    """Raises ConfigError unless both models' ordinary tokens are the same; special ones, and padding, may differ."""
+    ours, theirs = _vocabulary(folder), _vocabulary(draft_folder)
+    if ours is None or theirs is None:
+        sizes = [ModelSpec.from_folder(one).vocab_size for one in (folder, draft_folder)]
+        if sizes[0] != sizes[1]:
+            raise ConfigError(f"{_KEY}: a vocabulary of {sizes[1]} tokens, but the model's has {sizes[0]}")
+        return
+    if ours == theirs:
+        return
+    token = min(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
+    raise ConfigError(
+        f"{_KEY}: {draft_folder.name} has another vocabulary than the model: token {token!r} is {_id(theirs, token)} there, and "
+        f"{_id(ours, token)} in the model's; a model of the same family is needed"
+    )
+
+
+def _id(vocabulary: dict[str, int], token: str) -> str:
+    return f"number {vocabulary[token]}" if token in vocabulary else "none"
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Ordinary tokens by their numbers, from tokenizer.json; None: there is none."""
+    file = folder / "tokenizer.json"
+    if not file.exists():
+        return None
+    try:
+        data: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        tokens = data["model"]["vocab"]
+        special = {entry["content"] for entry in data.get("added_tokens") or ()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{file}: this is no tokenizer ({error!r})") from error
+    pairs = tokens.items() if isinstance(tokens, dict) else ((entry[0], index) for index, entry in enumerate(tokens))
+    return {token: index for token, index in pairs if token not in special}
+
+
+def draft_scheme_of(settings: Settings) -> Scheme | None:
+    """How the settings want the draft model's weights quantised."""
+    return scheme_of(settings.model.model_copy(update={"quantization": settings.engine.draft_quantization}))
+
+
+def check_draft_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
+    """Raises ConfigError when its weights are to be quantised and the backend of this name cannot compute with such."""
+    wanted = settings.engine.draft_quantization
+    if wanted != "none" and not quantizes:
+        raise ConfigError(
+            f"engine.draft_quantization: the {backend} backend has no {wanted} weights: choose none, or engine.backend cpu"
+        )
+
+
+def weight_share(folder: Path, draft_folder: Path, settings: Settings) -> float:
+    """Of the bytes of weights that a step of the model reads, what a pass of its draft model reads; a warning if that is more."""
+    sizes = (
+        _num_weights(draft_folder) * _BITS[settings.engine.draft_quantization],
+        _num_weights(folder) * _BITS[settings.model.quantization],
+    )
+    share = sizes[0] / sizes[1]
+    if share >= 1.0:
+        logger.warning("%s: its weights are %.1f times the model's: drafting with it cannot pay", _KEY, share)
+    return share
+
+
+def _num_weights(folder: Path) -> int:
+    """As a decode step reads them: all, but for the rows of an embedding that is no head."""
+    spec = ModelSpec.from_folder(folder)
+    shapes = expected_shapes(spec)
+    return sum(math.prod(shape) for name, shape in shapes.items() if spec.is_tied or name != "embed_tokens.weight")

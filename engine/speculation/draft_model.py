@@ -1,0 +1,207 @@
+"""A small model that guesses what a sequence's next tokens are, with a KV pool of its own. Lives on the engine's thread.
+
+Its KV never travels: on whichever worker a sequence goes on, its text is computed here in chunks when it is first drafted for. A token is
+drawn as the other model would draw it there, with the same random number: where the two agree on the probabilities, they
+agree on the token. Which sequences are worth it is not decided here: see `speculation_model.py`.
+"""
+
+import itertools
+import logging
+import time
+from collections.abc import Callable, Collection
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+
+from kvrelay.config import Settings
+from kvrelay.engine.models.decoder import DecoderModel, load_model
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
+from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.engine.speculation.draft_cache import DraftCache, Shadow
+from kvrelay.engine.speculation.draft_choice import Pass
+from kvrelay.engine.speculation.draft_fit import (
+    check_draft_quantization,
+    draft_scheme_of,
+    prepare_draft_model,
+    weight_share,
+)
+from kvrelay.engine.step.runner import Runner
+from kvrelay.engine.step.sampler import Sampler
+from kvrelay.engine.worker.preflight import num_blocks_for
+from kvrelay.kernels.backend import Backend
+from kvrelay.kvcache.memory.storage import DTYPES, KvStorage
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.types import KvLayout
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DraftConfig:
+    """share: of its weights in the other model's, by bytes. vocab_size: of the other model. The rest: as in EngineConfig."""
+
+    block_size: int
+    kv_memory_bytes: int
+    max_running: int
+    max_model_len: int
+    vocab_size: int
+    share: float = 0.3
+
+
+@dataclass(slots=True)
+class Drafted:
+    """What the model guessed before a step, by the identity of the sequence, and the passes that it took."""
+
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    passes: list[Pass] = field(default_factory=list)
+
+
+class DraftModel:
+    """Drafts for one engine's sequences."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        config: DraftConfig,
+        *,
+        name: str = "",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises ConfigError when the KV memory holds no two blocks."""
+        shape, spec = model.attention_shape, model.spec
+        dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
+        layout = KvLayout(
+            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=shape.kv_layout,
+            is_latent=shape.latent_dim is not None,
+        )  # fmt: skip
+        num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes, key="engine.draft_kv_memory")
+        self.share, self._name = config.share, name
+        self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len)
+        self._clock, self._vocab_size = clock, config.vocab_size
+        self._storage = KvStorage(replace(layout, num_blocks=num_blocks), backend.device)
+        self._runner = Runner(
+            model, backend, self._storage.layers,
+            block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
+        )  # fmt: skip
+        self._sampler = Sampler(backend, ())
+        self.num_blocks = num_blocks
+        pool = BlockPool(num_blocks, block_size=config.block_size)
+        self.cache = DraftCache(pool, vocab_size=spec.vocab_size, forget=self._runner.forget)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.cache.pool.counts().used
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of its own pool."""
+        return self._storage.memory.layout.num_bytes
+
+    def describe(self) -> str:
+        return (
+            f"{self._name}: {self.share:.0%} of the model's weights, {self.kv_bytes / (1 << 20):.0f} MiB of KV for "
+            f"{self.num_blocks * self._storage.memory.layout.block_size} tokens"
+        )
+
+    def most_for(self, seq: Sequence) -> int:
+        """Tokens that its context leaves room to draft; 0: the sequence is too long for it, or has tokens that it does not know."""
+        return 0 if self.cache.is_foreign(seq) else max(0, self.max_model_len - seq.num_tokens)
+
+    def num_behind(self, seq: Sequence) -> int:
+        """Tokens of the sequence's text that it must compute before it has drafted one."""
+        return self.cache.num_behind(seq)
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence ended here, or gave its place up."""
+        self.cache.forget(seq)
+
+    def check(self, live: Collection[Sequence]) -> None:
+        """Raise AssertionError unless every block of its pool is accounted for."""
+        self.cache.check(live)
+
+    @torch.inference_mode()
+    def draft(self, wanted: Rows[tuple[Sequence, int]], *, chunk: int) -> Drafted:
+        """Guess so many tokens (1 or more, `most_for` at most) of each of these sequences.
+
+        chunk: most tokens of their texts that are computed first. Who is further behind than that, or finds no blocks, gets none.
+        """
+        drafted = Drafted()
+        ready = self._catch_up(wanted, chunk, drafted)
+        going = ready
+        while going := [(shadow, most) for shadow, most in going if shadow.num_drafted < most]:
+            self._pass([Scheduled(shadow.seq, shadow.seq.num_computed, 1) for shadow, _ in going], drafted)
+        drafted.tokens = {id(shadow.of): shadow.seq.token_ids[shadow.num_sure :] for shadow, _ in ready}
+        return drafted
+
+    def _catch_up(self, wanted: Rows[tuple[Sequence, int]], chunk: int, drafted: Drafted) -> list[tuple[Shadow, int]]:
+        """Compute what is behind, those first that are nearest; (shadow, tokens wanted) of those that have a first guess now."""
+        needed = {seq.request_id for seq, _ in wanted}
+        work: list[Scheduled] = []
+        ready: list[tuple[Shadow, int]] = []
+        for seq, most in sorted(wanted, key=lambda pair: self.num_behind(pair[0])):
+            shadow = self.cache.follow(seq)
+            if shadow is None or chunk <= 0:
+                continue
+            own, take = shadow.seq, min(shadow.num_behind, chunk)
+            is_ready = take == shadow.num_behind
+            if self.cache.grow(shadow, own.num_computed + take + (most - 1 if is_ready else 0), needed):
+                work.append(Scheduled(own, own.num_computed, take))
+                chunk -= take
+                ready += [(shadow, most)] * is_ready
+        if work:
+            self._pass(work, drafted)
+        return ready
+
+    def _pass(self, work: list[Scheduled], drafted: Drafted) -> None:
+        """One pass over the model; who has no token left to compute has one more then."""
+        begin_s = self._clock()
+        singles = [item for item in work if item.num_tokens == 1]
+        plan = StepPlan((*singles, *(item for item in work if item.num_tokens > 1)), len(singles), ())
+        hidden = self._runner.run(plan)
+        ends = itertools.accumulate(item.num_tokens for item in plan.work)
+        last = [(end - 1, item.seq) for end, item in zip(ends, plan.work, strict=True) if item.samples]
+        if last:
+            rows, seqs = [row for row, _ in last], [seq for _, seq in last]
+            logits = self._runner.logits(hidden, rows)
+            if logits.shape[1] > self._vocab_size:  # padded otherwise than the other model's
+                logits = logits[:, : self._vocab_size].contiguous()
+            tokens, _ = self._sampler.sample(logits, seqs)
+        for item in plan.work:
+            item.seq.num_computed = item.start + item.num_tokens
+        if last:
+            for seq, token in zip(seqs, tokens, strict=True):
+                seq.token_ids.append(token)
+        drafted.passes.append(Pass(len(work), plan.num_tokens, self._clock() - begin_s))
+
+
+def make_draft_model(settings: Settings, folder: Path, backend: Backend) -> DraftModel | None:
+    """The draft model that goes with the model in `folder`, by a decode worker's own settings; None: none is to draft.
+
+    Raises:
+        ModelError: it is not there, or no model that we have parts for.
+        ConfigError: it does not go with the model or the backend.
+    """
+    draft_folder = prepare_draft_model(settings, folder)
+    if draft_folder is None:
+        return None
+    check_draft_quantization(backend.name, settings, quantizes=backend.quantizes)
+    engine, spec = settings.engine, ModelSpec.from_folder(folder)
+    config = DraftConfig(
+        block_size=engine.block_size,
+        kv_memory_bytes=engine.draft_kv_bytes,
+        max_running=engine.max_running,
+        max_model_len=min(spec.max_position, settings.model.max_model_len or spec.max_position),
+        vocab_size=spec.vocab_size,
+        share=weight_share(folder, draft_folder, settings),
+    )
+    model = load_model(
+        draft_folder, backend, DTYPES[settings.model.compute_dtype], block_size=engine.block_size, kv_layout=engine.kv_layout,
+        quantization=draft_scheme_of(settings),
+    )  # fmt: skip
+    drafts = DraftModel(model, backend, config, name=draft_folder.name)
+    logger.info("draft model %s", drafts.describe())
+    return drafts

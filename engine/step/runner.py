@@ -1,0 +1,267 @@
+"""Runs a step plan on the model: metadata tensors in, logits out. Decides nothing."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.engine.models.decoder import DecoderModel
+from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
+from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.kernels.asynchronous import AsyncBackend, Feed
+from kvrelay.kernels.backend import AttentionBatch, Backend
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.cpu.graphs import DecodeGraphs as CpuDecodeGraphs
+
+if TYPE_CHECKING:
+    from kvrelay.kernels.cuda.graph_pieces import StepPieces
+    from kvrelay.kernels.cuda.graphs import DecodeGraphs as CudaDecodeGraphs
+    from kvrelay.kernels.cuda.plan import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Last tokens of some sequences that only the device knows. rows: of `tokens`, by the sequence's id()."""
+
+    tokens: Tensor
+    rows: dict[int, int]
+
+
+class Runner:
+    """One model on one device, with the block tables of the sequences that it is running."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        backend: Backend,
+        kv_layers: Rows[Tensor],
+        *,
+        block_size: int,
+        max_running: int,
+        max_blocks: int,
+        max_tokens: int = 512,
+    ) -> None:
+        self._model, self._backend, self._kv_layers = model, backend, kv_layers
+        self._ahead = backend if isinstance(backend, AsyncBackend) else None
+        self._block_size = block_size
+        self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
+        self._each = np.arange(max_running + 1, dtype=np.int32)  # nobody writes into it
+        self._free_slots = list(range(max_running - 1, -1, -1))
+        self._graphs = _decode_graphs(
+            model, backend, block_size=block_size, max_blocks=max_blocks, max_running=max_running
+        )
+        self._pieces = None if self._graphs is None else _step_pieces(model, backend, max_tokens)
+
+    def choose_kernels(self) -> None:
+        """On a GPU, try attention kernels out for this model."""
+        if self._pieces is not None:
+            self._pieces.choose_kernels(_variants(self._model))
+
+    @torch.inference_mode()
+    def warm_up(self) -> None:
+        """On a GPU, choose kernels and capture steps now rather than in the first requests. No block may be in use yet."""
+        self.choose_kernels()
+        if self._pieces is not None:
+            cast("CudaDecodeGraphs", self._graphs).warm_up(self._forward)
+            self._pieces.warm_up(self._forward)
+
+    def forget(self, seq: Sequence) -> None:
+        """Give back the sequence's row of the block table (it ended or was preempted)."""
+        if seq.slot >= 0:
+            self._free_slots.append(seq.slot)
+            seq.slot, seq.num_tabled_blocks = -1, 0
+
+    def _rows(self, work: Rows[Scheduled]) -> list[int]:
+        for item in work:
+            seq = item.seq
+            if seq.num_tabled_blocks != len(seq.blocks):
+                self._table(seq)
+        return [item.seq.slot for item in work]
+
+    def _table(self, seq: Sequence) -> None:
+        """Write the blocks that it has come by into its row, which it has from now on."""
+        if seq.slot < 0:
+            seq.slot = self._free_slots.pop()
+        written, seq.num_tabled_blocks = seq.num_tabled_blocks, len(seq.blocks)
+        self._tables[seq.slot, written : len(seq.blocks)] = seq.blocks[written:]
+
+    def batch(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
+        """Token ids [T] int64 and the attention metadata of a plan."""
+        work = plan.work
+        rows = np.array(self._rows(work), dtype=np.int64)
+        if len(work) == plan.num_single:
+            return self._decode_batch(work, rows)
+        lengths = np.array([item.num_tokens for item in work], dtype=np.int32)
+        starts = np.array([item.start for item in work], dtype=np.int32)
+        contexts = starts + lengths
+        query_starts = np.zeros(len(work) + 1, dtype=np.int32)
+        np.cumsum(lengths, out=query_starts[1:])
+        token_ids, positions = self._tokens(plan, query_starts)
+        owner = np.repeat(rows, lengths)
+        blocks = self._tables[owner, positions // self._block_size].astype(np.int64)
+        slots = blocks * self._block_size + positions % self._block_size
+        width = int(-(-contexts.max() // self._block_size))
+        return torch.from_numpy(token_ids), AttentionBatch(
+            query_starts=torch.from_numpy(query_starts),
+            context_lens=torch.from_numpy(contexts),
+            block_tables=torch.from_numpy(self._tables[rows, :width]),
+            slot_mapping=torch.from_numpy(slots),
+            positions=torch.from_numpy(positions),
+            num_decode=plan.num_single,
+            max_query_len=int(lengths.max()),
+            max_context_len=int(contexts.max()),
+        )
+
+    def _decode_batch(self, work: Rows[Scheduled], rows: np.ndarray) -> tuple[Tensor, AttentionBatch]:
+        """`batch` of sequences with one token each; rows: theirs in the block tables."""
+        token_ids = np.array([item.seq.token_ids[item.start] for item in work], dtype=np.int64)
+        positions = np.array([item.start for item in work], dtype=np.int64)
+        contexts = (positions + 1).astype(np.int32)
+        longest = int(contexts.max())
+        in_block, offsets = np.divmod(positions, self._block_size)
+        tables = self._tables[rows, : -(-longest // self._block_size)]
+        slots = tables[self._each[: len(work)], in_block].astype(np.int64) * self._block_size + offsets
+        return torch.from_numpy(token_ids), AttentionBatch(
+            query_starts=torch.from_numpy(self._each[: len(work) + 1]),
+            context_lens=torch.from_numpy(contexts),
+            block_tables=torch.from_numpy(tables),
+            slot_mapping=torch.from_numpy(slots),
+            positions=torch.from_numpy(positions),
+            num_decode=len(work),
+            max_query_len=1,
+            max_context_len=longest,
+        )
+
+    @staticmethod
+    def _tokens(plan: StepPlan, query_starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        token_ids = np.empty(int(query_starts[-1]), dtype=np.int64)
+        positions = np.empty(int(query_starts[-1]), dtype=np.int64)
+        end = plan.num_single
+        singles = plan.work[:end]
+        token_ids[:end] = [item.seq.token_ids[item.start] for item in singles]
+        positions[:end] = [item.start for item in singles]
+        for item in plan.work[end:]:
+            begin, end = end, end + item.num_tokens
+            known = end - len(item.drafts)
+            token_ids[begin:known] = item.seq.token_ids[item.start : item.start + known - begin]
+            token_ids[known:end] = item.drafts
+            positions[begin:end] = np.arange(item.start, item.start + item.num_tokens)
+        return token_ids, positions
+
+    @torch.inference_mode()
+    def run(
+        self,
+        plan: StepPlan,
+        on_layer: Callable[[int], None] | None = None,
+        before_layer: Callable[[int], None] | None = None,
+        drawn: Drawn | None = None,
+    ) -> Tensor:
+        """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. drawn: tokens not known here.
+
+        `before_layer` may wait for KV of that layer that is still on its way, `on_layer` hears when a layer is done.
+        """
+        if before_layer is not None:
+            before_layer(0)
+            on_layer = _then(on_layer, before_layer, len(self._kv_layers))
+        token_ids, batch = self.batch(plan)
+        if self._ahead is not None:
+            token_ids = self._ahead.place(token_ids, None if drawn is None else _feed(plan, drawn))
+        if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
+            self._graphs.reset()
+            if self._pieces is not None:
+                self._pieces.reset()
+        if self._graphs is not None and on_layer is None and self._graphs.fits(batch):
+            return self._graphs.run(token_ids, batch, self._forward)
+        if self._pieces is not None and self._pieces.fits(batch):
+            return self._pieces.run(token_ids, batch, self._forward, on_layer)
+        attention_plan = self._backend.plan(batch, self._model.attention_shape)
+        return self._model.forward(token_ids.to(self._backend.device), batch, attention_plan, self._kv_layers, on_layer)
+
+    def _forward(self, token_ids: Tensor, batch: AttentionBatch, attention_plan: Any) -> Tensor:
+        return self._model.forward(token_ids, batch, attention_plan, self._kv_layers, None)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
+        """Float32 logits [R, vocab] of some rows of the step's hidden states."""
+        if len(rows) == hidden.shape[0]:
+            known = self._graphs.logits_of(hidden) if isinstance(self._graphs, CpuDecodeGraphs) else None
+            return self._model.logits(hidden) if known is None else known
+        return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
+
+
+def _feed(plan: StepPlan, drawn: Drawn) -> Feed:
+    """Whose last token is not known lacks no other one, and comes first in the step."""
+    sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
+    rows = [drawn.rows.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
+    sources[: plan.num_single] = torch.tensor(rows, dtype=torch.int64)
+    return Feed(sources, drawn.tokens)
+
+
+def _then(
+    on_layer: Callable[[int], None] | None, before_layer: Callable[[int], None], num_layers: int
+) -> Callable[[int], None]:
+    """Both, at the seam between two layers."""
+
+    def at_seam(layer: int) -> None:
+        if on_layer is not None:
+            on_layer(layer)
+        if layer + 1 < num_layers:
+            before_layer(layer + 1)
+
+    return at_seam
+
+
+def _decode_graphs(
+    model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int, max_running: int
+) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
+    """The decode step captured once and replayed, where the backend can. Unverified on a GPU.
+
+    FlashInfer plans latent attention by another wrapper. Experts chosen on a GPU are captured where their products are
+    grouped: another way waits for the device.
+    """
+    if model.spec.latent is not None:
+        return None
+    if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
+        return CpuDecodeGraphs(native, model.attention_shape, max_blocks=max_blocks, head=model.logits)
+    if backend.name != "cuda":
+        return None
+    from kvrelay.kernels.cuda import backend as cuda
+    from kvrelay.kernels.cuda import graphs as cuda_graphs
+    from kvrelay.kernels.cuda.experts import has_grouped_products
+
+    assert isinstance(backend, cuda.CudaBackend)
+    spec = model.spec
+    if spec.experts is not None and not has_grouped_products(
+        backend.device, model.dtype, spec.hidden_size, spec.experts.ffn_size
+    ):
+        return None
+    model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
+    num_layers = sum(window is None for window in model.spec.layer_windows)
+    return cuda_graphs.DecodeGraphs(
+        backend,
+        model.attention_shape,
+        max_blocks=max_blocks,
+        sizes=cuda_graphs.ladder(max_running),
+        num_layers=num_layers,
+    )
+
+
+def _step_pieces(model: DecoderModel, backend: Backend, max_tokens: int) -> "StepPieces | None":
+    """Steps with prompts captured in pieces, on a GPU, of models whose decode steps are captured. Unverified on a GPU."""
+    if backend.name != "cuda":
+        return None
+    from kvrelay.kernels.cuda import backend as cuda
+    from kvrelay.kernels.cuda import graph_pieces as cuda_pieces
+
+    assert isinstance(backend, cuda.CudaBackend)
+    return cuda_pieces.StepPieces(backend, model.attention_shape, sizes=cuda_pieces.sizes_up_to(max_tokens))
+
+
+def _variants(model: DecoderModel) -> "set[Variant]":
+    """Which attention the layers ask for."""
+    spec = model.spec
+    return {(spec.query_scale, window, spec.attention_softcap) for window in spec.layer_windows}

@@ -1,0 +1,220 @@
+"""From logits to tokens: penalties, bias, the draw, log-probabilities.
+
+Random numbers are stateless: token i of an output depends on (seed, i) alone, so a stream can be
+continued on any worker and a batch's other rows do not matter.
+"""
+
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.kernels.asynchronous import AsyncBackend
+from kvrelay.kernels.backend import Backend, SamplingBatch
+from kvrelay.kernels.common.logit_changes import LogitChanges
+from kvrelay.kernels.common.logprobs import LogProbabilities, packed_log_probabilities, unpacked
+from kvrelay.kernels.common.sampling_search import to_device
+from kvrelay.plane.messages import Sampling, TokenLogprob
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_FEW = 16  # rows; for less of them numpy is slower than Python
+
+
+def uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) for one output position. Source: splitmix64 (Steele et al., OOPSLA 2014)."""
+    z = (seed + _GOLDEN * (position + 1)) & _MASK64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return ((z ^ (z >> 31)) >> 11) / (1 << 53)
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """`uniform` of many: seeds and positions [R] uint64, float64 out. Sums and products wrap."""
+    z = seeds + np.uint64(_GOLDEN) * (positions + np.uint64(1))
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    drawn: np.ndarray = ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) / float(1 << 53)
+    return drawn
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What these requests ask for, which is the same in every step of a batch.
+
+    random, changed, told: rows that draw, whose logits are changed first, and that want log-probabilities.
+    short: rows that must not end early, each with the ids that would end it.
+    tokens_alone: nothing but the tokens is wanted, and which tokens came before does not matter to any row.
+    """
+
+    params: list[Sampling]
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: np.ndarray
+    random: list[int]
+    changed: list[int]
+    short: list[tuple[int, np.ndarray]]
+    told: list[int]
+    tokens_alone: bool
+
+
+def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
+    return _Batch(
+        params=params,
+        temperature=torch.tensor([p.temperature for p in params], dtype=torch.float32),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int64),
+        top_p=torch.tensor([p.top_p for p in params], dtype=torch.float32),
+        min_p=torch.tensor([p.min_p for p in params], dtype=torch.float32),
+        seeds=np.array([p.seed & _MASK64 for p in params if p.temperature > 0], dtype=np.uint64),
+        random=[row for row, p in enumerate(params) if p.temperature > 0],
+        changed=[row for row, p in enumerate(params) if _changes_every_row(p)],
+        short=[(row, _ends(p, eos_ids)) for row, p in enumerate(params) if p.min_tokens > 0],
+        told=[row for row, p in enumerate(params) if p.logprobs is not None],
+        tokens_alone=not any(p.logprobs is not None or p.has_penalties for p in params),
+    )
+
+
+def _changes_every_row(p: Sampling) -> bool:
+    return p.has_penalties or bool(p.logit_bias)
+
+
+def _ends(p: Sampling, eos_ids: tuple[int, ...]) -> np.ndarray:
+    return np.unique(np.array([*p.stop_token_ids, *eos_ids], dtype=np.int64))
+
+
+class Sampler:
+    """Draws one token for each of a step's finished rows."""
+
+    def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
+        self._backend, self._eos_ids = backend, eos_ids
+        self._is_immediate = not isinstance(backend, AsyncBackend)
+        self._last = _batch_of([], eos_ids)  # for the next step, which most often has the same rows
+
+    def sample(
+        self, logits: Tensor, seqs: Rows[Sequence], ahead: Rows[int] | None = None
+    ) -> tuple[list[int], list[TokenLogprob | None]]:
+        """One token for each row of float32 logits [R, vocab], and its log-probabilities if asked for.
+
+        ahead: [R], drafted tokens between the sequence's last one and the row's; None: nowhere any.
+        Log-probabilities are those of the model, before penalties and temperature.
+        """
+        batch = self._batch(seqs, ahead)
+        if self._is_immediate and not self._last.changed and logits.device.type == "cpu":
+            tokens = self._draw_without(self._bans(seqs), logits, batch)
+        else:
+            tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+        if not self._last.told:
+            return tokens.tolist(), [None] * len(seqs)
+        return self._with_logprobs(logits, tokens)
+
+    def wants_tokens_alone(self, seqs: Rows[Sequence]) -> bool:
+        """Whether `draw` will do for these rows."""
+        self._note(seqs)
+        return self._last.tokens_alone
+
+    def draw(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+        """As `sample`, of rows that want tokens alone: [R] int64, left on the device."""
+        batch = self._batch(seqs)
+        return self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
+
+    def _note(self, seqs: Rows[Sequence]) -> None:
+        params = [seq.request.sampling for seq in seqs]
+        if params != self._last.params:  # the very same objects in most steps: quickly seen
+            self._last = _batch_of(params, self._eos_ids)
+
+    def _adjusted(self, logits: Tensor, seqs: Rows[Sequence]) -> Tensor:
+        """With bias, penalties and the min_tokens mask."""
+        bans = self._bans(seqs)
+        if not self._last.changed and not bans:
+            return logits
+        changes = LogitChanges(logits.shape[1])
+        for row in self._last.changed:
+            self._note_changes(changes, row, seqs[row])
+        for row, ids in bans:
+            changes.ban(row, ids.tolist())
+        return changes.applied(logits)
+
+    def _bans(self, seqs: Rows[Sequence]) -> list[tuple[int, np.ndarray]]:
+        """What rows must not draw yet."""
+        return [(row, ids) for row, ids in self._last.short if self._needs_mask(seqs[row])]
+
+    def _draw_without(self, bans: list[tuple[int, np.ndarray]], logits: Tensor, batch: SamplingBatch) -> Tensor:
+        """The draw with a few places of the logits banned meanwhile: a copy of all rows would take longer than it."""
+        if not bans:
+            return self._backend.sample_on_device(logits, batch)
+        values = logits.numpy()
+        kept = [values[row, ids] for row, ids in bans]
+        try:
+            for row, ids in bans:
+                values[row, ids] = -np.inf
+            return self._backend.sample_on_device(logits, batch)
+        finally:
+            for (row, ids), numbers in zip(bans, kept, strict=True):
+                values[row, ids] = numbers
+
+    def _batch(self, seqs: Rows[Sequence], ahead: Rows[int] | None = None) -> SamplingBatch:
+        self._note(seqs)
+        last = self._last
+        return SamplingBatch(last.temperature, last.top_k, last.top_p, last.min_p, self._draws(seqs, ahead))
+
+    def _draws(self, seqs: Rows[Sequence], ahead: Rows[int] | None) -> Tensor:
+        """Each row's random number; 0 for rows that draw none."""
+        last = self._last
+        draws = torch.zeros(len(seqs), dtype=torch.float64)
+        positions = [len(seqs[row].token_ids) - seqs[row].request.num_prompt_tokens for row in last.random]
+        if ahead is not None:
+            positions = [position + ahead[row] for position, row in zip(positions, last.random, strict=True)]
+        if len(positions) < _FEW:
+            for row, position in zip(last.random, positions, strict=True):
+                draws[row] = uniform(last.params[row].seed, position)
+            return draws
+        draws.numpy()[last.random] = uniforms(last.seeds, np.array(positions, dtype=np.uint64))
+        return draws
+
+    def _needs_mask(self, seq: Sequence) -> bool:
+        return seq.num_output < seq.request.sampling.min_tokens
+
+    def _note_changes(self, changes: LogitChanges, row: int, seq: Sequence) -> None:
+        p = seq.request.sampling
+        if p.repetition_penalty != 1.0:
+            changes.penalise(row, seq.token_ids, p.repetition_penalty)
+        if seq.num_output and (p.presence_penalty or p.frequency_penalty):
+            output = seq.token_ids[seq.request.num_prompt_tokens :]
+            changes.lower(row, output, p.presence_penalty, p.frequency_penalty)
+        if p.logit_bias:
+            changes.bias(row, p.logit_bias)
+
+    def _with_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[list[int], list[TokenLogprob | None]]:
+        """tokens: [R] on the device. They come to the host together with the log-probabilities that are asked for."""
+        rows = self._last.told
+        counts = [self._last.params[row].logprobs or 0 for row in rows]
+        at = to_device(torch.tensor(rows), raw.device)
+        packed = packed_log_probabilities(raw[at], tokens[at], max(counts))
+        together = torch.cat((tokens.double(), packed.flatten())).cpu()  # ids in float64 are exact
+        drawn: list[int] = together[: len(tokens)].long().tolist()
+        result: list[TokenLogprob | None] = [None] * len(drawn)
+        entries = _entries([drawn[row] for row in rows], counts, unpacked(together[len(tokens) :].view(packed.shape)))
+        for row, entry in zip(rows, entries, strict=True):
+            result[row] = entry
+        return drawn, result
+
+
+def token_logprobs(logits: Tensor, tokens: Rows[int], counts: Rows[int]) -> list[TokenLogprob]:
+    """Log-probability of tokens[r] under row r of float32 logits [R, vocab], and of the counts[r] likeliest."""
+    chosen = to_device(torch.tensor(tokens, dtype=torch.int64), logits.device)
+    packed = packed_log_probabilities(logits, chosen, max(counts, default=0))
+    return _entries(tokens, counts, unpacked(packed.cpu()))
+
+
+def _entries(tokens: Rows[int], counts: Rows[int], found: LogProbabilities) -> list[TokenLogprob]:
+    return [
+        TokenLogprob(token, value, list(zip(row_ids[:count], row_values[:count], strict=True)))
+        for token, value, count, row_ids, row_values in zip(
+            tokens, found.own, counts, found.top_ids, found.top, strict=True
+        )
+    ]

@@ -1,0 +1,63 @@
+"""Whether a model fits the settings, told before anything is loaded. Pure: imports no torch."""
+
+from collections.abc import Sequence
+
+from kvrelay.config import ModelSettings, Settings
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.errors import ConfigError
+from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.types import KvLayout, Role
+
+
+def check_fit(spec: ModelSpec, settings: Settings, role: Role) -> None:
+    """For the workers of one role. Raises ConfigError, naming the key.
+
+    When the wanted context is longer than the model's, or the KV memory holds no two blocks.
+    """
+    own = settings.for_role(role)
+    wanted, engine = own.model.max_model_len, own.engine
+    if wanted is not None and wanted > spec.max_position:
+        raise ConfigError(
+            f"model.max_model_len: {wanted} tokens, but this model's longest context is {spec.max_position}"
+        )
+    if engine.kv_memory_share is not None:
+        return  # the engine looks what is free once the weights are there
+    layout = KvLayout(
+        spec.num_layers, 1, engine.block_size, spec.num_kv_heads, spec.head_dim, own.kv_dtype,
+        is_latent=spec.latent is not None,
+    )  # fmt: skip
+    num_blocks_for(engine.kv_memory_bytes, layout.block_bytes, key=settings.key_of(role, "kv_memory"))
+
+
+def num_blocks_for(budget_bytes: int, block_bytes: int, *, key: str = "engine.kv_memory") -> int:
+    """How many blocks a byte budget holds. Raises ConfigError, naming `key`, when fewer than two."""
+    blocks = budget_bytes // block_bytes
+    if blocks < 2:
+        raise ConfigError(
+            f"{key}: {budget_bytes} bytes hold {blocks} blocks of {block_bytes} bytes; at least 2 are needed"
+        )
+    return blocks
+
+
+def scheme_of(model: ModelSettings) -> Scheme | None:
+    """How the settings want weights quantised."""
+    if model.quantization == "none":
+        return None
+    return Scheme(8 if model.quantization == "int8" else 4, model.quantization_group)
+
+
+def check_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
+    """Raises ConfigError when weights are to be quantised and the backend of this name cannot compute with such."""
+    wanted = settings.model.quantization
+    if wanted != "none" and not quantizes:
+        raise ConfigError(
+            f"model.quantization: the {backend} backend has no {wanted} weights: choose none, or engine.backend cpu"
+        )
+
+
+def check_kv_layout(backend: str, kv_layouts: Sequence[str], settings: Settings, role: Role) -> None:
+    """Raises ConfigError, naming the key, when the backend of this name takes `kv_layouts` but not the role's."""
+    wanted = settings.for_role(role).engine.kv_layout
+    if wanted not in kv_layouts:
+        known, key = " or ".join(kv_layouts), settings.key_of(role, "kv_layout")
+        raise ConfigError(f"{key}: the {backend} backend takes {known}, not {wanted}: choose that, or another backend")

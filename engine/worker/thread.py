@@ -1,0 +1,185 @@
+"""The thread that owns an engine. Everyone else asks it by message and hears from it once per step."""
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import TypeVar
+
+from kvrelay.engine.step.engine import Engine, Reservation, StepResult
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_LOAD_PERIOD_S = 0.05
+_IDLE_S = 1.0  # after so long without work the blocks are counted
+
+
+def _settle(ready: "asyncio.Future[Engine]", outcome: Engine | BaseException) -> None:
+    if ready.done():
+        return
+    if isinstance(outcome, BaseException):
+        ready.set_exception(outcome)
+    else:
+        ready.set_result(outcome)
+
+
+def _sooner(*waits_s: float | None) -> float | None:
+    """None is for ever."""
+    return min((wait_s for wait_s in waits_s if wait_s is not None), default=None)
+
+
+class EngineThread:
+    """Runs `engine.step()` while there is work; sleeps on a condition while there is none.
+
+    Reservations are told by an `on_step` of their own before the step that granted them is computed.
+    Once in each longer rest it checks that every block is accounted for: an engine that has lost one fails.
+
+    `on_step(result)` is called on the event loop, once per step that brought something about. Before it `send(result)` is
+    called on the engine's own thread: what it sends it takes out of `result.outputs`, and where nothing is left of a step
+    the loop need not wake.
+    `on_failure(error)` is called there when the engine raised: the thread has ended then.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], Engine],
+        *,
+        on_step: Callable[[StepResult], None],
+        on_failure: Callable[[BaseException], None],
+        send: Callable[[StepResult], None] | None = None,
+        cores: tuple[int, ...] | None = None,
+    ) -> None:
+        self._build, self._on_step, self._on_failure, self._cores = build, on_step, on_failure, cores
+        self._send = send
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.engine: Engine | None = None
+        self.failed: BaseException | None = None
+
+    async def start(self) -> Engine:
+        """Build the engine on its thread; returns it for reading of constants only."""
+        self._loop = asyncio.get_running_loop()
+        ready: asyncio.Future[Engine] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, args=(ready,), name="engine", daemon=True)
+        self._thread.start()
+        self.engine = await ready
+        return self.engine
+
+    def post(self, action: Callable[[Engine], object]) -> None:
+        """Run `action(engine)` on the engine's thread before the next step; nothing comes back."""
+        self._put(lambda: action(self._require()))
+
+    def call(self, action: Callable[[Engine], T]) -> "asyncio.Future[T]":
+        """Run `action(engine)` on the engine's thread before the next step; its result or error comes back."""
+        outcome: Future[T] = Future()
+
+        def run() -> None:
+            if not outcome.set_running_or_notify_cancel():  # nobody waits any more: nothing may be set
+                return
+            try:
+                outcome.set_result(action(self._require()))
+            except Exception as error:
+                outcome.set_exception(error)
+
+        self._put(run)
+        return asyncio.wrap_future(outcome)
+
+    def _require(self) -> Engine:
+        assert self.engine is not None
+        return self.engine
+
+    def _put(self, action: Callable[[], object]) -> None:
+        with self._wake:
+            self._inbox.append(action)
+            self._wake.notify()
+
+    async def aclose(self) -> None:
+        """End after the step in progress."""
+        thread = self._thread
+        if thread is None:
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(thread.join, 10.0)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread is not None and self._thread.is_alive() and self.failed is None
+
+    # ---- on the thread
+
+    def _run(self, ready: "asyncio.Future[Engine]") -> None:
+        loop = self._loop
+        assert loop is not None
+        try:
+            if self._cores:
+                os.sched_setaffinity(0, self._cores)
+            engine = self._build()
+        except BaseException as error:
+            self.failed = error
+            self._tell(loop, partial(_settle, ready, error))
+            return
+        self.engine = engine
+        self._tell(loop, partial(_settle, ready, engine))
+        try:
+            self._serve(engine, loop)
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self.failed = error
+            self._tell(loop, partial(self._on_failure, error))
+        finally:
+            engine.close()
+
+    def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
+        reported_s, is_stuck, is_checked = 0.0, False, False
+        engine.on_reserved = partial(self._tell_reserved, loop)
+        while True:
+            with self._wake:
+                while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
+                    if not self._wake.wait(_sooner(None if is_checked else _IDLE_S, engine.patience_s())):
+                        break
+                if self._stopping:
+                    return
+                actions = list(self._inbox)
+                self._inbox.clear()
+            is_due = engine.patience_s() == 0.0
+            if not actions and not is_due and (is_stuck or not engine.scheduler.has_work):
+                engine.check()
+                is_checked = True
+                continue
+            is_checked = False
+            for action in actions:
+                action()
+            result = engine.step()
+            is_stuck = result.is_stuck
+            result.reservations = []  # told already
+            if self._send is not None and result.outputs:
+                self._send(result)
+            result.events = engine.drain_events()
+            now_s = time.monotonic()
+            if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
+                result.load, reported_s = engine.load(), now_s
+            news = (result.outputs, result.refused, result.handed_back, result.events, result.load)
+            if any(news):
+                self._tell(loop, partial(self._on_step, result))
+
+    def _tell_reserved(self, loop: asyncio.AbstractEventLoop, reservations: list[Reservation]) -> None:
+        """At once: a prompt waits for it, and the step that follows is none of its business."""
+        self._tell(loop, partial(self._on_step, StepResult(reservations=reservations)))
+
+    @staticmethod
+    def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+        try:
+            loop.call_soon_threadsafe(callback)
+        except RuntimeError:
+            logger.debug("the event loop is closed; nobody listens")

@@ -1,0 +1,79 @@
+"""Penalties, bias and bans of many rows at once: noted row by row on the host, applied by a few device operations.
+
+Each operation names a place of the logits at most once, so that its result does not depend on an order.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.common.sampling_search import to_device
+
+
+class LogitChanges:
+    """What is to be done to logits [R, vocab]: note rows, then apply."""
+
+    def __init__(self, vocab: int) -> None:
+        self._vocab = vocab
+        self._penalised, self._lowered, self._biased, self._banned = _Places(), _Places(), _Places(), _Places()
+
+    def penalise(self, row: int, token_ids: Sequence[int], penalty: float) -> None:
+        """Repetition penalty: logits of these tokens are divided by it, negative ones multiplied."""
+        self._penalised.add(row * self._vocab + np.unique(token_ids), penalty)
+
+    def lower(self, row: int, token_ids: Sequence[int], presence: float, frequency: float) -> None:
+        """Presence and frequency penalties of tokens that came up."""
+        seen, counts = np.unique(token_ids, return_counts=True)
+        self._lowered.add(row * self._vocab + seen, presence + frequency * counts)
+
+    def bias(self, row: int, biases: Mapping[int, float]) -> None:
+        self._biased.add(row * self._vocab + np.fromiter(biases, np.int64), list(biases.values()))
+
+    def ban(self, row: int, token_ids: Collection[int]) -> None:
+        if token_ids:
+            self._banned.add(row * self._vocab + np.unique(list(token_ids)), -np.inf)
+
+    @property
+    def is_empty(self) -> bool:
+        return not any(places.indices for places in (self._penalised, self._lowered, self._biased, self._banned))
+
+    def applied(self, logits: Tensor) -> Tensor:
+        """The changed logits, in a tensor of their own where anything changes. logits: float32 [R, vocab]."""
+        if self.is_empty:
+            return logits
+        changed = logits.clone(memory_format=torch.contiguous_format)
+        flat = changed.view(-1)
+        if self._penalised.indices:
+            at, penalty = self._penalised.on(logits.device)
+            values = flat[at]
+            flat[at] = torch.where(values > 0, values / penalty, values * penalty)
+        if self._lowered.indices:
+            at, amount = self._lowered.on(logits.device)
+            flat[at] -= amount
+        if self._biased.indices:
+            at, amount = self._biased.on(logits.device)
+            flat[at] += amount
+        if self._banned.indices:
+            at, value = self._banned.on(logits.device)
+            flat[at] = value
+        return changed
+
+
+class _Places:
+    """Places of the flattened logits with a number each."""
+
+    def __init__(self) -> None:
+        self.indices: list[np.ndarray] = []
+        self._numbers: list[np.ndarray] = []
+
+    def add(self, indices: np.ndarray, numbers: "float | Sequence[float] | np.ndarray") -> None:
+        self.indices.append(indices.astype(np.int64, copy=False))
+        self._numbers.append(np.broadcast_to(np.asarray(numbers, dtype=np.float32), indices.shape))
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(places int64, numbers float32) on the device."""
+        parts = (np.concatenate(self.indices), np.concatenate(self._numbers))
+        indices, numbers = (to_device(torch.from_numpy(part), device) for part in parts)
+        return indices, numbers

@@ -1,0 +1,128 @@
+"""Weights in groups of 4- or 8-bit integers: the form, its error, and its products in plain torch.
+
+Of an output and a group of inputs, w = scale * q + offset, scale and offset half floats that stand for multiples of a
+power of two of the whole weight. The compiled form is kernels/cpu/compiled_quant.py's; integers are chosen alike in both.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvrelay.kernels.backend import Linear
+from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
+
+_CHUNK_VALUES = 8 << 20  # weights that are quantised at once, so that memory stays small
+_HALF_MOST = 65504.0
+
+
+class HeadByHead:
+    """A product for each head: every row's sums run in one order, which a batched product does not promise."""
+
+    def __init__(self, heads: Sequence[Linear]) -> None:
+        self._heads = tuple(heads)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.empty((*x.shape[:2], self._heads[0].out_features), dtype=x.dtype, device=x.device)
+        for index, head in enumerate(self._heads):
+            out[:, index] = head(x[:, index])
+        return out
+
+
+def unit_of(weight: Tensor) -> float:
+    """The power of two that scales are told in: the largest weight is between 2^14 and 2^15 of it."""
+    most = max(abs(float(x)) for x in weight.aminmax()) if weight.numel() else 0.0
+    return math.ldexp(1.0, max(math.frexp(most)[1], -100) - 15) if most else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """integers [N, groups, group] int8; scales, offsets [N, groups] float32; inputs past `in_features` are padding."""
+
+    integers: Tensor
+    scales: Tensor
+    offsets: Tensor
+    in_features: int
+
+    def restored(self) -> Tensor:
+        """The weight that products see, [N, in_features] float32."""
+        wide = self.integers.float() * self.scales.unsqueeze(-1) + self.offsets.unsqueeze(-1)
+        return wide.flatten(1)[:, : self.in_features]
+
+
+def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
+    """The integers, scales and offsets of a weight [N, K] of any floating type."""
+    unit = unit_of(weight)
+    rows = max(1, _CHUNK_VALUES // max(weight.shape[1], 1))
+    parts = [_quantize_rows(part.float() / unit, scheme) for part in weight.split(rows)]
+    integers, scales, offsets = (torch.cat(column) for column in zip(*parts, strict=True))
+    return QuantizedWeight(integers.to(torch.int8), scales * unit, offsets * unit, weight.shape[1])
+
+
+def _quantize_rows(rows: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
+    """The same search as kernels/cpu/native/quant_pack.c's fit_group, for all groups at once."""
+    groups = F.pad(rows, (0, -rows.shape[1] % scheme.group)).unflatten(1, (-1, scheme.group))
+    if (tail := rows.shape[1] % scheme.group) != 0:
+        groups[:, -1, tail:] = groups[:, -1, :1]
+    low, high = groups.amin(-1), groups.amax(-1)
+    extreme = torch.where(-low > high, low, high)
+    if scheme.bits == 8:
+        return _fit(groups, extreme.abs() / 127, torch.zeros_like(extreme), -127, 127)[:3]
+    best = _fit(groups, (high - low) / 15, low, 0, 15)
+    enough = 1e-12 * groups.square().sum(-1)
+    best = _better(best, _fit(groups, extreme / -8, extreme, 0, 15), enough)
+    for _ in range(2):
+        best = _better(best, _fit(groups, *_regression(groups, best[0], best[1:3]), 0, 15), enough)
+    return best[:3]
+
+
+_Fit = tuple[Tensor, Tensor, Tensor, Tensor]  # integers, scales, offsets, squared errors
+
+
+def _fit(groups: Tensor, scale: Tensor, offset: Tensor, low: int, high: int) -> _Fit:
+    scale, offset = (x.clamp(-_HALF_MOST, _HALF_MOST).half().float().unsqueeze(-1) for x in (scale, offset))
+    inverse = torch.where(scale == 0, 0.0, 1 / scale)
+    q = ((groups - offset) * inverse).clamp(low, high).round()
+    error = (q * scale + offset - groups).square().sum(-1)
+    return q, scale.squeeze(-1), offset.squeeze(-1), error
+
+
+def _better(best: _Fit, other: _Fit, enough: Tensor) -> _Fit:
+    wins = (other[3] < best[3]) & (best[3] > enough)
+    q = torch.where(wins.unsqueeze(-1), other[0], best[0])
+    scale, offset, error = (torch.where(wins, theirs, ours) for ours, theirs in zip(best[1:], other[1:], strict=True))
+    return q, scale, offset, error
+
+
+def _regression(groups: Tensor, q: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Scale and offset that suit the integers best; those of `now` where all integers are equal."""
+    q, values = q.double(), groups.double()
+    mean_q, mean_v = q.mean(-1), values.mean(-1)
+    spread = q.square().sum(-1) - q.shape[-1] * mean_q.square()
+    scale = ((q * values).sum(-1) - q.shape[-1] * mean_q * mean_v) / spread.clamp(min=0.5)
+    offset = mean_v - scale * mean_q
+    flat = spread < 0.5
+    return torch.where(flat, now[0], scale.float()), torch.where(flat, now[1], offset.float())
+
+
+class TorchQuantLinear:
+    """The fallback: restores the whole weight for every product, so it saves memory and no time."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
+        self.out_features = weight.shape[0]
+        self._weight = quantize(weight, scheme)
+        self._bias = None if bias is None else bias.float()
+        off = self._weight.restored().sub_(weight.float())
+        num_groups = self._weight.scales.numel()
+        self.error = WeightError(
+            float(off.double().square().sum()),
+            float(weight.double().square().sum()),
+            weight.numel(),
+            weight.numel() + 4 * num_groups * (2 if scheme.bits == 4 else 1),
+        )
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self._weight.restored(), self._bias).to(x.dtype)

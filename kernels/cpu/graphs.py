@@ -1,0 +1,301 @@
+"""Decode steps of the compiled CPU kernels, recorded once per batch size and replayed with new metadata.
+
+So are those of one sequence that computes a few tokens at once: drafts, or the end of a prompt.
+
+A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of
+the step. As a CUDA graph does, a recording keeps the calls with their addresses and runs them all in one go
+(kernels/cpu/native/replay.c). Whatever computes outside the compiled kernels cannot be recorded: such a model, or a
+machine where another linear kernel won, runs every step as before.
+"""
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.common.cascade import Schedule
+from kvrelay.kernels.cpu.compiled import SIGNATURES, NativeKernels, NativePlan
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 64  # sequences; the interpreter's share of larger steps is small
+MOST_TOKENS = 33  # of one sequence that is alone
+MOST_HEADED = 8  # sequences whose logits belong to the recording; each size has its own memory for them
+Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [T, hidden]
+Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] float32
+
+# As enumerated in replay.c.
+_KERNELS = (
+    "kr_embed",
+    "kr_linear",
+    "kr_rms_norm",
+    "kr_rope",
+    "kr_gate",
+    "kr_store_kv",
+    "kr_attention",
+    "kr_store_kv_as",
+    "kr_quant_linear",
+    "kr_widen",
+    "kr_choose",
+    "kr_experts",
+    "kr_place",
+)
+_ATTENTION = _KERNELS.index("kr_attention")
+_ALIGNMENT = 64  # bytes
+_CALL_WORDS = 26  # a call: its kernel, then up to 25 arguments of 8 bytes
+_MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
+
+
+_ONE_AT_A_TIME = threading.Lock()
+"""Of all engines of this process. Under a TorchDispatchMode torch 2.13 keeps, for each operator, a pointer to the Python object that it
+gets at the operator's first use (getTorchApiFunction), without a reference; where two threads come first together, OpOverloadPacket
+makes that object twice, forgets the one, and its pointer is read for ever after: a crash of the process."""
+
+
+class _Buffers:
+    """Memory for a recording's tensors: used again as soon as nothing views it, never given back."""
+
+    def __init__(self) -> None:
+        self._owned: list[np.ndarray] = []
+        self._free: dict[int, list[np.ndarray]] = {}
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        num_bytes = int(np.prod(shape)) * dtype.itemsize
+        free = self._free.setdefault(num_bytes, [])
+        if not free:
+            memory = np.empty(num_bytes + _ALIGNMENT, dtype=np.uint8)
+            start = -memory.ctypes.data % _ALIGNMENT
+            self._owned.append(memory)
+            free.append(memory[start : start + num_bytes])
+        memory = free.pop()
+        view = memory[:]  # the tensor's storage keeps it, through whatever views of the tensor
+        weakref.finalize(view, free.append, memory)
+        return torch.from_numpy(view).view(dtype).view(tuple(shape))
+
+    def spoil(self) -> None:
+        """Fill everything with NaN."""
+        for memory in self._owned:
+            memory.fill(0xFF)
+
+
+class _Tape:
+    """Stands in for the library of compiled kernels: runs the calls and writes them down."""
+
+    def __init__(self, lib: Any) -> None:
+        self._lib = lib
+        self.calls: list[np.ndarray] = []
+        self.foreign: str | None = None  # something that ran and is not on the tape
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(self._lib, name)
+        if name not in _KERNELS:
+            self.foreign = name
+            return function  # type: ignore[no-any-return]
+
+        def run(*arguments: Any) -> None:
+            self.calls.append(_encode(name, arguments))
+            function(*arguments)
+
+        return run
+
+
+def _encode(name: str, arguments: Sequence[Any]) -> np.ndarray:
+    words = np.zeros(_CALL_WORDS, dtype=np.int64)
+    words[0] = _KERNELS.index(name)
+    for index, (kind, value) in enumerate(zip(SIGNATURES[name][0], arguments, strict=True), start=1):
+        if kind is ctypes.c_float:
+            words[index : index + 1].view(np.float64)[0] = value
+        else:
+            words[index] = 0 if value is None else int(value)
+    return words
+
+
+class _Watch(TorchDispatchMode):
+    """Notices torch operators that compute: only views may happen while a step is recorded."""
+
+    def __init__(self, tape: _Tape) -> None:
+        super().__init__()
+        self._tape = tape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not func.is_view:
+            self._tape.foreign = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
+    """Kernel calls inside go onto the tape, and their results into `buffers`."""
+    lib, empty = kernels.lib, kernels.empty
+    tape = _Tape(lib)
+    kernels.lib, kernels.empty = tape, buffers.empty
+    try:
+        with _ONE_AT_A_TIME, _Watch(tape):
+            yield tape
+    finally:
+        kernels.lib, kernels.empty = lib, empty
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One batch size: its calls, and what they read and write."""
+
+    calls: np.ndarray  # [calls, _CALL_WORDS] int64
+    attention: np.ndarray  # indices of the attention calls
+    token_ids: Tensor
+    batch: AttentionBatch
+    plan: NativePlan
+    hidden: Tensor
+    logits: Tensor | None  # of all rows, where they belong to the recording
+    buffers: _Buffers
+    metadata: tuple[np.ndarray, ...] = ()  # views of token_ids and of the batch's tensors, in the order of `_metadata`
+
+    def refill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
+        """This step's metadata into the buffers that the calls read."""
+        if not self.metadata:
+            self.metadata = _metadata(self.token_ids, self.batch)
+        ids, contexts, slots, positions, tables = self.metadata  # numpy: torch takes microseconds for each of these
+        new_ids, new_contexts, new_slots, new_positions, new_tables = _metadata(token_ids, batch)
+        ids[:], contexts[:], slots[:], positions[:] = new_ids, new_contexts, new_slots, new_positions
+        tables[:, : new_tables.shape[1]] = new_tables
+        self.calls[self.attention, _MAX_CONTEXT_WORD] = batch.max_context_len
+
+    def replay(self, lib: Any) -> None:
+        lib.kr_replay(self.calls.ctypes.data, len(self.calls))
+
+
+def _metadata(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...]:
+    """What changes from step to step, as numpy sees it."""
+    tensors = (token_ids, batch.context_lens, batch.slot_mapping, batch.positions, batch.block_tables)
+    return tuple(tensor.numpy() for tensor in tensors)
+
+
+class DecodeGraphs:
+    """Recordings of one model's decode step. Call it from the engine thread only.
+
+    Args:
+        kernels: whose calls the forward makes.
+        shape: of the model's attention layers.
+        max_blocks: most blocks that one sequence may have.
+        head: the model's; steps of few sequences that decode compute their logits in the recording.
+    """
+
+    def __init__(
+        self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int, head: Head | None = None
+    ) -> None:
+        self._kernels, self._shape, self._max_blocks, self._head = kernels, shape, max_blocks, head
+        self._last: _Graph | None = None  # whose buffers hold the last step's results
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by sequences and tokens
+        self._why_not: str | None = None
+        # one for all sizes, since one replays at a time: what rows share is found anew for every step
+        self._schedule = Schedule(kernels.lib, LARGEST, max_blocks * shape.block_size)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens of the steps recorded so far."""
+        return sorted(tokens for _, tokens in self._graphs)
+
+    @property
+    def why_not(self) -> str | None:
+        """Why nothing is recorded, or None."""
+        return self._why_not
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether the batch is all decode or one sequence alone, not too large, and the model can be recorded."""
+        if self._why_not is not None:
+            return False
+        size = batch.context_lens.shape[0]
+        if size == 1:
+            return batch.max_query_len <= MOST_TOKENS
+        return batch.num_decode == size <= LARGEST and batch.max_query_len == 1
+
+    def reset(self) -> None:
+        """Forget all recordings: something that they read has moved."""
+        self._graphs.clear()
+        self._last = None
+
+    def logits_of(self, hidden: Tensor) -> Tensor | None:
+        """Of all rows of the last run's result, where the recording has computed them. The next run overwrites them."""
+        last = self._last
+        return last.logits if last is not None and last.hidden is hidden else None
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
+        """Hidden states [T, hidden] of a batch that fits; records at the first batch of its size.
+
+        token_ids: [T] int64. The result is overwritten by the next run.
+        """
+        size = batch.context_lens.shape[0], token_ids.shape[0]
+        graph = self._graphs.get(size)
+        if graph is not None:
+            graph.refill(token_ids, batch)
+            self._kernels.share(
+                self._schedule, replace(graph.batch, max_context_len=batch.max_context_len), self._shape
+            )
+            graph.replay(self._kernels.lib)
+            self._last = graph
+            return graph.hidden
+        graph = self._record(token_ids, batch, forward)
+        if self._why_not is None:
+            self._graphs[size] = graph
+        else:
+            logger.info("decode steps are not recorded: %s", self._why_not)
+        return graph.hidden
+
+    def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> _Graph:
+        """Run the step with its calls written down, then replay them over spoilt buffers: the result must be the same."""
+        tables = torch.zeros(batch.context_lens.shape[0], self._max_blocks, dtype=torch.int32)
+        tables[:, : batch.block_tables.shape[1]] = batch.block_tables
+        own = AttentionBatch(
+            query_starts=batch.query_starts.to(torch.int32, copy=True),
+            context_lens=batch.context_lens.to(torch.int32, copy=True),
+            block_tables=tables,
+            slot_mapping=batch.slot_mapping.clone(),
+            positions=batch.positions.clone(),
+            num_decode=batch.num_decode,
+            max_query_len=batch.max_query_len,
+            max_context_len=batch.max_context_len,
+        )
+        plan, ids, buffers = self._kernels.plan(own, self._shape, self._schedule), token_ids.clone(), _Buffers()
+        assert plan.context_lens is own.context_lens and plan.tables is own.block_tables
+        with _recording(self._kernels, buffers) as tape:
+            hidden = forward(ids, own, plan)
+        self._why_not = f"{tape.foreign} is no compiled kernel" if tape.foreign else None
+        logits = self._recorded_head(hidden, buffers, tape) if self._why_not is None and _decodes_few(batch) else None
+        calls = np.stack(tape.calls) if tape.calls else np.zeros((0, _CALL_WORDS), dtype=np.int64)
+        graph = _Graph(calls, np.flatnonzero(calls[:, 0] == _ATTENTION), ids, own, plan, hidden, logits, buffers)
+        if self._why_not is None:
+            results = [tensor for tensor in (hidden, logits) if tensor is not None]
+            first = [tensor.clone() for tensor in results]
+            buffers.spoil()
+            graph.replay(self._kernels.lib)
+            if not all(map(torch.equal, first, results)):
+                self._why_not = "the replay's result differs"
+                hidden.copy_(first[0])
+                graph.logits = None
+        return graph
+
+    def _recorded_head(self, hidden: Tensor, buffers: _Buffers, tape: _Tape) -> Tensor | None:
+        """The logits, their calls put behind the others; None where something else than compiled kernels computes them."""
+        if self._head is None:
+            return None
+        with _recording(self._kernels, buffers) as own:
+            logits = self._head(hidden)
+        if own.foreign is not None:
+            self._head = None
+            return None
+        tape.calls += own.calls
+        return logits
+
+
+def _decodes_few(batch: AttentionBatch) -> bool:
+    return batch.num_decode == batch.context_lens.shape[0] <= MOST_HEADED

@@ -1,0 +1,179 @@
+"""Cascade attention on CUDA: which decode rows read a shared prefix together, and FlashInfer's kernels for it.
+
+UNVERIFIED ON A GPU, as cuda.py is: written against FlashInfer 0.7.2's source and type-checked. `find_groups` and
+`make_levels` are pure. Two levels, as in FlashInfer's MultiLevelCascadeAttentionWrapper: a group's rows attend to their
+shared blocks as if they were one sequence, each row to its own blocks, and the two results are merged by their
+log-sum-exps. That wrapper cannot be told which kernels to take, so its parts are put together here.
+
+A window would be counted from the end of a level, not of the sequence: layers with one do without. Results differ from
+those of the plain wrapper by rounding.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.backend import AttentionShape
+from kvrelay.kernels.cuda.staging import Staging
+
+FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, taken over unmeasured
+WORTH = 7 * FEWEST_TOKENS  # tokens spared in a step: as eight rows with the shortest prefix (vLLM's fewest) do
+EAGER_WORTH_BYTES = 4 << 30  # of KV spared in all layers, for which a captured step is given up; not measured
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Decode rows whose first `num_blocks` blocks are the same, whole, and not all that any of them has."""
+
+    rows: tuple[int, ...]
+    num_blocks: int
+
+    @property
+    def spared_blocks(self) -> int:
+        return (len(self.rows) - 1) * self.num_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """FlashInfer's view of one level, int32 on the CPU: queries qo_indptr[i] : qo_indptr[i+1] attend to blocks
+    indices[kv_indptr[i] : kv_indptr[i+1]], the last of which holds last_page_len[i] tokens.
+    """
+
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """A step's decode rows: `rows`, in groups, in two levels; `alone`, the others. Row numbers int64 on the CPU."""
+
+    rows: Tensor
+    shared: Level
+    unique: Level
+    alone: Tensor
+    alone_level: Level
+    spared_tokens: int
+
+
+def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: int) -> tuple[Group, ...]:
+    """The disjoint groups that spare most, each with a prefix of at least FEWEST_TOKENS; none where all is not WORTH it.
+
+    context_lens: [R]. block_tables: [R, max_blocks] int32, one new token each.
+    """
+    if len(context_lens) < 2:
+        return ()
+    most = (context_lens - 1) // block_size  # a token is left for the unique level
+    keys = np.ascontiguousarray(block_tables, dtype=np.int32)
+    order = sorted(range(len(keys)), key=lambda row: keys[row].tobytes())
+    unlike = keys[order[1:]] != keys[order[:-1]]
+    same = np.where(unlike.any(axis=1), unlike.argmax(axis=1), keys.shape[1])
+    same = np.minimum(same, np.minimum(most[order[1:]], most[order[:-1]]))
+    groups = _best(order, same.tolist(), -(-FEWEST_TOKENS // block_size))
+    return groups if sum(group.spared_blocks for group in groups) * block_size >= WORTH else ()
+
+
+def _best(order: list[int], same: list[int], fewest: int) -> tuple[Group, ...]:
+    """Of sorted rows, same[i] blocks in common between i and i + 1: one group of all, or the best on either side of the
+    shortest of these, whichever spares more.
+    """
+    best: tuple[Group, ...] = ()
+    stack: list[list[int]] = [[]]
+    for index in range(len(order)):  # runs in which every two neighbours share enough
+        stack[-1].append(index)
+        if index < len(same) and same[index] < fewest:
+            stack.append([])
+    for run in stack:
+        best += _best_of_run(order, same, run[0], run[-1] + 1) if len(run) > 1 else ()
+    return best
+
+
+def _best_of_run(order: list[int], same: list[int], begin: int, end: int) -> tuple[Group, ...]:
+    """`_best` of the rows begin .. end - 1, any two of which share enough. Depth: levels of the tree of prefixes."""
+    shortest = min(same[begin : end - 1])
+    whole = (Group(tuple(order[begin:end]), shortest),)
+    parts: tuple[Group, ...] = ()
+    cut = begin
+    for index in range(begin, end):
+        if index == end - 1 or same[index] == shortest:
+            if index > cut:
+                parts += _best_of_run(order, same, cut, index + 1)
+            cut = index + 1
+    return max(whole, parts, key=lambda groups: sum(group.spared_blocks for group in groups))
+
+
+def make_levels(context_lens: Tensor, block_tables: Tensor, block_size: int) -> Levels | None:
+    """What these decode rows share, as FlashInfer is to be told; None where it does not pay."""
+    groups = find_groups(context_lens.numpy(), block_tables.numpy(), block_size)
+    if not groups:
+        return None
+    rows = [row for group in groups for row in group.rows]
+    skipped = torch.tensor([group.num_blocks for group in groups for _ in group.rows])
+    alone = sorted(set(range(context_lens.shape[0])) - set(rows))
+    order = torch.tensor(rows, dtype=torch.int64)
+    others = torch.tensor(alone, dtype=torch.int64)
+    return Levels(
+        rows=order,
+        shared=Level(
+            qo_indptr=_indptr([len(group.rows) for group in groups]),
+            kv_indptr=_indptr([group.num_blocks for group in groups]),
+            indices=torch.cat([block_tables[group.rows[0], : group.num_blocks] for group in groups]).to(torch.int32),
+            last_page_len=torch.full((len(groups),), block_size, dtype=torch.int32),
+        ),
+        unique=_own_level(context_lens[order], block_tables[order], skipped, block_size),
+        alone=others,
+        alone_level=_own_level(context_lens[others], block_tables[others], torch.zeros_like(others), block_size),
+        spared_tokens=sum(group.spared_blocks for group in groups) * block_size,
+    )
+
+
+def _indptr(counts: list[int]) -> Tensor:
+    return torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32)
+
+
+def _own_level(context_lens: Tensor, block_tables: Tensor, skipped: Tensor, block_size: int) -> Level:
+    """One query a row, over its blocks from number skipped[row] on."""
+    counts = (context_lens + block_size - 1) // block_size
+    number = torch.arange(block_tables.shape[1]).unsqueeze(0)
+    own = (number < counts.unsqueeze(1)) & (number >= skipped.unsqueeze(1))
+    return Level(
+        qo_indptr=torch.arange(context_lens.shape[0] + 1, dtype=torch.int32),
+        kv_indptr=_indptr((counts - skipped).tolist()),
+        indices=block_tables[own].to(torch.int32),
+        last_page_len=(context_lens - (counts - 1) * block_size).to(torch.int32),
+    )
+
+
+class CascadeDecode:
+    """The wrappers of one variant: planned anew every step, then run as the plain decode wrapper is."""
+
+    def __init__(self, flashinfer: Any, workspace: Tensor, kv_layout: str, kernels: str) -> None:
+        self._merge = flashinfer.merge_state_in_place
+        make = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+        self._shared, self._unique, self._alone = (make(workspace, kv_layout, backend=kernels) for _ in range(3))
+        self._rows = self._others = torch.empty(0, dtype=torch.int64)
+
+    def plan(self, levels: Levels, shape: AttentionShape, staging: Staging, options: dict[str, Any]) -> None:
+        """options: sm_scale and so on, as both wrappers take them; without a window."""
+        self._rows, self._others = staging.put(levels.rows), staging.put(levels.alone)
+        plans = [(self._shared, levels.shared), (self._unique, levels.unique)]
+        if levels.alone.shape[0]:
+            plans.append((self._alone, levels.alone_level))
+        for wrapper, level in plans:
+            wrapper.plan(
+                level.qo_indptr, level.kv_indptr, level.indices, level.last_page_len, shape.num_heads, shape.num_kv_heads,
+                shape.head_dim, shape.block_size, causal=False, **options,
+            )  # fmt: skip
+
+    def run(self, q: Tensor, kv_cache: Tensor, out: Tensor) -> None:
+        """q, out: [R, heads, head_dim], in the batch's order."""
+        rows = q[self._rows]
+        merged, sums = self._unique.run(rows, kv_cache, return_lse=True)
+        self._merge(merged, sums, *self._shared.run(rows, kv_cache, return_lse=True))
+        out[self._rows] = merged
+        if self._others.shape[0]:
+            out[self._others] = self._alone.run(q[self._others], kv_cache)

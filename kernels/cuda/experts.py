@@ -1,0 +1,92 @@
+"""A layer's experts on a GPU: rows sorted by expert, one grouped product for all experts, nothing that waits for the device.
+
+UNVERIFIED ON A GPU. torch's grouped product is one kernel, and can be captured, for bfloat16 on sm_90 and sm_100; on other
+devices and in other dtypes torch loops over the experts after a copy of their sizes to the host. There a few rows go
+through a batched product over copies of the weights that they need, and more rows through our own loop.
+"""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.common.experts import ExpertLoop, Gate, with_base
+from kvrelay.kernels.common.quant_scheme import WeightError
+from kvrelay.kernels.oracle.reference import ReferenceLinear
+
+_GROUPED_ON = ((9, 0), (10, 0))  # compute capabilities
+_GROUPED_ALIGNMENT = 8  # bf16 numbers in the 16 bytes that rows must be a multiple of
+FEW_ROWS = 32  # whose weights are copied rather than waited for
+# (rows [R, K] sorted by expert, weights [E, N, K], where each expert's rows end [E] int32) -> [R, N]
+Product = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def has_grouped_products(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
+    """Whether torch multiplies rows by experts' weights in one kernel, `sizes` being inputs and outputs."""
+    if device.type != "cuda" or dtype != torch.bfloat16 or any(size % _GROUPED_ALIGNMENT for size in sizes):
+        return False
+    return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) in _GROUPED_ON
+
+
+def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
+    out: Tensor = torch._grouped_mm(rows, weights.transpose(1, 2), offs=ends)
+    return out
+
+
+def sum_sorted(
+    x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, gate: Gate, product: Product
+) -> Tensor:
+    """The weighted sum [T, H], by `product` over rows in the order of their experts; of all shapes, none depends on data."""
+    (num_tokens, k), num_experts = chosen.shape, gate_up.shape[0]
+    by_row = chosen.flatten()
+    order = by_row.argsort(stable=True)
+    numbers = torch.arange(num_experts, device=x.device, dtype=by_row.dtype)
+    ends = torch.searchsorted(by_row[order], numbers, right=True, out_int32=True)
+    made = product(gate(product(x[order // k], gate_up, ends)), down, ends)
+    made = torch.empty_like(made).index_copy_(0, order, made)
+    return _weighted(made, weights, num_tokens, k)
+
+
+def sum_gathered(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
+    """The same by batched products over copies of the weights, one for each row."""
+    (num_tokens, k), by_row = chosen.shape, chosen.flatten()
+    rows = x.repeat_interleave(k, dim=0).unsqueeze(2)
+    acted = gate(torch.bmm(gate_up[by_row], rows).squeeze(2))
+    return _weighted(torch.bmm(down[by_row], acted.unsqueeze(2)).squeeze(2), weights, num_tokens, k)
+
+
+def _weighted(made: Tensor, weights: Tensor, num_tokens: int, k: int) -> Tensor:
+    """Sums of k rows each [T, H]. Weights are rounded to the rows' dtype, as in Hugging Face's models."""
+    return torch.bmm(weights.to(made.dtype).unsqueeze(1), made.view(num_tokens, k, made.shape[1])).squeeze(1)
+
+
+class CudaExperts:
+    """Experts on one device, their weights stacked.
+
+    Args:
+        experts: by number, (gate and up [2 F, H], down [H, F]).
+    """
+
+    error = WeightError()
+
+    def __init__(self, experts: Iterable[tuple[Tensor, Tensor]], gate: Gate, device: torch.device) -> None:
+        gate_ups, downs = zip(*((gate_up.to(device), down.to(device)) for gate_up, down in experts), strict=True)
+        self._gate_up, self._down, self._gate = torch.stack(gate_ups), torch.stack(downs), gate
+        _, hidden, ffn = self._down.shape
+        self.is_grouped = has_grouped_products(device, self._down.dtype, hidden, ffn)
+        linears = (
+            (ReferenceLinear(up, None), ReferenceLinear(down, None))
+            for up, down in zip(self._gate_up, self._down, strict=True)
+        )
+        self._loop = ExpertLoop(linears, gate)
+
+    def __call__(
+        self, x: Tensor, weights: Tensor, chosen: Tensor, base: Tensor | None = None, base_logits: Tensor | None = None
+    ) -> Tensor:
+        if not self.is_grouped and chosen.numel() > FEW_ROWS:
+            return self._loop(x, weights, chosen, base, base_logits)
+        if self.is_grouped:
+            total = sum_sorted(x, weights, chosen, self._gate_up, self._down, self._gate, grouped_product)
+        else:
+            total = sum_gathered(x, weights, chosen, self._gate_up, self._down, self._gate)
+        return total if base is None else with_base(total.float(), base, base_logits).to(x.dtype)

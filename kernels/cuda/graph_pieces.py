@@ -1,0 +1,138 @@
+"""Steps with prompts as CUDA graphs in pieces: what lies between two attention calls is captured, attention runs as ever.
+
+UNVERIFIED ON A GPU. One graph holds all from a layer's output projection to the next layer's rotated queries, for a number
+of tokens of a ladder; a step is padded to the next one. Keys are stored and attention is planned and run between the graphs
+over the step's own tokens alone, so that padding writes nothing. The model is not told: at its calls of `store_kv` and
+`attention` the backend, while it has a `Recorder`, ends one graph and begins the next.
+"""
+
+import gc
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.cuda.backend import CudaBackend
+from kvrelay.kernels.cuda.graphs import Forward, capture_all, idle_batch
+from kvrelay.kernels.cuda.plan import CudaPlan, Variant, has_attention, is_unpacked
+from kvrelay.kernels.cuda.recorder import Call, Recorder, Rehearsal
+
+logger = logging.getLogger(__name__)
+
+SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # tokens; a longer step keeps the device busy by itself
+
+
+def sizes_up_to(max_tokens: int) -> tuple[int, ...]:
+    """Those of SIZES that steps of at most so many tokens need."""
+    return (*(size for size in SIZES if size < max_tokens), min(max_tokens, SIZES[-1]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pieces:
+    """One size: graphs with a call between any two of them, the buffers that they read, and where the result lies."""
+
+    graphs: list[Any]
+    calls: list[Call]
+    token_ids: Tensor
+    positions: Tensor
+    hidden: Tensor
+
+
+class StepPieces:
+    """Graphs of one model's steps in pieces. Call `run` from the engine thread only.
+
+    Args:
+        backend: whose kernels the forward calls.
+        shape: of the model's attention layers.
+        sizes: numbers of tokens to capture, ascending; longer steps run without graphs.
+    """
+
+    def __init__(self, backend: CudaBackend, shape: AttentionShape, *, sizes: Sequence[int] = SIZES) -> None:
+        self._backend, self._shape, self._sizes = backend, shape, tuple(sizes)
+        self._pieces: dict[int, _Pieces] = {}
+        self._shared: tuple[Any, Tensor] | None = None  # stream of captures, out
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether FlashInfer attends to this shape, reading the cache itself."""
+        return self._shape.latent_dim is None and has_attention(self._shape) and not is_unpacked(self._shape)
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        return self.is_possible and batch.positions.shape[0] <= self._sizes[-1]
+
+    def reset(self) -> None:
+        """Forget all graphs: something that they read has moved."""
+        self._pieces.clear()
+
+    def choose_kernels(self, variants: Collection[Variant]) -> None:
+        """Of prefill attention, among those that there are for these variants."""
+        if self.is_possible:
+            for variant in sorted(variants, key=str):
+                self._backend.prefill_kernels.try_out(self._shape, variant)
+
+    def warm_up(self, forward: Forward) -> None:
+        """Capture every size now, before the first request."""
+        if self.is_possible:
+            capture_all("steps in pieces", self._sizes, lambda size: self._of(size, forward), self._backend.device)
+
+    def run(
+        self, token_ids: Tensor, batch: AttentionBatch, forward: Forward, on_layer: Callable[[int], None] | None = None
+    ) -> Tensor:
+        """Hidden states [T, hidden] of a batch that fits; captures at the first batch of its size.
+
+        token_ids: [T] int64. on_layer: as DecoderModel.forward calls it. The result is overwritten by the next run.
+        """
+        num_tokens = batch.positions.shape[0]
+        pieces = self._of(next(size for size in self._sizes if size >= num_tokens), forward)
+        plan = self._backend.plan(batch, self._shape)
+        pieces.token_ids[:num_tokens].copy_(token_ids)
+        pieces.positions[:num_tokens].copy_(plan.device_positions)
+        pieces.graphs[0].replay()
+        for index, call in enumerate(pieces.calls):
+            self._attend(call, plan, num_tokens)
+            pieces.graphs[index + 1].replay()
+            if on_layer is not None:
+                on_layer(index)
+        return pieces.hidden[:num_tokens]
+
+    def _attend(self, call: Call, plan: CudaPlan, num_tokens: int) -> None:
+        assert self._shared is not None
+        own = slice(0, num_tokens)
+        self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.slot_mapping)
+        self._backend.attend_into(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
+
+    def _of(self, size: int, forward: Forward) -> _Pieces:
+        if size not in self._pieces:
+            self._pieces[size] = self._capture(size, forward)
+        return self._pieces[size]
+
+    def _make_shared(self) -> tuple[Any, Tensor]:
+        device, shape = self._backend.device, self._shape
+        out = torch.zeros(self._sizes[-1], shape.num_heads, shape.head_dim, dtype=shape.dtype, device=device)
+        return torch.cuda.Stream(device), out
+
+    def _capture(self, size: int, forward: Forward) -> _Pieces:
+        stream, out = self._shared = self._shared or self._make_shared()
+        backend, batch = self._backend, idle_batch(size)
+        plan = backend.plan(batch, self._shape)
+        token_ids = torch.zeros(size, dtype=torch.int64, device=backend.device)
+        recorder = Recorder(out[:size], backend.graph_pool)
+        torch.cuda.synchronize(backend.device)
+        gc.collect()  # what would be freed during a capture
+        stream.wait_stream(torch.cuda.current_stream(backend.device))
+        with torch.cuda.device(backend.device), torch.cuda.stream(stream):
+            with backend.attending_by(Rehearsal(out[:size])):
+                forward(token_ids, batch, plan)
+            with backend.attending_by(recorder):
+                recorder.begin()
+                try:
+                    hidden = forward(token_ids, batch, plan)
+                finally:
+                    recorder.end()
+        torch.cuda.current_stream(backend.device).wait_stream(stream)
+        logger.debug("captured a step of %d tokens in %d pieces", size, len(recorder.graphs))
+        return _Pieces(recorder.graphs, recorder.calls, token_ids, plan.device_positions, hidden)

@@ -1,0 +1,263 @@
+"""Decode steps as CUDA graphs: captured once per batch size of a ladder, replayed with new metadata.
+
+UNVERIFIED ON A GPU. A batch is padded to the next size of the ladder by repeating its row of the least context: the
+copies compute and store what the row itself does, so they change nothing. All sizes share one memory pool and one set of
+buffers for block numbers: only one of them runs at a time. Shapes whose attention falls back to
+plain torch are never captured: that path bakes the step's blocks into its kernels' arguments.
+"""
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape
+from kvrelay.kernels.cuda.backend import DECODE_KERNELS, CudaBackend
+from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES
+from kvrelay.kernels.cuda.plan import (
+    CudaPlan,
+    PagedIndex,
+    Variant,
+    has_attention,
+    is_unpacked,
+    paged_index,
+    plan_decode,
+)
+
+logger = logging.getLogger(__name__)
+
+Forward = Callable[[Tensor, AttentionBatch, CudaPlan], Tensor]  # (token ids, batch, plan) -> hidden [B, H]
+_TELL_EVERY_S = 5.0
+
+
+def ladder(most: int) -> tuple[int, ...]:
+    """Batch sizes up to `most`: a step apart that costs the same few percent of padding anywhere."""
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
+    return (*(size for size in sizes if size < most), most)
+
+
+def idle_batch(size: int) -> AttentionBatch:
+    """So many sequences of one token, all in the first slot: what is captured where no request is at hand."""
+    ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
+    return AttentionBatch(
+        query_starts=torch.arange(size + 1, dtype=torch.int32),
+        context_lens=ones,
+        block_tables=torch.zeros(size, 1, dtype=torch.int32),
+        slot_mapping=zeros,
+        positions=zeros.clone(),
+        num_decode=size,
+        max_query_len=1,
+        max_context_len=1,
+    )
+
+
+def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
+    """A decode batch of S <= size sequences, made `size` long by repeating the one with the least context; and its row."""
+    num_rows = batch.context_lens.shape[0]
+    shortest = int(batch.context_lens.argmin())
+    rows = torch.full((size,), shortest, dtype=torch.int64)
+    rows[:num_rows] = torch.arange(num_rows)
+    return dataclasses.replace(
+        batch,
+        query_starts=torch.arange(size + 1, dtype=torch.int32),
+        context_lens=batch.context_lens[rows],
+        block_tables=batch.block_tables[rows],
+        slot_mapping=batch.slot_mapping[rows],
+        positions=batch.positions[rows],
+        num_decode=size,
+    ), shortest
+
+
+def capture_all(what: str, sizes: Sequence[int], capture: Callable[[int], object], device: torch.device) -> None:
+    """Every size, the largest first, so that smaller ones find room in its memory; tells how far it has got.
+
+    Raises whatever `capture` does.
+    """
+    began_s = told_s = time.monotonic()
+    free, _ = torch.cuda.mem_get_info(device)
+    for number, size in enumerate(sorted(sizes, reverse=True), 1):
+        capture(size)
+        if time.monotonic() - told_s > _TELL_EVERY_S:
+            told_s = time.monotonic()
+            logger.info("%d of %d sizes of %s are captured", number, len(sizes), what)
+    taken = free - torch.cuda.mem_get_info(device)[0]
+    logger.info(
+        "%s are captured in %d sizes: %.1f s, %.0f MiB", what, len(sizes), time.monotonic() - began_s, taken / 2**20
+    )
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One batch size: the graph, the device buffers that it reads, and where its result lies."""
+
+    graph: Any
+    token_ids: Tensor
+    plan: CudaPlan
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What all sizes share: buffers of FlashInfer's indices, int32 for the largest size; the stream of captures."""
+
+    indptr: Tensor
+    indices: Tensor
+    last_page_len: Tensor
+    stream: Any
+
+
+class DecodeGraphs:
+    """Graphs of one model's decode step. Call `run` from the engine thread only.
+
+    Args:
+        backend: whose kernels the forward calls.
+        shape: of the model's attention layers.
+        max_blocks: most blocks that one sequence may have.
+        sizes: batch sizes to capture, ascending; larger batches run without a graph.
+        num_layers: of full attention, whose rows may share prefixes; 0: cascade attention is never preferred to a graph.
+    """
+
+    def __init__(
+        self,
+        backend: CudaBackend,
+        shape: AttentionShape,
+        *,
+        max_blocks: int,
+        sizes: Sequence[int] = ladder(128),
+        num_layers: int = 0,
+    ) -> None:
+        self._num_layers = num_layers
+        self._backend, self._shape, self._max_blocks = backend, shape, max_blocks
+        self._sizes = tuple(sizes)
+        self._graphs: dict[int, _Graph] = {}
+        self._shared: _Shared | None = None
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether the batch is all decode, no larger than the largest graph, and FlashInfer reads the cache itself."""
+        size = batch.context_lens.shape[0]
+        if is_unpacked(self._shape):
+            return False
+        if not (
+            has_attention(self._shape) and batch.num_decode == size <= self._sizes[-1] and batch.max_query_len == 1
+        ):
+            return False
+        return not self._is_worth_more_without(batch)
+
+    def _is_worth_more_without(self, batch: AttentionBatch) -> bool:
+        """Whether rows share so much that a step with cascade attention, which is not captured, is the shorter one.
+
+        Its groups change with every batch, and a captured wrapper's number of sequences may not.
+        """
+        if self._num_layers == 0 or (levels := self._backend.levels(batch, self._shape)) is None:
+            return False
+        token_bytes = 2 * self._shape.num_kv_heads * self._shape.head_dim * self._shape.dtype.itemsize
+        return levels.spared_tokens * token_bytes * self._num_layers >= EAGER_WORTH_BYTES
+
+    def reset(self) -> None:
+        """Forget all graphs: something that they read has moved."""
+        self._graphs.clear()
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
+        """Hidden states [S, hidden] of a batch that fits; captures at the first batch of its size.
+
+        token_ids: [S] int64 on the device. The result is overwritten by the next run.
+        """
+        num_rows = token_ids.shape[0]
+        size = next(size for size in self._sizes if size >= num_rows)
+        batch, repeated = padded(batch, size)
+        captured = self._graphs.get(size)
+        if captured is None:
+            captured = self._graphs[size] = self._capture(batch, forward)
+        captured.token_ids[:num_rows].copy_(token_ids)
+        captured.token_ids[num_rows:].copy_(captured.token_ids[repeated : repeated + 1].expand(size - num_rows))
+        self._refill(captured, batch)
+        captured.graph.replay()
+        return captured.hidden[:num_rows]
+
+    def warm_up(self, forward: Forward) -> None:
+        """Capture every size now, before the first request. The cache's first slot is written: nothing may be in it yet."""
+        if is_unpacked(self._shape) or not has_attention(self._shape):
+            return
+
+        def capture(size: int) -> None:
+            if size not in self._graphs:
+                self._graphs[size] = self._capture(idle_batch(size), forward)
+
+        capture_all("decode steps", self._sizes, capture, self._backend.device)
+
+    def _refill(self, captured: _Graph, batch: AttentionBatch) -> None:
+        """New contents for the buffers that the graph reads, attention schedules included."""
+        plan = captured.plan
+        staging = self._backend.staging
+        staging.fill(plan.device_positions, batch.positions)
+        staging.fill(plan.device_slots, batch.slot_mapping.to(torch.int32))
+        index = self._index(batch)
+        for variant, (wrapper, _) in plan.wrappers.items():
+            with staging.planning(wrapper):
+                plan_decode(wrapper, index, self._shape, variant)
+
+    def _index(self, batch: AttentionBatch) -> PagedIndex:
+        index = self._backend.staged(paged_index(batch.context_lens, batch.block_tables, self._shape.block_size))
+        assert index is not None
+        return index
+
+    def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
+        """A decode wrapper whose metadata lives in buffers that never move."""
+        return self._backend._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            self._backend._workspace,
+            self._shape.kv_layout,
+            use_cuda_graph=True,
+            use_tensor_cores=True,
+            paged_kv_indptr_buffer=shared.indptr[: batch_size + 1],
+            paged_kv_indices_buffer=shared.indices,
+            paged_kv_last_page_len_buffer=shared.last_page_len[:batch_size],
+            backend=DECODE_KERNELS,
+        )
+
+    def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[Variant]:
+        """Which attention variants the model uses: run the step once without a graph and look."""
+        plan = self._backend.plan(batch, self._shape)
+        forward(token_ids, batch, plan)
+        torch.cuda.synchronize(self._backend.device)
+        return list(plan.wrappers)
+
+    def _make_shared(self) -> _Shared:
+        most, device = self._sizes[-1], self._backend.device
+        return _Shared(
+            torch.zeros(most + 1, dtype=torch.int32, device=device),
+            torch.zeros(most * self._max_blocks, dtype=torch.int32, device=device),
+            torch.ones(most, dtype=torch.int32, device=device),
+            torch.cuda.Stream(device),
+        )
+
+    def _capture(self, batch: AttentionBatch, forward: Forward) -> _Graph:
+        shared = self._shared = self._shared or self._make_shared()
+        size, device = batch.num_decode, self._backend.device
+        static_ids = torch.zeros(size, dtype=torch.int64, device=device)
+        variants = self._variants(static_ids, batch, forward)
+        plan = self._backend.plan(batch, self._shape)
+        index = self._index(batch)
+        for variant in variants:
+            wrapper = self._wrapper(size, shared)
+            with self._backend.staging.planning(wrapper):
+                plan_decode(wrapper, index, self._shape, variant)
+            plan.wrappers[variant] = (wrapper, None)
+        shared.stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(shared.stream):  # warm up: lazy library handles may not be made during capture
+            for _ in range(2):
+                forward(static_ids, batch, plan)
+        torch.cuda.current_stream(device).wait_stream(shared.stream)
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads, which move KV, may do as they like meanwhile
+        capturing = torch.cuda.graph(
+            graph, pool=self._backend.graph_pool, stream=shared.stream, capture_error_mode="thread_local"
+        )
+        with torch.cuda.device(device), capturing:
+            hidden = forward(static_ids, batch, plan)
+        logger.debug("captured the decode step of %d sequences as a CUDA graph", size)
+        return _Graph(graph, static_ids, plan, hidden)

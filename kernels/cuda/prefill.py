@@ -1,0 +1,92 @@
+"""Which of FlashInfer's prefill kernels a model takes: fa2 anywhere; on Hopper fa3 where it builds, agrees and is faster.
+
+UNVERIFIED ON A GPU.
+"""
+
+import logging
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.backend import AttentionShape
+from kvrelay.kernels.cuda.plan import PagedIndex, Variant, in_memory_order, plan_prefill
+
+logger = logging.getLogger(__name__)
+
+PLAIN, HOPPER = "fa2", "fa3"
+_HOPPER = 9  # compute capability 9.x: fa3 is for these alone
+_TOKENS = 2048  # of the prompt that both are timed with
+_REPEATS = 3
+_NEAR = 2e-2  # of the largest number, as much as two kernels' results may differ
+_Key = tuple[torch.dtype, int, bool, bool]
+
+
+def _key(shape: AttentionShape, variant: Variant) -> _Key:
+    """What FlashInfer builds a kernel for."""
+    return shape.dtype, shape.head_dim, variant[1] is not None, variant[2] is not None
+
+
+class PrefillKernels:
+    """fa2 for what has not been tried. The workspace is the backend's: not to be used while a step is planned."""
+
+    def __init__(self, flashinfer: Any, workspace: Tensor) -> None:
+        self._flashinfer, self._workspace = flashinfer, workspace
+        self._chosen: dict[_Key, str] = {}
+
+    def of(self, shape: AttentionShape, variant: Variant) -> str:
+        return self._chosen.get(_key(shape, variant), PLAIN)
+
+    def describe(self) -> str:
+        return "/".join(sorted(set(self._chosen.values()))) or PLAIN
+
+    def try_out(self, shape: AttentionShape, variant: Variant) -> dict[str, float]:
+        """Seconds for a prompt of 2,048 tokens by each kernel that works here; the faster is taken from now on.
+
+        fa3 may have to be built first, which takes minutes; FlashInfer keeps what it built.
+        """
+        if torch.cuda.get_device_capability(self._workspace.device)[0] != _HOPPER:
+            return {}
+        logger.info(
+            "trying out prefill kernels for heads of %d; what is not built yet takes minutes, once", shape.head_dim
+        )
+        expected, seconds = self._prompt(PLAIN, shape, variant)
+        found = {PLAIN: seconds}
+        try:
+            out, found[HOPPER] = self._prompt(HOPPER, shape, variant)
+            if not (out - expected).abs().max() <= _NEAR * expected.abs().max():  # NaN, too
+                raise RuntimeError("its results differ from fa2's")
+        except Exception as error:  # whatever its compiler or driver raises
+            found.pop(HOPPER, None)
+            logger.warning("prefill takes FlashInfer's fa2 kernels, slower: fa3 does not work here (%s)", error)
+        self._chosen[_key(shape, variant)] = min(found, key=lambda kernels: found[kernels])
+        return found
+
+    def _prompt(self, kernels: str, shape: AttentionShape, variant: Variant) -> tuple[Tensor, float]:
+        """Its result and the shortest time."""
+        device, size = self._workspace.device, shape.block_size
+        num_blocks = -(-_TOKENS // size)
+        generator = torch.Generator().manual_seed(0)
+        q, kv = (
+            (2 * torch.randn(*sizes, generator=generator)).to(device=device, dtype=shape.dtype)  # few keys matter to a query
+            for sizes in ((_TOKENS, shape.num_heads, shape.head_dim), (num_blocks, 2, size, shape.num_kv_heads, shape.head_dim))
+        )  # fmt: skip
+        if shape.kv_layout == "HND":
+            kv = kv.transpose(2, 3).contiguous().transpose(2, 3)
+        index = PagedIndex(
+            torch.tensor([0, num_blocks], dtype=torch.int32), torch.arange(num_blocks, dtype=torch.int32),
+            torch.tensor([_TOKENS - (num_blocks - 1) * size], dtype=torch.int32),
+        )  # fmt: skip
+        wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+            self._workspace, shape.kv_layout, backend=kernels
+        )
+        plan_prefill(wrapper, torch.tensor([0, _TOKENS], dtype=torch.int32), index, shape, variant)
+        out, seconds = torch.empty_like(q), float("inf")
+        for _ in range(_REPEATS):
+            torch.cuda.synchronize(device)
+            began_s = time.perf_counter()
+            wrapper.run(q, in_memory_order(kv, shape.kv_layout), out=out)
+            torch.cuda.synchronize(device)
+            seconds = min(seconds, time.perf_counter() - began_s)
+        return out.float(), seconds

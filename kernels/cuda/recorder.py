@@ -1,0 +1,86 @@
+"""What stands in for the CUDA backend's attention while a forward pass is captured in pieces: see cuda_pieces.py.
+
+UNVERIFIED ON A GPU.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay.kernels.cuda.plan import Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One layer's attention: q, k, v as the graph before it leaves them, padding included."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    kv_layer: Tensor
+    variant: Variant
+
+
+class Recorder:
+    """Stands in for a backend's attention while a forward pass is captured.
+
+    out: [size, heads, head_dim], what every attention call is to leave its result in.
+    """
+
+    def __init__(self, out: Tensor, pool: Any) -> None:
+        self.out, self._pool = out, pool
+        self.graphs: list[Any] = []
+        self.calls: list[Call] = []
+        self._stored: tuple[Tensor, Tensor] | None = None
+        self._capturing: Any = None
+
+    def begin(self) -> None:
+        self._capturing = torch.cuda.CUDAGraph()
+        # thread_local: other threads, which move KV, may do as they like meanwhile
+        self._capturing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        """End the graph under way, if any."""
+        if self._capturing is not None:
+            graph, self._capturing = self._capturing, None
+            graph.capture_end()
+            self.graphs.append(graph)
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        self._stored = k, v
+
+    def attend(self, q: Tensor, kv_layer: Tensor, variant: Variant) -> Tensor:
+        q = q.contiguous()
+        self.end()
+        assert self._stored is not None, "keys are stored before they are attended to"
+        (k, v), self._stored = self._stored, None
+        self.calls.append(Call(borrowed(q), borrowed(k), borrowed(v), kv_layer, variant))
+        self.begin()
+        return self.out
+
+
+class Rehearsal:
+    """As a Recorder that captures nothing: for lazy library handles, which may not be made during capture."""
+
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
+
+    def store(self, k: Tensor, v: Tensor) -> None:
+        """Nothing is stored."""
+
+    def attend(self, q: Tensor, kv_layer: Tensor, variant: Variant) -> Tensor:
+        return self.out
+
+
+def borrowed(x: Tensor) -> Tensor:
+    """x, on a GPU without holding its memory: later graphs of the pool may use it again once they have run."""
+    return lent(x) if x.device.type == "cuda" else x
+
+
+def lent(x: Tensor) -> Tensor:
+    """The same memory, shape and strides, of which this tensor is no owner: whoever has it must know that it stays."""
+    storage = x.untyped_storage()
+    again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
+    return torch.empty(0, dtype=x.dtype, device=x.device).set_(again, x.storage_offset(), x.shape, x.stride())

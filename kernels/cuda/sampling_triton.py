@@ -1,0 +1,174 @@
+"""`sampling_search` as two Triton kernels, one program for each row. To be imported only where triton is installed.
+
+UNVERIFIED ON A GPU: run in Triton's interpreter. The first kernel finds the largest logit, the least one that top-k keeps, and
+writes weights; the second finds the least weight that top-p keeps, applies min-p, and draws. Thresholds are found four bits at
+a time: a pass over the row sums what lies at or above each of 16 numbers. Weights are whole numbers, as there: sums do not
+depend on their order.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvrelay.kernels.common.sampling_search import Settings, scale_bits
+
+_BLOCK = 2048
+_SMALL = 512  # where each number is compared with 16
+_NUM_WARPS = 8
+
+
+@triton.jit
+def _places(x):
+    """int64 in [0, 2 ** 32) that are ordered as x (float32) is, -0.0 being 0.0."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
+
+
+@triton.jit
+def _kth_place(row, k, vocab, BLOCK: tl.constexpr):
+    """The place of the k-th largest of the row's logits."""
+    steps = tl.arange(0, 16).to(tl.int64)
+    found = tl.full((), 0, tl.int64)
+    for index in range(8):
+        shift = 28 - 4 * index
+        bounds = found + (steps << shift)
+        counts = tl.zeros((16,), tl.int32)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            places = tl.where(ids < vocab, _places(tl.load(row + ids, mask=ids < vocab, other=0.0)), -1)
+            counts += tl.sum((places[None, :] >= bounds[:, None]).to(tl.int32), axis=1)
+        digit = tl.maximum(tl.sum((counts >= k).to(tl.int32)) - 1, 0)
+        found += digit.to(tl.int64) << shift
+    return found
+
+
+@triton.jit
+def _weigh(
+    logits, stride, temperatures, top_ks, weights, totals, tokens, vocab, scale, SMALL: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """weights [R, V] and their sums, zeros for what top-k leaves out; of rows that draw nothing the token alone."""
+    number = tl.program_id(0).to(tl.int64)
+    row, own = logits + number * stride, weights + number * vocab
+    temperature = tl.load(temperatures + number)
+    largest = tl.full((), float("-inf"), tl.float32)
+    for start in range(0, vocab, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.max(tl.load(row + ids, mask=ids < vocab, other=float("-inf"))))
+    if temperature > 0:
+        least = tl.full((), 0, tl.int64)
+        k = tl.load(top_ks + number)
+        if (k > 0) & (k < vocab):
+            least = _kth_place(row, k, vocab, SMALL)
+        total = tl.full((), 0, tl.int64)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+            below = tl.where(x == largest, 0.0, x.to(tl.float64) - largest.to(tl.float64))
+            share = tl.exp(below / temperature.to(tl.float64))
+            is_kept = (ids < vocab) & (share == share) & (_places(x) >= least)
+            whole = (tl.where(is_kept, share, 0.0) * scale + 0.5).to(tl.int64)
+            total += tl.sum(whole)
+            tl.store(own + ids, whole, mask=ids < vocab)
+        tl.store(totals + number, total)
+    else:
+        first = vocab
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
+            first = tl.minimum(first, tl.min(tl.where((x == largest) & (ids < vocab), ids, vocab)))
+        tl.store(tokens + number, tl.minimum(first, vocab - 1).to(tl.int64))
+
+
+@triton.jit
+def _least_weight(row, need, vocab, num_digits, BLOCK: tl.constexpr):
+    """The largest weight so that all from it on reach need, and what those above it weigh."""
+    steps = tl.arange(0, 16).to(tl.int64)
+    found, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
+    for index in range(num_digits):
+        shift = (4 * (num_digits - 1 - index)).to(tl.int64)
+        bounds = found + (steps << shift)
+        sums = tl.zeros((16,), tl.int64)
+        for start in range(0, vocab, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            w = tl.load(row + ids, mask=ids < vocab, other=0)
+            sums += tl.sum(tl.where(w[None, :] >= bounds[:, None], w[None, :], 0), axis=1)
+        digit = tl.maximum(tl.sum((sums >= need).to(tl.int32)) - 1, 0)
+        if digit < 15:
+            above = tl.sum(tl.where(steps == digit + 1, sums, 0))
+        found += digit.to(tl.int64) << shift
+    return found, above
+
+
+@triton.jit
+def _kept(w, least, num_equal, floor, num_before):
+    """These weights with zeros for what is left out. num_before: how many before them weigh `least`."""
+    is_least = (w == least).to(tl.int32)
+    rank = tl.cumsum(is_least) + num_before
+    is_kept = (w > least) | ((w == least) & (rank <= num_equal))
+    return tl.where(is_kept & (w >= floor), w, 0), num_before + tl.sum(is_least)
+
+
+@triton.jit
+def _choose(
+    weights, totals, temperatures, top_ps, min_ps, uniforms, tokens, vocab, scale, num_digits, SMALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The first id whose cumulative kept weight exceeds uniform * total, for rows that draw."""
+    number = tl.program_id(0).to(tl.int64)
+    row = weights + number * vocab
+    if tl.load(temperatures + number) > 0:
+        total = tl.load(totals + number)
+        least, num_equal = tl.full((), 0, tl.int64), vocab.to(tl.int64)
+        top_p, min_p = tl.load(top_ps + number).to(tl.float64), tl.load(min_ps + number).to(tl.float64)
+        if top_p < 1:
+            need = tl.minimum(tl.ceil(top_p * total.to(tl.float64)).to(tl.int64), total)
+            need = tl.maximum(need, 1)
+            least, above = _least_weight(row, need, vocab, num_digits, SMALL)
+            num_equal = (need - above + least - 1) // tl.maximum(least, 1)
+        floor = (min_p * scale + 0.5).to(tl.int64)
+        if (top_p < 1) | (min_p > 0):
+            total = tl.full((), 0, tl.int64)
+            num_before = tl.full((), 0, tl.int32)
+            for start in range(0, vocab, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                w = tl.load(row + ids, mask=ids < vocab, other=-1)
+                kept, num_before = _kept(w, least, num_equal, floor, num_before)
+                total += tl.sum(kept)
+        target = (tl.load(uniforms + number) * total.to(tl.float64)).to(tl.int64)
+        target = tl.minimum(target, total - 1)
+        token, so_far = vocab, tl.full((), 0, tl.int64)
+        num_before = tl.full((), 0, tl.int32)
+        for start in range(0, vocab, BLOCK):
+            if so_far <= target:
+                ids = start + tl.arange(0, BLOCK)
+                w = tl.load(row + ids, mask=ids < vocab, other=-1)
+                kept, num_before = _kept(w, least, num_equal, floor, num_before)
+                exceeds = tl.cumsum(kept) + so_far > target
+                token = tl.minimum(token, tl.min(tl.where(exceeds & (ids < vocab), ids, vocab)))
+                so_far += tl.sum(kept)
+        tl.store(tokens + number, tl.where(token < vocab, token, 0).to(tl.int64))
+
+
+def draw(logits: Tensor, settings: Settings, uniform: Tensor) -> Tensor:
+    """As `sampling_search.draw`."""
+    if not settings.draws:
+        return logits.argmax(dim=1)
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    rows, vocab = logits.shape
+    weights = torch.empty(rows, vocab, dtype=torch.int64, device=logits.device)
+    totals, tokens = (torch.empty(rows, dtype=torch.int64, device=logits.device) for _ in range(2))
+    bits = scale_bits(vocab)
+    scale = float(1 << bits)
+    with torch.cuda.device_of(logits):
+        _weigh[(rows,)](
+            logits, logits.stride(0), settings.temperature, settings.top_k, weights, totals, tokens, vocab, scale,
+            SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+        _choose[(rows,)](
+            weights, totals, settings.temperature, settings.top_p, settings.min_p, uniform, tokens, vocab, scale,
+            bits // 4 + 1, SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    return tokens

@@ -1,0 +1,311 @@
+"""Every kernel of a backend against its definition in float64, over a grid of dtypes, shapes, blocks and lengths.
+
+A family is one kernel. Its cases are made here, once for all who ask: the tests on CPUs, bench/gpu.py on GPUs, and `kvrelay
+verify` before it trusts a backend with a 16-bit model. Deterministic; nothing here is measured.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrelay import fp8
+from kvrelay.kernels.backend import Activation, Backend, Placement, SamplingBatch
+from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.oracle import exact
+from kvrelay.kernels.oracle.exact import Exact
+from kvrelay.kernels.oracle.grid_steps import (
+    BLOCK_SIZES,
+    FP8,
+    HEADS,
+    Case,
+    Step,
+    attention_cases,
+    laid_out,
+    long_cases,
+    make_step,
+)
+from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.kernels.placing import place_heads
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROWS = (0, 1, 2, 3, 5, 6, 7, 13, 33, 70)
+_ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One case's largest error as a share of its bound: up to 1 is right."""
+
+    case: str
+    ratio: float
+
+    @property
+    def ok(self) -> bool:
+        return self.ratio <= 1.0
+
+
+Family = Callable[[Backend, torch.dtype], Iterator[Compared]]
+
+
+@dataclass(slots=True)
+class _Numbers:
+    """Random tensors on a backend's device: the same on every device."""
+
+    backend: Backend
+    dtype: torch.dtype
+    seed: int = 0
+
+    def __call__(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        self.seed += 1
+        numbers = torch.randn(*shape, generator=torch.Generator().manual_seed(self.seed))
+        return numbers.to(dtype or self.dtype).to(self.backend.device)
+
+
+def linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    numbers = _Numbers(backend, dtype)
+    for n, k in ((1, 1), (16, 8), (17, 33), (150, 70), (96, 300), (40, 2048)):
+        weight, bias = numbers(n, k) / k**0.5, numbers(n)
+        for b in (None, bias):
+            packed = backend.pack_linear(weight, b)
+            for rows in ROWS:
+                x = numbers(rows, k)
+                yield _compare(f"{rows} x {k} x {n}", packed(x), exact.linear(x, weight, b))
+
+
+def head_linears(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    numbers = _Numbers(backend, dtype)
+    for heads, n, k in ((1, 1, 1), (3, 20, 12), (4, 64, 48)):
+        weight = numbers(heads, n, k) / k**0.5
+        packed = backend.pack_heads(weight)
+        for rows in ROWS:
+            x = numbers(rows, heads, k + 9)[..., 5 : 5 + k]  # a view, as of the fused projection
+            each = [exact.linear(x[:, head], weight[head], None) for head in range(heads)]
+            both = (torch.stack([getattr(one, name) for one in each], 1) for name in ("value", "bound"))
+            yield _compare(f"{rows} x {heads} heads x {k} x {n}", packed(x), Exact(*both))
+
+
+def quantized_linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """Products with the weight that its own float32 product with a unit matrix tells. Nothing where there are none."""
+    numbers = _Numbers(backend, dtype)
+    schemes = (Scheme(4), Scheme(8), Scheme(4, 128), Scheme(8, 64)) if backend.quantizes else ()
+    for scheme, (n, k) in product(schemes, ((1, 1), (17, 33), (150, 70), (40, 300))):
+        weight, bias = numbers(n, k, dtype=torch.float32) / k**0.5, numbers(n, dtype=torch.float32)
+        unit = torch.eye(k, device=backend.device)
+        restored = backend.pack_quantized(weight, None, scheme, torch.float32)(unit).T
+        most = 3 * weight.abs().amax(1, keepdim=True).expand(-1, k)  # scale * integer and offset, at most
+        for b in (None, bias):
+            packed = backend.pack_quantized(weight, b, scheme, dtype)
+            for rows in ROWS:
+                x = numbers(rows, k)
+                yield _compare(
+                    f"{scheme}, {rows} x {k} x {n}", packed(x), exact.linear(x, restored, b, held=most)
+                )  # fmt: skip
+
+
+def embedding(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    table = _Numbers(backend, dtype)(50, 37)
+    for rows, scale in product(ROWS, (1.0, 6.0827)):
+        ids = torch.arange(rows) * 7 % 50
+        due = table[ids.to(table.device)].double() * scale
+        right = exact.unrounded(due) if scale == 1.0 else exact.rounded(due, exact.V * due.abs(), dtype)
+        yield _compare(f"{rows} rows times {scale}", backend.embed(ids, table, scale), right)
+
+
+def norms(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """rms_norm and add_rms_norm; weights of either type; heads inside a fused projection."""
+    numbers = _Numbers(backend, dtype)
+    for rows, width in product(ROWS, (2, 20, 64, 576, 2048)):
+        weights = (numbers(width, dtype=torch.float32), numbers(width))
+        for weight in weights:
+            x, residual = 3 * numbers(rows, width), numbers(rows, width)
+            yield _compare(f"{rows} x {width}", backend.rms_norm(x, weight, 1e-5), exact.rms_norm(x, weight, 1e-5))
+            total = exact.rounded(x.double() + residual.double(), 0.0, dtype)
+            normed = exact.rms_norm((x.double() + residual.double()).to(dtype), weight, 1e-5, x_roundings=1)
+            found, kept = backend.add_rms_norm(x.clone(), residual.clone(), weight, 1e-5)
+            yield _compare(f"sum of {rows} x {width}", kept, total)
+            yield _compare(f"norm of a sum of {rows} x {width}", found, normed)
+    for rows, (heads, dim) in product(ROWS, ((3, 64), (9, 20))):
+        x, weight = numbers(rows, (2 * heads) * dim)[:, heads * dim :].unflatten(1, (heads, dim)), numbers(dim)
+        yield _compare(
+            f"{rows} x {heads} heads", backend.rms_norm(x, weight, 1e-6), exact.rms_norm(x, weight, 1e-6)
+        )  # fmt: skip
+
+
+def rope(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    numbers = _Numbers(backend, dtype)
+    for rows, (dim, rotary) in product(ROWS, ((64, 64), (64, 20), (20, 20), (128, 64))):
+        angles = torch.outer(torch.arange(500.0), 1e4 ** -(torch.arange(rotary // 2) / (rotary // 2)))
+        table = torch.cat((angles.cos(), angles.sin()), 1).to(backend.device)
+        positions = torch.arange(rows) * 131 % 500
+        fused = numbers(rows, 7 * dim)
+        q, k = fused[:, : 4 * dim].unflatten(1, (4, dim)), fused[:, 4 * dim : 6 * dim].unflatten(1, (2, dim))
+        due = [exact.rope(x, table, positions.to(table.device)) for x in (q, k)]
+        for name, found, right in zip("qk", backend.rope(q, k, table, positions), due, strict=True):
+            yield _compare(f"{name}, {rows} rows, {rotary} of {dim}", found, right)
+
+
+def activations(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    numbers = _Numbers(backend, dtype)
+    for rows, width, kind in product(ROWS, (1, 37, 512, 1536), _ACTIVATIONS):
+        x = 4 * numbers(rows, 2 * width)
+        yield _compare(f"{kind}, {rows} x {width}", backend.gated_activation(x, kind), exact.gated_activation(x, kind))
+
+
+def cache_writes(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """store_kv and store_latent: the very bytes, at their slots alone."""
+    numbers = _Numbers(backend, dtype)
+    sizes = (1, 8, 16, 32, 64, 128)
+    for size, rows, kind, layout in product(sizes, (0, 1, 7, 70), (dtype, torch.uint8), backend.kv_layouts):
+        num_blocks, heads, dim = 128 // size, 3, 20
+        fused = numbers(rows, 9 * dim)  # strided, as the model's are
+        k, v = fused[:, : 3 * dim].unflatten(1, (heads, dim)), fused[:, 4 * dim : 7 * dim].unflatten(1, (heads, dim))
+        slots = torch.randperm(128, generator=torch.Generator().manual_seed(rows))[:rows]
+        at, where = slots.to(backend.device), f"{rows} rows, blocks of {size}, {kind}, {layout}"
+        row = dim + fp8.SCALE_BYTES * (kind == torch.uint8)
+        cache = torch.full((num_blocks, 2, size, heads, row), 7, dtype=kind, device=backend.device)
+        due = cache.clone()
+        due[at // size, 0, at % size], due[at // size, 1, at % size] = fp8.stored(k, kind), fp8.stored(v, kind)
+        cache = laid_out(cache, layout)
+        backend.store_kv(k, v, cache, slots)
+        yield _compare(where, cache, exact.unrounded(due))
+        latents = torch.full((num_blocks, 1, size, 1, row), 7, dtype=kind, device=backend.device)
+        due = latents.clone()
+        due[at // size, 0, at % size, 0] = fp8.stored(fused[:, :dim], kind)
+        backend.store_latent(fused[:, :dim], latents, slots)
+        yield _compare(f"latents, {where}", latents, exact.unrounded(due))
+
+
+def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """place_heads: the bits of rms_norm, rope and store_kv one after the other, and no other bytes of the cache."""
+    numbers = _Numbers(backend, dtype)
+    kinds, widths = (dtype, torch.float32, torch.uint8), ((64, 64), (20, 12), (128, 64))
+    for rows, kind, layout, (dim, rotary) in product((0, 1, 7, 70), kinds, backend.kv_layouts, widths):
+        angles = torch.outer(torch.arange(500.0), 1e4 ** -(torch.arange(rotary // 2) / (rotary // 2)))
+        table = torch.cat((angles.cos(), angles.sin()), 1).to(backend.device)
+        slots = torch.randperm(128, generator=torch.Generator().manual_seed(rows))[:rows]
+        row = dim + fp8.SCALE_BYTES * (kind == torch.uint8)
+        empty = torch.full((8, 2, 16, 2, row), 7, dtype=kind, device=backend.device)
+        fused = numbers(rows, 10 * dim)
+        wide, own = (tuple(numbers(dim, dtype=of) for _ in range(2)) for of in (torch.float32, dtype))
+        for norms in (None, wide, own):
+            found, due = (
+                _placed(backend, fused, norms, table, slots, laid_out(empty, layout), whole) for whole in (1, 0)
+            )
+            where = f"{rows} rows, {rotary} of {dim}, {kind}, {layout}, norms {norms and norms[0].dtype}"
+            for name, a, b in zip(("queries", "cache"), found, due, strict=True):
+                yield _compare(f"{name}, {where}", a, exact.unrounded(b))
+
+
+def _placed(
+    backend: Backend, fused: Tensor, norms: Any, table: Tensor, slots: Tensor, cache: Tensor, in_one: int
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(queries, cache) of six heads of queries, two of keys and two of values side by side, by one kernel or several."""
+    heads, cache = fused.clone().unflatten(1, (10, -1)), cache.clone()
+    placement = Placement(norms, 1e-5, table, slots * 131 % 500, cache, slots)
+    q, k, v = heads.split((6, 2, 2), dim=1)
+    placed = backend.place_heads(q, k, v, placement) if in_one else place_heads(backend, q, k, v, placement)
+    return placed, cache
+
+
+def widening(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    for rows in ROWS:
+        x = _Numbers(backend, dtype, rows)(rows, 331)
+        yield _compare(f"{rows} rows", backend.widened(x), exact.unrounded(x))
+
+
+def sampling(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    """The very tokens of the reference, of logits that had been in this dtype."""
+    reference, filters = ReferenceBackend("cpu"), ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.95, 0.02))
+    for rows, (top_k, top_p, min_p) in product((0, 1, 13, 70), filters):
+        logits = 4 * _Numbers(backend, dtype, rows)(rows, 3001).float()
+        batch = SamplingBatch(
+            (torch.arange(rows) % 3).float() * 0.6, torch.full((rows,), top_k), torch.full((rows,), top_p),
+            torch.full((rows,), min_p), torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)),
+        )  # fmt: skip
+        due = exact.unrounded(reference.sample(logits.cpu(), batch))
+        yield _compare(f"{rows} rows, top_k {top_k}, top_p {top_p}", backend.sample(logits, batch), due)
+
+
+def attend(backend: Backend, step: Step, scale: float) -> Tensor:
+    """A step's attention by a backend."""
+    case = step.case
+    plan = backend.plan(step.batch, case.shape)
+    if case.latent_dim is not None:
+        return backend.latent_attention(step.q, step.kv_layer, plan, scale=scale, latent_dim=case.latent_dim)
+    return backend.attention(step.q, step.kv_layer, plan, scale=scale, window=case.window, softcap=case.softcap)
+
+
+@functools.lru_cache(maxsize=32)
+def _right(case: Case, scale: float, device: torch.device) -> Exact:
+    """Kept, because it is the same for all sizes of blocks, and several backends are asked one after the other."""
+    return exact.attention(make_step(case).to(device), scale)
+
+
+def attention_case(backend: Backend, case: Case, scale: float) -> Compared:
+    """One step of attention against its definition."""
+    right = _right(replace(case, block_size=BLOCK_SIZES[0], kv_layout="NHD"), scale, backend.device)
+    return _compare(f"{case}, scale {scale}", attend(backend, make_step(case).to(backend.device), scale), right)
+
+
+def _attention(heads: str, backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    for case in attention_cases(heads, dtype, backend.kv_layouts):
+        yield attention_case(backend, case, _scale_of(case))
+
+
+def _long_attention(heads: str, backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
+    for case in long_cases(heads, dtype):
+        yield attention_case(backend, case, _scale_of(case))
+
+
+def _compare(case: str, found: Tensor, right: Exact) -> Compared:
+    return Compared(case, right.ratio(found))
+
+
+def _scale_of(case: Case) -> float:
+    """All tokens count about alike; or, where the cache is plain, a few count nearly alone."""
+    return 0.125 if case.kv_dtype is FP8 or case.softcap is not None else 1.0
+
+
+def _of(heads: str, family: Callable[[str, Backend, torch.dtype], Iterator[Compared]]) -> Family:
+    return lambda backend, dtype: family(heads, backend, dtype)
+
+
+FAMILIES: dict[str, Family] = {
+    "linear": linear,
+    "linear per head": head_linears,
+    "quantised linear": quantized_linear,
+    "embedding": embedding,
+    "norms": norms,
+    "rope": rope,
+    "gated activations": activations,
+    "cache writes": cache_writes,
+    "placement": placements,
+    "widening": widening,
+    "sampling": sampling,
+    **{f"attention, {heads}": _of(heads, _attention) for heads in HEADS},
+    **{f"attention to 32k, {heads}": _of(heads, _long_attention) for heads in HEADS},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came out of a family: how many cases there were, and the one that was nearest its bound, or past it."""
+
+    num_cases: int
+    worst: Compared
+
+    @property
+    def ok(self) -> bool:
+        return self.num_cases > 0 and self.worst.ok
+
+
+def judge(family: str, backend: Backend, dtype: torch.dtype) -> Verdict:
+    """All cases of a family."""
+    with torch.inference_mode():
+        compared = list(FAMILIES[family](backend, dtype))
+    return Verdict(len(compared), max(compared, key=lambda one: one.ratio, default=Compared("no case", 0.0)))

@@ -1,0 +1,254 @@
+"""Every kernel in plain torch, written to be obviously right; any device, any float dtype.
+
+The other backends are compared with this one. It imports no compiled code and no FlashInfer.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvrelay import fp8
+from kvrelay.kernels.backend import (
+    Activation,
+    AttentionBatch,
+    AttentionShape,
+    Experts,
+    HeadLinears,
+    KvOrder,
+    Linear,
+    Placement,
+    QuantizedLinear,
+    SamplingBatch,
+)
+from kvrelay.kernels.common import sampling
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
+from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.common.quantized import TorchQuantLinear
+from kvrelay.kernels.placing import place_heads
+
+
+class ReferenceLinear:
+    """A weight [out, in] as it came."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        self.out_features = weight.shape[0]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class ReferenceHeadLinears:
+    """Weights [heads, out, in] as they came."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return torch.bmm(x.transpose(0, 1), self.weight.transpose(1, 2)).transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SequencePlan:
+    """One sequence's share of a step: its rows, its context, and where its blocks are."""
+
+    start: int
+    end: int
+    context_len: int
+    blocks: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ReferencePlan:
+    sequences: tuple[SequencePlan, ...]
+    block_size: int
+
+
+def plan_sequences(batch: AttentionBatch, shape: AttentionShape, device: torch.device) -> ReferencePlan:
+    """Split the batch into sequences, each with the block ids that its context fills."""
+    starts = batch.query_starts.tolist()
+    contexts = batch.context_lens.tolist()
+    tables = batch.block_tables.to(device=device, dtype=torch.int64)
+    sequences = tuple(
+        SequencePlan(starts[s], starts[s + 1], context, tables[s, : -(-context // shape.block_size)])
+        for s, context in enumerate(contexts)
+    )
+    return ReferencePlan(sequences, shape.block_size)
+
+
+def gather_kv(kv_layer: Tensor, sequence: SequencePlan) -> tuple[Tensor, Tensor]:
+    """The keys and values [context, kv_heads, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
+    blocks = fp8.loaded(kv_layer[sequence.blocks])
+    k = blocks[:, 0].flatten(0, 1)[: sequence.context_len]
+    v = blocks[:, 1].flatten(0, 1)[: sequence.context_len]
+    return k, v
+
+
+def gather_entries(kv_layer: Tensor, sequence: SequencePlan) -> Tensor:
+    """The latent cache entries [context, head_dim] of one sequence, copied out of its blocks; float32 from fp8."""
+    return fp8.loaded(kv_layer[sequence.blocks, 0, :, 0]).flatten(0, 1)[: sequence.context_len]
+
+
+def causal_mask(num_queries: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
+    """[num_queries, context_len] bool, True where the query may look; queries are the context's last tokens."""
+    query = torch.arange(context_len - num_queries, context_len, device=device).unsqueeze(1)
+    key = torch.arange(context_len, device=device).unsqueeze(0)
+    mask = key <= query
+    return mask if window is None else mask & (key > query - window)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *, scale: float, softcap: float | None) -> Tensor:
+    """Softmax attention in float32: q [Q, heads, d] over k, v [C, kv_heads, d] -> [Q, heads, d] float32."""
+    group = q.shape[1] // k.shape[1]
+    k = k.float().repeat_interleave(group, dim=1)
+    v = v.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,chd->hqc", q.float(), k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hqc,chd->qhd", probs, v)
+
+
+class ReferenceBackend:
+    """Plain torch on one device."""
+
+    name = "reference"
+    kv_layouts: tuple[KvOrder, ...] = ("NHD", "HND")
+    quantizes = True
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    @property
+    def spared_kv_tokens(self) -> int:
+        return 0
+
+    def share_prefixes(self, *, enabled: bool) -> None:
+        """Every row reads for itself here."""
+
+    def shares_prefixes(self, shape: AttentionShape) -> bool:
+        return False
+
+    def describe(self) -> dict[str, str]:
+        """What was chosen, in short words."""
+        return {"backend": self.name, "device": str(self.device)}
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return ReferenceLinear(weight.to(self.device), None if bias is None else bias.to(self.device))
+
+    def pack_heads(self, weight: Tensor) -> HeadLinears:
+        return ReferenceHeadLinears(weight.to(self.device))
+
+    def pack_quantized(
+        self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> QuantizedLinear:
+        return TorchQuantLinear(weight.to(self.device), None if bias is None else bias.to(self.device), scheme)
+
+    def pack_experts(
+        self,
+        experts: Iterable[tuple[Tensor, Tensor]],
+        activation: Activation,
+        dtype: torch.dtype,
+        scheme: Scheme | None = None,
+    ) -> Experts:
+        def pack(weight: Tensor) -> Linear:
+            return self.pack_linear(weight) if scheme is None else self.pack_quantized(weight, None, scheme, dtype)
+
+        pairs = ((pack(gate_up), pack(down)) for gate_up, down in experts)
+        return ExpertLoop(pairs, lambda x: self.gated_activation(x, activation))
+
+    def choose_experts(self, logits: Tensor, correction: Tensor | None, choice: ExpertChoice) -> tuple[Tensor, Tensor]:
+        return choose_experts(logits, correction, choice)
+
+    def embed(self, token_ids: Tensor, table: Tensor, scale: float = 1.0) -> Tensor:
+        rows = F.embedding(token_ids.to(table.device), table)
+        return rows if scale == 1.0 else rows * scale
+
+    def widened(self, x: Tensor) -> Tensor:
+        return x.float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+        return (normed * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x + residual
+        return self.rms_norm(total, weight, eps), total
+
+    def rope(self, q: Tensor, k: Tensor, cos_sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        table = cos_sin[positions.to(cos_sin.device)].unsqueeze(1)
+        cos, sin = table.chunk(2, dim=-1)
+        return _rotate(q, cos, sin), _rotate(k, cos, sin)
+
+    def gated_activation(self, gate_up: Tensor, kind: Activation) -> Tensor:
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        acted = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
+        return (acted * up).to(gate_up.dtype)
+
+    def store_kv(self, k: Tensor, v: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        block_size = kv_layer.shape[2]
+        slots = slot_mapping.to(kv_layer.device)
+        block, offset = slots // block_size, slots % block_size
+        kv_layer[block, 0, offset] = fp8.stored(k, kv_layer.dtype)
+        kv_layer[block, 1, offset] = fp8.stored(v, kv_layer.dtype)
+
+    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+        return place_heads(self, q, k, v, placement)
+
+    def plan(self, batch: AttentionBatch, shape: AttentionShape) -> ReferencePlan:
+        return plan_sequences(batch, shape, self.device)
+
+    def attention(
+        self,
+        q: Tensor,
+        kv_layer: Tensor,
+        plan: ReferencePlan,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        for sequence in plan.sequences:
+            rows = slice(sequence.start, sequence.end)
+            mask = causal_mask(sequence.end - sequence.start, sequence.context_len, window, q.device)
+            k, v = gather_kv(kv_layer, sequence)
+            out[rows] = attend(q[rows], k, v, mask, scale=scale, softcap=softcap).to(q.dtype)
+        return out
+
+    def store_latent(self, entries: Tensor, kv_layer: Tensor, slot_mapping: Tensor) -> None:
+        block_size = kv_layer.shape[2]
+        slots = slot_mapping.to(kv_layer.device)
+        kv_layer[slots // block_size, 0, slots % block_size, 0] = fp8.stored(entries, kv_layer.dtype)
+
+    def latent_attention(
+        self, q: Tensor, kv_layer: Tensor, plan: ReferencePlan, *, scale: float, latent_dim: int
+    ) -> Tensor:
+        out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
+        for sequence in plan.sequences:
+            rows = slice(sequence.start, sequence.end)
+            mask = causal_mask(sequence.end - sequence.start, sequence.context_len, None, q.device).unsqueeze(1)
+            entries = gather_entries(kv_layer, sequence).float()
+            scores = q[rows].float() @ entries.T * scale  # [Q, heads, context]
+            probs = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1)
+            out[rows] = (probs @ entries[:, :latent_dim]).to(q.dtype)
+        return out
+
+    def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return self.sample_on_device(logits, batch).cpu()
+
+    def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
+        return sampling.draw(logits, batch)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim] turned by cos, sin [T, 1, rotary_dim/2] in float32."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].float(), x[..., half : 2 * half].float()
+    turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((turned.to(x.dtype), x[..., 2 * half :]), dim=-1)

@@ -1,0 +1,4 @@
+"""Which cached block is reused first: policies by name.
+
+May import kvrelay.
+"""

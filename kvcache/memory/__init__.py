@@ -1,0 +1,4 @@
+"""The memory behind pool, host tier and swap area, and copies between them.
+
+May import kvrelay, kvcache/tiers.
+"""

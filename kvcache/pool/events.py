@@ -1,0 +1,124 @@
+"""Sequence-numbered news of what a worker has cached, and in which tier. Pure."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.pool.changes import CacheChange
+from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
+from kvrelay.types import BlockHash
+
+PART_HASHES = 2048
+"""Of a snapshot in one message: 37 KB."""
+Hashes = dict[BlockHash, None]
+"""A set that keeps its order."""
+
+
+class EventLog:
+    """Numbers the changes of one worker. A subscriber starts from `snapshot` and applies what follows.
+
+    A hash is *stored* as long as some tier of the worker has its block, and *lowered* while only a tier below the pool has.
+    Hashes are kept in the order in which they were stored, so that in a snapshot a chain's lie together.
+    """
+
+    def __init__(self) -> None:
+        self._seq = 0
+        self._pool: Hashes = {}
+        self._host: Hashes = {}
+
+    def drain(self, pool: BlockPool, below: Iterable[CacheChange] = ()) -> KvEvents | None:
+        """The next event, or None when nothing changed. `below`: what happened in the host tier, in order."""
+        change = pool.drain_changes()
+        changes = list(below)
+        if change is None and not changes:
+            return None
+        if change is not None and not changes and not self._host:
+            return self._in_pool_alone(change)
+        touched: dict[BlockHash, tuple[bool, bool]] = {}  # as it was: in the pool, in the host tier
+        if change is not None:
+            self._apply(self._pool, change, touched)
+        for each in changes:
+            self._apply(self._host, each, touched)
+        return self._event(touched)
+
+    def _in_pool_alone(self, change: CacheChange) -> KvEvents | None:
+        """As below, when nothing is in the host tier. A change does not store what it removes."""
+        pool = self._pool
+        stored: list[bytes] = [digest for digest in change.stored if digest not in pool]
+        removed: list[bytes] = [digest for digest in change.removed if digest in pool]
+        _change(pool, change)
+        return self._numbered(stored, removed, [], [])
+
+    def _apply(self, tier: Hashes, change: CacheChange, touched: dict[BlockHash, tuple[bool, bool]]) -> None:
+        for digest in (*change.stored, *change.removed):
+            if digest not in touched:
+                touched[digest] = digest in self._pool, digest in self._host
+        _change(tier, change)
+
+    def _event(self, touched: dict[BlockHash, tuple[bool, bool]]) -> KvEvents | None:
+        stored: list[bytes] = []
+        removed: list[bytes] = []
+        lowered: list[bytes] = []
+        raised: list[bytes] = []
+        for digest, (was_in_pool, was_in_host) in touched.items():
+            is_in_pool, is_in_host = digest in self._pool, digest in self._host
+            was_here, is_here = was_in_pool or was_in_host, is_in_pool or is_in_host
+            if is_here and not was_here:
+                stored.append(digest)
+            if was_here and not is_here:
+                removed.append(digest)
+            elif is_here and not is_in_pool and (was_in_pool or not was_here):
+                lowered.append(digest)
+            elif is_in_pool and was_here and not was_in_pool:
+                raised.append(digest)
+        return self._numbered(stored, removed, lowered, raised)
+
+    def _numbered(
+        self, stored: list[bytes], removed: list[bytes], lowered: list[bytes], raised: list[bytes]
+    ) -> KvEvents | None:
+        if not (stored or removed or lowered or raised):
+            return None
+        self._seq += 1
+        return KvEvents(seq=self._seq, stored=stored, removed=removed, lowered=lowered, raised=raised)
+
+    def snapshot(self) -> KvSnapshot:
+        """All that the events so far add up to; what is lowered comes last."""
+        lowered: list[bytes] = [digest for digest in self._host if digest not in self._pool]
+        return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
+
+    def audit(self, hashes: Sequence[bytes], pool: BlockPool, host: TierIndex | None) -> tuple[int, list[int]]:
+        """(the last event's number, where each of these is): what the caches themselves say, not what was told of them.
+
+        Where the two differ while changes are not drained yet, it is CHANGING. Looks through all of the pool's hashes.
+        """
+        in_pool = set(hashes).intersection(pool.cached_hashes())
+        is_moving = pool.has_changes or (host is not None and host.has_changes)
+        tiers = []
+        for digest in map(BlockHash, hashes):
+            is_below = host is not None and digest in host
+            tier = IN_POOL if digest in in_pool else BELOW_POOL if is_below else NOWHERE
+            told = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
+            tiers.append(CHANGING if is_moving and tier != told else tier)
+        return self._seq, tiers
+
+
+def _change(tier: Hashes, change: CacheChange) -> None:
+    deque(map(tier.pop, change.removed, repeat(None)), maxlen=0)
+    tier.update(dict.fromkeys(change.stored))
+
+
+def parts_of(snapshot: KvSnapshot, most: int = PART_HASHES) -> Iterator[KvSnapshot]:
+    """An EventLog's snapshot as messages of at most so many hashes; at least one."""
+    num_hashes = len(snapshot.hashes)
+    first_lowered = num_hashes - len(snapshot.lowered)
+    for part, start in enumerate(range(0, max(num_hashes, 1), most)):
+        end = start + most
+        yield KvSnapshot(
+            seq=snapshot.seq,
+            hashes=snapshot.hashes[start:end],
+            lowered=snapshot.hashes[max(start, first_lowered) : end],
+            part=part,
+            is_last=end >= num_hashes,
+        )

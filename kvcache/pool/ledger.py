@@ -1,0 +1,134 @@
+"""What is known of each block: its references, how often it was handed out, the node of the index that names it. Pure.
+
+Flat arrays, and the operations that touch many blocks at once. Where a compiler is these are single calls into C
+(native/pool.c); the class has the same in Python, a few blocks one by one and many as arrays.
+"""
+
+from array import array
+from collections.abc import Callable
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.hashing import HASH_BYTES
+from kvrelay.kvcache.pool import ledger_native
+
+BlockTable: TypeAlias = "array[int]"  # "i": block ids in order; as quick to cut and join as bytes
+Ints = NDArray[np.int32]
+Run = bytes | bytearray  # hashes, one after another
+
+_FEW = 64  # up to here a loop is faster than array operations
+
+
+class Ledger:
+    """Three numbers for each block. Nodes are indices; -1 is none."""
+
+    take: Callable[[BlockTable], None]
+    """These blocks have one reference from now on, and one generation more."""
+    acquire: Callable[[BlockTable], tuple[int, list[int]]]
+    """A reference more for each: (how many had none, the nodes of those, some perhaps twice). A free block: AssertionError."""
+    release: Callable[[BlockTable], tuple[int, list[int], bytes]]
+    """A reference less for each: (how many named ones have none left, the nodes of those, packed ids of the unnamed ones)."""
+    held: Callable[[BlockTable], int]
+    """How many blocks of the table there are up to the last one with a reference."""
+    assign: Callable[[BlockTable, int], None]
+    """These blocks are named in this node from now on."""
+    common: Callable[[Run, int, Run, int, int], int]
+    """(run, first, other, position, most): how many hashes run[first:] and other[position:] have in common, up to `most`."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self.refs, self.generations = array("i", [0]) * num_blocks, array("I", [0]) * num_blocks
+        self.owners = array("i", [-1]) * num_blocks
+        self.ref_array: Ints = np.frombuffer(self.refs, dtype=np.int32)  # the same memory
+        self.owner_array: Ints = np.frombuffer(self.owners, dtype=np.int32)
+        bind = ledger_native.binder()
+        own = (self._take, self._acquire, self._release, self._held, self._assign, _common)
+        compiled = bind(self.refs, self.generations, self.owners) if bind is not None else own
+        self.take, self.acquire, self.release, self.held, self.assign, self.common = compiled
+
+    def _take(self, table: BlockTable) -> None:
+        if len(table) <= _FEW:
+            for block in table:
+                self.refs[block] = 1
+                self.generations[block] += 1
+        else:
+            ids = np.frombuffer(table, np.int32)
+            self.ref_array[ids] = 1
+            np.frombuffer(self.generations, np.uint32)[ids] += 1
+
+    def _acquire(self, table: BlockTable) -> tuple[int, list[int]]:
+        if len(table) <= _FEW:
+            refs = self.refs
+            nodes = [self.owners[block] for block in table if not refs[block]]
+            assert -1 not in nodes, "a free block: nobody can acquire it"
+            for block in table:
+                refs[block] += 1
+            return len(nodes), list(dict.fromkeys(nodes))
+        ids = np.frombuffer(table, np.int32)
+        known = self.ref_array.take(ids)
+        owners = self.owner_array.take(ids[known == 0])
+        assert (owners >= 0).all(), "a free block: nobody can acquire it"
+        self.ref_array[ids] = known + 1
+        return len(owners), _without_repeats(owners)
+
+    def _release(self, table: BlockTable) -> tuple[int, list[int], bytes]:
+        if len(table) <= _FEW:
+            return self._release_few(table)
+        ids = np.frombuffer(table, np.int32)
+        refs = self.ref_array.take(ids) - 1
+        assert not (refs < 0).any(), "a block is released more often than held"
+        self.ref_array[ids] = refs
+        idle = ids[refs == 0]
+        owners = self.owner_array.take(idle)
+        named = owners >= 0
+        return int(named.sum()), _without_repeats(owners[named]), idle[~named].tobytes()
+
+    def _release_few(self, table: BlockTable) -> tuple[int, list[int], bytes]:
+        nodes: list[int] = []
+        freed = array("i")
+        for block in table:
+            left = self.refs[block] - 1
+            assert left >= 0, f"block {block} is released more often than held"
+            self.refs[block] = left
+            if left:
+                continue
+            if self.owners[block] < 0:
+                freed.append(block)
+            else:
+                nodes.append(self.owners[block])
+        return len(nodes), list(dict.fromkeys(nodes)), freed.tobytes()
+
+    def _held(self, table: BlockTable) -> int:
+        refs = self.refs
+        if not table or refs[table[-1]]:
+            return len(table)
+        if len(table) <= _FEW:
+            return next((at for at in range(len(table) - 1, 0, -1) if refs[table[at - 1]]), 0)
+        taken = self.ref_array.take(np.frombuffer(table, np.int32))
+        return int(np.flatnonzero(taken)[-1]) + 1 if taken.any() else 0
+
+    def _assign(self, table: BlockTable, node: int) -> None:
+        if len(table) <= _FEW:
+            for block in table:
+                self.owners[block] = node
+        else:
+            self.owner_array[np.frombuffer(table, np.int32)] = node
+
+
+def _without_repeats(owners: Ints) -> list[int]:
+    """Nodes in this list, in which equal ones mostly stand together."""
+    if not len(owners):
+        return []
+    edges = np.flatnonzero(owners[1:] != owners[:-1])
+    return [int(owners[0]), *owners[edges + 1].tolist()]
+
+
+def _common(run: Run, first: int, other: Run, position: int, most: int) -> int:
+    most = min(most, len(run) // HASH_BYTES - first, len(other) // HASH_BYTES - position)
+    if most <= 0:
+        return 0
+    mine = np.frombuffer(run, np.uint64, 2 * most, first * HASH_BYTES)
+    unlike = mine != np.frombuffer(other, np.uint64, 2 * most, position * HASH_BYTES)
+    at = int(unlike.argmax())
+    return at // 2 if unlike[at] else most

@@ -1,0 +1,364 @@
+"""The prefix index: a radix tree over blocks, keyed by chained hashes. Pure: no clock; knows no reference counts.
+
+A node is a run of blocks that follow each other: their hashes in one run of bytes, their ids in one array, their tokens
+packed (for tails that are shared in part). Nodes split where chains part and merge when they part no longer. There is one
+root for every root hash (tenant and adapter): nothing is shared between roots. What is held is told by the block pool,
+as `held` (leading blocks of a node that must stay); the tree adds up what follows from it for the nodes above.
+"""
+
+from array import array
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
+from kvrelay.kvcache.eviction.registry import Usage
+from kvrelay.kvcache.pool.ledger import BlockTable, Ledger
+from kvrelay.types import BlockHash
+
+__all__ = ["BlockTable", "Match", "Node", "RadixTree"]
+
+_NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: no prompt has it
+
+
+class Node:
+    """A run of blocks. The root of a tree has none. Owned by the RadixTree."""
+
+    __slots__ = (
+        "blocks", "children", "digests", "heads", "held", "index", "num_locked", "parent", "priority", "stamp", "start",
+        "tokens", "usage",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        index: int,
+        parent: "Node | None",
+        start: int,
+        usage: Usage,
+        digests: bytes | bytearray = b"",
+        blocks: "BlockTable | None" = None,
+        tokens: bytes | bytearray = b"",
+    ) -> None:
+        self.index = index  # in the tree's list of nodes
+        self.parent = parent
+        self.start = start  # blocks of the chain before its first
+        self.usage = usage
+        self.digests, self.tokens = bytearray(digests), bytearray(tokens)
+        self.blocks: BlockTable = array("i") if blocks is None else blocks
+        self.children: dict[bytes, Node] = {}  # by the first hash
+        self.heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not asked for yet
+        self.held = 0  # its first so many blocks must stay
+        self.num_locked = 0  # children under which something must stay
+        self.priority = 0
+        self.stamp = 0  # of its valid entry in the queue for eviction
+
+    @property
+    def is_locked(self) -> bool:
+        return self.held > 0 or self.num_locked > 0
+
+    @property
+    def num_evictable(self) -> int:
+        """Blocks at its end that may go once what is below it is gone, and all of that may."""
+        return 0 if self.num_locked else len(self.blocks) - self.held
+
+    @property
+    def first(self) -> bytes:
+        return bytes(self.digests[:HASH_BYTES])
+
+    @property
+    def is_open(self) -> bool:
+        """A leaf with blocks at its end that may go now."""
+        return not self.children and len(self.blocks) > self.held
+
+
+@dataclass(slots=True, eq=False)
+class Match:
+    """The longest cached prefix of a chain: its blocks, and the place in the tree where it ends. Not to be changed."""
+
+    blocks: BlockTable
+    node: Node | None  # None: not even a root
+    offset: int  # blocks of `node` that belong to it
+
+    def __len__(self) -> int:
+        return len(self.blocks)
+
+
+class RadixTree:
+    """Nodes by hash, and each block's node. Not thread-safe."""
+
+    def __init__(self, ledger: Ledger, block_size: int, *, keeps_tokens: bool = True) -> None:
+        self._ledger, self.block_size = ledger, block_size
+        self.width = TOKEN_BYTES * block_size if keeps_tokens else 0  # bytes that are kept of a block's tokens
+        self.roots: dict[bytes, Node] = {}
+        self.nodes: list[Node | None] = []
+        self.num_nodes = 0
+        self.num_evictable = 0  # blocks that could go, one after another, before a held one is in the way
+        self._unused: list[int] = []
+
+    # ---- finding
+
+    def node(self, block: int) -> Node | None:
+        """The node in which this block is named."""
+        index = self._ledger.owners[block]
+        return None if index < 0 else self.nodes[index]
+
+    def root_of(self, node: Node) -> Node:
+        while node.parent is not None:
+            node = node.parent
+        return node
+
+    def find(self, chain: HashChain, limit: int) -> Match:
+        """The longest prefix of the chain's first `limit` blocks."""
+        blocks = array("i")
+        root = self.roots.get(chain.root)
+        if root is None:
+            return Match(blocks, None, 0)
+        node, offset = self.descend(root, 0, chain, limit, blocks)
+        return Match(blocks, node, offset)
+
+    def descend(
+        self, node: Node, offset: int, chain: HashChain, limit: int, blocks: "BlockTable | None" = None
+    ) -> tuple[Node, int]:
+        """From `offset` blocks into `node`, as far as the chain's first `limit` hashes go; gathers the blocks on the way.
+
+        Compares whole runs at once; only where they part is the first difference looked for.
+        """
+        data, position, common = chain.data, node.start + offset, self._ledger.common
+        while position < limit:
+            size = len(node.blocks)
+            if offset == size:
+                child = node.children.get(bytes(data[position * HASH_BYTES : (position + 1) * HASH_BYTES]))
+                if child is None:
+                    break
+                node, offset, size = child, 0, len(child.blocks)
+            count = common(node.digests, offset, data, position, limit - position)
+            end = offset + count
+            if blocks is not None:
+                blocks += node.blocks if count == size else node.blocks[offset:end]
+            offset = end
+            position += count
+            if end < size:
+                break
+        return node, offset
+
+    def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
+        """(block, tokens) of the block after `match` that has the most leading tokens in common with these; (-1, 0): none."""
+        node, offset = match.node, match.offset
+        if node is None or not tokens:
+            return -1, 0
+        if offset < len(node.blocks):
+            count = _common_tokens(node.tokens[offset * self.width : (offset + 1) * self.width], tokens)
+            return (node.blocks[offset], count) if count else (-1, 0)
+        heads = self._heads(node)
+        at = bisect_left(heads, tokens)  # the longest common prefix is with a neighbour in sorted order
+        best, count = b"", 0
+        for head in heads[max(0, at - 1) : at + 1]:
+            if (common := _common_tokens(head[: self.width], tokens)) > count:
+                best, count = head, common
+        return (node.children[best[self.width :]].blocks[0], count) if count else (-1, 0)
+
+    def _heads(self, node: Node) -> list[bytes]:
+        if node.heads is None:
+            node.heads = sorted(self._head(child) for child in node.children.values())
+        return node.heads
+
+    def _head(self, node: Node) -> bytes:
+        return bytes(node.tokens[: self.width]) + node.first
+
+    # ---- growing
+
+    def root(self, digest: BlockHash, usage: Usage) -> Node:
+        """The root of this tenant's tree, made if it is not there."""
+        node = self.roots.get(digest)
+        if node is None:
+            node = self.roots[digest] = self._new(None, 0, usage)
+        return node
+
+    def _new(
+        self,
+        parent: Node | None,
+        start: int,
+        usage: Usage,
+        digests: bytes | bytearray = b"",
+        blocks: "BlockTable | None" = None,
+        tokens: bytes | bytearray = b"",
+    ) -> Node:
+        index = self._unused.pop() if self._unused else len(self.nodes)
+        node = Node(index, parent, start, usage, digests, blocks, tokens)
+        if index == len(self.nodes):
+            self.nodes.append(node)
+        else:
+            self.nodes[index] = node
+        self.num_nodes += 1
+        return node
+
+    def add_child(
+        self, parent: Node, digests: bytes, blocks: BlockTable, tokens: bytes, now_s: float, above: Usage | None
+    ) -> Node:
+        """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
+        start, size = parent.start + len(parent.blocks), len(blocks)
+        end_tokens = (start + size) * self.block_size
+        usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, 0, 0.0, 0, above)
+        node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
+        self._ledger.assign(blocks, node.index)
+        self.num_evictable += size
+        parent.children[digests[:HASH_BYTES]] = node
+        if parent.heads is not None:
+            insort(parent.heads, self._head(node))
+        return node
+
+    def extend(self, leaf: Node, digests: bytes, blocks: BlockTable, tokens: bytes) -> None:
+        """More blocks at the end of a leaf."""
+        assert not leaf.children and leaf.parent is not None
+        leaf.digests += digests
+        leaf.blocks += blocks
+        leaf.tokens += tokens or self._no_tokens(len(blocks))
+        self._describe(leaf, digests)
+        self._ledger.assign(blocks, leaf.index)
+        self.num_evictable += len(blocks)
+
+    def _no_tokens(self, num_blocks: int) -> bytes:
+        """For blocks that were named without them."""
+        return _NO_TOKEN * (num_blocks * self.width // TOKEN_BYTES)
+
+    def _describe(self, node: Node, digests: bytes | bytearray) -> None:
+        """Bring its usage in line with its blocks. digests: a run that ends as the node's does."""
+        usage, size = node.usage, len(node.blocks)
+        usage.num_blocks = size
+        usage.digest = BlockHash(bytes(digests[-HASH_BYTES:]))
+        usage.end_tokens = (node.start + size) * self.block_size
+
+    def _unlink(self, parent: Node, child: Node) -> None:
+        del parent.children[child.first]
+        if parent.heads is not None:
+            head = self._head(child)
+            at = bisect_left(parent.heads, head)
+            assert parent.heads[at] == head
+            del parent.heads[at]
+
+    def split(self, node: Node, offset: int) -> Node:
+        """Cut `node` after `offset` blocks: it keeps the first ones; the rest is returned as its child."""
+        digests, tokens = node.digests[offset * HASH_BYTES :], node.tokens[offset * self.width :]
+        rest = self._new(node, node.start + offset, node.usage, digests, node.blocks[offset:], tokens)
+        rest.children, rest.heads, rest.priority = node.children, node.heads, node.priority
+        rest.held, rest.num_locked = max(0, node.held - offset), node.num_locked
+        for child in rest.children.values():
+            child.parent = rest
+        del node.digests[offset * HASH_BYTES :], node.blocks[offset:], node.tokens[offset * self.width :]
+        node.held, node.num_locked = min(node.held, offset), int(rest.is_locked)
+        node.children, node.heads, node.usage = {rest.first: rest}, None, node.usage.copy()
+        self._describe(node, node.digests)
+        self._describe(rest, digests)
+        self._ledger.assign(rest.blocks, rest.index)
+        return rest
+
+    def merge(self, node: Node) -> None:
+        """Append the only child of `node` to it; the child's usage stands for both."""
+        [child] = node.children.values()
+        if child.held:
+            node.held = len(node.blocks) + child.held
+        node.digests += child.digests
+        node.tokens += child.tokens
+        node.blocks += child.blocks
+        node.children, node.heads, node.num_locked = child.children, child.heads, child.num_locked
+        for grandchild in node.children.values():
+            grandchild.parent = node
+        node.usage = child.usage
+        self._describe(node, child.digests)
+        self._ledger.assign(child.blocks, node.index)
+        self._drop(child)
+
+    # ---- what must stay
+
+    def hold(self, node: Node, held: int) -> None:
+        """The first `held` blocks of `node` must stay from now on, and no more than these."""
+        was_held, node.held = node.held, held
+        if node.num_locked:
+            return
+        self.num_evictable += was_held - held
+        if bool(held) == bool(was_held):
+            return
+        change, parent = 1 if held else -1, node.parent
+        while parent is not None:  # it has one locked child more, or less
+            num_locked = parent.num_locked
+            parent.num_locked = num_locked + change
+            if num_locked and parent.num_locked:
+                break
+            self.num_evictable -= change * (len(parent.blocks) - parent.held)
+            if parent.held:
+                break
+            parent = parent.parent
+
+    # ---- shrinking
+
+    def cut(self, leaf: Node, count: int) -> tuple[BlockTable, bytes]:
+        """Forget the last `count` blocks of a leaf, none of them held; returns (blocks, their hashes)."""
+        assert not leaf.children and count <= len(leaf.blocks) - leaf.held
+        self.num_evictable -= count
+        keep = len(leaf.blocks) - count
+        if keep:
+            blocks, digests = leaf.blocks[keep:], bytes(leaf.digests[keep * HASH_BYTES :])
+            del leaf.blocks[keep:], leaf.digests[keep * HASH_BYTES :], leaf.tokens[keep * self.width :]
+            self._describe(leaf, leaf.digests)
+        else:
+            assert leaf.parent is not None
+            self._unlink(leaf.parent, leaf)
+            self._drop(leaf)
+            blocks, digests = leaf.blocks, bytes(leaf.digests)
+        self._ledger.assign(blocks, -1)
+        return blocks, digests
+
+    def drop_root(self, digest: BlockHash) -> None:
+        """Forget a root without children."""
+        self._drop(self.roots.pop(digest))
+
+    def _drop(self, node: Node) -> None:
+        self.nodes[node.index] = None
+        self._unused.append(node.index)
+        self.num_nodes -= 1
+
+    # ---- everything
+
+    def live(self) -> Iterator[Node]:
+        """Every node, roots included."""
+        return (node for node in self.nodes if node is not None)
+
+    def check(self) -> None:
+        """Raise AssertionError unless nodes, links, blocks' nodes and counts agree."""
+        num_named = num_evictable = 0
+        for node in self.live():
+            size = len(node.blocks)
+            assert (size > 0) == (node.parent is not None), f"node {node.index} is empty"
+            assert len(node.digests) == HASH_BYTES * size and len(node.tokens) == self.width * size
+            if node.parent is not None:
+                assert node.parent.children.get(node.first) is node and self.nodes[node.parent.index] is node.parent
+                assert node.start == node.parent.start + len(node.parent.blocks)
+                assert node.usage.num_blocks == size and node.usage.digest == bytes(node.digests[-HASH_BYTES:])
+                assert (self._ledger.owner_array[np.frombuffer(node.blocks, np.int32)] == node.index).all(), (
+                    "a block has another node"
+                )
+            else:
+                assert node.children and self.roots[node.usage.digest] is node, "a root without children"
+            assert node.num_locked == sum(child.is_locked for child in node.children.values()), "locks do not add up"
+            assert node.heads is None or node.heads == sorted(map(self._head, node.children.values()))
+            num_named += size
+            num_evictable += node.num_evictable
+        assert num_named == int((self._ledger.owner_array >= 0).sum()), "a named block is in no node, or in two"
+        assert num_evictable == self.num_evictable, "evictable blocks are miscounted"
+
+    def hashes(self) -> Iterator[BlockHash]:
+        for node in self.live():
+            run = bytes(node.digests)
+            for at in range(0, len(run), HASH_BYTES):
+                yield BlockHash(run[at : at + HASH_BYTES])
+
+
+def _common_tokens(one: bytes | bytearray, other: bytes) -> int:
+    """Leading int32 that both have."""
+    length = min(len(one), len(other))
+    unlike = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
+    if not unlike:
+        return length // TOKEN_BYTES
+    return ((unlike & -unlike).bit_length() - 1) // (8 * TOKEN_BYTES)

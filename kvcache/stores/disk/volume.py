@@ -1,0 +1,299 @@
+"""One claimed folder's blocks: which slot holds which, what may go, and what was found again after a restart.
+
+Owns the index and the slots' headers. Every slot that is read is held, every slot that is written is reserved, so no two
+threads touch one slot's bytes at once. Methods are thread-safe but for open() and close(). Trouble with the disk is
+told in the result, not raised.
+"""
+
+import errno
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from kvrelay.kvcache.stores.disk.format import Geometry, SlotHeader
+from kvrelay.kvcache.stores.disk.io import Segments
+from kvrelay.kvcache.stores.disk.records import ReadItem, SlotIo, WriteItem
+from kvrelay.kvcache.stores.store import BlockMeta
+from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.types import BlockHash
+
+_RETRY_S = 60.0  # until segments that the disk had no room for are tried again
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a call brought about; indices are the caller's."""
+
+    done: set[int] = field(default_factory=set)
+    num_written: int = 0
+    num_corrupt: int = 0
+    num_rejected: int = 0  # not admitted, no room, or too large as encoded
+    num_unfit: int = 0  # of those, too large as encoded
+    errors: list[OSError] = field(default_factory=list)
+
+
+class Volume:
+    """Blocks of one namespace in one folder."""
+
+    def __init__(
+        self, segments: Segments, slots: SlotIo, geometry: Geometry, index: TierIndex, clock: Callable[[], float]
+    ) -> None:
+        self.geometry = geometry
+        self._segments, self._slots, self._index, self._clock = segments, slots, index, clock
+        self._lock = threading.Lock()
+        self._landed = threading.Condition(self._lock)  # a write ended
+        self._headers: dict[BlockHash, SlotHeader] = {}  # of the index's entries
+        self._stale: dict[int, BlockHash] = {}  # slot -> what an evicted block's header there still claims
+        self._writing: dict[BlockHash, int] = {}  # -> its slot
+        self._blocked: list[int] = []  # slots of segments that could not be made
+        self._blocked_until_s = 0.0
+        self._sequence = 0
+
+    # ---- life
+
+    def open(self) -> None:
+        """Find the blocks that an earlier process left. Raises OSError."""
+        newest: dict[BlockHash, SlotHeader] = {}
+        for header in sorted(self._slots.scan(self._segments.open_all()), key=lambda header: header.sequence):
+            older = newest.pop(header.digest, None)
+            if older is not None:
+                self._stale[older.slot] = older.digest
+            newest[header.digest] = header
+        now_s = self._clock()
+        for header in newest.values():
+            self._index.take(header.slot, tenant=header.meta.tenant)
+            self._put(header, now_s)
+            self._sequence = header.sequence
+        self._index.drain_changes()
+
+    def _put(self, header: SlotHeader, now_s: float) -> None:
+        meta = header.meta
+        is_new = self._index.put(
+            header.digest, header.slot, now_s,
+            parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority,
+        )  # fmt: skip
+        if is_new:
+            self._headers[header.digest] = header
+
+    def close(self) -> None:
+        """Flush and close, when nobody is inside any more. Raises OSError."""
+        try:
+            self._segments.sync()
+        finally:
+            self._segments.close()
+
+    # ---- looking
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        with self._lock:
+            return [digest in self._index for digest in hashes]
+
+    def usage(self) -> tuple[int, int, int]:
+        """Blocks here, blocks evicted since it was opened, bytes of the slots in use."""
+        with self._lock:
+            return len(self._index), self._index.num_evicted, len(self._index) * self.geometry.slot_bytes
+
+    def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
+        """Keep those that are here for so long, 0 ends it; how many are pinned."""
+        with self._lock:
+            if ttl_s <= 0:
+                self._index.unpin(hashes)
+                return 0
+            return self._index.pin(hashes, self._clock() + ttl_s)
+
+    def check(self) -> None:
+        """Raise AssertionError unless the ledger adds up."""
+        with self._lock:
+            self._index.check()
+            for digest in self._index.hashes():
+                assert self._headers[digest].slot == self._index.slot(digest), "a header names another slot"
+
+    # ---- loading
+
+    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> Outcome:
+        """Bring those that are here."""
+        with self._lock:
+            here = [index for index, digest in enumerate(hashes) if digest in self._index]
+            items = [ReadItem(index, self._headers[hashes[index]], into[index]) for index in here]
+            held = self._index.hold([item.header.digest for item in items])
+        try:
+            self._slots.read(items)
+            bad = {item.header.digest: item.header.slot for item in items if not item.is_done}
+            self._discard(bad)
+        finally:
+            with self._lock:
+                self._index.use([item.header.digest for item in items if item.is_done], self._clock())
+                self._index.unhold(held)
+        outcome = Outcome({item.index for item in items if item.is_done})
+        outcome.errors = [item.error for item in items if item.error is not None]
+        outcome.num_corrupt = len(bad) - len({item.header.digest for item in items if item.error is not None})
+        return outcome
+
+    def _discard(self, slots: dict[BlockHash, int]) -> None:
+        """Forget entries that we hold, here and for later processes."""
+        if not slots:
+            return
+        with self._lock:
+            mine = [digest for digest, slot in slots.items() if self._index.slot(digest) == slot]
+            self._forget(mine)
+        self._erase(slots.values())
+
+    def _forget(self, hashes: Iterable[BlockHash]) -> None:
+        self._index.discard(hashes, self._clock())
+        for digest in hashes:
+            del self._headers[digest]
+        self._index.drain_changes()
+
+    def _erase(self, slots: Iterable[int]) -> OSError | None:
+        try:
+            self._slots.erase(list(slots))
+        except OSError as error:
+            return error
+        return None
+
+    def delete(self, hashes: Sequence[BlockHash]) -> Outcome:
+        """Forget these, here and for later processes."""
+        with self._lock:
+            unwanted = set(hashes)
+            self._wait_for_writes(lambda: unwanted & (self._writing.keys() | self._overwritten()))
+            here = [digest for digest in unwanted if digest in self._index]
+            held = self._index.hold(here)
+            self._forget(here)
+            stale = [slot for slot, digest in self._stale.items() if digest in unwanted]
+            for slot in stale:
+                self._index.take(slot)
+                del self._stale[slot]
+        error = self._erase([*held, *stale])
+        with self._lock:
+            self._index.unhold(held)
+            self._index.cancel(stale)
+        return Outcome(errors=[error] if error is not None else [])
+
+    def _overwritten(self) -> set[BlockHash]:
+        """Evicted blocks whose slots are being written."""
+        return {self._stale[slot] for slot in self._writing.values() if slot in self._stale}
+
+    def _wait_for_writes(self, concern: Callable[[], object]) -> None:
+        """Until `concern()` is empty. Other threads' writes, which always end."""
+        while concern():
+            self._landed.wait()
+
+    # ---- storing
+
+    def store(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]) -> Outcome:
+        """Keep those that are wanted and find room."""
+        outcome = Outcome()
+        with self._lock:
+            held = self._index.hold([digest for digest in hashes if digest in self._index])
+            wanted = self._wanted(hashes, metas, outcome)
+            items = self._items(
+                wanted, hashes, blocks, metas, outcome
+            )  # not at the cost of the same prompt's beginning
+            self._index.unhold(held)
+            self._writing.update((item.digest, item.slot) for item in items)
+        try:
+            self._slots.write(items)
+        finally:
+            with self._lock:
+                self._settle(items, outcome)
+                self._wait_for_writes(lambda: self._writing.keys() & hashes)
+                outcome.done = {index for index, digest in enumerate(hashes) if digest in self._index}
+        return outcome
+
+    def _wanted(self, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], outcome: Outcome) -> list[int]:
+        """Indices of the blocks to write. Each offer of a block counts with the admission filter once."""
+        wanted: dict[BlockHash, int] = {}
+        for index, (digest, meta) in enumerate(zip(hashes, metas, strict=True)):
+            if digest in self._index or digest in self._writing or digest in wanted:
+                continue
+            if self._index.wants(digest) or meta.priority > 0 or meta.pin_s > 0:
+                wanted[digest] = index
+            else:
+                outcome.num_rejected += 1
+        return list(wanted.values())
+
+    def _items(
+        self,
+        wanted: Sequence[int],
+        hashes: Sequence[BlockHash],
+        blocks: Sequence[memoryview],
+        metas: Sequence[BlockMeta],
+        outcome: Outcome,
+    ) -> list[WriteItem]:
+        """Slots for as many as find room, from the beginning of the prompt on."""
+        items: list[WriteItem] = []
+        for tenant in dict.fromkeys(metas[index].tenant for index in wanted):
+            mine = [index for index in wanted if metas[index].tenant == tenant]
+            slots = self._reserve(len(mine), tenant, outcome)
+            outcome.num_rejected += len(mine) - len(slots)
+            for index, slot in zip(mine, sorted(slots), strict=False):
+                self._sequence += 1
+                items.append(WriteItem(index, slot, self._sequence, hashes[index], metas[index], blocks[index]))
+        return items
+
+    def _reserve(self, count: int, tenant: str, outcome: Outcome) -> list[int]:
+        """Up to `count` slots whose segments are there."""
+        now_s = self._clock()
+        if self._blocked and now_s >= self._blocked_until_s:
+            self._index.cancel(self._blocked)
+            self._blocked = []
+        while count:
+            slots = self._index.reserve(count, now_s, tenant=tenant)
+            if slots is None:
+                count //= 2
+                continue
+            self._note_evicted()
+            error = self._ensure(slots)
+            if error is None:
+                return slots
+            outcome.errors.append(error)
+            self._index.cancel(slots)
+            self._block(now_s)
+        return []
+
+    def _note_evicted(self) -> None:
+        """An evicted block's header stays on the disk until its slot is written again."""
+        change = self._index.drain_changes()
+        for digest in change.removed if change is not None else ():
+            header = self._headers.pop(digest)
+            self._stale[header.slot] = digest
+
+    def _ensure(self, slots: Iterable[int]) -> OSError | None:
+        for segment in sorted({self.geometry.place(slot)[0] for slot in slots}):
+            try:
+                self._segments.ensure(segment)
+            except OSError as error:
+                return error
+        return None
+
+    def _block(self, now_s: float) -> None:
+        """Take every slot of the segments that are missing, none of which was ever in use, out of the game for a while."""
+        for segment in range(self.geometry.num_segments):
+            if not self._segments.has(segment):
+                first = segment * self.geometry.slots_per_segment
+                stop = min(first + self.geometry.slots_per_segment, self.geometry.num_slots)
+                self._blocked += range(first, stop)
+        for slot in self._blocked:
+            self._index.take(slot)
+        self._blocked_until_s = now_s + _RETRY_S
+
+    def _settle(self, items: Sequence[WriteItem], outcome: Outcome) -> None:
+        """Publish what was written, free what was not."""
+        now_s = self._clock()
+        for item in items:
+            del self._writing[item.digest]
+            if item.header is not None:
+                self._stale.pop(item.slot, None)
+                self._put(item.header, now_s)
+                outcome.num_written += 1
+                continue
+            self._index.cancel((item.slot,))
+            outcome.num_unfit += item.is_unfit
+            outcome.num_rejected += item.is_unfit or item.is_rejected
+            if item.error is not None and item.error not in outcome.errors:
+                outcome.errors.append(item.error)
+        self._landed.notify_all()
+
+
+def is_disk_full(error: OSError) -> bool:
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

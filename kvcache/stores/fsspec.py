@@ -1,0 +1,210 @@
+"""Blocks at any fsspec URL (S3, GCS, Azure, a shared folder): one object each, in an envelope that tells whose it is.
+
+Object stores answer in tens of milliseconds and take many requests at once, so calls of several blocks run side by side on a
+bounded number of threads. Room and age are the bucket's to keep (lifecycle rules). What fails is a miss; after several
+failures in a row the store rests.
+"""
+
+import importlib
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from kvrelay.errors import ConfigError, StoreError
+from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
+from kvrelay.kvcache.stores.counters import StoreSums
+from kvrelay.kvcache.stores.envelope import BadEnvelope, seal, unseal
+from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
+from kvrelay.kvcache.tiers.back_off import Rests
+from kvrelay.types import BlockHash
+
+logger = logging.getLogger(__name__)
+
+_EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+_OURS = {"s3": "s3", "s3a": "s3"}  # packages that an extra of kvrelay's brings
+
+
+class FsspecStore:
+    """A BlockStore at a URL that fsspec understands."""
+
+    def __init__(
+        self,
+        url: str,
+        block_bytes: int,
+        namespace: bytes,
+        *,
+        codec: Codec | None = None,
+        num_threads: int = 8,
+        clock: Callable[[], float] = time.monotonic,
+        **options: Any,
+    ) -> None:
+        """`url`: what follows `?` goes to the file system as options, e.g. s3://bucket/kv?endpoint_url=http://host:9000.
+
+        `options`: the same, of any type. Raises ConfigError: a URL that cannot be.
+        """
+        parts = urlsplit(url)
+        self._scheme = parts.scheme
+        if not parts.scheme or not (parts.netloc or parts.path.strip("/")):
+            raise ConfigError(f"cache.remote: {url!r} names no place; write for example s3://bucket/kv")
+        self.name, self.keeps_checksums = parts.scheme, False  # its envelopes have checksums of their own
+        self._url = url.partition("?")[0].rstrip("/")
+        self._options = dict(parse_qsl(parts.query)) | options
+        self._block_bytes, self._namespace = block_bytes, namespace
+        self._codec = codec or NoCodec()
+        self._num_threads, self._clock = num_threads, clock
+        self._fs: Any = None
+        self._root = ""
+        self._threads: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._rests = Rests()  # under the lock
+        self._sums = StoreSums()
+
+    # ---- life
+
+    def start(self) -> None:
+        """Raises StoreError: no package, or the place cannot be written."""
+        try:
+            fsspec: Any = importlib.import_module("fsspec")
+            self._fs, root = fsspec.core.url_to_fs(self._url, **self._options)
+        except ImportError as error:
+            raise StoreError(self._url, f"{error}; {_remedy(self._scheme)}") from error
+        except Exception as error:  # each file system has errors of its own
+            raise StoreError(self._url, f"{error}; see whether cache.remote is right") from error
+        self._root = f"{root.rstrip('/')}/{self._namespace.hex()}"
+        self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kv-fsspec")
+        try:
+            self._fs.makedirs(self._root, exist_ok=True)
+            probe = f"{self._root}/probe"
+            self._fs.pipe_file(probe, b"kvrelay")
+            self._fs.rm_file(probe)
+        except Exception as error:
+            self.close()
+            raise StoreError(self._url, f"it cannot be written: {error}; see its address, rights and quota") from error
+
+    def close(self) -> None:
+        threads, self._threads = self._threads, None
+        if threads is not None:
+            threads.shutdown(wait=True)
+        self._fs = None
+
+    # ---- BlockStore
+
+    def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
+        return self._each(self._exists, hashes)
+
+    def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
+        began = self._clock()
+        loaded = self._each(self._load_one, hashes, into)
+        num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
+        self._sums.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
+        return loaded
+
+    def store(
+        self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
+    ) -> list[bool]:
+        began = self._clock()
+        kept = {digest for digest, here in zip(hashes, self.contains(hashes), strict=True) if here}
+        new = {digest: block for digest, block in zip(hashes, blocks, strict=True) if digest not in kept}
+        done = self._each(self._store_one, list(new), list(new.values()))
+        stored = {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
+        self._sums.add(
+            stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
+            store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
+        )  # fmt: skip
+        return [digest in kept or digest in stored for digest in hashes]
+
+    def delete(self, hashes: Sequence[BlockHash]) -> None:
+        self._each(self._delete_one, hashes)
+
+    def stats(self) -> StoreStats:
+        return self._sums.read()
+
+    # ---- one block, on a thread
+
+    def _path(self, digest: BlockHash) -> str:
+        name = digest.hex()
+        return f"{self._root}/{name[:2]}/{name}"
+
+    def _exists(self, digest: BlockHash) -> bool:
+        return bool(self._fs.exists(self._path(digest)))
+
+    def _load_one(self, digest: BlockHash, view: memoryview) -> bool:
+        try:
+            value = self._fs.cat_file(self._path(digest))
+        except FileNotFoundError:
+            return False
+        try:
+            most_bytes = self._codec.most_bytes(self._block_bytes)
+            self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
+        except (BadEnvelope, CodecError) as error:
+            logger.warning("a block at %s is discarded: %s", self._url, error)
+            self._sums.add(corrupt_blocks=1)
+            self._delete_one(digest)
+            return False
+        return True
+
+    def _store_one(self, digest: BlockHash, block: memoryview) -> bool:
+        path = self._path(digest)
+        try:
+            value = seal(self._namespace, digest, self._codec.encode(block.cast("B")))
+        except CodecError as error:
+            logger.warning("a block is not sent to %s: %s", self._url, error)
+            return False
+        if self._scheme in ("file", "local"):  # only there folders must be made, and a torn file could be found
+            self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+            new = f"{path}.{uuid.uuid4().hex}.new"  # others may write the same block
+            self._fs.pipe_file(new, value)
+            self._fs.mv(new, path)
+        else:
+            self._fs.pipe_file(path, value)
+        return True
+
+    def _delete_one(self, digest: BlockHash) -> bool:
+        try:
+            self._fs.rm_file(self._path(digest))
+        except FileNotFoundError:
+            return False
+        return True
+
+    # ---- many
+
+    def _each(self, call: Callable[..., bool], *arguments: Sequence[Any]) -> list[bool]:
+        """`call` for each, side by side; False where it fails. All of them are over when this returns."""
+        threads, count = self._threads, len(arguments[0])
+        if threads is None or self._rests.is_resting(self._clock()):
+            return [False] * count
+        is_failing = threading.Event()
+
+        def one(*these: Any) -> bool:
+            if is_failing.is_set():  # the others would wait as long for nothing
+                return False
+            try:
+                return call(*these)
+            except Exception as error:  # each file system has errors of its own
+                if not is_failing.is_set():
+                    is_failing.set()
+                    self._rest(error)
+                return False
+
+        done = list(threads.map(one, *arguments))
+        if not is_failing.is_set():
+            with self._lock:
+                self._rests.worked()
+        return done
+
+    def _rest(self, error: Exception) -> None:
+        with self._lock:
+            rest_s = self._rests.failed(self._clock())
+        self._sums.add(failures=1)
+        logger.warning("%s rests for %.0f s: %s", self._url, rest_s, error)
+
+
+def _remedy(scheme: str) -> str:
+    if scheme in _OURS:
+        return f"pip install 'kvrelay[{_OURS[scheme]}]'"
+    return f"pip install {_EXTRAS.get(scheme, 'the package that fsspec names')}"

@@ -1,0 +1,572 @@
+"""Messages of the request and event planes: typed, versioned, msgpack, never pickle.
+
+Every message is a frozen msgspec Struct with a short tag. Durations cross processes,
+timestamps never do. Unknown fields of a newer minor version are ignored by msgspec.
+"""
+
+from typing import Literal, Union
+
+import msgspec
+
+from kvrelay.types import Fingerprint
+
+PROTOCOL_VERSION = 5
+MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
+NOWHERE, BELOW_POOL, IN_POOL, CHANGING = range(4)  # of Audited.tiers
+PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
+    """Base of all messages."""
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How tokens are chosen. Validated at the ingress; engines trust it.
+
+    `seed` is always set (drawn at the ingress when the client gave none): token i of the output
+    depends on (seed, i) alone, so any worker can continue the stream.
+    """
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: none; k: the sampled token's and the k most likely ones'
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first (echo)
+    logit_bias: dict[int, float] = {}
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether what is drawn depends on the tokens before it by more than the model."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a client knows of its prompt's future. Respected by every tier, within the tenant's quotas."""
+
+    keep: bool = True  # False: nobody will ask for this KV again
+    priority: int = 0  # of its blocks against others: higher stays longer
+    pin_s: float = 0.0  # the prompt's blocks stay for so long, counted from when they are full
+    session: str = ""  # whose pins these are, tenant included: `EndPins` names it; empty: nobody's
+
+
+class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A beam search; see engine/groups/beam.py. The other sampling parameters but max_tokens, min_tokens and stops have no effect."""
+
+    width: int
+    num_returned: int  # of its results, best first
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Several choices that go on from one prompt: computed once, held once, sent once.
+
+    Choice k is what a request of its own with `seeds[k]` would give. When a group is continued on another worker,
+    `emitted` has each choice's output so far; `ended` are choices that nobody waits for any more.
+    """
+
+    seeds: tuple[int, ...] = ()
+    emitted: list[list[int]] = []
+    ended: tuple[int, ...] = ()
+    beams: Beams | None = None  # then there are no seeds, and results come when all is done
+
+    @property
+    def num_choices(self) -> int:
+        return self.beams.num_returned if self.beams is not None else len(self.seeds)
+
+    @property
+    def num_seats(self) -> int:
+        """Sequences that run at once."""
+        return self.beams.width if self.beams is not None else len(self.seeds) - len(self.ended)
+
+
+class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One sequence to compute, or a group of them. Token ids and hashes travel; text does not.
+
+    `token_ids` is the prompt, followed, when a stream is continued on another worker, by the
+    output so far; `num_prompt_tokens` tells them apart. `block_hashes` is the chain over `token_ids`,
+    one for every `tokens_per_hash` whole tokens (0: for every block of the worker that gets it); `salt`
+    is the tenant's. A worker with k times larger blocks names them by every k-th hash.
+    """
+
+    request_id: str
+    token_ids: list[int]
+    num_prompt_tokens: int
+    block_hashes: list[bytes]
+    sampling: Sampling
+    salt: str = ""
+    tokens_per_hash: int = 0
+    traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
+    hints: KvHints = KvHints()
+    priority: int = 0  # its class in line, as vLLM has it: a lower number is served earlier; not that of `hints`
+    deadline_s: float | None = (
+        None  # the first token is wanted so long after the request came here; None: no matter when
+    )
+    wanted_s: float | None = (
+        None  # the like, but nobody is refused for it: who cannot have it then gives way to who can
+    )
+    wanted_tpot_s: float | None = (
+        None  # between two of its tokens on average: prompts beside it are cut so short; None: whatever
+    )
+    tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
+    num_hand_backs: int = 0  # times that a decode worker has given it back to be prefilled again
+    group: Group | None = None  # then `token_ids` is the prompt alone
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """A token's log-probability and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker says of itself when a peer connects."""
+
+    worker_id: str
+    role: str  # "prefill" | "decode"
+    epoch: str  # new at every start
+    host: str
+    port: int
+    node_id: str
+    model: str  # served model name
+    fingerprint: Fingerprint
+    block_size: int
+    num_blocks: int
+    max_model_len: int
+    max_running: int
+    kv_bytes_per_token: int
+    device: str
+    transports: list[str]
+    kv_port: int = 0  # decode: where prefill workers connect, at `host`
+
+
+class PathReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One way between two workers, as probed and as seen since."""
+
+    path: str
+    why: str  # why it is ranked where it is
+    is_chosen: bool = False
+    bytes_per_s: float = 0.0  # measured; 0: not yet
+    latency_s: float = 0.0  # of one block; 0: not measured
+    problem: str = ""  # why it cannot be used (now)
+
+
+class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Whether KV may go from one prefill worker to one decode worker, and how."""
+
+    source: str
+    target: str
+    target_epoch: str
+    ok: bool
+    reason: str = ""  # a kvtransfer.tickets.Reason, "lost" or "timeout" when not ok
+    detail: str = ""  # the field that differs, or what went wrong
+    remedy: str = ""  # what to do about it
+    paths: list[PathReport] = []  # best first
+
+
+class KvPathLoad(msgspec.Struct, frozen=True, array_like=True):
+    """What one path has carried since the worker's start."""
+
+    path: str
+    num_bytes: int
+    seconds: float  # reading and verifying, summed over reads
+    exposed_s: float  # of transfers that went mostly this way
+    check_s: float  # of `seconds`, spent on checksums
+    retries: int  # reads that failed here and went on over another path
+
+
+class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One tier below a worker's pool: what is there now, and sums since the worker's start."""
+
+    tier: str  # "host", "disk", or the remote store's kind
+    num_blocks: int = 0
+    num_bytes: int = 0  # as stored
+    capacity_bytes: int = 0  # 0: not limited here
+    loaded_blocks: int = 0  # towards the pool
+    stored_blocks: int = 0  # from above
+    load_s: float = 0.0
+    store_s: float = 0.0
+    rejected_blocks: int = 0  # not admitted, or no room
+    evicted_blocks: int = 0
+    corrupt_blocks: int = 0  # found wrong and discarded
+    failures: int = 0
+
+
+class LoadReport(_Message, frozen=True, tag="load"):
+    """A worker's load now. Sent after a step when something changed, at most every 50 ms, and each heartbeat."""
+
+    seq: int
+    running: int = 0
+    waiting: int = 0
+    receiving: int = 0
+    queued_tokens: int = 0  # prompt tokens not yet computed
+    late: int = 0  # prompts in line that let whoever comes go first: their first token is late in any case
+    late_tokens: int = 0  # of those, not cached
+    output_tokens: float = 0.0  # mean of the outputs that ended here last; 0: not known
+    free_blocks: int = 0  # free or cached and evictable: what pins or continuations keep is cached, too, but not here
+    cached_blocks: int = 0
+    used_blocks: int = 0
+    total_blocks: int = 0
+    leased_blocks: int = 0
+    quarantined_blocks: int = 0
+    lent_blocks: int = 0  # to a probe of the KV plane
+    step_s: float = 0.0  # moving average of a step
+    prefill_tokens_per_s: float = 0.0  # measured
+    decode_step_s: float = 0.0
+    preemptions: int = 0
+    preempted: dict[str, int] = {}  # of those, by what became of them: swap, recompute, hand-back
+    swapped: int = 0  # sequences whose KV is in host memory now
+    swapped_blocks: int = 0  # of theirs
+    swapped_bytes: int = 0
+    swap_out_s: float = 0.0  # copying out, since the start
+    swap_in_s: float = 0.0
+    swap_corrupt_blocks: int = 0  # found wrong when they were to come back
+    recomputed_tokens: int = 0  # dropped with pre-empted sequences
+    transport: str = ""
+    kv_bytes: int = 0  # moved so far
+    kv_seconds: float = 0.0
+    kv_refusals: int = 0
+    kv_refused: dict[str, int] = {}  # of those, by reason
+    kv_check_s: float = 0.0  # spent on checksums at this end
+    kv_leases: int = 0  # transfers open now
+    kv_expired_leases: int = 0
+    kv_paths: list[KvPathLoad] = []
+    prefix_hit_tokens: int = 0
+    prefix_query_tokens: int = 0
+    tier_hit_tokens: int = 0  # of the hits, brought up from below the pool
+    fetching: int = 0  # sequences in line that wait for blocks from a store
+    waiting_by_priority: dict[int, int] = {}
+    waiting_tenants: int = 0  # that have something in line
+    deadline_refusals: int = 0
+    displaced: int = 0  # sequences that left a full line for another tenant's
+    tenant_tokens: dict[str, int] = {}  # computed so far, by tenant; of those without an entry: `other_tenant_tokens`
+    other_tenant_tokens: int = 0
+    tiers: list[TierLoad] = []
+    reserving: int = 0  # of `waiting`, in line for a reservation
+    held: int = 0  # prefilled; their blocks stay until they have been read
+    pinned_blocks: int = 0  # of `cached` and `used`
+    steps: int = 0  # computed since the start
+    batch_sequences: int = 0  # of the last of them
+    batch_tokens: int = 0
+    spared_kv_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
+    drafted_tokens: int = 0  # computed behind sequences' next tokens
+    accepted_tokens: int = 0  # of those, right
+    model_drafted_tokens: int = 0  # of the drafted ones, by the draft model; the others are from sequences' own texts
+    model_accepted_tokens: int = 0
+    draft_used_blocks: int = 0  # of the draft model's own KV pool
+    draft_total_blocks: int = 0  # 0: there is no draft model
+    is_draining: bool = False  # takes nothing new
+
+
+# ---- ingress -> worker
+
+
+class Reserve(_Message, frozen=True, tag="reserve"):
+    """Decode: reserve blocks for this sequence before its prefill starts."""
+
+    request: SequenceRequest
+    timeout_s: float  # how long it may wait in line for room
+    prefill_tokens_per_s: float = 0.0  # of the worker that will compute it; it may be handed back there; 0: it may not
+
+
+class Prefill(_Message, frozen=True, tag="prefill"):
+    """Prefill: compute the prompt, sample one token, send the KV where the ticket says.
+
+    Without a ticket the one token is all that is wanted.
+    """
+
+    request: SequenceRequest
+    ticket: bytes | None = None
+
+
+class Generate(_Message, frozen=True, tag="generate"):
+    """Compute the prompt here and decode it here (local prefill)."""
+
+    request: SequenceRequest
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    """Free everything that this request holds, or one choice of a group. Idempotent; never answered."""
+
+    request_id: str
+    reason: str = "client"
+    choice: int | None = None
+
+
+class Subscribe(_Message, frozen=True, tag="subscribe"):
+    """From now on send KvEvents and LoadReport; first a KvSnapshot, or its first part."""
+
+
+class StatusQuery(_Message, frozen=True, tag="status?"):
+    """Answered by Status."""
+
+    query_id: int
+
+
+class CacheReset(_Message, frozen=True, tag="cache-reset"):
+    """Forget every cached block that no sequence uses. Answered by Status."""
+
+    query_id: int
+
+
+class Prefetch(_Message, frozen=True, tag="prefetch"):
+    """Have this prompt's blocks brought from stores into host memory; keep them for a time. Answered by Prefetched."""
+
+    query_id: int
+    request: SequenceRequest
+    hold_s: float
+
+
+class Audit(_Message, frozen=True, tag="audit"):
+    """Say where you have these blocks now. Answered by Audited."""
+
+    query_id: int
+    hashes: list[bytes]
+
+
+class EndPins(_Message, frozen=True, tag="end-pins"):
+    """The pins made by requests with this `KvHints.session` end now, and none is made for it any more. Never answered."""
+
+    session: str
+
+
+class Assigned(_Message, frozen=True, tag="assigned"):
+    """All that this ingress has assigned to the worker and that has not ended: sums, as it decided, before any of it arrives.
+
+    Sent when they change, where other ingresses listen to the worker. Never answered; the others hear of it.
+    """
+
+    tokens: int = 0  # of prompts, to be computed there
+    prompts: int = 0  # not yet computed there
+    sequences: int = 0
+    blocks: int = 0  # of requests without a first token
+
+
+class Pair(_Message, frozen=True, tag="pair"):
+    """Prefill: see whether KV can travel to this decode worker, and how fast. Answered by Paired.
+
+    The address is what that worker said of itself, never a client's.
+    """
+
+    worker_id: str
+    epoch: str
+    host: str
+    kv_port: int
+    is_probe: bool = False  # measure anew, even when it has been measured
+
+
+# ---- worker -> ingress
+
+
+class Welcome(_Message, frozen=True, tag="welcome"):
+    """First message on every connection, from the worker."""
+
+    protocol: int
+    info: WorkerInfo
+
+
+class Reserved(_Message, frozen=True, tag="reserved"):
+    """The blocks are reserved; `ticket` admits one transfer."""
+
+    request_id: str
+    ticket: bytes
+    held_tokens: int  # of the prompt, already in this worker's cache
+    waited_s: float = 0.0
+
+
+class Refused(_Message, frozen=True, tag="refused"):
+    """Not taken; nothing is held here for this request."""
+
+    request_id: str
+    reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid" | "deadline"
+    message: str = ""
+    retry_after_s: float = 1.0
+
+
+class Prefetched(_Message, frozen=True, tag="prefetched"):
+    """Where the prompt's tokens are, in whole blocks from its beginning on; the rest is nowhere."""
+
+    query_id: int
+    pool_tokens: int = 0
+    host_tokens: int = 0
+    coming_tokens: int = 0  # on their way from a store into host memory
+    problem: str = ""  # "full" | "invalid" | "draining" when nothing was done
+    message: str = ""
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a first token's time went on the worker that made it; they add up to its stay there."""
+
+    queue_s: float = 0.0  # arrival to first scheduled
+    compute_s: float = 0.0  # first scheduled to sampled
+    num_chunks: int = 0
+
+
+class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
+    """New tokens of one sequence, or of one choice. `position` is the output index of the first of them."""
+
+    request_id: str
+    position: int
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] = []
+    finish_reason: str | None = None  # "stop" | "length" when these are the last
+    stop_token: int | None = None  # the id that stopped it, when one did
+    cached_tokens: int | None = None  # with a first token: prompt tokens not computed
+    prompt_logprobs: list[TokenLogprob] = []  # with a first token: of prompt tokens 1..n-1
+    timings: Timings | None = None  # with a first token
+    choice: int = 0  # of a group
+    num_left: int = 0  # choices that go on; a request is over with a finish reason and none left
+    candidates: list[tuple[int, float]] = []  # of a beam search's first step, on their way to the decode worker
+
+    @property
+    def ends_request(self) -> bool:
+        return self.finish_reason is not None and not self.num_left
+
+
+class Tokens(_Message, frozen=True, tag="tokens"):
+    """All new tokens of one step for one ingress."""
+
+    outputs: list[TokenOutput]
+
+
+class Failed(_Message, frozen=True, tag="failed"):
+    """The sequence ended without its tokens; nothing is held here for it any more."""
+
+    request_id: str
+    code: str  # "transfer" | "lease" | "engine" | "aborted" | "preempted"
+    message: str
+    retryable: bool
+
+
+class Transferred(_Message, frozen=True, tag="transferred"):
+    """Decode committed the prompt's KV: for explain and for the router's accounts."""
+
+    request_id: str
+    transport: str
+    blocks: int
+    num_bytes: int
+    seconds: float  # spent reading and verifying
+    exposed_s: float  # after the prefill had ended
+
+
+class Paired(_Message, frozen=True, tag="paired"):
+    """Prefill: the answer to Pair."""
+
+    report: PairReport
+
+
+class PairsSeen(_Message, frozen=True, tag="pairs-seen"):
+    """Decode: how fast its paths from each connected prefill worker have been of late. Sent when that changed."""
+
+    reports: list[PairReport]
+
+
+class KvEvents(_Message, frozen=True, tag="kv"):
+    """Blocks stored and removed since `seq - 1`, whatever the tier. A gap in `seq` asks for a snapshot."""
+
+    seq: int
+    stored: list[bytes] = []
+    removed: list[bytes] = []
+    lowered: list[bytes] = []  # from now on only below the worker's pool
+    raised: list[bytes] = []  # in its pool again
+
+
+class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
+    """Everything cached as of `seq`, or a part of it. Parts follow each other in order, events and all else between them."""
+
+    seq: int
+    hashes: list[bytes]
+    lowered: list[bytes] = []  # of those, what is only below the worker's pool
+    part: int = 0  # 0 begins a snapshot, and ends one that was not whole
+    is_last: bool = True
+
+
+class Audited(_Message, frozen=True, tag="audited"):
+    """Where the blocks of an Audit are: the caches' own word, as of the event `seq`, which was sent before this."""
+
+    query_id: int
+    seq: int
+    tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it is on its way
+
+
+class AssignedByOthers(_Message, frozen=True, tag="assigned-by-others", kw_only=False):
+    """The sum of what all other ingresses have said that they assigned here; see Assigned."""
+
+    num_others: int  # that listen; with none nobody need be told anything
+    is_complete: bool  # each of them has said
+    tokens: int = 0
+    prompts: int = 0
+    sequences: int = 0
+    blocks: int = 0
+
+
+class Status(_Message, frozen=True, tag="status"):
+    """A worker's state for `kvrelay status`, as JSON."""
+
+    query_id: int
+    json: bytes
+
+
+# ---- prefill worker -> decode worker, with the last block
+
+
+class Manifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What the decode worker needs beside the blocks to go on from the prefill's first token."""
+
+    request_id: str
+    num_tokens: int  # tokens whose KV was transferred
+    position: int  # output index of the first of token_ids
+    token_ids: list[int]  # of a group: each live choice's first token, in order
+    candidates: list[tuple[int, float]] = []  # instead of tokens, for a beam search
+
+
+ToWorker = Union[
+    Reserve, Prefill, Generate, Abort, Subscribe, StatusQuery, CacheReset, Pair, Prefetch, EndPins,
+    Audit, Assigned,
+]  # fmt: skip
+FromWorker = Union[
+    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen,
+    Prefetched, Audited, AssignedByOthers,
+]  # fmt: skip
+
+_encoder = msgspec.msgpack.Encoder()
+_to_worker = msgspec.msgpack.Decoder(ToWorker)
+_manifest = msgspec.msgpack.Decoder(Manifest)
+_from_worker = msgspec.msgpack.Decoder(FromWorker)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """One message as msgpack."""
+    return _encoder.encode(message)
+
+
+def decode_to_worker(frame: bytes) -> ToWorker:
+    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
+    message: ToWorker = _to_worker.decode(frame)
+    return message
+
+
+def decode_from_worker(frame: bytes) -> FromWorker:
+    """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
+    message: FromWorker = _from_worker.decode(frame)
+    return message
+
+
+def decode_manifest(payload: bytes) -> Manifest:
+    """Raises msgspec.DecodeError on anything unexpected."""
+    return _manifest.decode(payload)

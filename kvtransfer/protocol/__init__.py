@@ -1,0 +1,4 @@
+"""Messages, tickets, grants and checksums that source and target agree on.
+
+May import kvrelay, kvtransfer/mover, kvtransfer/paths, kvtransfer/plans, kvtransfer/reads, kvtransfer/transports.
+"""

@@ -1,0 +1,215 @@
+"""Slabs: memory that holds many blocks and that other processes read; and how blocks are read out of another's slab.
+
+A slab is memory of any kind that the transports know, allocated once. Blocks are runs of bytes in it, of any sizes.
+"""
+
+import asyncio
+import logging
+import mmap
+import os
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.errors import BackendUnavailable
+from kvrelay.kvtransfer.mover.mover import Receipt, library, xxh3_regions
+from kvrelay.kvtransfer.paths.discovery import this_machine
+from kvrelay.kvtransfer.paths.path_ranking import PathTable, untried
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS, offered
+from kvrelay.kvtransfer.paths.topology import Topology, rank_paths
+from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
+from kvrelay.kvtransfer.protocol.checksums import Checksums
+from kvrelay.kvtransfer.protocol.messages import Offer
+from kvrelay.kvtransfer.reads.arrivals import Arrival
+from kvrelay.kvtransfer.reads.route import Route
+from kvrelay.kvtransfer.slabs.messages import SlabOffer
+from kvrelay.kvtransfer.transports.base import Exporter, Reader, Transport, TransportError
+from kvrelay.types import KvLayout, KvMemory
+
+logger = logging.getLogger(__name__)
+
+UNIT_BYTES = 4096  # a slab of our own is so many of these
+_ABANDON_GRACE_S = 0.5  # for an abandoned read to end, before it is called stuck
+
+
+def allocate_slab(num_bytes: int) -> KvMemory:
+    """Zeroed host memory that other processes can map (memfd), rounded up to whole units; freed with its last user."""
+    layout = KvLayout(1, -(-num_bytes // UNIT_BYTES), 1, 1, UNIT_BYTES, "uint8", is_latent=True)
+    fd = os.memfd_create("kvrelay-slab", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, layout.num_bytes)
+        mapping = mmap.mmap(fd, layout.num_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
+    array = np.frombuffer(mapping, dtype=np.uint8)
+    return KvMemory(layout, array.ctypes.data, "cpu", fd, memoryview(mapping), array)
+
+
+def free_slab(memory: KvMemory) -> None:
+    """Give up the descriptor of `allocate_slab`; the map goes with the last who looks at it."""
+    if memory.memfd is not None:
+        os.close(memory.memfd)
+
+
+class Slab:
+    """This process's memory, readable by others between start() and aclose()."""
+
+    def __init__(
+        self, memory: KvMemory, secret: bytes, host: str, *, transport: str = "auto",
+        transports: Mapping[str, Transport] = TRANSPORTS,
+    ) -> None:  # fmt: skip
+        self.memory = memory
+        self._secret, self._host, self._transport, self._transports = secret, host, transport, transports
+        self._exporters: dict[str, Exporter] = {}
+        self._offered: list[str] = []
+
+    async def start(self) -> None:
+        """Raises BackendUnavailable when a forced transport cannot be used."""
+        await asyncio.to_thread(library)  # compiled now, not in the first read
+        await asyncio.to_thread(this_machine)  # known from then on
+        self._offered = offered(self._transport, self.memory, self._transports)
+        for name in self._offered:
+            exporter = self._transports[name].make_exporter(self.memory, self._secret, self._host)
+            try:
+                await exporter.start()
+            except BackendUnavailable as error:
+                if self._transport != "auto":
+                    raise
+                logger.warning("slab: transport %s is left out: %s", name, error.why)
+                continue
+            exporter.set_busy(1)
+            self._exporters[name] = exporter
+
+    async def aclose(self) -> None:
+        """Stop exporting. The memory stays."""
+        exporters, self._exporters = self._exporters, {}
+        for exporter in exporters.values():
+            await exporter.aclose()
+
+    def offer(self) -> SlabOffer:
+        """What others need in order to read it. After start()."""
+        offers = [Offer(name, exporter.describe()) for name, exporter in self._exporters.items()]
+        return SlabOffer(self.memory.layout.num_bytes, offers)
+
+    def route_from(self, theirs: SlabOffer, topology: Topology) -> Route:
+        """The paths from another's slab into this memory, not yet connected. `topology`: the other's."""
+        descriptors = {offer.name: offer.descriptor for offer in theirs.offers}
+        common = [name for name in self._offered if name in descriptors]
+        ranked = rank_paths(topology, this_machine(), "cpu", self.memory.device, common)
+        return Route(PathTable(ranked), descriptors, self._make_reader)
+
+    def _make_reader(self, name: str) -> Reader:
+        return self._transports[name].make_reader(self.memory, self._secret, self._host)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """One block to read. Offsets and sizes are bytes in the source's and the target's slab."""
+
+    source: int
+    target: int
+    num_bytes: int
+    checksum: int  # xxh3-64
+
+
+class StuckRead(TransportError):
+    """A read can neither end nor be stopped: what it writes must not be used until `read` is done."""
+
+    def __init__(self, why: str, read: "asyncio.Future[None]") -> None:
+        super().__init__(why, read)
+        self.why, self.read = why, read
+
+    def __str__(self) -> str:
+        return self.why
+
+
+class _Blocks(Arrival):
+    """Verifies blocks as they land and notes which are wrong, so that one bad block does not cost the others."""
+
+    def __init__(self, memory: KvMemory, pieces: Offsets, piece_bytes: int, expected: Checksums, tamper: Any) -> None:
+        super().__init__(memory, pieces, piece_bytes, expected, tamper=tamper)
+        self.is_wrong: NDArray[np.bool_] = np.zeros(len(pieces), dtype=np.bool_)
+
+    def settle(self, receipt: Receipt) -> None:
+        assert self._expected is not None
+        self.is_wrong |= receipt.found != self._expected
+
+    def _verify(self, first: int, pieces: Offsets, expected: Checksums) -> None:
+        assert self._memory.view is not None
+        found = xxh3_regions(self._memory.view, pieces[:, 0], self._piece_bytes)
+        self.is_wrong[first : first + len(pieces)] |= found != expected
+
+
+class Fetcher:
+    """Reads blocks from one slab into another over the best path that works."""
+
+    def __init__(self, memory: KvMemory, route: Route, *, stall_s: float, tamper: Any = None) -> None:
+        self._memory, self.route, self._stall_s, self._tamper = memory, route, stall_s, tamper
+        self.num_bytes = 0
+        self.seconds = 0.0
+
+    async def fetch(self, blocks: Sequence[Fetch]) -> list[bool]:
+        """Which of them are in place and verified. Nothing lands after this has ended.
+
+        Raises TransportError: no path works; StuckRead: then something may land.
+        """
+        by_size: defaultdict[int, list[int]] = defaultdict(list)
+        for index, block in enumerate(blocks):
+            by_size[block.num_bytes].append(index)
+        is_good = [False] * len(blocks)
+        for num_bytes, indices in by_size.items():
+            indices.sort(key=lambda index: blocks[index].source)
+            for index, good in zip(
+                indices, await self._fetch_alike([blocks[i] for i in indices], num_bytes), strict=True
+            ):
+                is_good[index] = good
+        return is_good
+
+    async def _fetch_alike(self, blocks: Sequence[Fetch], num_bytes: int) -> list[bool]:
+        sources = np.array([block.source for block in blocks], dtype=np.int64)
+        targets = np.array([block.target for block in blocks], dtype=np.int64)
+        expected = np.array([block.checksum for block in blocks], dtype=np.uint64)
+        copies = CopyList(sources, targets, np.full(len(blocks), num_bytes, dtype=np.int64))
+        for name in untried(self.route.table, time.monotonic):
+            reader: Reader | None = None
+            try:
+                async with asyncio.timeout(self._stall_s):
+                    reader = await self.route.reader(name)
+                landing = _Blocks(self._memory, targets[:, None], num_bytes, expected, self._tamper)
+                await self._read(name, reader, copies, landing)
+                return [not wrong for wrong in landing.is_wrong.tolist()]
+            except StuckRead as error:
+                self.route.table.failed(name, str(error), time.monotonic())  # the reader stays: its read is not over
+                raise
+            except (TransportError, TimeoutError) as error:
+                self.route.failed(name, str(error) or "connecting timed out", reader)
+        raise TransportError(self.route.problems() or "no transport that both sides have")
+
+    async def _read(self, name: str, reader: Reader, copies: CopyList, landing: _Blocks) -> None:
+        """Wait for one read, as long as it gets on, and beyond a cancellation: it writes memory that the caller frees."""
+        began = time.monotonic()
+        read = reader.read(copies, landing)
+        try:
+            seen = -1
+            while not read.done() and landing.num_landed > seen:
+                seen = landing.num_landed
+                await asyncio.wait({read}, timeout=self._stall_s)
+        finally:
+            if not read.done():
+                reader.abandon(read)
+                await asyncio.wait({read}, timeout=_ABANDON_GRACE_S)
+            if not read.done():
+                raise StuckRead(f"{name}: a read got stuck for {self._stall_s:g} s and cannot be stopped", read)
+        read.result()
+        self.seconds += self.route.ended(name, copies.total_bytes, began, time.monotonic())
+        self.num_bytes += copies.total_bytes
+
+    async def aclose(self) -> None:
+        """Let go of the source."""
+        await self.route.aclose()

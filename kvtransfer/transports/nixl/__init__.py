@@ -1,0 +1,4 @@
+"""NIXL over UCX: CUDA and RDMA, host memory too.
+
+May import kvrelay, kvtransfer/paths, kvtransfer/plans, kvtransfer/transports.
+"""

@@ -1,0 +1,169 @@
+"""The target's side of the stream protocol: reads, dealt to one or more connections to one source."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from kvrelay.kvtransfer.plans.copy_plan import CopyList
+from kvrelay.kvtransfer.transports.base import Landed, TransportError, open_off_loop
+from kvrelay.kvtransfer.transports.sockets.channels import Channel
+from kvrelay.kvtransfer.transports.sockets.connection import Read, Share, Stream
+from kvrelay.kvtransfer.transports.sockets.protocol import (
+    HANDSHAKE_S,
+    Piece,
+    Request,
+    bytes_of,
+    cut_into_pieces,
+    deal,
+    requests_for,
+)
+from kvrelay.types import KvMemory
+
+logger = logging.getLogger(__name__)
+
+INLINE_BYTES = 128 << 10  # a read up to this is tried on the loop
+INLINE_S = 100e-6  # and waited for there so long; a source on another host may need more, then the loop must not wait
+_MAX_SKIPPED = 64  # small reads that go to the thread unasked, at most, before the loop is tried again
+
+
+class StreamReader:
+    """Base of the socket transports' readers: `connect` decodes a descriptor, then calls `_open`."""
+
+    name: str
+    max_in_flight = 2  # the second's request is under way before the first one's answer has ended
+
+    def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
+        assert memory.view is not None
+        self._pool, self._secret = bytes_of(memory.view), secret
+        self._source_bytes = 0
+        self._streams: list[Stream] = []
+        self._reads: dict[asyncio.Future[None], Read] = {}
+        self._num_missed = self._num_to_skip = 0  # small reads that the loop waited for in vain, in a row
+
+    async def connect(self, descriptor: bytes) -> None:
+        raise NotImplementedError
+
+    async def _open(self, dial: Callable[[float], Channel], num_streams: int, source_bytes: int) -> None:
+        """Open `num_streams` connections, or as many as the source gives, but one. Raises TransportError.
+
+        Args:
+            dial: makes one connection until a point of the monotonic clock. Raises OSError.
+        """
+        self._source_bytes = source_bytes
+        streams = [
+            Stream(f"kv-{self.name}-{i}", self._pool, lambda: dial(time.monotonic() + HANDSHAKE_S))
+            for i in range(num_streams)
+        ]
+        for stream in streams:
+            try:
+                await open_off_loop(stream.open, lambda _, stream=stream: stream.stop())  # type: ignore[misc]
+            except OSError as error:
+                if not self._streams:
+                    raise TransportError(f"cannot reach the source's data port: {error}") from error
+                logger.warning("KV comes over %d of %d streams: %s", len(self._streams), num_streams, error)
+                return
+            self._streams.append(stream)
+
+    def read(self, copies: CopyList, landed: Landed | None = None) -> "asyncio.Future[None]":
+        try:
+            pieces = cut_into_pieces(copies, self._source_bytes, len(self._pool))
+        except TransportError as error:
+            return _ended(error)
+        if not pieces:
+            if landed is not None:
+                landed(0)
+            return _ended(None)
+        if len(pieces) == 1 and pieces[0].num_bytes <= INLINE_BYTES:
+            done = self._read_now(pieces[0], landed)
+            if done is not None:
+                return done
+        read = self._begin(pieces, landed)
+        shares = [Share(read, requests_for(mine)) for mine in deal(pieces, len(self._streams))]
+        for share, stream in zip(shares, sorted(self._streams, key=lambda s: s.num_waiting), strict=False):
+            stream.put(share)
+        return read.done
+
+    def _begin(self, pieces: list[Piece], landed: Landed | None) -> Read:
+        read = Read(pieces, landed, self._settle_on_loop(asyncio.get_running_loop()))
+        self._reads[read.done] = read
+        return read
+
+    def _read_now(self, piece: Piece, landed: Landed | None) -> "asyncio.Future[None] | None":
+        """A small read done here, or begun here to go on upon the stream's thread. None: neither."""
+        if self._num_to_skip:
+            self._num_to_skip -= 1
+            return None
+        request, stream = Request([piece]), self._streams[0]
+        try:
+            num_landed = stream.read_now(request, INLINE_S)
+            if num_landed is None:
+                return None
+            if num_landed == piece.num_bytes:
+                self._num_missed = 0
+                if landed is not None:
+                    landed(num_landed)
+                return _ended(None)
+        except TransportError as error:
+            return _ended(error)
+        except Exception as error:  # the socket's, or a bug in `landed`: the bytes are not there, and none will land
+            logger.debug("a read failed", exc_info=True)
+            return _ended(TransportError(str(error) or type(error).__name__))
+        self._num_missed += 1
+        self._num_to_skip = min(1 << self._num_missed, _MAX_SKIPPED)
+        read = self._begin([piece], landed)
+        if num_landed:
+            try:
+                read.landing.add(0, num_landed)
+            except TransportError as error:
+                read.fail(error)
+        stream.go_on(Share(read, [request]))
+        return read.done
+
+    def _settle_on_loop(self, loop: asyncio.AbstractEventLoop) -> Callable[[Read], None]:
+        def settle(read: Read) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(self._settle, read)
+
+        return settle
+
+    def _settle(self, read: Read) -> None:
+        del self._reads[read.done]
+        if read.done.cancelled():
+            return
+        if read.error is None:
+            read.done.set_result(None)
+        else:
+            read.done.set_exception(read.error)
+
+    def abandon(self, read: "asyncio.Future[None]") -> None:
+        """Drop the connections under this read."""
+        mine = self._reads.get(read)
+        if mine is not None:
+            mine.fail(TransportError("abandoned"))
+            for stream in self._streams:
+                stream.cut(mine)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._reads)
+
+    async def aclose(self) -> None:
+        for read in list(self._reads):
+            self.abandon(read)
+        closing = asyncio.get_running_loop().run_in_executor(None, self._stop_all)
+        await asyncio.shield(closing)  # whoever waits may be cancelled: every connection is closed all the same
+
+    def _stop_all(self) -> None:
+        for stream in self._streams:
+            stream.stop()
+
+
+def _ended(error: TransportError | None) -> "asyncio.Future[None]":
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    if error is None:
+        done.set_result(None)
+    else:
+        done.set_exception(error)
+    return done

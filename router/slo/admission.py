@@ -1,0 +1,96 @@
+"""Admission by service-level objectives: whether a request is let in, on which promise, or refused before it costs anything.
+
+Owns the verdict; what is predicted is forecast.py's. Pure: never imports torch, Ray, sockets, a clock or a random source.
+Rules:
+- What is not known is never held against a request: an unmeasured worker refuses nobody.
+- A request meets a target when predicted TTFT and TPOT, with the margin of past errors, are within it, and when it breaks
+  no promise made to another on its decode worker.
+- Otherwise the targets that its class degrades to are tried in turn; then it is queued without a promise, or refused.
+- A worker that has nothing to do and of which nothing was learned lately takes one request in spite of the prediction: it
+  may be wrong by now, and nothing but an outcome can tell.
+"""
+
+from kvrelay.router.slo.promises import Prediction, SloAsk, SloTarget, SloVerdict, VerdictKind
+
+MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
+
+
+def judge(ask: SloAsk, prediction: Prediction, *, clears_in_s: float | None) -> SloVerdict:
+    """The verdict on one request.
+
+    `clears_in_s`: when the decode worker's batch will have shrunk enough for the last of the targets; None: not soon.
+    """
+    wanted = ask.targets[0]
+    missed = _missed(wanted, prediction)
+    for target in ask.targets:
+        if not _missed(target, prediction):
+            kind: VerdictKind = "admitted" if target is wanted else "degraded"
+            return SloVerdict(kind, wanted, target, prediction, missed)
+    is_stale = {"ttft": prediction.is_ttft_stale, "tpot": prediction.is_tpot_stale, "others": False}
+    if all(is_stale[what] for what in _missed(ask.targets[-1], prediction)):
+        return SloVerdict("probe", wanted, None, prediction, missed)
+    if ask.on_miss == "queue":
+        return SloVerdict("queued", wanted, None, prediction, missed)
+    retry_after_s, is_hopeless = _retry_after_s(ask.targets[-1], prediction, clears_in_s)
+    return SloVerdict("refused", wanted, None, prediction, missed, retry_after_s, is_hopeless)
+
+
+def _missed(target: SloTarget, prediction: Prediction) -> tuple[str, ...]:
+    missed = []
+    if target.ttft_s is not None and prediction.safe_ttft_s > target.ttft_s:
+        missed.append("ttft")
+    if target.tpot_s is not None and prediction.safe_tpot_s > target.tpot_s:
+        missed.append("tpot")
+    if prediction.crowded_tpot_s is not None and (target.tpot_s is None or target.tpot_s > prediction.crowded_tpot_s):
+        missed.append("others")
+    return tuple(missed)
+
+
+def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float | None) -> tuple[float, bool]:
+    """(seconds until the prediction would fit, if nobody else came; whether it never would)."""
+    missed = _missed(target, prediction)
+    waits, is_hopeless = [MIN_RETRY_S], False
+    if "ttft" in missed and target.ttft_s is not None:
+        is_hopeless |= prediction.idle_ttft_s > target.ttft_s
+        waits.append(prediction.safe_ttft_s - target.ttft_s)  # a queue shortens by one second a second
+    if "tpot" in missed or "others" in missed:
+        is_hopeless |= prediction.batch <= prediction.own_sequences and "tpot" in missed
+        waits.append(MAX_RETRY_S if clears_in_s is None else clears_in_s)
+    return (MAX_RETRY_S if is_hopeless else min(max(waits), MAX_RETRY_S)), is_hopeless
+
+
+def told(verdict: SloVerdict) -> dict[str, object]:
+    """A verdict as clients see it: in a refusal's body, in `x-kvrelay-explain`, and with an answer that has no promise."""
+    prediction = verdict.prediction
+    fields: dict[str, object] = {
+        "class": verdict.wanted.name,
+        "verdict": verdict.kind,
+        "wanted": {"ttft_s": verdict.wanted.ttft_s, "tpot_s": verdict.wanted.tpot_s},
+        "predicted": {"ttft_s": prediction.ttft_s, "tpot_s": prediction.tpot_s},
+        "margin": {"ttft": prediction.ttft_factor, "tpot": prediction.tpot_factor},
+        "queue_s": prediction.queue_s,
+        "batch": prediction.batch,
+        "missed": list(verdict.missed),
+    }
+    if verdict.passed_over:
+        fields["others_tried"] = len(verdict.passed_over)
+    if verdict.target is not None and verdict.target is not verdict.wanted:
+        fields["degraded_to"] = verdict.target.name
+    return fields
+
+
+def why_refused(verdict: SloVerdict) -> str:
+    """One sentence for the client."""
+    prediction, wanted, reasons = verdict.prediction, verdict.wanted, []
+    if "ttft" in verdict.missed:
+        reasons.append(
+            f"the first token is predicted after {prediction.safe_ttft_s:.3g} s, wanted within {wanted.ttft_s:g} s"
+        )
+    if "tpot" in verdict.missed:
+        reasons.append(f"{prediction.safe_tpot_s:.3g} s are predicted per token, wanted at most {wanted.tpot_s:g} s")
+    if "others" in verdict.missed:
+        reasons.append(f"it would break {prediction.crowded_tpot_s:g} s per token that others there were promised")
+    remedy = (
+        "even idle workers would not meet it: ask for less, or of another class" if verdict.is_hopeless else "try later"
+    )
+    return f"SLO class {wanted.name}: {'; '.join(reasons)}; {remedy}"

@@ -1,0 +1,317 @@
+"""What a request would see if it went where the router wants to send it: its TTFT, and its TPOT once it decodes.
+
+TTFT: the prompts ahead of it at the computing worker, its own, the hand-over and the wait for blocks. TPOT: a step of the
+decode worker with the batch that is likely there when the prefill ends, not the one of now (Mooncake, FAST 2025,
+section 7: rejecting by today's load makes load swing). Both learn: the workers' speeds from what each first token and
+load report says, a bias per worker and a margin over all from predictions against outcomes.
+
+Pure: times are arguments, in seconds of one clock. Holds one record for each request between `assign` and `end`, and
+one for each live worker.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
+from kvrelay.router.decision.accounts import WorkerAccount
+from kvrelay.router.decision.types import Decision, RouteRequest
+from kvrelay.router.slo.calibration import Bias, Errors
+from kvrelay.router.slo.lifetimes import OutputLengths
+from kvrelay.router.slo.online_fit import DurationFit
+from kvrelay.router.slo.promises import Prediction
+
+MIN_EVIDENCE = 3  # durations seen of a worker before it is said to be measured
+SILENT_S = 10.0  # without an outcome; then a prediction is too old to refuse for
+MIN_TPOT_TOKENS = 4  # outputs shorter than that say nothing about steps
+_TTFT_FLOOR_S = 0.05
+_TPOT_SCALES = (1.0, 0.02)
+_TPOT_PULL = 2.0  # outcomes that would be as predicted: a few short outputs that were stalled say little of the next
+_MOST_OFF = 2.0  # times the expected, that one outcome counts as at most
+_AS_PREDICTED = (0.0, 1.0)
+_TPOT_KEEP = 0.99  # outcomes come late and vary: a hundred count
+_COMPUTE_SCALES = (1.0, 2000.0, 2000.0 * 4000.0)
+_STEP_SCALES = (1.0, 16.0, 16.0 * 2000.0)
+Features = tuple[float, float, float]
+
+
+@dataclass(slots=True)
+class _Open:
+    """A request that was assigned and has not ended."""
+
+    request: RouteRequest
+    prediction: Prediction
+    compute: "_Worker"
+    decode: "_Worker | None"
+    features: Features
+    assigned_at_s: float
+    promised_tpot_s: float | None
+    width: int  # sequences that still decode, or will
+    first_token_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Worker:
+    """What is known of one incarnation of one worker."""
+
+    info: WorkerInfo
+    compute: DurationFit = field(default_factory=lambda: DurationFit(_COMPUTE_SCALES))
+    step: DurationFit = field(default_factory=lambda: DurationFit(_STEP_SCALES))
+    ttft_bias: Bias = field(default_factory=lambda: Bias(_TTFT_FLOOR_S))
+    tpot: DurationFit = field(default_factory=lambda: DurationFit(_TPOT_SCALES, keep=_TPOT_KEEP, pull=_TPOT_PULL))
+    num_prefills: int = 0  # durations seen
+    num_steps: int = 0
+    rate: float = 0.0  # tokens/s, as it reports
+    step_s: float = 0.0  # the like
+    freed_at_s: float = 0.0  # when it last ended a prompt
+    learned_at_s: float = float("-inf")
+    queue: dict[str, _Open] = field(default_factory=dict)  # no first token yet; in order
+    running: dict[str, _Open] = field(default_factory=dict)  # decode here, or will
+
+    def is_silent(self, now_s: float) -> bool:
+        """Whether nothing was learned of it lately, and nothing that is on its way there will teach anything."""
+        return not (self.queue or self.running) and now_s - self.learned_at_s >= SILENT_S
+
+    def learn_prefill(self, features: Features, seconds: float, now_s: float) -> None:
+        self.compute.observe(features, seconds, self._prefill_prior, now_s)
+        self.num_prefills += 1
+
+    def learn_step(self, features: Features, seconds: float, now_s: float) -> None:
+        self.step.observe(features, seconds, (self.step_s, 0.0, 0.0), now_s)
+        self.num_steps += 1
+        self.learned_at_s = now_s
+
+    def shared_tokens(self) -> float:
+        """Tokens that steps read once more for each further member of a group, though they are held once."""
+        return float(
+            sum(
+                (item.width - 1) * item.request.num_tokens
+                for item in self.running.values()
+                if item.width > 1 and item.first_token_s is not None
+            )
+        )
+
+    @property
+    def _prefill_prior(self) -> Features:
+        return 0.0, 1.0 / self.rate if self.rate else 0.0, 0.0
+
+    def prefill_costs(self, now_s: float) -> tuple[float, ...]:
+        """Seconds for each of the features of a prompt."""
+        return self.compute.coefficients(self._prefill_prior, now_s)
+
+    def tpot_s(self, raw_s: float, now_s: float) -> float:
+        """What sequences see of a step that takes `raw_s` as they join: part of it passes, for batches rise and fall."""
+        fixed_s, share = self.tpot.coefficients(_AS_PREDICTED, now_s)
+        return fixed_s + share * raw_s
+
+    def step_costs(self, now_s: float) -> tuple[float, ...]:
+        return self.step.coefficients((self.step_s, 0.0, 0.0), now_s)
+
+
+def _dot(costs: tuple[float, ...], features: Features) -> float:
+    return sum(cost * feature for cost, feature in zip(costs, features, strict=True))
+
+
+def _prompt_features(num_tokens: int, cached_tokens: int) -> Features:
+    """One prompt, its uncached tokens, and those times the tokens that each attends to on average."""
+    uncached = max(1, num_tokens - cached_tokens)
+    return 1.0, float(uncached), uncached * (num_tokens - uncached / 2)
+
+
+class Forecast:
+    """Predicts, and learns. Written by Router alone."""
+
+    def __init__(self, *, confidence: float) -> None:
+        """`confidence`: the share of requests whose times are to stay below what `safe_*` says."""
+        self._confidence = confidence
+        self._workers: dict[str, _Worker] = {}
+        self._open: dict[str, _Open] = {}
+        self.lengths = OutputLengths()
+        self.ttft_errors, self.tpot_errors = Errors(), Errors()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    # ---- what workers say
+
+    def worker_up(self, info: WorkerInfo) -> None:
+        """A worker that starts anew is measured anew."""
+        known = self._workers.get(info.worker_id)
+        if known is None or known.info.epoch != info.epoch:
+            self._workers[info.worker_id] = _Worker(info)
+
+    def worker_down(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+
+    def apply_load(self, worker_id: str, report: LoadReport, now_s: float) -> None:
+        """Speeds, and one sample of what a decode step takes with such a batch."""
+        worker = self._workers[worker_id]
+        worker.rate = report.prefill_tokens_per_s or worker.rate
+        is_new = report.decode_step_s > 0 and report.decode_step_s != worker.step_s
+        worker.step_s = report.decode_step_s or worker.step_s
+        if is_new and report.running:
+            share = report.running / (report.running + report.receiving)
+            tokens = report.used_blocks * worker.info.block_size * share + worker.shared_tokens()
+            worker.learn_step((1.0, float(report.running), tokens), report.decode_step_s, now_s)
+
+    # ---- predicting
+
+    def predict(
+        self,
+        request: RouteRequest,
+        decision: Decision,
+        compute: WorkerAccount,
+        decode: WorkerAccount | None,
+        now_s: float,
+    ) -> Prediction:
+        """What `request` would see now. It must not have been assigned yet."""
+        source = self._workers[compute.info.worker_id]
+        costs = source.prefill_costs(now_s)
+        own_s = _dot(costs, _prompt_features(request.num_tokens, decision.cached_tokens_prefill))
+        queue_s = self._queue_s(source, costs, now_s) + compute.foreign_tokens * costs[1]
+        raw_ttft_s = decision.terms["handoff"] + decision.terms["decode_wait"] + queue_s + own_s
+        ttft_s = source.ttft_bias.corrected(raw_ttft_s, now_s)
+        is_known = source.num_prefills >= MIN_EVIDENCE
+        blank = Prediction(
+            ttft_s if is_known else None, None, self.ttft_errors.quantile(self._confidence), 1.0, queue_s, 1.0,
+            is_ttft_stale=source.is_silent(now_s), raw_ttft_s=raw_ttft_s,
+        )  # fmt: skip
+        if decode is None:
+            return blank
+        return self._with_tpot(blank, request, decision, decode, ttft_s, now_s)
+
+    def _with_tpot(
+        self, blank: Prediction, request: RouteRequest, decision: Decision, account: WorkerAccount, ttft_s: float, now_s: float
+    ) -> Prediction:  # fmt: skip
+        target = self._workers[account.info.worker_id]
+        transfer_s = decision.terms["transfer"]
+        others = self._batch_at(target, account, request.num_tokens, ttft_s + transfer_s, now_s)
+        own = request.width + request.companions
+        features = (1.0, others[0] + own, others[1] + own * request.num_tokens)
+        costs = target.step_costs(now_s)
+        raw_tpot_s = _dot(costs, features) + transfer_s / max(1.0, min(request.max_tokens, self.lengths.mean_tokens))
+        crowded = self._broken_promise(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
+        is_known = target.num_steps >= MIN_EVIDENCE and request.max_tokens > 1
+        return Prediction(
+            blank.ttft_s, target.tpot_s(raw_tpot_s, now_s) if is_known else None, blank.ttft_factor,
+            self.tpot_errors.quantile(self._confidence), blank.queue_s, features[1], crowded if is_known else None,
+            blank.is_ttft_stale, target.is_silent(now_s), blank.raw_ttft_s, raw_tpot_s, own,
+        )  # fmt: skip
+
+    @staticmethod
+    def _queue_s(worker: _Worker, costs: tuple[float, ...], now_s: float) -> float:
+        """Seconds until the prompts that were sent there are computed; of the first, a part is done."""
+        if not worker.queue:
+            return 0.0
+        head = next(iter(worker.queue.values()))
+        done_s = now_s - max(head.assigned_at_s, worker.freed_at_s)
+        head_s = max(0.0, _dot(costs, head.features) - max(0.0, done_s))
+        return head_s + sum(_dot(costs, item.features) for item in worker.queue.values() if item is not head)
+
+    def _batch_at(
+        self, worker: _Worker, account: WorkerAccount, typical_tokens: int, horizon_s: float, now_s: float
+    ) -> tuple[float, float]:
+        """(sequences, tokens of context) expected on a decode worker `horizon_s` from now; arrivals yet to come left out."""
+        sequences, tokens = 0.0, 0.0
+        for likely, context in self._survivors(worker, horizon_s, now_s):
+            sequences += likely
+            tokens += likely * context
+        foreign = account.foreign_sequences
+        own_sequences = sum(item.width for item in worker.running.values())
+        own_tokens = sum(item.width * item.request.num_tokens for item in worker.running.values())
+        mean_tokens = own_tokens / own_sequences if own_sequences else typical_tokens
+        return min(sequences + foreign, float(worker.info.max_running)), tokens + foreign * mean_tokens
+
+    def _survivors(self, worker: _Worker, horizon_s: float, now_s: float) -> Iterator[tuple[float, float]]:
+        """(sequences that are likely to decode then, the context of each) of everything that was sent there."""
+        step_s = max(worker.step_s, 1e-4)
+        for item in worker.running.values():
+            began_s = item.first_token_s
+            if began_s is None:
+                began_s = max(now_s, item.assigned_at_s + item.prediction.raw_ttft_s)
+            have = max(0.0, now_s - began_s) / step_s
+            more = max(0.0, now_s + horizon_s - max(began_s, now_s)) / step_s
+            is_over = have + more >= item.request.max_tokens or began_s > now_s + horizon_s
+            if not is_over:
+                yield item.width * self.lengths.survival(have, more), item.request.num_tokens + have + more
+
+    @staticmethod
+    def _broken_promise(worker: _Worker, without_s: float, with_s: float, now_s: float) -> float | None:
+        """The tightest TPOT promised there that holds without the new one and not with it."""
+        promises = (item.promised_tpot_s for item in worker.running.values() if item.promised_tpot_s is not None)
+        tightest = min(promises, default=None)
+        if tightest is None:
+            return None
+        return tightest if worker.tpot_s(without_s, now_s) <= tightest < worker.tpot_s(with_s, now_s) else None
+
+    def clears_in(self, account: WorkerAccount, request: RouteRequest, tpot_s: float, now_s: float) -> float | None:
+        """Seconds until a step of the decode worker would take at most `tpot_s`, if nobody else came; None: not in a minute."""
+        worker = self._workers[account.info.worker_id]
+        costs = worker.step_costs(now_s)
+        factor, own = self.tpot_errors.quantile(self._confidence), request.width + request.companions
+        for wait_s in (1.0, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0):
+            others = self._batch_at(worker, account, request.num_tokens, wait_s, now_s)
+            raw_s = _dot(costs, (1.0, others[0] + own, others[1] + own * request.num_tokens))
+            if worker.tpot_s(raw_s, now_s) * factor <= tpot_s:
+                return wait_s
+        return None
+
+    # ---- learning
+
+    def assign(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
+        """It is on its way, as predicted and promised; `end` must follow. An earlier one of the same id ends."""
+        self.end(request.request_id)
+        prediction, verdict = decision.forecast, decision.verdict
+        assert prediction is not None
+        promised_tpot_s = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
+        compute = self._workers[decision.prefill or decision.decode or ""]
+        decode = self._workers[decision.decode] if decision.decode is not None else None
+        features = _prompt_features(request.num_tokens, decision.cached_tokens_prefill)
+        item = _Open(request, prediction, compute, decode, features, now_s, promised_tpot_s, request.width)
+        self._open[request.request_id] = item
+        compute.queue[request.request_id] = item
+        if decode is not None:
+            decode.running[request.request_id] = item
+
+    def first_token(self, request_id: str, now_s: float, timings: Timings | None, cached_tokens: int) -> None:
+        """The prompt is computed; `timings` is what the worker says of it. Once."""
+        item = self._open.get(request_id)
+        if item is None or item.first_token_s is not None:
+            return
+        item.first_token_s, worker, prediction = now_s, item.compute, item.prediction
+        worker.queue.pop(request_id, None)
+        worker.freed_at_s = worker.learned_at_s = now_s
+        if timings is not None and timings.compute_s > 0:
+            features = _prompt_features(item.request.num_tokens, cached_tokens)
+            worker.learn_prefill(features, timings.compute_s, now_s)
+        observed_s = now_s - item.assigned_at_s
+        if prediction.ttft_s is not None:
+            self.ttft_errors.observe(prediction.ttft_s, observed_s)
+            worker.ttft_bias.observe(prediction.raw_ttft_s, observed_s, now_s)
+
+    def finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
+        """It ran to its own end, with `num_tokens` of output."""
+        item = self._open.get(request_id)
+        if item is None or item.decode is None:
+            return
+        self.lengths.observe(num_tokens)
+        if num_tokens < MIN_TPOT_TOKENS or item.prediction.tpot_s is None:
+            return
+        self.tpot_errors.observe(item.prediction.tpot_s, tpot_s)
+        expected_s = item.decode.tpot_s(item.prediction.raw_tpot_s, now_s)
+        seen_s = min(max(tpot_s, expected_s / _MOST_OFF), expected_s * _MOST_OFF)
+        item.decode.tpot.observe((1.0, item.prediction.raw_tpot_s), seen_s, _AS_PREDICTED, now_s)
+        item.decode.learned_at_s = now_s
+
+    def narrow(self, request_id: str, width: int) -> None:
+        """Of a group no more than so many sequences go on, at least one."""
+        if (item := self._open.get(request_id)) is not None:
+            item.width = max(1, min(item.width, width))
+
+    def end(self, request_id: str) -> None:
+        """Forget it. Idempotent."""
+        item = self._open.pop(request_id, None)
+        if item is None:
+            return
+        item.compute.queue.pop(request_id, None)
+        if item.decode is not None:
+            item.decode.running.pop(request_id, None)

@@ -1,0 +1,4 @@
+"""The HTTP endpoints: schemas, streaming, errors, the page at /ui.
+
+May import kvrelay, serve/requests, serve/telemetry, serve/text, serve/workers.
+"""

@@ -1,0 +1,150 @@
+"""The OpenAI HTTP front as one ASGI app. Whoever hosts it starts and closes the dispatcher."""
+
+import logging
+from collections.abc import Awaitable, Callable
+
+from prometheus_client import exposition
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvrelay.config import Settings
+from kvrelay.errors import InvalidRequest
+from kvrelay.serve.api import ui
+from kvrelay.serve.api.chat import chat_completions
+from kvrelay.serve.api.completions import completions
+from kvrelay.serve.api.errors import error_response, json_response
+from kvrelay.serve.api.front import Front, ModelCard, unknown_model
+from kvrelay.serve.api.hints import delete_session, get_session, put_session
+from kvrelay.serve.api.http import ClientLeft, check_api_key
+from kvrelay.serve.api.prefetch import prefetch
+from kvrelay.serve.api.replies import Model, ModelList
+from kvrelay.serve.api.sessions import LocalSessions, Sessions
+from kvrelay.serve.telemetry.metrics import make_registry
+from kvrelay.serve.telemetry.traced import Traced
+from kvrelay.serve.text.tokenizer import TextCodec
+from kvrelay.serve.workers.dispatcher import Dispatcher
+
+__all__ = ["ModelCard", "create_app"]
+
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT_STATUS = 499  # nobody reads it; access logs do
+Endpoint = Callable[[Front, Request], Awaitable[Response]]
+
+
+def create_app(
+    dispatcher: Dispatcher,
+    tokenizer: TextCodec,
+    settings: Settings,
+    model: ModelCard,
+    sessions: Sessions | None = None,
+) -> Starlette:
+    """The app; requests before the first worker is connected get 503 with Retry-After.
+
+    `sessions`: shared with other ingresses; default: this app's own.
+    """
+    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock))
+    live = ui.LiveView(front)
+    app = Starlette(
+        routes=[
+            Route("/v1/models", _endpoint(front, _models), methods=["GET"]),
+            Route("/v1/models/{model:path}", _endpoint(front, _model), methods=["GET"]),
+            Route("/v1/completions", Traced(_endpoint(front, completions)), methods=["POST"]),
+            Route("/v1/chat/completions", Traced(_endpoint(front, chat_completions)), methods=["POST"]),
+            Route("/v1/kv/prefetch", _endpoint(front, prefetch), methods=["POST"]),
+            Route("/v1/kv/sessions/{name}", _endpoint(front, put_session), methods=["PUT"]),
+            Route("/v1/kv/sessions/{name}", _endpoint(front, get_session), methods=["GET"]),
+            Route("/v1/kv/sessions/{name}", _endpoint(front, delete_session), methods=["DELETE"]),
+            Route("/health", _endpoint(front, _health), methods=["GET"]),
+            Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
+            Route("/ui", _endpoint(front, ui.page), methods=["GET"]),
+            Route("/kvrelay/live", _endpoint(front, live.once), methods=["GET"]),
+            Route("/kvrelay/live/events", _endpoint(front, live.stream), methods=["GET"]),
+            Route("/kvrelay/requests", _endpoint(front, ui.requests), methods=["GET"]),
+            Route("/kvrelay/requests/{request_id}", _endpoint(front, ui.one_request), methods=["GET"]),
+            Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _http_error},
+    )
+    app.router.redirect_slashes = False  # a redirected POST is a puzzle to clients; 404 names the path
+    return app
+
+
+def _endpoint(front: Front, handler: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """The process edge: every error becomes a response here."""
+
+    async def endpoint(request: Request) -> Response:
+        try:
+            return await handler(front, request)
+        except ClientLeft:
+            logger.debug("the client left %s", request.url.path)
+            return Response(status_code=CLIENT_LEFT_STATUS)
+        except Exception as error:
+            return error_response(error)
+
+    return endpoint
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown routes and wrong methods, in OpenAI's form."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        message, code = f"{request.method} is not allowed for {request.url.path}", "method_not_allowed"
+    elif error.status_code == 404:
+        message, code = f"there is nothing at {request.url.path}", "not_found"
+    else:
+        message, code = error.detail, "http_error"
+    headers = dict(error.headers) if error.headers else None
+    return error_response(InvalidRequest(message, None, error.status_code, code), headers)
+
+
+def _card(front: Front) -> Model:
+    card = front.model
+    return Model(id=card.name, created=card.created, max_model_len=front.max_model_len)
+
+
+async def _models(front: Front, request: Request) -> Response:
+    check_api_key(request, front.settings.serve.api_key)
+    return json_response(ModelList(data=[_card(front)]))
+
+
+async def _model(front: Front, request: Request) -> Response:
+    check_api_key(request, front.settings.serve.api_key)
+    name = request.path_params["model"]
+    if name != front.model.name:
+        raise unknown_model(name, front.model.name)
+    return json_response(_card(front))
+
+
+async def _health(front: Front, request: Request) -> Response:
+    """200 once requests can be served; 503 while no decode worker is connected, or KV cannot reach any."""
+    roles = [info.role for info, _ in front.dispatcher.live_workers()]
+    body = {"prefill": roles.count("prefill"), "decode": roles.count("decode"), "model": front.model.name}
+    book = front.dispatcher.pairs.book
+    if misfits := [*book.misfits().values(), *book.turned_away()]:
+        body["misfits"] = misfits
+    is_ready = front.dispatcher.is_ready()
+    status = "ok" if is_ready else "no KV can travel" if book.blocked() else "no workers"
+    return json_response({"status": status, **body}, 200 if is_ready else 503)
+
+
+async def _pairs(front: Front, request: Request) -> Response:
+    """Which workers' KV can reach which; POST measures every pair anew and does not wait for it."""
+    check_api_key(request, front.settings.serve.api_key)
+    dispatcher = front.dispatcher
+    if request.method == "POST":
+        dispatcher.pairs.probe()
+    return json_response(dispatcher.pairs.book.view())
+
+
+def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:
+    registry = make_registry(dispatcher)
+
+    async def metrics(request: Request) -> Response:
+        encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(registry), headers={"content-type": content_type})
+
+    return metrics

@@ -1,0 +1,143 @@
+"""HTTP plumbing below the endpoints: bodies with a limit, clients that leave, server-sent events.
+
+Knows nothing of tokens. Imports no router.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.serve.api.errors import describe, error_response
+from kvrelay.serve.api.replies import encode_event
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class ClientLeft(Exception):
+    """The client closed the connection; nobody is there to answer. Never leaves serve/."""
+
+
+def check_api_key(request: Request, api_key: str | None) -> None:
+    """Raises InvalidRequest (401) unless the key is right or none is set."""
+    if api_key is None:
+        return
+    if not hmac.compare_digest(bearer_token(request).encode(), api_key.encode()):
+        raise InvalidRequest("missing or wrong API key", None, 401, "invalid_api_key")
+
+
+def bearer_token(request: Request) -> str:
+    """The API key that came with a request; "" when there is none."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    return given.strip() if scheme.lower() == "bearer" else ""
+
+
+async def read_json_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body. Raises InvalidRequest: no JSON content type, empty, or over the limit (413)."""
+    content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if content_type != "application/json" and not content_type.endswith("+json"):
+        told = f"not {content_type}" if content_type else "but there is none"
+        raise InvalidRequest(
+            f"the content type must be application/json, {told}", None, 400, "unsupported_content_type"
+        )
+    announced = request.headers.get("content-length", "")
+    if announced.isdigit() and int(announced) > limit_bytes:
+        raise _too_large(limit_bytes)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > limit_bytes:
+                raise _too_large(limit_bytes)
+            parts.append(part)
+    except ClientDisconnect as error:
+        raise ClientLeft from error
+    if not size:
+        raise InvalidRequest("the body is empty", None, 400, "invalid_json")
+    return b"".join(parts)
+
+
+def _too_large(limit_bytes: int) -> InvalidRequest:
+    return InvalidRequest(f"the body is larger than {limit_bytes} bytes", None, 413, "body_too_large")
+
+
+async def _left(receive: Receive) -> None:
+    """Returns when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The work's result; the work is cancelled, and ClientLeft raised, when the client goes first."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_left(receive))
+    try:
+        await asyncio.wait((task, watcher), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done() and watcher.exception() is not None:  # a server that cannot watch
+            logger.debug("cannot watch for the client leaving: %r", watcher.exception())
+            await asyncio.wait((task,))
+        if task.done():
+            return task.result()
+        raise ClientLeft
+    finally:
+        for pending in (task, watcher):
+            pending.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+class EventStream(Response):
+    """Server-sent events from a generator of ready-made bytes.
+
+    The status waits for the first event, so that an error before it is a plain HTTP error; one
+    after it is an error event and the end. The generator is closed whatever happens.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(None, 200, headers, "text/event-stream")
+        del self.headers["content-length"]
+        self.headers["cache-control"] = "no-cache"
+        self.headers["x-accel-buffering"] = "no"
+        self._events = events
+        self._extra_headers = headers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_client_leaves(receive, self._run(scope, receive, send))
+        except ClientLeft:
+            logger.debug("the client left during a stream")
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            try:
+                first = await anext(events, b"")
+            except Exception as error:
+                await error_response(error, self._extra_headers)(scope, receive, send)
+                return
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+                await send({"type": "http.response.body", "body": first, "more_body": True})
+                await self._send_rest(events, send)
+            except OSError as error:
+                raise ClientLeft from error
+
+    @staticmethod
+    async def _send_rest(events: AsyncGenerator[bytes, None], send: Send) -> None:
+        tail = b""
+        try:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        except OSError:
+            raise
+        except Exception as error:
+            tail = encode_event(describe(error)[1])
+        await send({"type": "http.response.body", "body": tail, "more_body": False})

@@ -1,0 +1,246 @@
+"""What clients send: the bodies of /v1/completions and /v1/chat/completions, checked field by field.
+
+Types are strict (no "5" for 5); numbers are finite. Fields that OpenAI or vLLM have and that
+change nothing here are accepted; what cannot be honoured is refused by name, in sampling.py.
+"""
+
+import logging
+import re
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.plane.messages import MAX_PRIORITY
+
+logger = logging.getLogger(__name__)
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+INT32_MAX = 2**31 - 1
+
+_seen_unknown: set[str] = set()
+_MAX_SEEN = 256
+
+Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Real = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP_CHARS)]],
+    Field(max_length=MAX_STOPS),
+    BeforeValidator(_stops),
+]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _note_unknown(cls, data: Any) -> Any:
+        """Unknown fields are ignored, as other servers do; each name is logged once."""
+        if isinstance(data, dict):
+            for name in data.keys() - cls.model_fields.keys() - _seen_unknown:
+                if len(_seen_unknown) < _MAX_SEEN:
+                    _seen_unknown.add(name)
+                    logger.debug("ignoring the unknown request field %.64r", name)
+        return data
+
+
+class StreamOptions(_Body):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+SESSION_NAME = r"^[A-Za-z0-9._:-]{1,128}$"
+MAX_PIN_S = 86400.0
+MAX_PREFETCH_HOLD_S = 600.0
+MAX_DEADLINE_S = 86400.0
+
+
+def is_session_name(name: str) -> bool:
+    """Whether a session may be called so."""
+    return re.fullmatch(SESSION_NAME[1:-1], name) is not None
+
+
+class SessionBody(BaseModel):
+    """PUT /v1/kv/sessions/{name}: what requests of the session inherit. Unknown fields are refused."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    keep: bool | None = None  # false: nobody will ask for this KV again
+    priority: Annotated[int, Field(ge=-8, le=8)] | None = None  # higher stays longer
+    pin_s: Annotated[Real, Field(ge=0, le=MAX_PIN_S)] | None = None  # the prompt's blocks stay for so long
+
+    @model_validator(mode="after")
+    def _check_pin(self) -> Self:
+        if self.keep is False and self.pin_s:
+            raise ValueError("what is not to be kept (keep: false) cannot be pinned (pin_s)")
+        return self
+
+
+class KvFields(SessionBody):
+    """The field `kv`: what a client knows of its prompt's future."""
+
+    session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # whose hints the request inherits
+
+
+class SloFields(BaseModel):
+    """The field `slo`: what times a client wants, and what is to become of the request when they are out of reach."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    class_name: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(None, alias="class")
+    ttft_s: Annotated[Real, Field(gt=0)] | None = None  # these two: over those of the class
+    tpot_s: Annotated[Real, Field(gt=0)] | None = None
+    on_miss: Literal["refuse", "queue"] | None = None
+
+
+class Common(_Body):
+    """What both bodies have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    max_tokens: Count | None = None
+    min_tokens: Count | None = None
+    temperature: Annotated[Real, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[Real, Field(ge=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1, le=INT32_MAX)] | None = None
+    min_p: Annotated[Real, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[Real, Field(gt=0, le=100)] | None = None
+    presence_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[Real, Field(ge=-2, le=2)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Stops | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=256)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    logit_bias: Annotated[dict[str, Annotated[Real, Field(ge=-100, le=100)]], Field(max_length=4096)] | None = None
+    cache_salt: Annotated[str, Field(max_length=256)] | None = None
+    kv: KvFields | None = None
+    slo: SloFields | None = None
+    user: str | None = None
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # in line: lower is earlier
+    deadline_s: Annotated[Real, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # for the first token
+    best_of: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: Annotated[Real, Field(ge=-100, le=100)] | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    # known, and refused unless they say "nothing special":
+    response_format: dict[str, Any] | None = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    structured_outputs: Any = None
+    prompt_logprobs: int | None = None
+    bad_words: Any = None
+    allowed_token_ids: Any = None
+    logits_processors: Any = None
+    truncate_prompt_tokens: Any = None
+    prompt_embeds: Any = None
+    # known, and without effect here:
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    request_id: Any = None
+    spaces_between_special_tokens: Any = None
+
+
+class CompletionBody(Common):
+    """POST /v1/completions."""
+
+    prompt: Any
+    suffix: str | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+
+
+class ContentPart(_Body):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class Message(_Body):
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    refusal: str | None = None
+
+
+class ChatBody(Common):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    documents: Any = None
+    chat_template: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    parallel_tool_calls: Any = None
+    reasoning_effort: Any = None
+    prediction: Any = None
+
+
+HoldTime = Annotated[Real, Field(gt=0, le=MAX_PREFETCH_HOLD_S)]
+
+
+class PrefetchCompletionBody(CompletionBody):
+    """POST /v1/kv/prefetch, for a completion."""
+
+    hold_s: HoldTime | None = None  # how long what was found, and what comes, is kept for the request
+
+
+class PrefetchChatBody(ChatBody):
+    """POST /v1/kv/prefetch, for a chat completion."""
+
+    hold_s: HoldTime | None = None
+
+
+def _place(location: tuple[int | str, ...]) -> str:
+    """`messages[0].content` from pydantic's location; the names of union branches are left out."""
+    place = ""
+    for part in location:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool") and not part.startswith("list"):
+            place += f".{part}" if place else part
+    return place
+
+
+B = TypeVar("B", bound=BaseModel)
+
+
+def parse(body_type: type[B], body: bytes) -> B:
+    """The checked body. Raises InvalidRequest naming the first field at fault."""
+    try:
+        return body_type.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        raise InvalidRequest(f"the body is not valid JSON: {first['msg']}", None, 400, "invalid_json")
+    place = _place(first["loc"])
+    message = f"{place}: {first['msg']}" if place else f"the body must be a JSON object: {first['msg']}"
+    raise InvalidRequest(message, place or None, 400, "missing" if first["type"] == "missing" else "invalid_value")

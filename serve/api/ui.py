@@ -1,0 +1,115 @@
+"""`/ui` and the endpoints behind it: what the cluster does now, and the story of each request that this ingress took.
+
+The page itself holds no data and needs no key; everything that it asks for does, where one is set.
+"""
+
+import asyncio
+import base64
+import hashlib
+import re
+from functools import cache, partial
+from importlib import resources
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from kvrelay.errors import InvalidRequest
+from kvrelay.serve.api.front import INGRESS, Front
+from kvrelay.serve.api.http import EventStream, check_api_key
+from kvrelay.serve.telemetry.live import LiveFeed, snapshot
+from kvrelay.serve.telemetry.request_log import REQUESTS_KEPT
+
+STALL_S = 30.0  # a viewer that takes nothing for so long has gone
+CHOICES_SHOWN = 64  # of one HTTP request
+
+
+async def page(front: Front, request: Request) -> Response:
+    """The page: no data, no secrets."""
+    html, policy = _page()
+    headers = {
+        "content-security-policy": policy, "cache-control": "no-cache", "referrer-policy": "no-referrer",
+        "x-content-type-options": "nosniff",
+    }  # fmt: skip
+    return Response(html, 200, headers, "text/html")
+
+
+@cache
+def _page() -> tuple[bytes, str]:
+    """The file, and a policy under which nothing runs but the script and the style that are in it."""
+    html = resources.files("kvrelay.serve.api").joinpath("ui.html").read_bytes()
+    sources = {kind: _hash_of(kind, html) for kind in ("script", "style")}
+    policy = (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return html, policy
+
+
+def _hash_of(kind: str, html: bytes) -> str:
+    found = re.search(rf"<{kind}>(.*?)</{kind}>".encode(), html, re.DOTALL)
+    assert found is not None, f"ui.html has no {kind}"
+    return f"'sha256-{base64.b64encode(hashlib.sha256(found[1]).digest()).decode()}'"
+
+
+class LiveView:
+    """The snapshot of now, and the stream of snapshots for as many viewers as the feed takes."""
+
+    def __init__(self, front: Front) -> None:
+        self.feed = LiveFeed(partial(_snapshot, front))
+
+    async def once(self, front: Front, request: Request) -> Response:
+        """Raises InvalidRequest (401)."""
+        check_api_key(request, front.settings.serve.api_key)
+        return _json(_snapshot(front, self.feed.num_viewers))
+
+    async def stream(self, front: Front, request: Request) -> Response:
+        """Raises InvalidRequest (401). One viewer too many gets 429."""
+        check_api_key(request, front.settings.serve.api_key)
+        return _PatientStream(self.feed.watch(), {})
+
+
+def _snapshot(front: Front, num_viewers: int) -> dict[str, Any]:
+    return snapshot(front.dispatcher, front.model.name, num_viewers=num_viewers)
+
+
+class _PatientStream(EventStream):
+    """Ends when its client takes nothing for STALL_S, as if that had gone."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def sending(message: Message) -> None:
+            async with asyncio.timeout(STALL_S):  # TimeoutError is an OSError: the client counts as gone
+                await send(message)
+
+        await super().__call__(scope, receive, sending)
+
+
+async def requests(front: Front, request: Request) -> Response:
+    """Every request that is remembered, newest first. Raises InvalidRequest (401)."""
+    check_api_key(request, front.settings.serve.api_key)
+    now_s, log = front.dispatcher.clock(), front.dispatcher.requests
+    return _json({"ingress": INGRESS, "requests": [record.row(now_s) for record in log.newest(len(log))]})
+
+
+async def one_request(front: Front, request: Request) -> Response:
+    """A sequence's story, or those of all sequences of an HTTP request. Raises InvalidRequest (401, 404)."""
+    check_api_key(request, front.settings.serve.api_key)
+    request_id, now_s = request.path_params["request_id"], front.dispatcher.clock()
+    found = front.dispatcher.requests.find(request_id)
+    if not found:
+        raise InvalidRequest(_not_here(request_id), None, 404, "request_not_here")
+    return _json({"ingress": INGRESS, "requests": [record.detail(now_s) for record in found[:CHOICES_SHOWN]]})
+
+
+def _not_here(request_id: str) -> str:
+    """The id tells whose it was."""
+    tag = re.match(r"[a-z]+-([0-9a-f]{4})[0-9a-f]{20}", request_id)
+    if tag is not None and tag[1] != INGRESS:
+        return f"ingress {tag[1]} took this request; this is ingress {INGRESS}: ask the other one's /ui"
+    return f"ingress {INGRESS} does not know this request; it remembers the last {REQUESTS_KEPT}"
+
+
+def _json(reply: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(reply), 200, {"cache-control": "no-store"}, "application/json")

@@ -1,0 +1,220 @@
+"""From a checked body to what the engines are told: sampling, limits, prompts. Refuses by field name."""
+
+import hashlib
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from kvrelay.config import ServeSettings
+from kvrelay.errors import InvalidRequest
+from kvrelay.plane.messages import Sampling
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, Message
+from kvrelay.serve.requests.choices import check_choices, is_ranked, num_computed
+
+DEFAULT_COMPLETION_TOKENS = 16
+_SEED_MASK = 2**63 - 1
+_MIN_TOP_P = 1e-6
+
+
+def refuse_unsupported(body: Common) -> None:
+    """Raise InvalidRequest for what this server cannot honour, rather than ignore it."""
+    checks: list[tuple[str, Any]] = [
+        ("response_format", (body.response_format or {}).get("type", "text") != "text"),
+        ("prompt_logprobs", body.prompt_logprobs),
+        *((name, getattr(body, name)) for name in _UNSUPPORTED),
+    ]
+    if isinstance(body, CompletionBody):
+        checks.append(("suffix", body.suffix))
+    if isinstance(body, ChatBody):
+        checks += [
+            ("tools", body.tools and body.tool_choice != "none"),
+            ("tool_choice", body.tool_choice not in (None, "none", "auto")),
+            ("functions", body.functions and body.function_call != "none"),
+            ("function_call", body.function_call not in (None, "none", "auto")),
+            ("documents", body.documents),
+            ("chat_template", body.chat_template),
+            ("audio", body.audio),
+            ("modalities", set(body.modalities or ["text"]) != {"text"}),
+        ]
+    for name, is_used in checks:
+        if is_used:
+            raise InvalidRequest(f"{name}: not supported by this server", name, 400, "unsupported_parameter")
+    check_choices(body)
+    if body.stream_options is not None and not body.stream:
+        raise InvalidRequest("stream_options: only allowed when stream is true", "stream_options")
+
+
+_UNSUPPORTED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+    "bad_words",
+    "allowed_token_ids",
+    "logits_processors",
+    "truncate_prompt_tokens",
+    "prompt_embeds",
+)
+
+
+def check_limits(body: Common, settings: ServeSettings, vocab_size: int) -> None:
+    """What pydantic cannot know: this server's limits and vocabulary. Raises InvalidRequest."""
+    if (body.n or 1) > settings.max_n:
+        raise InvalidRequest(f"n: at most {settings.max_n}", "n")
+    for token_id in body.stop_token_ids or ():
+        _check_token(token_id, "stop_token_ids", vocab_size)
+    wanted = body.top_logprobs if isinstance(body, ChatBody) else getattr(body, "logprobs", None)
+    field = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
+    if (wanted or 0) > settings.max_logprobs:
+        raise InvalidRequest(f"{field}: at most {settings.max_logprobs}", field)
+    if isinstance(body, ChatBody) and body.top_logprobs is not None and not body.logprobs:
+        raise InvalidRequest("top_logprobs: needs logprobs to be true", "top_logprobs")
+
+
+def check_count(num_prompts: int, body: Common, max_inflight: int) -> None:
+    """Raise InvalidRequest when the server could never run all of the request's sequences at once."""
+    samples = num_computed(body)
+    if num_prompts * samples > max_inflight:
+        own = "n" if samples == (body.n or 1) else "best_of"
+        field = "prompt" if num_prompts > 1 else own
+        told = f"{num_prompts} prompts times {own} = {samples}" if num_prompts > 1 else str(samples)
+        raise InvalidRequest(f"{field}: {told} are more sequences than the {max_inflight} that run at once", field)
+
+
+def _check_token(token_id: int, field: str, vocab_size: int) -> None:
+    if not 0 <= token_id < vocab_size:
+        raise InvalidRequest(f"{field}: {token_id} is not a token id; the vocabulary has {vocab_size}", field)
+
+
+def _logit_bias(bias: Mapping[str, float] | None, vocab_size: int) -> dict[int, float]:
+    checked: dict[int, float] = {}
+    for key, value in (bias or {}).items():
+        if not (key.isascii() and key.isdigit() and len(key) < 10):
+            raise InvalidRequest(f"logit_bias: {key[:32]!r} is not a token id", "logit_bias")
+        _check_token(int(key), "logit_bias", vocab_size)
+        checked[int(key)] = value
+    return checked
+
+
+def output_limit(body: Common, num_prompt_tokens: int, max_model_len: int) -> int:
+    """Most output tokens. Raises InvalidRequest when prompt and output do not fit the context."""
+    room = max_model_len - num_prompt_tokens
+    asked, field = body.max_tokens, "max_tokens"
+    if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+        asked, field = body.max_completion_tokens, "max_completion_tokens"
+    if room < 1 and not (asked == 0 and room == 0):
+        raise InvalidRequest(
+            # litellm knows a prompt that is too long by OpenAI's own first words
+            f"this model's maximum context length is {max_model_len} tokens, prompt and output; "
+            f"the prompt has {num_prompt_tokens}",
+            "messages" if isinstance(body, ChatBody) else "prompt",
+            400,
+            "context_length_exceeded",
+        )
+    if asked is None:
+        return room if isinstance(body, ChatBody) else min(DEFAULT_COMPLETION_TOKENS, room)
+    if asked == 0 and not getattr(body, "echo", None):
+        raise InvalidRequest(f"{field}: at least 1", field)
+    if asked > room:
+        raise InvalidRequest(
+            f"{field}: {asked} tokens after a prompt of {num_prompt_tokens} exceed the context of {max_model_len}",
+            field,
+            400,
+            "context_length_exceeded",
+        )
+    return asked
+
+
+def _logprobs(body: Common) -> int | None:
+    if isinstance(body, ChatBody):
+        return (body.top_logprobs or 0) if body.logprobs else None
+    return body.logprobs if isinstance(body, CompletionBody) else None
+
+
+def _or(value: float | None, default: float) -> float:
+    return default if value is None else value
+
+
+def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
+    """The engines' view of the body; a seed is drawn when none is given. Raises InvalidRequest."""
+    if (body.min_tokens or 0) > max_tokens:
+        raise InvalidRequest(f"min_tokens: more than the {max_tokens} tokens allowed", "min_tokens")
+    logprobs = _logprobs(body)
+    counted = 0 if logprobs is None and is_ranked(body) else logprobs  # the ranking needs each token's
+    return Sampling(
+        max_tokens=max(max_tokens, 1),
+        min_tokens=body.min_tokens or 0,
+        temperature=_or(body.temperature, 1.0),
+        top_k=max(body.top_k or 0, 0),
+        top_p=max(_or(body.top_p, 1.0), _MIN_TOP_P),
+        min_p=_or(body.min_p, 0.0),
+        seed=(secrets.randbits(63) if body.seed is None else body.seed) & _SEED_MASK,
+        repetition_penalty=_or(body.repetition_penalty, 1.0),
+        presence_penalty=_or(body.presence_penalty, 0.0),
+        frequency_penalty=_or(body.frequency_penalty, 0.0),
+        stop_token_ids=tuple(body.stop_token_ids or ()),
+        ignore_eos=bool(body.ignore_eos),
+        logprobs=counted,
+        prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
+        logit_bias=_logit_bias(body.logit_bias, vocab_size),
+    )
+
+
+def seed_of_sample(seed: int, index: int) -> int:
+    """Sample `index` of `n` has a seed of its own, so that samples differ and can be repeated.
+
+    The first keeps the request's; the others' are hashed, or a request with the next seed would repeat them.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & _SEED_MASK
+
+
+def prompts_of(body: CompletionBody, settings: ServeSettings, vocab_size: int) -> list[str | list[int]]:
+    """One or several prompts, each text or token ids. Raises InvalidRequest."""
+    prompt = body.prompt
+    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(type(item) is int for item in prompt)):
+        prompt = [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise InvalidRequest("prompt: must be a non-empty text, list of texts, or list(s) of token ids", "prompt")
+    if len(prompt) > settings.max_prompts:
+        raise InvalidRequest(f"prompt: at most {settings.max_prompts} prompts", "prompt")
+    for item in prompt:
+        _check_prompt(item, vocab_size)
+    return prompt
+
+
+def _check_prompt(item: object, vocab_size: int) -> None:
+    if not isinstance(item, str | list):
+        raise InvalidRequest("prompt: each must be a text or a list of token ids", "prompt")
+    if not item:
+        raise InvalidRequest("prompt: must not be empty", "prompt")
+    if isinstance(item, list):
+        for token_id in item:
+            if type(token_id) is not int:
+                raise InvalidRequest("prompt: token ids must be integers", "prompt")
+            _check_token(token_id, "prompt", vocab_size)
+
+
+def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+    """Messages as chat templates expect them: content is text. Raises InvalidRequest."""
+    return [_template_message(message, index) for index, message in enumerate(messages)]
+
+
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        for place, part in enumerate(content):
+            if part.type not in ("text", "refusal"):
+                field = f"messages[{index}].content[{place}].type"
+                raise InvalidRequest(f"{field}: {part.type!r} content is not supported", field)
+        content = "".join(part.text or part.refusal or "" for part in content)
+    if content is None and message.role != "assistant":
+        field = f"messages[{index}].content"
+        raise InvalidRequest(f"{field}: required for role {message.role}", field)
+    role = "system" if message.role == "developer" else message.role
+    answer: dict[str, Any] = {"role": role, "content": content or ""}
+    optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+    return answer | {name: value for name, value in optional.items() if value is not None}

@@ -1,0 +1,145 @@
+"""What `x-kvrelay-explain: 1` answers: the router's decision and where the first token's time went.
+
+The parts are whole microseconds and add up to the measured TTFT exactly: what no part claims
+is `ingress`, the remainder.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from kvrelay.plane.messages import TokenOutput, Transferred
+from kvrelay.router.decision.types import CandidateScore, Decision, Refusal, Regret
+from kvrelay.router.slo.promises import PassedOver, Prediction
+
+MAX_CANDIDATES = 16
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+@dataclass(slots=True)
+class Explain:
+    """Filled while a sequence runs. Times are of the ingress's own clock; attempts add up."""
+
+    received_s: float
+    submitted_s: float = 0.0
+    route_s: float = 0.0
+    deferred_s: float = 0.0  # at the router, since its first token would be late in any case
+    reserve_s: float = 0.0
+    dispatched_s: float = 0.0
+    network_s: float = 0.0
+    queue_s: float = 0.0
+    compute_s: float = 0.0
+    first_token_s: float | None = None
+    cached_tokens: int = 0
+    held_tokens: int = 0
+    decisions: list[Decision] = field(default_factory=list)
+    transfer: Transferred | None = None
+
+    def on_first_token(self, output: TokenOutput, now_s: float) -> None:
+        """The first token is here; the worker tells what of the wait was its own."""
+        if self.first_token_s is not None:
+            return
+        self.first_token_s = now_s
+        self.cached_tokens = output.cached_tokens or 0
+        if output.timings is not None:
+            self.queue_s, self.compute_s = output.timings.queue_s, output.timings.compute_s
+        self.network_s = now_s - self.dispatched_s - self.queue_s - self.compute_s
+
+    def ttft_us(self) -> int:
+        """From the request's arrival to its first token; 0 before there is one."""
+        return 0 if self.first_token_s is None else _us(self.first_token_s - self.received_s)
+
+    def parts_us(self) -> dict[str, int]:
+        """The TTFT's parts; their sum is `ttft_us()` exactly."""
+        parts = {
+            "validate_tokenize": _us(self.submitted_s - self.received_s),
+            "route": _us(self.route_s),
+            "deferred": _us(self.deferred_s),
+            "reserve": _us(self.reserve_s),
+            "prefill_queue": _us(self.queue_s),
+            "prefill_compute": _us(self.compute_s),
+            "network": _us(self.network_s),
+        }
+        parts["ingress"] = self.ttft_us() - sum(parts.values())
+        return parts
+
+    def report(self) -> dict[str, Any]:
+        """As it goes into the response, under `kvrelay`."""
+        answer: dict[str, Any] = {"attempts": len(self.decisions)}
+        if self.decisions:
+            answer |= _decision_fields(self.decisions[-1])
+        answer |= {"cached_tokens": self.cached_tokens, "held_tokens": self.held_tokens}
+        if self.first_token_s is not None:
+            answer |= {"ttft_us": self.ttft_us(), "parts_us": self.parts_us()}
+        if self.transfer is not None:
+            answer["transfer"] = {
+                "transport": self.transfer.transport,
+                "blocks": self.transfer.blocks,
+                "bytes": self.transfer.num_bytes,
+                "us": _us(self.transfer.seconds),
+                "exposed_us": _us(self.transfer.exposed_s),
+            }
+        return answer
+
+
+def _decision_fields(decision: Decision) -> dict[str, Any]:
+    fields: dict[str, Any] = {"path": decision.path}
+    fields |= {name: value for name in ("prefill", "decode") if (value := getattr(decision, name)) is not None}
+    fields |= {"predicted_ttft_us": _us(decision.predicted_ttft_s), "terms": decision.terms}
+    fields |= {"policy": decision.policy, "score": decision.score, "policy_terms": decision.policy_terms}
+    fields["regret"] = _regret_fields(decision.regret)
+    if decision.forecast is not None:
+        fields["forecast"] = _forecast_fields(decision.forecast)
+    fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
+    if decision.verdict is not None and decision.verdict.passed_over:
+        fields["passed_over"] = [_passed_over_fields(way) for way in decision.verdict.passed_over]
+    if decision.left_out:
+        fields["left_out"] = [asdict(pair) for pair in decision.left_out]
+    return fields
+
+
+def _regret_fields(regret: Regret) -> dict[str, Any]:
+    """Prompt tokens that the best holder has and the chosen worker lacks, and how long it takes to compute those."""
+    return {"worker": regret.worker, "tokens": regret.tokens, "us": _us(regret.seconds)}
+
+
+def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
+    """Null: not known yet. A margin is the factor that the times are multiplied by before they are held against an SLO."""
+    return {
+        "ttft_us": None if forecast.ttft_s is None else _us(forecast.ttft_s),
+        "tpot_us": None if forecast.tpot_s is None else _us(forecast.tpot_s),
+        "ttft_margin": forecast.ttft_factor,
+        "tpot_margin": forecast.tpot_factor,
+        "queue_us": _us(forecast.queue_s),
+        "batch": forecast.batch,
+    }
+
+
+def _passed_over_fields(way: PassedOver) -> dict[str, Any]:
+    """A way whose forecast missed the SLO, or was no better than the one that was taken."""
+    workers = {name: value for name in ("prefill", "decode") if (value := getattr(way, name)) is not None}
+    return workers | {
+        "missed": list(way.missed),
+        "ttft_us": None if way.ttft_s is None else _us(way.ttft_s),
+        "tpot_us": None if way.tpot_s is None else _us(way.tpot_s),
+    }
+
+
+def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
+    fields: dict[str, Any] = {"path": candidate.path, "score": candidate.score, "terms": candidate.terms}
+    return fields | {name: value for name in ("prefill", "decode") if (value := getattr(candidate, name)) is not None}
+
+
+def span_attributes(decision: Decision | Refusal, previous_failure: str) -> dict[str, Any]:
+    """A routing decision as a span's attributes, with the fault that made this attempt necessary, if one did."""
+    told = {"previous_failure": previous_failure} if previous_failure else {}
+    if isinstance(decision, Refusal):
+        return {**told, "error": f"{decision.reason}: {decision.message}"}
+    workers = {"prefill": decision.prefill, "decode": decision.decode}
+    return {
+        **told, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
+        "cached_tokens": decision.cached_tokens_prefill,
+        **{role: worker for role, worker in workers.items() if worker is not None},
+    }  # fmt: skip

@@ -1,0 +1,132 @@
+"""What `/ui` and `kvrelay status --watch` show: this ingress's view of the cluster, made from what it holds already.
+
+`LiveFeed` makes it once a tick for all viewers: a viewer is an entry in a set, not a queue, so that a slow one misses
+ticks and nothing else. No worker is asked anything.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from typing import Any
+
+import msgspec
+
+from kvrelay import __version__
+from kvrelay.errors import Overloaded
+from kvrelay.plane.messages import LoadReport
+from kvrelay.serve.api.front import INGRESS
+from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.workers.pairs import Pair
+from kvrelay.serve.workers.worker_link import WorkerLink
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 1.0
+MAX_VIEWERS = 16
+ROWS_SHOWN = 100  # requests in each snapshot
+SILENT_S = 7.0  # a worker sends its load every 2 s
+
+_encoder = msgspec.json.Encoder()
+
+
+def snapshot(dispatcher: Dispatcher, model: str, *, num_viewers: int) -> dict[str, Any]:
+    """Everything at once, as plain data. Counters count from the start of the ingress, or of the worker."""
+    now_s, stats, requests = dispatcher.clock(), dispatcher.stats, dispatcher.requests
+    book, moving = dispatcher.pairs.book, requests.moving()
+    return {
+        "ingress": INGRESS, "version": __version__, "model": model, "now_s": now_s,
+        "is_ready": dispatcher.is_ready(), "viewers": num_viewers,
+        "workers": [worker_view(link, is_leaving=is_leaving) for link, is_leaving in dispatcher.links()],
+        "pairs": [_pair(pair, moving[pair.key]) for pair in book.pairs],
+        "turned_away": book.turned_away(),
+        "front": {
+            "running": stats.running, "deferred": dispatcher.router.num_deferred, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
+            "refusals": dict(requests.refusals), "retries": stats.retries, "prompt_tokens": stats.prompt_tokens,
+            "output_tokens": stats.output_tokens, "cached_prefix_tokens": stats.cached_prefix_tokens,
+        },
+        "requests": [record.row(now_s) for record in requests.newest(ROWS_SHOWN)],
+    }  # fmt: skip
+
+
+def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
+    """One worker and every figure of its last load report, those included that this version knows nothing of."""
+    view: dict[str, Any] = {"worker_id": link.worker_id, "role": link.member.role}
+    info, load = link.info, link.load or LoadReport(seq=0)
+    if info is None:
+        return {**view, "health": "down"}
+    health = "leaving" if is_leaving or load.is_draining else "silent" if link.silent_s > SILENT_S else "up"
+    facts = {name: getattr(info, name) for name in ("node_id", "device", "block_size", "max_running", "max_model_len")}
+    return {**view, "health": health, "silent_s": link.silent_s, **facts, "load": msgspec.to_builtins(_whole(load))}
+
+
+def _whole(load: LoadReport) -> dict[str, Any]:
+    """Zeros, too."""
+    plain = msgspec.structs.asdict(load)
+    plain["kv_paths"] = [msgspec.structs.asdict(path) for path in load.kv_paths]
+    plain["tiers"] = [msgspec.structs.asdict(tier) for tier in load.tiers]
+    return plain
+
+
+def _pair(pair: Pair, in_flight: int) -> dict[str, Any]:
+    source, target = pair.key
+    path = pair.path
+    return {
+        "source": source, "target": target, "verdict": str(pair.verdict), "in_flight": in_flight,
+        "path": path.path if path is not None else None,
+        "bytes_per_s": path.bytes_per_s if path is not None else 0.0,
+    }  # fmt: skip
+
+
+class LiveFeed:
+    """Snapshots for any number of viewers up to a limit, made by one task that runs while somebody looks."""
+
+    def __init__(
+        self, make: Callable[[int], dict[str, Any]], *, tick_s: float = TICK_S, max_viewers: int = MAX_VIEWERS
+    ) -> None:
+        """`make` gets the number of viewers."""
+        self._make, self._tick_s, self._max_viewers = make, tick_s, max_viewers
+        self._viewers: set[object] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._latest = b""
+        self._ticked = asyncio.Event()  # of the coming tick; each tick has its own
+
+    @property
+    def num_viewers(self) -> int:
+        return len(self._viewers)
+
+    @property
+    def is_running(self) -> bool:
+        return self._task is not None
+
+    async def watch(self) -> AsyncGenerator[bytes, None]:
+        """The snapshot of now, then that of every tick that is not missed, as server-sent events. Raises Overloaded."""
+        if len(self._viewers) >= self._max_viewers:
+            raise Overloaded(f"{self._max_viewers} others look at this page already", 10.0)
+        viewer = object()
+        self._viewers.add(viewer)
+        try:
+            if self._task is None:
+                self._produce()
+                self._task = asyncio.create_task(self._run(), name="live feed")
+            yield self._latest
+            while True:
+                await self._ticked.wait()
+                yield self._latest
+        finally:
+            self._viewers.discard(viewer)
+            if not self._viewers and self._task is not None:
+                self._task.cancel()
+                self._task = None
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._tick_s)
+            try:
+                self._produce()
+            except Exception:  # a process edge: a view that fails once is made anew with the next tick
+                logger.exception("no snapshot for the viewers")
+
+    def _produce(self) -> None:
+        self._latest = b"data: " + _encoder.encode(self._make(len(self._viewers))) + b"\n\n"
+        ticked, self._ticked = self._ticked, asyncio.Event()
+        ticked.set()

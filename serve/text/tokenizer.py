@@ -1,0 +1,198 @@
+"""Text to tokens and back for one prepared model folder.
+
+Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and
+generation_config.json. Imports tokenizers and jinja2, never torch or transformers.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import tokenizers
+
+from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
+from kvrelay.serve.text.chat_template import ChatTemplate
+from kvrelay.serve.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    WindowDetokenizer,
+    bytes_function,
+    leading_spaces,
+)
+
+LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class TextCodec(Protocol):
+    """What the HTTP front needs of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids below this may be given to the model."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes, special tokens as their names."""
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """A new sequence's. `starts_text`: what comes is a text of its own, not the rest of one."""
+
+
+async def encode_text(codec: TextCodec, text: str, *, add_special_tokens: bool = True) -> list[int]:
+    """Tokens of `text`; a long text is tokenised on a thread, so that the loop goes on."""
+    if len(text) <= LONG_TEXT_CHARS:
+        return codec.encode(text, add_special_tokens=add_special_tokens)
+    return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object, {} when the file is absent. Raises ModelError on anything else."""
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ModelError(str(path), f"cannot be read: {error}") from error
+    if not isinstance(data, dict):
+        raise ModelError(str(path), "is not a JSON object")
+    return data
+
+
+def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:
+    """The special tokens' names as templates see them; later sources win."""
+    found: dict[str, str] = {}
+    for source in sources:
+        for name in _SPECIAL_NAMES:
+            value = source.get(name)
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                found[name] = text
+    return found
+
+
+def _template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+    if isinstance(template, list):  # several named ones
+        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+    return template if isinstance(template, str) else None
+
+
+def _ids(value: Any) -> frozenset[int]:
+    if isinstance(value, list):
+        return frozenset(int(item) for item in value)
+    return frozenset() if value is None else frozenset((int(value),))
+
+
+class Tokenizer:
+    """A prepared folder's tokenizer. Safe to use from threads."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelNotFound (no such folder or no tokenizer.json), ModelError (unreadable or misfit)."""
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelNotFound(str(folder), "has no tokenizer.json")
+        try:
+            source = path.read_text(encoding="utf-8")
+            self._tokenizer = tokenizers.Tokenizer.from_str(source)
+            decoder = json.loads(source).get("decoder")
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(str(path), f"is not a tokenizer: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._bytes_function = bytes_function(decoder)
+        self._leading_spaces = leading_spaces(decoder)
+        config = _read_json(folder / "config.json")
+        self.vocab_size = self._checked_vocab_size(folder, config)
+        tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        self.eos_ids = _ids(
+            _read_json(folder / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+        )
+        special = _special_tokens(_read_json(folder / "special_tokens_map.json"), tokenizer_config)
+        template = _template_source(folder, tokenizer_config)
+        self._template = ChatTemplate(template, special) if template is not None else None
+        self._special_ids = frozenset(
+            token_id for token_id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special
+        )
+        self._bytes: dict[int, bytes] = {}
+
+    def _checked_vocab_size(self, folder: Path, config: Mapping[str, Any]) -> int:
+        """The model's vocabulary; a tokenizer whose own words do not fit into it is another model's.
+
+        Added tokens aside, even where its vocabulary lists them too: Gemma 3's text models lack the image token.
+        """
+        own = int(self._tokenizer.get_vocab_size(with_added_tokens=False))
+        text_config = config.get("text_config")
+        size = config.get("vocab_size") or (text_config or {}).get("vocab_size")
+        if size is None:
+            return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+        if own > size:
+            added = self._tokenizer.get_added_tokens_decoder()
+            own = 1 + max(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added.keys(), default=-1)
+        if own > size:
+            raise ModelError(str(folder), f"wrong tokenizer: it has {own} tokens, the model {size}")
+        return int(size)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises InvalidRequest when it names a special token that the model lacks."""
+        # a batch of one: unlike `encode`, it lets go of the interpreter's lock
+        ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if ids and max(ids) >= self.vocab_size:
+            name = self._tokenizer.id_to_token(max(ids))
+            raise InvalidRequest(f"the text holds {name}, a token that this model has no embedding for")
+        return ids
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt's text; encode it without special tokens. Raises InvalidRequest."""
+        if self._template is None:
+            raise InvalidRequest("this model has no chat template; use /v1/completions", "messages")
+        return self._template.render(messages, add_generation_prompt=add_generation_prompt, **variables)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of a whole sequence."""
+        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """A token's bytes, special tokens as their names; empty for an id without a token."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = self._compute_bytes(token_id)
+        return known
+
+    def _compute_bytes(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if token_id in self._special_ids:
+            return str(token).encode()
+        if self._bytes_function is not None:
+            return self._bytes_function(token)
+        return self.decode([token_id], skip_special_tokens=False).encode()
+
+    def _visible_bytes(self, token_id: int) -> bytes | None:
+        return None if token_id in self._special_ids else self.token_bytes(token_id)
+
+    def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
+        """A new sequence's detokenizer. At a text's start a dummy space goes, as in `decode`; in its middle it is real.
+
+        A text of tokens from its middle on keeps its first space, so that prompt + completion is the whole text.
+        """
+        if self._bytes_function is not None:
+            bytes_of = self._visible_bytes if skip_special_tokens else self.token_bytes
+            return ByteDetokenizer(bytes_of, strip=self._leading_spaces if starts_text else 0)
+        return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))

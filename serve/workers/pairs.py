@@ -1,0 +1,316 @@
+"""Between which workers KV can travel: who is asked next, what they answered, and what follows from it.
+
+`PairBook` decides and is pure: times are arguments. `PairWatch` sends its questions over the
+ingress's links. Addresses are what the decode workers said of themselves. Imports no HTTP.
+"""
+
+import asyncio
+import contextlib
+import enum
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from kvrelay.errors import ConnectionLost
+from kvrelay.plane import messages as wire
+from kvrelay.plane.messages import PairReport, PathReport, WorkerInfo
+from kvrelay.types import Role
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
+ANSWER_S = 75.0  # a prefill worker gives up a pair of its own accord before that
+MISFITS = frozenset({"fingerprint", "transport", "checksum", "bad_mac", "malformed"})
+"""Reasons of kvtransfer.tickets that another try does not mend: they name a setting, and have a remedy."""
+
+
+class Verdict(enum.StrEnum):
+    OK = "ok"
+    MISFIT = "misfit"  # never chosen; somebody has to act
+    FAILING = "failing"  # lost, late or refused for the moment: tried again, and used meanwhile
+    UNKNOWN = "unknown"  # not reported yet: used like any other
+
+
+@dataclass(slots=True)
+class Pair:
+    """One prefill worker and one decode worker that are both connected."""
+
+    source: WorkerInfo
+    target: WorkerInfo
+    report: PairReport | None = None
+    failures: int = 0  # in a row
+    asked_s: float | None = None  # while an answer is due
+    next_s: float = 0.0  # when to ask (again); infinite: no need
+    is_probe_wanted: bool = False
+    is_demanded: bool = False  # by `ask_again`, and not yet answered
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.source.worker_id, self.target.worker_id
+
+    @property
+    def verdict(self) -> Verdict:
+        report = self.report
+        if report is None:
+            return Verdict.UNKNOWN
+        if not report.ok:
+            return Verdict.MISFIT if report.reason in MISFITS else Verdict.FAILING
+        return Verdict.FAILING if report.paths and all(path.problem for path in report.paths) else Verdict.OK
+
+    @property
+    def path(self) -> PathReport | None:
+        """The one that the next read takes."""
+        paths = self.report.paths if self.report is not None and self.report.ok else []
+        return next((path for path in paths if path.is_chosen), None)
+
+    def line(self) -> str:
+        """What is wrong, where, and what to do about it."""
+        report = self.report
+        if report is None:
+            return f"{self.source.worker_id} -> {self.target.worker_id}: no report yet"
+        if report.ok:
+            why = "; ".join(f"{path.path}: {path.problem}" for path in report.paths if path.problem)
+        else:
+            why = f"{report.reason}: {report.detail}"
+        line = f"{report.source} -> {report.target}: {why}"
+        return f"{line} ({report.remedy})" if report.remedy else line
+
+
+class PairBook:
+    """Every pair of connected workers. No worker is in two questions at once: they would share its bandwidth."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, WorkerInfo] = {}
+        self._pairs: dict[tuple[str, str], Pair] = {}
+        self._turned_away: dict[str, tuple[str, str]] = {}  # role, and why
+
+    # ---- who is there
+
+    def worker_up(self, info: WorkerInfo, now_s: float) -> None:
+        """Pair it with everybody of the other role; one that restarted or reconnected begins anew."""
+        self.worker_down(info.worker_id)
+        for other in self._workers.values():
+            for source, target in ((info, other), (other, info)):
+                is_pair = (source.role, target.role) == (Role.PREFILL, Role.DECODE)
+                if is_pair and target.kv_port:
+                    pair = Pair(source, target, next_s=now_s)
+                    self._pairs[pair.key] = pair
+        self._workers[info.worker_id] = info
+
+    def worker_down(self, worker_id: str) -> None:
+        self._workers.pop(worker_id, None)
+        self._turned_away.pop(worker_id, None)
+        self._pairs = {key: pair for key, pair in self._pairs.items() if worker_id not in key}
+
+    def turn_away(self, info: WorkerInfo, why: str) -> None:
+        """A member that this ingress cannot work with."""
+        self.worker_down(info.worker_id)
+        self._turned_away[info.worker_id] = info.role, why
+
+    # ---- questions and answers
+
+    def due(self, now_s: float) -> list[Pair]:
+        """The pairs to ask about now; they count as asked."""
+        for pair in self._pairs.values():
+            if pair.asked_s is not None and now_s - pair.asked_s >= ANSWER_S:
+                self.fail(pair, f"{pair.source.worker_id} did not answer within {ANSWER_S:g} s", now_s)
+        busy = {worker_id for pair in self._pairs.values() if pair.asked_s is not None for worker_id in pair.key}
+        asked: list[Pair] = []
+        for pair in sorted(self._pairs.values(), key=lambda pair: pair.next_s):
+            if pair.asked_s is None and pair.next_s <= now_s and busy.isdisjoint(pair.key):
+                busy.update(pair.key)
+                pair.asked_s = now_s
+                asked.append(pair)
+        return asked
+
+    def wait_s(self, now_s: float) -> float | None:
+        """Until `due` may have something new, if nothing is heard; None: for ever."""
+        times = [
+            pair.next_s if pair.asked_s is None else pair.asked_s + ANSWER_S
+            for pair in self._pairs.values()
+            if pair.asked_s is not None or (now_s < pair.next_s < float("inf"))
+        ]
+        return max(0.0, min(times) - now_s) if times else None
+
+    def answered(self, report: PairReport, now_s: float) -> Pair | None:
+        """What a prefill worker found; None when that pair is no more. One that is not well is asked about again."""
+        pair = self._pairs.get((report.source, report.target))
+        if pair is None or pair.target.epoch != report.target_epoch:
+            return None
+        was_misfit, before = pair.verdict is Verdict.MISFIT, pair.report
+        pair.report, pair.asked_s, pair.is_probe_wanted, pair.is_demanded = report, None, False, False
+        if was_misfit and pair.verdict is Verdict.FAILING:
+            pair.report = before  # that it could not be asked does not mend it
+        if pair.verdict is Verdict.OK:
+            pair.failures, pair.next_s = 0, float("inf")
+        else:
+            pair.next_s = now_s + min(FIRST_BACKOFF_S * 2**pair.failures, LAST_BACKOFF_S)
+            pair.failures = min(pair.failures + 1, 16)
+            pair.is_probe_wanted = report.ok  # it is connected: only measuring again can tell that its paths work
+        return pair
+
+    def fail(self, pair: Pair, why: str, now_s: float) -> None:
+        """It could not be asked."""
+        source, target = pair.key
+        report = PairReport(
+            source=source, target=target, target_epoch=pair.target.epoch, ok=False, reason="lost", detail=why
+        )
+        self.answered(report, now_s)
+
+    def seen(self, report: PairReport) -> None:
+        """A decode worker's own account of the paths: fresher than the probe, but no verdict on a pair."""
+        pair = self._pairs.get((report.source, report.target))
+        if pair is not None and pair.report is not None and pair.report.ok and pair.target.epoch == report.target_epoch:
+            pair.report = msgspec.structs.replace(pair.report, paths=report.paths)
+
+    def ask_again(self, now_s: float) -> None:
+        """Measure every pair anew, those apart that are being asked about."""
+        for pair in self._pairs.values():
+            if pair.asked_s is None:
+                pair.next_s, pair.is_probe_wanted, pair.is_demanded = now_s, True, True
+
+    # ---- what follows
+
+    @property
+    def pairs(self) -> list[Pair]:
+        return [self._pairs[key] for key in sorted(self._pairs)]
+
+    def misfits(self) -> dict[tuple[str, str], str]:
+        """The pairs that must not be chosen, and why."""
+        return {key: pair.line() for key, pair in self._pairs.items() if pair.verdict is Verdict.MISFIT}
+
+    def is_settled(self) -> bool:
+        """Whether every pair has been reported on, since the last `ask_again` if there was one."""
+        return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
+
+    def blocked(self) -> str | None:
+        """Why nothing may be served though workers of both roles are members: not one pair fits, or not one could be made.
+
+        Without this the decode workers would quietly compute every prompt themselves.
+        """
+        misfits = self.misfits()
+        if misfits and len(misfits) == len(self._pairs):
+            return "; ".join(misfits.values())
+        has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
+        away = [
+            line
+            for (role, _), line in zip(self._turned_away.values(), self.turned_away(), strict=True)
+            if role == Role.PREFILL
+        ]
+        return "; ".join(away) if away and not has_prefill else None
+
+    def turned_away(self) -> list[str]:
+        """The members that this ingress cannot work with, and why."""
+        return [f"{worker_id} is turned away: {why}" for worker_id, (_, why) in self._turned_away.items()]
+
+    def view(self) -> dict[str, Any]:
+        """For GET /kvrelay/pairs and `kvrelay doctor`."""
+        roles = [info.role for info in self._workers.values()]
+        return {
+            "prefill": roles.count(Role.PREFILL),
+            "decode": roles.count(Role.DECODE),
+            "turned_away": self.turned_away(),
+            "is_settled": self.is_settled(),
+            "pairs": [_view(pair) for pair in self.pairs],
+        }
+
+
+def _view(pair: Pair) -> dict[str, Any]:
+    source, target = pair.key
+    report = pair.report or PairReport(source=source, target=target, target_epoch=pair.target.epoch, ok=False)
+    plain = {name: getattr(report, name) for name in ("source", "target", "reason", "detail", "remedy")}
+    paths = [msgspec.structs.asdict(path) for path in report.paths]
+    return {
+        **plain,
+        "verdict": str(pair.verdict),
+        "line": "" if pair.verdict is Verdict.OK else pair.line(),
+        "paths": paths,
+    }
+
+
+class PairWatch:
+    """Keeps a PairBook up to date while it runs. Lives on the ingress's loop."""
+
+    def __init__(
+        self,
+        send: Callable[[str, wire.ToWorker], object],
+        on_change: Callable[[], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """`send` raises ConnectionLost; `on_change` is called after every verdict."""
+        self.book = PairBook()
+        self._send, self._on_change, self._clock = send, on_change, clock
+        self._has_news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run(), name="pairs")
+
+    async def aclose(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def worker_up(self, info: WorkerInfo) -> None:
+        self.book.worker_up(info, self._clock())
+        self._tell()
+
+    def worker_down(self, worker_id: str) -> None:
+        self.book.worker_down(worker_id)
+        self._tell()
+
+    def turn_away(self, info: WorkerInfo, why: str) -> None:
+        self.book.turn_away(info, why)
+        self._tell()
+
+    def answered(self, report: PairReport) -> None:
+        """A prefill worker's answer."""
+        before = {pair.key: pair.verdict for pair in self.book.pairs}
+        pair = self.book.answered(report, self._clock())
+        if pair is not None and pair.verdict is not before[pair.key]:
+            log = logger.info if pair.verdict is Verdict.OK else logger.warning
+            log("KV %s", _told(pair))
+        self._tell()
+
+    def probe(self) -> None:
+        """Measure every pair anew."""
+        self.book.ask_again(self._clock())
+        self._tell()
+
+    def _tell(self) -> None:
+        self._has_news.set()
+        self._on_change()
+
+    async def _run(self) -> None:
+        while True:
+            self._has_news.clear()
+            while pairs := self.book.due(self._clock()):  # one that cannot be asked makes room for another
+                for pair in pairs:
+                    self._ask(pair)
+                self._on_change()  # some may have failed at once
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.book.wait_s(self._clock())):
+                    await self._has_news.wait()
+
+    def _ask(self, pair: Pair) -> None:
+        target = pair.target
+        question = wire.Pair(
+            worker_id=target.worker_id, epoch=target.epoch, host=target.host, kv_port=target.kv_port,
+            is_probe=pair.is_probe_wanted,
+        )  # fmt: skip
+        try:
+            self._send(pair.source.worker_id, question)
+        except ConnectionLost as error:
+            self.book.fail(pair, str(error), self._clock())
+
+
+def _told(pair: Pair) -> str:
+    path = pair.path
+    if pair.verdict is not Verdict.OK:
+        return pair.line()
+    how = f"over {path.path}, {path.bytes_per_s / 1e9:.1f} GB/s" if path is not None else "over no path yet"
+    return f"{pair.source.worker_id} -> {pair.target.worker_id}: {how}"

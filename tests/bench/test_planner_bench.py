@@ -1,0 +1,87 @@
+"""bench/planner.py: how the best static split and the clairvoyant plan are searched for."""
+
+import math
+from itertools import product
+
+import pytest
+
+from bench.planner import summary_of
+from bench.planner_loads import made_days
+from bench.planner_runs import Outcome
+from bench.planner_search import KEPT, best_clairvoyant, best_of, better, static_splits
+from kvrelay.router.planning.types import Counts
+
+pytestmark = pytest.mark.alone
+
+
+CAME = (100, 100, 100, 100)
+
+
+def outcome(kept_ttft: list[int], kept_tpot: list[int], hours: float) -> Outcome:
+    kept = tuple(map(min, kept_ttft, kept_tpot))
+    return Outcome(
+        sum(CAME), sum(kept), hours, 0.0, (0, 0), (0, 0), (0, 0), CAME, kept, tuple(kept_ttft), tuple(kept_tpot)
+    )
+
+
+def kept_by(workers: int, needed: float) -> int:
+    """Of a hundred: 95 where there are as many as needed, and fewer the more are missing."""
+    return round(100 * min(1.0, 1.0 - 0.05 * math.exp(min(needed - workers, 2.9) * 1.2)))
+
+
+def static(needed: Counts):
+    def run(counts: Counts) -> Outcome:
+        pair = [[kept_by(have, need)] * len(CAME) for have, need in zip(counts, needed, strict=True)]
+        return outcome(*pair, float(counts.total))
+
+    return run
+
+
+@pytest.mark.parametrize("guess", [Counts(1, 1), Counts(5, 2), Counts(12, 12)])
+@pytest.mark.parametrize("needed", [Counts(3, 7), Counts(6, 2), Counts(9, 8)])
+def test_the_search_finds_the_best_of_all_static_splits(guess: Counts, needed: Counts):
+    run, ran = static(needed), []
+    tried = static_splits(lambda one: ran.append(one) or run(one), guess, 12)  # type: ignore[func-returns-value]
+    found = tried[counts := best_of(tried)]
+    best = max(
+        run(Counts(*pair)).per_hour for pair in product(range(1, 13), repeat=2) if run(Counts(*pair)).kept_share >= KEPT
+    )
+    assert found == run(counts) and found.kept_share >= KEPT
+    assert found.per_hour == best
+    assert len(ran) == len(set(ran)) <= 30  # of 144
+
+
+def test_who_keeps_too_little_is_never_better_however_cheap():
+    cheap, dear = outcome([80] * 4, [99] * 4, 1.0), outcome([91] * 4, [99] * 4, 50.0)
+    assert better(dear, cheap) and not better(cheap, dear)
+
+
+def test_a_clairvoyant_plan_follows_each_window_and_role():
+    needed = [Counts(1, 4), Counts(6, 2), Counts(3, 3), Counts(1, 1)]
+
+    def run(plan: list[Counts]) -> Outcome:
+        kept = [[kept_by(have[role], need[role]) for have, need in zip(plan, needed, strict=True)] for role in (0, 1)]
+        return outcome(*kept, float(sum(one.total for one in plan)))
+
+    plan, found = best_clairvoyant(run, [[Counts(2, 2)] * 4, [Counts(4, 4)] * 4], 12, rounds=20)
+    assert found.kept_share >= KEPT
+    assert sum(one.total for one in plan) <= sum(one.total for one in needed)
+    assert found.per_hour >= run(needed).per_hour > 1.3 * run([Counts(6, 4)] * 4).per_hour
+
+
+def test_ratios_are_of_the_same_day():
+    days = [
+        {
+            "planner": ("", outcome([95] * 4, [99] * 4, hours)),
+            "static": ("1 + 1", outcome([95] * 4, [99] * 4, 2 * hours)),
+        }
+        for hours in (10.0, 70.0)
+    ]
+    planner, fixed = summary_of("made", days)
+    assert planner["over static"] == "2.00 ± 0.00" and "over static" not in fixed
+
+
+def test_a_shorter_day_has_the_same_requests_per_second():
+    long, short = (made_days(1, chat_per_s=0.4, agents_per_s=0.2, seed=3, day_s=hours * 3600.0) for hours in (12, 6))
+    assert max(one.arrival_s for one in short) < 6 * 3600.0
+    assert len(short) == pytest.approx(len(long) / 2, rel=0.2)

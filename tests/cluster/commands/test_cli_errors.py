@@ -1,0 +1,225 @@
+"""Wrong use of the command line: one clear line, the nearest known word, the right exit code, never a traceback."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from kvrelay import __version__
+from kvrelay.cluster.commands.cli import run
+from kvrelay.cluster.launch import state_file
+from kvrelay.cluster.launch.ray_session import RaySession, free_port
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+
+pytestmark = pytest.mark.alone
+
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def said(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> tuple[int, str]:
+    code = run(arguments)
+    text = capsys.readouterr()
+    assert "Traceback" not in text.err + text.out
+    return code, text.err.strip()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["serve", "--prefil", "2"], "--prefill"),
+        (["serve", "--port", "abc"], "--port"),
+        (["serve", "--port", "70000"], "serve.port"),
+        (["serve", "--port", "0"], "serve.port"),
+        (["serve", "--address", "auto"], "--address"),
+        (["serve", "--kv-memory", "infG"], "engine.kv_memory"),
+        (["serve", "--set", "serve.max_body_bytes=lots"], "serve.max_body_bytes"),
+        (["serve", "--set", "engine.kv_memory=[1"], "--set engine.kv_memory=[1"),
+        (["serve", "--config", str(CONFIGS / "gpu-1p1d.yaml")], "serve deploy"),
+        (["serve", "--config", str(CONFIGS / "kuberay.yaml")], "kubectl apply -f"),
+        (["serve", "--config", str(CONFIGS / "ray-cluster.yaml")], "ray up"),
+        (["status", "--url", "http://"], "'http://' is not a server's address"),
+        (["status", "--dashboard", "a:x"], "'a:x' is not a server's address"),
+        (["scale", "--decode", "1", "--dashboard", "ftp://a"], "'ftp://a' is not a server's address"),
+        (["serve", "--dtype", "fp8"], "model.dtype"),
+        (["serve", "--decode", "0"], "cluster.decode"),
+        (["serve", "--kv-memory", "lots"], "not a size"),
+        (["serve", "--set", "engine.token_budge=3"], "engine.token_budget"),
+        (["serve", "--set", "engin.token_budget=3"], "engine"),
+        (["serve", "--set", "prefill.block_size=24"], "prefill.block_size: a block holds a power of two"),
+        (["serve", "--set", "decode.dtype=float32"], "transfer.convert_dtype"),
+        (["serve", "--config", "no/such.yaml"], "no/such.yaml"),
+        (["sreve"], "serve"),
+        (["scale"], "--decode"),
+        (["scale", "--decode", "0"], "--decode"),
+    ],
+)
+def test_a_usage_error_is_one_line_with_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], expected: str
+):
+    code, text = said(capsys, arguments)
+    assert code == 2
+    assert expected in text and len(text.splitlines()) == 1 and text.startswith("kvrelay:")
+
+
+def test_an_unknown_key_in_the_file_is_told_with_the_nearest(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    file = tmp_path / "k.yaml"
+    file.write_text("router: {retry_bugdet: 1}\n")
+    code, text = said(capsys, ["serve", "--config", str(file)])
+    assert code == 2 and "router.retry_budget" in text
+
+
+def test_a_taken_port_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str]):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, text = said(capsys, ["serve", "--port", str(port)])
+    assert code == 1 and f"port {port} is taken" in text
+
+
+def test_a_missing_model_is_told_before_ray_starts(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def never(session: RaySession) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(RaySession, "start_ray", never)
+    handlers = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    try:
+        code = run(["serve", "--port", str(free_port("127.0.0.1")), "--model", "./no-such-model.gguf"])
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    text = capsys.readouterr()
+    assert code == 1 and "no-such-model.gguf: no such folder or file" in text.err
+    assert "stopping" not in text.out
+
+
+def test_status_of_nothing_says_what_does_not_answer(capsys: pytest.CaptureFixture[str]):
+    code, text = said(capsys, ["status", "--url", "http://127.0.0.1:9", "--dashboard", "http://127.0.0.1:9"])
+    assert code == 1 and "127.0.0.1:9" in text and "does not answer" in text
+
+
+@pytest.mark.parametrize("url", ["foo.invalid", "127.0.0.1:9", "localhost:9/v1"])
+def test_a_url_needs_no_scheme(capsys: pytest.CaptureFixture[str], url: str):
+    code, text = said(capsys, ["status", "--url", url, "--dashboard", url])
+    assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
+
+
+def said_of_a_server(capsys: pytest.CaptureFixture[str], answer: bytes) -> tuple[int, str]:
+    """What `status` says of a server that answers its first client so, and closes."""
+
+    def serve(server: socket.socket) -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = Thread(target=serve, args=(server,))
+        thread.start()
+        code, text = said(capsys, ["status", "--url", f"127.0.0.1:{server.getsockname()[1]}"])
+        thread.join()
+    return code, text
+
+
+def test_a_server_that_speaks_no_http_is_told_in_one_line(capsys: pytest.CaptureFixture[str]):
+    code, text = said_of_a_server(capsys, b"\x00\x01 no http\r\n\r\n")
+    assert code == 1 and "does not answer" in text and len(text.splitlines()) == 1
+
+
+def test_another_server_at_the_address_is_told_with_what_it_says(capsys: pytest.CaptureFixture[str]):
+    code, text = said_of_a_server(capsys, b"HTTP/1.1 200 OK\r\nContent-Length: 12\r\n\r\n# HELP steps")
+    assert code == 1 and "another server" in text and "# HELP" in text and len(text.splitlines()) == 1
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the command is only put in place by the console script."""
+    command = [sys.executable, "-m", "kvrelay.cluster.commands.cli", "bench", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+
+def test_bench_refuses_a_kind_of_picture_before_it_asks_the_server():
+    done = bench("--url", "http://127.0.0.1:9", "--plot", "x.foo")
+    assert done.returncode == 2 and "x.foo" in done.stderr and ".png" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_bench_refuses_what_is_no_address():
+    done = bench("--url", "ftp://a")
+    assert done.returncode == 2 and "'ftp://a' is not a server's address" in done.stderr
+
+
+def test_bench_goes_to_this_machines_newest_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path))
+    state_file.note(state_file.RunningCluster(os.getpid(), "http://127.0.0.1:9", "http://127.0.0.1:10", "m"))
+    assert "http://127.0.0.1:9 does not list a model" in bench().stderr
+    assert "http://localhost:11 does not list a model" in bench("--url", "localhost:11/v1").stderr
+
+
+def test_scaling_a_ray_without_kvrelay_says_so(capsys: pytest.CaptureFixture[str]):
+    class Empty(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = json.dumps({"applications": {}}).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    with HTTPServer(("127.0.0.1", 0), Empty) as server:
+        thread = Thread(target=server.handle_request)
+        thread.start()
+        code, text = said(capsys, ["scale", "--decode", "2", "--dashboard", f"http://127.0.0.1:{server.server_port}"])
+        thread.join()
+    assert code == 1 and "not deployed" in text
+
+
+def test_the_command_starts_without_ray_torch_or_transformers():
+    program = (
+        "import sys; from kvrelay.cluster import cli, serve_command, status_command; cli.run(['version']);"
+        "print([name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == [__version__, "[]"], done.stderr
+
+
+def test_building_the_application_imports_no_torch():
+    program = "import sys; import kvrelay.cluster.deployments.app; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["False", "False"], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        (["--kv-memory", "1KiB"], "engine.kv_memory: 1024 bytes hold 0 blocks"),
+        (
+            ["--max-model-len", "100000000"],
+            "model.max_model_len: 100000000 tokens, but this model's longest context is 2048",
+        ),
+        (["--host", "192.0.2.7"], "cannot listen on 192.0.2.7"),
+        (["--set", "decode.kv_memory=1KiB"], "decode.kv_memory: 1024 bytes hold 0 blocks"),
+    ],
+)
+def test_settings_that_the_model_or_machine_cannot_take_are_told_before_ray_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flags: list[str], told: str
+):
+    def never(session: RaySession) -> None:
+        raise AssertionError("Ray was started")
+
+    monkeypatch.setattr(RaySession, "start_ray", never)
+    folder = tiny_checkpoint("llama", tmp_path / "tiny-llama")
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    handlers = [(number, signal.getsignal(number)) for number in numbers]
+    try:
+        code, text = said(capsys, ["serve", "--port", str(free_port("127.0.0.1")), "--model", str(folder), *flags])
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+    assert code == 1 and told in text

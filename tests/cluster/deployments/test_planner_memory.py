@@ -1,0 +1,85 @@
+"""What the planner has learnt outlives the process that it runs in: a real registry actor, policies in actors that are killed."""
+
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import ray
+
+from kvrelay.cluster.deployments.planner_memory import NAME, RegistryKeeper, decoded
+from kvrelay.cluster.deployments.registry_actor import NAMESPACE, connect_registry
+from tests.cluster.deployments.test_planner_policy import Planned, World
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.alone]
+
+
+@pytest.fixture(scope="module")
+def registry():
+    temp = Path(f"/tmp/kvp{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
+    paths = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
+    ray.init(
+        num_cpus=1, namespace=NAMESPACE, include_dashboard=False, _temp_dir=str(temp), object_store_memory=80 << 20,
+        runtime_env={"env_vars": {"PYTHONPATH": paths}}, configure_logging=False,
+    )  # fmt: skip
+    try:
+        yield connect_registry("secret")
+    finally:
+        ray.shutdown()
+        subprocess.run(["rm", "-rf", str(temp)], check=True)
+
+
+@ray.remote(num_cpus=0)
+class Controller:
+    """Where the policy runs, in place of Serve's; `served`: requests before it began."""
+
+    def __init__(self, served: int, now_s: float) -> None:
+        self.world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+        self.world.policy._keeper = RegistryKeeper()
+        self.world.served, self.world.now_s = served, now_s
+
+    def begin(self) -> None:
+        """Tick until the registry has answered, which takes real time."""
+        for _ in range(90):  # of 0.1 s each, less than the policy waits for it
+            self.world.tick(0.0, seconds=0.1)
+            if self.world.policy._has_recalled:
+                return
+            time.sleep(0.1)
+        raise AssertionError("the registry has not answered")
+
+    def ticks(self, rates: list[float]) -> tuple[int, float]:
+        for rate in rates:
+            self.world.tick(rate)
+        return self.world.served, self.world.now_s
+
+    def level(self) -> float | None:
+        """Requests per s that it has learnt of; None: nothing."""
+        planner = self.world.policy._planner
+        return planner.state(self.world.now_s).demand.trend.level if planner is not None else None
+
+    def has_learnt_before(self) -> bool:
+        return self.world.policy._known is not None
+
+
+def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_new_as_well(registry):
+    first = Controller.remote(0, 0.0)
+    ray.get(first.begin.remote())
+    sums = ray.get(first.ticks.remote([12.0] * 8))
+    level = ray.get(first.level.remote())
+    assert level == pytest.approx(12.0, rel=0.1) and not ray.get(first.has_learnt_before.remote())
+    data, age_s = ray.get(registry.kept.remote(NAME))
+    assert decoded(data) is not None and 0 <= age_s < 60
+    ray.kill(first)
+
+    second = Controller.remote(*sums)
+    ray.get(second.begin.remote())
+    assert ray.get(second.has_learnt_before.remote())
+    ray.get(second.ticks.remote([12.0]))
+    assert ray.get(second.level.remote()) == pytest.approx(12.0, rel=0.1)
+    ray.kill(second)
+
+    ray.kill(registry, no_restart=False)
+    third = Controller.remote(*sums)
+    ray.get(third.begin.remote())
+    assert not ray.get(third.has_learnt_before.remote())

@@ -1,0 +1,665 @@
+"""The planner inside Serve: what replicas report, the policy that Serve calls, and how workers are given up."""
+
+import asyncio
+import pickle
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.cluster.deployments import planner_feed as feed
+from kvrelay.cluster.deployments.app import replica_arguments
+from kvrelay.cluster.deployments.autoscaling import RECALL_S, Planned, worker_name
+from kvrelay.cluster.deployments.planner_memory import Kept
+from kvrelay.cluster.deployments.planner_model import LearntModel, model_of, planner_settings
+from kvrelay.cluster.deployments.registry import TIMEOUT_S, Retirements
+from kvrelay.cluster.deployments.retirement import GRACE_S, Candidate, Retiring, victims
+from kvrelay.cluster.deployments.serve_config import PLANNED_PATH, scaled, serve_config
+from kvrelay.cluster.deployments.worker import DecodeReplica
+from kvrelay.cluster.errors import WorkerRetired
+from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.config import PlannerSettings, settings_from
+from kvrelay.errors import ConfigError
+from kvrelay.plane.messages import LoadReport, WorkerInfo
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.planning.speed_curve import SpeedCurve
+from kvrelay.router.planning.types import Target, WorkerModel, Workload
+from kvrelay.serve.telemetry.stats import ServeStats
+from kvrelay.types import Fingerprint
+
+pytestmark = pytest.mark.pure
+
+
+TARGET = Target(ttft_s=1.0, tpot_s=0.1)
+
+
+def stats(requests: int, *, late: int = 0, overloaded: int = 0) -> ServeStats:
+    """An ingress that has served `requests` of 100 + 10 tokens, `late` of them late, and turned others away."""
+    made = ServeStats(prompt_tokens=100 * requests, prompt_squares=10_000 * requests, output_tokens=10 * requests)
+    made.outcomes["stop"] += requests
+    made.outcomes["overloaded"] += overloaded
+    made.ttft_s.observe(0.2, requests - late)
+    made.ttft_s.observe(3.0, late)
+    made.tpot_s.observe(0.01, requests)
+    return made
+
+
+def look(at_s: float, *ingresses: ServeStats, **others: Any) -> feed.Look:
+    reports = {f"ingress-{number}": feed.ingress_report(each) for number, each in enumerate(ingresses)}
+    return feed.Look(
+        at_s, reports, others.get("prefills", {}), others.get("decodes", {}), others.get("is_changing", False)
+    )
+
+
+# ---- what replicas report
+
+
+def test_an_interval_is_what_the_sums_of_all_ingresses_grew_by():
+    it = feed.Feed(TARGET)
+    assert it.interval(look(0.0, stats(50), stats(7)), None, None) is None
+    seen = it.interval(look(10.0, stats(80, late=6), stats(17)), None, None)
+    assert seen is not None
+    assert (seen.arrivals, seen.input_tokens, seen.output_tokens, seen.first_tokens) == (40, 4000, 400, 40)
+    assert seen.input_squares == 400_000
+    assert seen.ttft_kept == pytest.approx(34 / 40) and seen.tpot_kept == 1.0
+
+
+def test_requests_that_were_turned_away_unread_count_as_load_like_the_others():
+    it = feed.Feed(TARGET)
+    it.interval(look(0.0, stats(10)), None, None)
+    seen = it.interval(look(10.0, stats(20, overloaded=30)), None, None)
+    assert seen is not None and (seen.arrivals, seen.input_tokens) == (40, 4000)
+
+
+def test_an_ingress_that_restarts_or_comes_late_adds_only_what_was_seen_to_grow():
+    it = feed.Feed(TARGET)
+    it.interval(look(0.0, stats(100)), None, None)
+    restarted = it.interval(look(10.0, stats(3)), None, None)
+    assert restarted is not None and restarted.arrivals == 0
+    joined = it.interval(look(20.0, stats(5), stats(1000)), None, None)
+    assert joined is not None and joined.arrivals == 2
+
+
+@given(st.lists(st.floats(0.0, 70.0), min_size=1, max_size=60), st.sampled_from([0.1, 0.5, 1.0, 5.0, 60.0]))
+def test_the_kept_share_is_exact_at_a_bound_of_the_histogram(values: list[float], limit_s: float):
+    made = ServeStats()
+    for value in values:
+        made.ttft_s.observe(value)
+    share = feed.kept_share(feed.ingress_report(made), feed.TTFT, limit_s, 0.9)
+    assert share == pytest.approx(sum(value <= limit_s for value in values) / len(values))
+
+
+@given(
+    st.lists(st.floats(0.0, 70.0), min_size=1, max_size=60), st.floats(0.001, 80.0), st.sampled_from([0.5, 0.9, 0.99])
+)
+def test_between_bounds_a_target_is_called_kept_or_missed_only_where_it_surely_was(values, limit_s, wanted):
+    made = ServeStats()
+    for value in values:
+        made.ttft_s.observe(value)
+    share = feed.kept_share(feed.ingress_report(made), feed.TTFT, limit_s, wanted)
+    if share is not None:
+        assert (share >= wanted) == (sum(value <= limit_s for value in values) / len(values) >= wanted)
+
+
+def test_between_bounds_it_is_told_where_the_bounds_agree_and_without_requests_there_is_nothing_to_tell():
+    grown = feed.ingress_report(stats(10, late=4))  # six within 0.2 s, four take 3 s
+    assert feed.kept_share(grown, feed.TTFT, 1.7, 0.9) == 0.6 and feed.kept_share(grown, feed.TTFT, 4.5, 0.9) == 1.0
+    assert feed.kept_share(grown, feed.TTFT, 2.7, 0.9) is None  # between 2.5 and 3 s
+    assert feed.kept_share({}, feed.TTFT, 1.0, 0.9) is None
+    assert feed.kept_share(feed.ingress_report(ServeStats()), feed.TTFT, 1.0, 0.9) is None
+
+
+CURVE = SpeedCurve(0.0, 0.01, 1e-3, 0.0, 0.0, 0.001)
+MODEL = WorkerModel(CURVE, CURVE, 10_000, 512, 64)
+INFO = WorkerInfo(
+    worker_id="decode-a", role="decode", epoch="1", host="h", port=1, node_id="n", model="m",
+    fingerprint=Fingerprint(1, "m", "bfloat16", 16, 2, 2, 8, "seed"), block_size=16, num_blocks=100, max_model_len=1024, max_running=8,
+    kv_bytes_per_token=64, device="cpu", transports=[],
+)  # fmt: skip
+
+
+def test_speeds_are_compared_with_the_curves():
+    it = feed.Feed(TARGET)
+    prefills = {"a": {feed.PREFILL_SPEED: 500.0}, "b": {feed.PREFILL_SPEED: 0.0}}
+    decodes = {"c": {feed.STEP_S: 0.045, feed.DECODING: 5.0}, "d": {feed.STEP_S: 9.0, feed.DECODING: 0.0}}
+    it.interval(look(0.0, stats(1)), MODEL, None)
+    seen = it.interval(look(10.0, stats(2), prefills=prefills, decodes=decodes), MODEL, Workload(1.0, 100.0, 10.0))
+    assert seen is not None
+    assert seen.prefill_slowness == pytest.approx(2.0)
+    assert seen.decode_slowness == pytest.approx(3.0)  # the curve says 15 ms for 5; who decodes nothing says nothing
+
+
+def test_workers_that_slow_each_other_as_the_profile_says_are_as_fast_as_expected():
+    crowded = replace(MODEL, workers_per_node=2, prefill_slowdown=(1.0, 2.0), decode_slowdown=(1.0, 3.0))
+    it = feed.Feed(TARGET)
+    prefills, decodes = {"a": {feed.PREFILL_SPEED: 500.0}}, {"c": {feed.STEP_S: 0.045, feed.DECODING: 5.0}}
+    it.interval(look(0.0, stats(1)), crowded, None)
+    load = Workload(1.0, 100.0, 10.0)
+    seen = it.interval(look(10.0, stats(2), prefills=prefills, decodes=decodes), crowded, load)
+    assert seen is not None
+    assert (seen.prefill_slowness, seen.decode_slowness) == (pytest.approx(1.0), pytest.approx(1.0))
+    alone = it.interval(look(20.0, stats(2), decodes=decodes), crowded, load)
+    assert alone is not None and alone.decode_slowness == pytest.approx(3.0)
+
+
+def test_a_profiles_neighbours_are_the_models():
+    profile = find_profile("llama-3.1-8b-h100-bf16")
+    assert model_of(profile).most_crowded == 1
+    slowdown = {"prefill": (1.0, 1.5), "decode": (1.0, 1.2, 1.4)}
+    model = model_of(profile.model_copy(update={"slowdown": slowdown, "workers_per_node": 8}))
+    assert model.most_crowded == 3  # beyond what was measured, as with the most that were
+    assert model.crowded(8).prefill.token_s == pytest.approx(1.5 * profile.prefill.token_s)
+    assert model.crowded(8).decode.weights_s == pytest.approx(1.4 * profile.decode.weights_s)
+
+
+def test_a_worker_with_prompts_in_hand_says_nothing_of_its_decode_steps():
+    busy, free = (LoadReport(seq=1, running=5, queued_tokens=tokens, decode_step_s=0.1) for tokens in (300, 0))
+    assert feed.worker_report(busy, INFO)[feed.DECODING] == 0.0
+    assert feed.worker_report(free, INFO)[feed.DECODING] == 5.0
+
+
+def test_a_model_is_learnt_from_reports():
+    it = LearntModel()
+    reports = [
+        {feed.PREFILL_SPEED: 2000.0, feed.STEP_S: 0.02 + 0.001 * batch, feed.RUNNING: float(batch),
+         feed.POOL_TOKENS: 5000.0, feed.MAX_RUNNING: 32.0}
+        for batch in range(1, 25)
+    ]  # fmt: skip
+    assert it.model(reports, 0.0) is None
+    for number, report in enumerate(reports * 4):
+        it.observe([report], float(number))
+    model = it.model(reports, 96.0)
+    assert model is not None and (model.pool_tokens, model.max_running) == (5000, 32)
+    assert model.prefill.prefill_s(1000) == pytest.approx(0.5)
+    assert model.decode.decode_step_s(40, 0) == pytest.approx(0.06, rel=0.05)
+
+
+def test_one_batch_seen_says_no_more_of_larger_ones_than_what_a_token_costs():
+    it = LearntModel()
+    report = {feed.PREFILL_SPEED: 1000.0, feed.STEP_S: 0.02, feed.RUNNING: 4.0, feed.POOL_TOKENS: 1.0}
+    it.observe([report], 0.0)
+    model = it.model([report], 0.0)
+    assert model is not None
+    assert 0.02 < model.decode.decode_step_s(24, 0) < 0.06
+
+
+# ---- giving workers up
+
+
+def candidate(name: str, **facts: float) -> Candidate:
+    blank = {"sequences": 0.0, "context_tokens": 0.0, "cached_tokens": 0.0, "hit_share": 0.0}
+    return Candidate(name, **{**blank, **facts})  # type: ignore[arg-type]
+
+
+def test_the_victim_has_the_least_to_lose():
+    busy = candidate("busy", sequences=9.0, context_tokens=90_000.0)
+    warm = candidate("warm", cached_tokens=100_000.0, hit_share=0.5)
+    shared = candidate("shared", cached_tokens=100_000.0, hit_share=0.5, alone_share=0.05)
+    cold = candidate("cold", cached_tokens=100_000.0, hit_share=0.001)
+    assert victims([busy, warm, shared, cold], 4) == ("cold", "shared", "busy", "warm")
+    assert victims([busy, warm], 0) == victims([busy], -2) == ()
+
+
+def test_the_index_knows_what_would_be_lost_with_a_worker():
+    index = PrefixIndex()
+    names = [bytes([number]) * 16 for number in range(100)]
+    for worker_id, held in (("a", names[:80]), ("b", names[60:]), ("c", ())):
+        index.add_worker(worker_id, max_blocks=1000)
+        index.apply_snapshot(worker_id, 0, held)
+    assert index.alone_share("a") == pytest.approx(60 / 80, abs=0.02)
+    assert index.alone_share("b", num_samples=1000) == 20 / 40
+    index.apply_events("a", 1, (), names[60:80])
+    assert index.alone_share("a") == index.alone_share("b") == 1.0
+    assert index.alone_share("c") is None and index.alone_share("nobody") is None
+    index.mark_stale("b")
+    assert index.alone_share("b") is None
+
+
+def group(*names: str) -> dict[str, Candidate]:
+    return {name: candidate(name, sequences=float(index)) for index, name in enumerate(names)}
+
+
+def test_a_worker_that_retires_counts_until_it_is_gone():
+    it = Retiring(30.0)
+    assert it.replicas(2, group("a", "b", "c"), 0.0) == 3
+    assert it.names == ("a",)
+    assert it.replicas(2, group("a", "b", "c"), 10.0) == 3
+    assert it.replicas(2, group("b", "c"), 20.0) == 2
+    assert it.names == ()
+
+
+def test_more_are_wanted_while_one_retires():
+    it = Retiring(30.0)
+    it.replicas(1, group("a", "b"), 0.0)
+    assert it.replicas(3, group("a", "b"), 5.0) == 4  # a goes all the same
+    assert it.names == ("a",)
+
+
+def test_who_does_not_go_in_time_is_left_to_serve():
+    it = Retiring(30.0)
+    it.replicas(1, group("a", "b"), 0.0)
+    assert it.replicas(1, group("a", "b"), 30.0 + GRACE_S) == 1
+    assert it.names == ()
+    assert it.replicas(1, group("a", "b"), 500.0) == 1
+    assert it.replicas(1, group("b"), 501.0) == 1
+    assert it.names == ()
+
+
+def test_workers_that_only_start_are_given_up_without_a_victim():
+    it = Retiring(30.0)
+    assert it.replicas(2, group("a", "b"), 0.0) == 2  # three were wanted, the third has not come up
+    assert it.names == ()
+
+
+def test_the_registry_asks_while_it_is_told_to_and_then_forgets():
+    it = Retirements()
+    it.ask(["a"], 40.0, 0.0)
+    assert it.drain_s("a", 5.0) == 40.0 and it.drain_s("b", 5.0) is None
+    it.ask(["a"], 40.0, 10.0)
+    assert it.drain_s("a", 10.0 + TIMEOUT_S - 1) == 40.0
+    assert it.drain_s("a", 10.0 + TIMEOUT_S) is None
+
+
+def test_the_error_of_a_retired_worker_survives_pickle():
+    assert (
+        str(pickle.loads(pickle.dumps(WorkerRetired("decode-x"))))
+        == "worker decode-x has retired: the planner wants fewer"
+    )
+
+
+class Remote:
+    """An actor's method, as far as a replica calls one."""
+
+    def __init__(self, note: list[str], name: str) -> None:
+        self.note, self.name = note, name
+
+    async def remote(self, *arguments: object) -> None:
+        self.note.append(self.name)
+
+
+class Leaving:
+    """Registry and worker of a replica that is told to go: notes what is asked of them, in order."""
+
+    worker_id, epoch = "decode-a", "e"
+
+    def __init__(self) -> None:
+        self.note: list[str] = []
+        self.leave = Remote(self.note, "leave")
+        self.is_empty = asyncio.Event()
+
+    async def drain(self, timeout_s: float) -> None:
+        self.note.append(f"drain {timeout_s:g}")
+        await self.is_empty.wait()
+
+    async def aclose(self) -> None:
+        self.note.append("close")
+
+
+class Replicated(DecodeReplica):
+    """One that Serve does not own: nobody awaits what Python calls when it goes."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        self._registry = None
+
+
+async def test_who_retires_leaves_drains_closes_and_only_then_fails_its_health_check():
+    replica: Any = object.__new__(Replicated)
+    facts = Leaving()
+    replica._registry = replica._worker = replica._record = facts
+    replica._ending = replica._following = replica._lease = None
+    replica._exit = lambda: facts.note.append("exit")
+    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    replica._retire(45.0)
+    replica._retire(45.0)  # told again with every heartbeat
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert facts.note == ["leave", "drain 45"]
+    await replica.check_health()  # it is no fault to have gone from the registry
+    facts.is_empty.set()
+    await replica._ending
+    assert facts.note == ["leave", "drain 45", "close", "exit"]  # Serve sees that its process has gone
+    with pytest.raises(WorkerRetired):  # should it still be there
+        await replica.check_health()
+    await DecodeReplica.__del__(replica)  # Serve's own end finds nothing left to do
+    assert facts.note == ["leave", "drain 45", "close", "exit"]
+
+
+async def test_who_is_ended_by_serve_does_not_end_its_process_itself():
+    replica: Any = object.__new__(Replicated)
+    facts = Leaving()
+    facts.is_empty.set()
+    replica._registry = replica._worker = replica._record = facts
+    replica._ending = replica._following = replica._lease = None
+    replica._exit = lambda: facts.note.append("exit")
+    replica._listing = asyncio.create_task(asyncio.sleep(60))
+    await DecodeReplica.__del__(replica)
+    assert facts.note == ["leave", "drain 30", "close"]
+
+
+# ---- the policy
+
+
+@dataclass(frozen=True)
+class Replica:
+    unique_id: str
+
+
+@dataclass
+class Value:
+    value: float
+
+
+@dataclass
+class Context:
+    """What Serve hands to a policy, as far as ours looks."""
+
+    deployment_name: str
+    target_num_replicas: int
+    reports: dict[str, dict[str, float]]
+    current_time: float = 0.0
+    capacity_adjusted_min_replicas: int = 1
+    capacity_adjusted_max_replicas: int = 6
+    raw_metrics: dict[str, dict[Replica, list[Value]]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.raw_metrics = {}
+        for replica, values in self.reports.items():
+            for name, value in values.items():
+                self.raw_metrics.setdefault(name, {})[Replica(replica)] = [Value(0.0), Value(value)]
+
+    @property
+    def deployment_id(self) -> str:
+        return f"kvrelay_{self.deployment_name}"
+
+    @property
+    def current_num_replicas(self) -> int:
+        return len(self.reports)
+
+    @property
+    def running_replicas(self) -> list[Replica]:
+        return [Replica(name) for name in self.reports]
+
+
+class Shelf:
+    """Keeps what the policy tells it, as the registry does."""
+
+    def __init__(self) -> None:
+        self.data: bytes | None = None
+        self.age_s = 0.0
+        self.answers = True
+
+    def keep(self, data: bytes) -> None:
+        self.data = data
+
+    def recall(self) -> Kept | None:
+        return Kept(self.data, self.age_s) if self.answers else None
+
+
+class World:
+    """Serve as the policy sees it: counts that follow at once, workers that report and retire."""
+
+    def __init__(self, policy: Planned, **counts: int) -> None:
+        self.shelf, self.now_s, self.served = Shelf(), 0.0, 0
+        self.workers = {role: [f"{role[0]}{n}" for n in range(counts.get(role, 1))] for role in ("prefill", "decode")}
+        self.told: list[str] = []
+        self.alone: dict[str, float] = {}
+        self.take(policy)
+        self.fresh = 100
+
+    def take(self, policy: Planned, age_s: float = 10.0) -> None:
+        """Serve's controller has begun anew, with this policy; its first look is so long after the last one."""
+        self.policy, self.shelf.age_s = policy, age_s
+        policy._keeper = self.shelf
+        policy._tell = self.told.extend  # type: ignore[method-assign]
+
+    def report(self, name: str) -> dict[str, float]:
+        return {
+            feed.PREFILL_SPEED: 1000.0, feed.STEP_S: 0.09, feed.RUNNING: 4.0, feed.POOL_TOKENS: 50_000.0,
+            feed.MAX_RUNNING: 64.0, feed.CACHED: float(sum(map(ord, name))), feed.BLOCK_SIZE: 16.0, feed.HIT_SHARE: 0.3,
+        }  # fmt: skip
+
+    def tick(self, rate: float, seconds: float = 10.0) -> dict[str, int]:
+        self.now_s += seconds
+        self.served += round(rate * seconds)
+        report = feed.ingress_report(stats(self.served), self.alone)
+        contexts = [Context("ingress", 1, {"i": report}, self.now_s)]
+        for role, names in self.workers.items():
+            contexts.append(Context(role, len(names), {name: self.report(name) for name in names}, self.now_s))
+        decided, _ = self.policy({each.deployment_id: each for each in contexts})
+        for role, names in self.workers.items():
+            for name in list(names):  # who is told to retire is gone by the next tick
+                if worker_name(role, name) in self.told:
+                    names.remove(name)
+            target = decided.get(f"kvrelay_{role}", len(names))
+            while len(names) < target - sum(name.startswith(role) for name in self.told):
+                names.append(f"{role[0]}{self.fresh}")
+                self.fresh += 1
+        self.told.clear()
+        return {role: decided.get(f"kvrelay_{role}", len(names)) for role, names in self.workers.items()}
+
+
+def test_the_policy_plans_both_roles_from_what_replicas_report():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    for _ in range(5):
+        few = world.tick(1.0)
+    for _ in range(3):
+        many = world.tick(30.0)
+    assert few == {"prefill": 1, "decode": 1}
+    assert many["prefill"] > 3 and many["decode"] > 1
+    for _ in range(40):
+        after = world.tick(1.0)
+    assert after == few and [len(names) for names in world.workers.values()] == [1, 1]
+
+
+def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+    world.workers["prefill"] = ["zz", "aa", "mm"]  # 'aa' has the fewest cached blocks
+    world.alone = {"prefill-mm": 0.5}  # the others have half of what it holds
+    retired: list[str] = []
+    for _ in range(30):
+        world.tick(1.0)
+        retired += [name for name in ("zz", "aa", "mm") if name not in world.workers["prefill"] and name not in retired]
+    assert retired == ["mm", "aa"] and len(world.workers["prefill"]) == 1
+
+
+def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not_know():
+    world = World(Planned(hold_s=60.0))
+    for _ in range(6):
+        most = world.tick(500.0)
+    assert most == {"prefill": 6, "decode": 6}
+    assert Planned()({"x": Context("decode", 1, {})}) == ({}, {})
+    blind = World(Planned(), prefill=2, decode=3)
+    blind.report = lambda name: {}  # type: ignore[method-assign]
+    assert blind.tick(5.0) == blind.tick(5.0) == {"prefill": 2, "decode": 3}
+
+
+def test_between_looks_the_policy_repeats_itself():
+    world = World(Planned(interval_s=10.0, hold_s=60.0))
+    world.tick(1.0)
+    world.tick(1.0)
+    looks = world.policy._looks
+    assert [world.tick(100.0, seconds=0.1) for _ in range(5)] == [{"prefill": 1, "decode": 1}] * 5
+    assert world.policy._looks == looks
+
+
+SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 16
+
+
+@pytest.mark.parametrize("every", [1, 3, 7])
+def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(every: int):
+    worlds = [World(Planned(hold_s=60.0, ttft_s=1.0)) for _ in range(3)]
+    courses: list[list[dict[str, int]]] = [[], [], []]
+    for number, rate in enumerate(SWINGS):
+        for world, course in zip(worlds, courses, strict=True):
+            course.append(world.tick(rate))
+        if number % every == every - 1:
+            clock_s = 5e6 * (number % 2)  # another process's clock is another one
+            worlds[1].now_s += clock_s
+            worlds[1].take(Planned(hold_s=60.0, ttft_s=1.0))
+            worlds[2].shelf.data = None  # and one who forgets
+            worlds[2].take(Planned(hold_s=60.0, ttft_s=1.0))
+    assert courses[1] == courses[0]
+    assert courses[2] != courses[0]
+
+
+def test_what_came_while_the_controller_was_down_is_seen():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    for _ in range(4):
+        few = world.tick(1.0)
+    world.take(Planned(hold_s=60.0, ttft_s=1.0), age_s=40.0)
+    world.tick(30.0, seconds=40.0)
+    planner = world.policy._planner
+    assert planner is not None and planner.state(world.now_s).demand.trend.level == pytest.approx(30.0, rel=0.1)
+    assert few == {"prefill": 1, "decode": 1}
+
+
+def test_who_retires_still_retires_after_a_restart_and_nobody_else_with_it():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+    told: list[str] = []
+    world.told = []
+    while not told:
+        world.now_s += 10.0
+        told = first_told(world)
+    world.take(Planned(hold_s=60.0, ttft_s=1.0), age_s=1.0)
+    world.now_s += 1.0
+    assert first_told(world) == told
+    assert world.policy._names() == told
+
+
+def first_told(world: World) -> list[str]:
+    """One tick at which nobody goes yet; whom the registry is told of."""
+    world.served += 10
+    contexts = [Context("ingress", 1, {"i": feed.ingress_report(stats(world.served))}, world.now_s)]
+    for role, names in world.workers.items():
+        contexts.append(Context(role, len(names), {name: world.report(name) for name in names}, world.now_s))
+    decided, _ = world.policy({each.deployment_id: each for each in contexts})
+    assert decided["kvrelay_prefill"] == 3  # it counts until it is gone
+    told, world.told = list(world.told), []
+    world.policy._tell = world.told.extend  # type: ignore[method-assign]
+    return told
+
+
+def test_what_cannot_be_read_is_learnt_anew():
+    world = World(Planned())
+    for data in (b"", b"\xff\x00", msgspec.msgpack.encode({"version": 1})):
+        world.shelf.data = data
+        world.take(Planned())
+        assert world.tick(1.0) == {"prefill": 1, "decode": 1}
+        assert world.policy._known is None
+
+
+def test_a_registry_that_does_not_answer_is_waited_for_and_then_not():
+    world = World(Planned())
+    world.shelf.answers = False
+    contexts = [Context(role, 2, {}, 0.0) for role in ("prefill", "decode")]
+    assert world.policy({each.deployment_id: each for each in contexts}) == ({}, {})
+    late = [replace(each, current_time=RECALL_S) for each in contexts]
+    decided, _ = world.policy({each.deployment_id: each for each in late})
+    assert decided == {"kvrelay_prefill": 2, "kvrelay_decode": 2}
+
+
+def test_other_bounds_make_the_planner_forget_nothing():
+    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    for _ in range(6):
+        world.tick(30.0)
+    before = world.policy._planner
+    assert before is not None
+    learnt = before.state(world.now_s)
+    contexts = {role: Context(role, len(names), {name: {} for name in names}) for role, names in world.workers.items()}
+    bounded = {role: replace(one, capacity_adjusted_max_replicas=3) for role, one in contexts.items()}
+    after = world.policy._planner_with(before.model, bounded, world.now_s)
+    assert after is not before and after.state(world.now_s) == learnt
+    assert before.counts.prefill > 3 and after.counts.prefill == 3
+
+
+def test_the_policy_can_be_sent_as_serve_sends_it():
+    """By value, its own module's names with it."""
+    from ray import cloudpickle
+
+    from kvrelay.cluster.deployments import autoscaling
+
+    cloudpickle.register_pickle_by_value(autoscaling)
+    try:
+        sent = cloudpickle.dumps(Planned)
+    finally:
+        cloudpickle.unregister_pickle_by_value(autoscaling)
+    assert len(sent) > len(cloudpickle.dumps(Planned))
+    world = World(cloudpickle.loads(sent)(hold_s=60.0))
+    assert [world.tick(1.0) for _ in range(3)][-1] == {"prefill": 1, "decode": 1}
+
+
+def test_wrong_settings_of_the_policy_name_the_key():
+    with pytest.raises(ConfigError, match=r"planner\.hold"):
+        Planned(hold=3)
+    with pytest.raises(ConfigError, match="profile"):
+        Planned(profile="/nowhere.json")
+
+
+# ---- settings
+
+
+def test_targets_are_the_slos_where_the_planner_has_none():
+    own = planner_settings(settings_from({"slo": {"ttft_s": 2.0}, "planner": {"tpot_s": 0.05}}))
+    assert (own.ttft_s, own.tpot_s) == (2.0, 0.05)
+    assert planner_settings(settings_from({})).tpot_s == 0.1
+
+
+def test_a_planned_cluster_is_deployed_with_the_policy_and_its_bounds():
+    from ray.serve.schema import ServeDeploySchema
+
+    settings = settings_from({"planner": {"mode": "auto", "max_decode": 5, "hold_s": 90}, "cluster": {"decode": 2}})
+    config = serve_config(settings, http_port=1)
+    (app,) = config["applications"]
+    ServeDeploySchema.model_validate(config)
+    assert app["autoscaling_policy"]["policy_function"] == PLANNED_PATH
+    assert Planned(**app["autoscaling_policy"]["policy_kwargs"])._settings.hold_s == 90
+    scaling = {entry["name"]: entry["autoscaling_config"] for entry in app["deployments"]}
+    assert (scaling["decode"]["max_replicas"], scaling["decode"]["initial_replicas"]) == (5, 2)
+    assert (scaling["ingress"]["min_replicas"], scaling["ingress"]["max_replicas"]) == (1, 1)
+    assert all(each["downscale_delay_s"] == each["upscale_delay_s"] == 0 for each in scaling.values())
+    assert "planner" not in replica_arguments(settings)
+
+
+def test_without_a_planner_or_without_prefill_nothing_is_scaled_by_load():
+    for changes in ({}, {"planner": {"mode": "auto"}, "cluster": {"prefill": 0}}):
+        (app,) = serve_config(settings_from(changes), http_port=1)["applications"]
+        assert "autoscaling_policy" not in app
+        assert all("autoscaling_config" not in entry for entry in app["deployments"])
+
+
+def test_scaling_by_hand_ends_planning_for_both_roles():
+    (app,) = serve_config(settings_from({"planner": {"mode": "auto"}}), http_port=1)["applications"]
+    known = {
+        "prefill": {"target_num_replicas": 3},
+        "decode": {"target_num_replicas": 2},
+        "ingress": {"target_num_replicas": 1},
+    }
+    after = scaled({"applications": {"kvrelay": {"deployed_app_config": app, "deployments": known}}}, {"decode": 4})
+    (changed,) = after["applications"]
+    assert "autoscaling_policy" not in changed
+    assert {entry["name"]: entry for entry in changed["deployments"]} == {
+        "ingress": {"name": "ingress", "num_replicas": 1},
+        "prefill": {"name": "prefill", "num_replicas": 3},
+        "decode": {"name": "decode", "num_replicas": 4},
+    }
+
+
+@pytest.mark.parametrize("wrong", [{"min_prefill": 5}, {"max_workers": 2, "min_decode": 2}, {"mode": "maybe"}])
+def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]):
+    with pytest.raises(ConfigError, match="planner"):
+        settings_from({"planner": wrong})
+
+
+def test_off_needs_no_quotes():
+    assert settings_from({"planner": {"mode": False}}).planner == PlannerSettings()
+
+
+def test_a_worker_reports_what_the_planner_reads():
+    load = LoadReport(seq=1, running=3, held=1, waiting=2, used_blocks=5, decode_step_s=0.02)
+    report = feed.worker_report(load, INFO)
+    assert (report[feed.CONTEXT], report[feed.POOL_TOKENS]) == (80.0, 1600.0)
+    assert (report[feed.RUNNING], report[feed.QUEUED], report[feed.STEP_S]) == (4.0, 2.0, 0.02)
+    assert all(isinstance(value, float) for value in report.values())

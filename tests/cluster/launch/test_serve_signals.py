@@ -1,0 +1,95 @@
+"""Ctrl-C while Ray starts counts, even where Ray's code swallows the exception; and when the process in front does what."""
+
+import os
+import signal
+
+import pytest
+
+from kvrelay.cluster.launch.stop_signals import AGAIN, STOPS, StopRequested, StopSignals
+from kvrelay.cluster.launch.supervisor import END_S, REACH_S, Step, next_step
+
+pytestmark = pytest.mark.alone
+
+
+@pytest.fixture
+def signals():
+    one = StopSignals()
+    yield one
+    one.close()
+
+
+def sent(number: int = signal.SIGINT) -> None:
+    os.kill(os.getpid(), number)
+    for _ in range(1000):  # the handler runs between two of these
+        sum(range(100))
+
+
+def test_a_swallowed_interrupt_is_raised_again_once_ray_runs(signals):
+    with signals:
+        with pytest.raises(StopRequested):
+            sent()
+        with pytest.raises(StopRequested):
+            signals.go_on()
+
+
+def test_without_an_interrupt_the_start_goes_on_with_our_handlers(signals):
+    with signals:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # as ray.init would
+        signals.go_on()
+        with pytest.raises(StopRequested):
+            sent()
+
+
+def test_the_same_interrupt_twice_is_raised_once_until_asked_again(signals):
+    with signals:
+        with pytest.raises(StopRequested):
+            sent()
+        sent()
+        with pytest.raises(StopRequested):
+            sent(AGAIN)
+
+
+def test_asked_again_while_the_exception_is_on_its_way_changes_nothing(signals):
+    with signals, pytest.raises(StopRequested):
+        try:
+            sent()
+        finally:
+            sent(AGAIN)
+            cleared_up = True
+    assert cleared_up
+
+
+def test_after_the_context_nothing_is_raised(signals):
+    with pytest.raises(StopRequested), signals:
+        sent()
+    sent()
+    sent(AGAIN)
+    assert signals.is_asked
+
+
+def test_close_puts_the_handlers_back(signals):
+    before = [signal.getsignal(number) for number in (*STOPS, AGAIN)]
+    with signals:
+        assert [signal.getsignal(number) for number in (*STOPS, AGAIN)] != before
+    signals.close()
+    assert [signal.getsignal(number) for number in (*STOPS, AGAIN)] == before
+
+
+def test_raised_is_what_ray_lets_through():
+    """Its C++ leaves a wait for a KeyboardInterrupt, and drops what is neither this nor SystemExit."""
+    assert issubclass(StopRequested, KeyboardInterrupt) and not issubclass(StopRequested, Exception)
+
+
+def test_nothing_happens_while_nobody_has_asked():
+    assert next_step(1e9, None, None) is Step.WAIT
+    assert next_step(1e9, None, 5.0) is Step.WAIT  # stops because of an error
+
+
+def test_who_was_asked_is_asked_again_and_then_ended():
+    assert next_step(7.0 + REACH_S, 7.0, None) is Step.ASK_AGAIN
+    assert next_step(7.1 + REACH_S, 7.0, None) is Step.END
+
+
+def test_who_stops_is_left_alone_and_then_ended():
+    assert next_step(9.0 + END_S, 7.0, 9.0) is Step.WAIT
+    assert next_step(9.1 + END_S, 7.0, 9.0) is Step.END

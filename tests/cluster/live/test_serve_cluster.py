@@ -1,0 +1,290 @@
+"""`kvrelay serve` as a user runs it: real model, real Ray, real processes; then scaling, a killed worker, Ctrl-C."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import openai
+import psutil
+import pytest
+
+from kvrelay.cluster.commands.status import serve_details
+from kvrelay.config import ModelSettings
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.errors import ModelNotFound
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.alone]
+
+API_KEY, SECRET = "k3y-of-$this-cluster", "a secret of its own"
+START_S, RECOVER_S, STOP_S = 180.0, 120.0, 60.0
+PROMPT = "Tell me in a few sentences why the sky is blue, and why sunsets are red. " * 4
+
+
+def until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    """The first true value of `condition`; fails with `what` after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        if value := condition():
+            return value
+        time.sleep(0.1)
+    raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def kvrelay(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvrelay.cluster.commands.cli", *arguments], capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
+@dataclass(frozen=True)
+class Served:
+    """A running `kvrelay serve` and how to reach it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    dashboard: str
+    log: Path
+    temp: Path
+    shared: frozenset[Path]  # what others had in /dev/shm before
+
+    def status(self) -> dict[str, Any]:
+        where = ("--url", self.url, "--dashboard", self.dashboard, "--api-key", API_KEY)
+        return dict(json.loads(kvrelay("status", "--json", *where)))
+
+    def workers(self, role: str) -> list[dict[str, Any]]:
+        return [worker for worker in self.status()["workers"] if worker["role"] == role]
+
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=API_KEY, max_retries=0, timeout=60.0)
+
+    def model(self) -> str:
+        with self.client() as client:
+            return client.models.list().data[0].id
+
+    def answer(self) -> str:
+        """A greedy completion of a fixed prompt."""
+        with self.client() as client:
+            reply = client.completions.create(
+                model=self.model(), prompt=PROMPT, max_tokens=12, temperature=0, extra_headers={"x-kvrelay-prefill": "remote"}
+            )  # fmt: skip
+            return reply.choices[0].text
+
+
+def start(temp: Path, *flags: str) -> tuple[subprocess.Popen[str], Path, int]:
+    """The command with a temporary folder of its own, so that what it leaves behind can be seen."""
+    port, log = free_port(), temp / "serve.log"
+    scratch = temp / "t"
+    scratch.mkdir()
+    command = [sys.executable, "-u", "-m", "kvrelay.cluster.commands.cli", "serve", "--port", str(port),
+               "--dashboard-port", str(free_port()), *flags]  # fmt: skip
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+            env={**os.environ, "TMPDIR": str(scratch), "COLUMNS": "200"},
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # tests in the background were told to ignore it
+        )  # fmt: skip
+    return process, log, port
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    try:
+        prepare_checkpoint(ModelSettings())
+    except ModelNotFound as error:
+        pytest.skip(f"the default model cannot be had here: {error}")
+    temp = Path(f"/tmp/kv{os.getpid()}")  # short: Ray's socket paths are limited to 107 bytes
+    temp.mkdir()
+    shared = frozenset(Path("/dev/shm").iterdir())
+    process, log, port = start(temp, "--dtype", "float32", "--api-key", API_KEY, "--set", f"cluster.secret={SECRET}")
+    try:
+        until(lambda: "Ctrl-C stops everything" in log.read_text() or process.poll() is not None, START_S, "start")
+        text = log.read_text()
+        assert process.poll() is None, text
+        dashboard = re.search(r"dashboard +(http://\S+)", text)
+        assert dashboard is not None, text
+        yield Served(process, f"http://127.0.0.1:{port}", dashboard[1], log, temp, shared)
+    finally:
+        end(process)
+        subprocess.run(["rm", "-rf", str(temp)], check=True)
+
+
+def test_the_probe_went_through_a_prefill_worker(served: Served):
+    assert re.search(r"probe.*disaggregated path works, KV over \w+", served.log.read_text())
+
+
+def test_the_printed_curl_line_works_as_printed(served: Served):
+    line = next(line for line in served.log.read_text().splitlines() if line.startswith("curl "))
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]"), done.stdout[-500:]
+
+
+def test_without_the_key_nothing_is_answered(served: Served):
+    with served.client().with_options(api_key="another") as client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
+
+
+def test_the_dashboards_account_of_the_application_holds_no_secret(served: Served):
+    details = serve_details(served.dashboard)
+    assert details["applications"]["kvrelay"]["deployed_app_config"]["args"]["model"] == {"dtype": "float32"}
+    assert API_KEY not in json.dumps(details) and SECRET not in json.dumps(details)
+
+
+def test_a_chat_answers_and_streams_the_same_text(served: Served):
+    model = served.model()
+    ask: dict[str, Any] = {
+        "model": model, "messages": [{"role": "user", "content": PROMPT}], "max_tokens": 24, "temperature": 0,
+    }  # fmt: skip
+    with served.client() as client:
+        whole = client.chat.completions.create(**ask)
+        pieces = [
+            chunk.choices[0].delta.content or ""
+            for chunk in client.chat.completions.create(**ask, stream=True)
+            if chunk.choices
+        ]
+    assert whole.usage is not None and whole.usage.completion_tokens == 24
+    assert len(pieces) > 5 and "".join(pieces) == whole.choices[0].message.content
+
+
+def test_status_shows_both_roles_with_every_block_free_or_cached(served: Served):
+    served.answer()
+    until(lambda: all(worker["load"]["used_blocks"] == 0 for worker in served.status()["workers"]), 10, "idle")
+    status = served.status()
+    assert {worker["role"] for worker in status["workers"]} == {"prefill", "decode"}
+    assert status["serve"]["status"] == "RUNNING"
+    assert all(worker["load"]["free_blocks"] == worker["load"]["total_blocks"] for worker in status["workers"])
+    assert any(worker["load"]["kv_bytes"] > 0 for worker in status["workers"])
+
+
+def test_the_ray_dashboard_knows_the_three_deployments(served: Served):
+    assert set(served.status()["serve"]["deployments"]) == {"ingress", "prefill", "decode"}
+
+
+def test_scaling_up_and_down_leaves_the_others_running(served: Served):
+    pids = {worker["pid"] for worker in served.status()["workers"]}
+    kvrelay("scale", "--decode", "2", "--dashboard", served.dashboard)
+    until(lambda: len(served.workers("decode")) == 2, 30, "two decode workers")
+    assert pids < {worker["pid"] for worker in served.status()["workers"]}
+    assert served.answer()
+    kvrelay("scale", "--decode", "1", "--dashboard", served.dashboard)
+    until(lambda: len(served.workers("decode")) == 1, 30, "one decode worker")
+    assert served.answer()
+
+
+def test_a_killed_decode_worker_ends_its_stream_cleanly_and_is_replaced(served: Served):
+    expected = served.answer()
+    victim = served.workers("decode")[0]
+    pieces, failure = 0, None
+    with served.client() as client:
+        stream = client.completions.create(
+            model=served.model(), prompt=PROMPT, max_tokens=2000, stream=True, extra_body={"ignore_eos": True}
+        )
+        try:
+            for _ in stream:
+                pieces += 1
+                if pieces == 5:
+                    os.kill(victim["pid"], signal.SIGKILL)
+        except openai.APIError as error:
+            failure = error
+    assert pieces >= 5
+    assert failure is not None or pieces >= 1000  # told, or carried on by another worker
+    assert failure is None or victim["worker_id"] in str(failure) or "worker" in str(failure)
+
+    kvrelay("scale", "--decode", "1", "--dashboard", served.dashboard)  # waits while Serve says UNHEALTHY
+
+    def recovered() -> bool:
+        ups = [worker for worker in served.workers("decode") if worker["is_up"]]
+        return any(worker["pid"] != victim["pid"] for worker in ups)
+
+    until(recovered, RECOVER_S, "a new decode worker")
+    assert served.answer() == expected
+
+
+def test_ctrl_c_leaves_no_process_and_no_file(served: Served):
+    before = psutil.Process(served.process.pid)
+    family = before.children(recursive=True)
+    assert len(family) > 5
+    os.killpg(served.process.pid, signal.SIGINT)
+    assert served.process.wait(STOP_S) == 0, served.log.read_text()
+    assert [process for process in family if process.is_running() and process.status() != "zombie"] == []
+    assert "stopped" in served.log.read_text()
+    assert list((served.temp / "t").iterdir()) == []
+    pids = {process.pid for process in family}
+    left = [
+        path for path in set(Path("/dev/shm").iterdir()) - served.shared
+        if pids & {int(digits) for digits in re.findall(r"\d+", path.name)}
+    ]  # fmt: skip
+    assert left == []
+
+
+@pytest.fixture
+def starting() -> Iterator[tuple[subprocess.Popen[str], Path, psutil.Process]]:
+    """A cluster that has just started its raylet; its log, and the raylet."""
+    temp = Path(f"/tmp/ke{os.getpid()}")
+    temp.mkdir()
+    process, log, _ = start(temp)
+    try:
+        family = psutil.Process(process.pid)
+        yield (
+            process,
+            log,
+            until(
+                lambda: [one for one in family.children(recursive=True) if "raylet" in one.name()], START_S, "raylet"
+            )[0],
+        )
+    finally:
+        end(process)
+        subprocess.run(["rm", "-rf", str(temp)], check=True)
+
+
+def test_ctrl_c_during_start_up_leaves_nothing_either(starting):
+    process, log, _ = starting
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(STOP_S) == 0, log.read_text()
+    assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
+    assert list((log.parent / "t").iterdir()) == []
+
+
+def test_ctrl_c_while_ray_waits_for_a_daemon_that_hangs_leaves_nothing_either(starting):
+    process, log, raylet = starting
+    raylet.suspend()
+    time.sleep(2.0)  # until Ray asks for it, in C++
+    family = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.wait(STOP_S) == 0, log.read_text()
+    assert "ended everything" in log.read_text()  # without the process in front, Ray's wait would have gone on
+    assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
+    assert list((log.parent / "t").iterdir()) == []
+
+
+def test_a_driver_that_dies_takes_every_process_with_it(starting):
+    process, log, _ = starting
+    family = psutil.Process(process.pid).children(recursive=True)
+    psutil.Process(process.pid).children()[0].kill()
+    assert process.wait(STOP_S) == 128 + signal.SIGKILL, log.read_text()
+    assert [child for child in family if child.is_running() and child.status() != "zombie"] == []
+    assert "has died" in log.read_text() and len(list((log.parent / "t").iterdir())) == 1  # its logs

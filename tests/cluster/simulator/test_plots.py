@@ -1,0 +1,136 @@
+"""Pictures of simulations: what is read, which load is shown, and that every panel gets its lines."""
+
+import json
+
+import pytest
+
+from kvrelay.cluster.simulator.reporting import plots as simulation_plots
+from kvrelay.cluster.simulator.reporting.course import Course, _shares
+from kvrelay.cluster.simulator.reporting.plots import (
+    Run,
+    check_picture,
+    held_load,
+    main,
+    nearest,
+    over_load,
+    plot,
+    runs_of,
+)
+from kvrelay.errors import ConfigError
+
+pytestmark = pytest.mark.pure
+
+
+def summary(load, policy="joint", kept=1.0, **more):
+    return {
+        "scenario": {"settings": {"router": {"policy": policy}}},
+        "offered_per_s": load,
+        "goodput_per_s": load * kept,
+        "kept_share": kept,
+        "hit_ratio": 0.4,
+        "ttft_s": {"p99": 2.0},
+        **more,
+    }
+
+
+DETAILS = {
+    "ttft_percentiles_s": [0.1 * index + 0.01 for index in range(101)],
+    "tpot_percentiles_s": [0.001 * index for index in range(101)],
+    "course": {"time_s": [1.0, 2.0], "open": [1, 0], "prefill": [0.5, 0.9], "decode": [0.1, 0.2]},
+}
+
+
+def test_figures_of_both_kinds_are_read():
+    (of_command,) = runs_of([summary(3.0, "dynamo")])
+    assert (of_command.name, of_command.load) == ("dynamo", 3.0)
+    of_bench = runs_of([{"contender": "joint, SLO", "runs": {"2.5": summary(2.4), "5": summary(4.9)}}])
+    assert [(run.name, run.load) for run in of_bench] == [("joint, SLO", 2.5), ("joint, SLO", 5.0)]
+    (unnamed,) = runs_of([summary(1.0) | {"scenario": {}}])
+    assert unnamed.name == "default policy"
+
+
+@pytest.mark.parametrize("document", [{}, [], [1], [{"a": 1}], 7, [{"contender": "x", "runs": {"fast": {}}}]])
+def test_other_files_are_refused(document):
+    with pytest.raises(ConfigError):
+        runs_of(document)
+
+
+def test_the_load_shown_is_the_highest_that_anyone_holds():
+    runs = [
+        Run("a", 2.0, summary(2.0)), Run("a", 4.0, summary(4.0, kept=0.89)), Run("b", 3.0, summary(3.0, kept=0.9)),
+    ]  # fmt: skip
+    assert held_load(runs) == 3.0
+    assert held_load(runs[1:2]) == 4.0
+    assert {name: run.load for name, run in nearest(runs, 3.1).items()} == {"a": 4.0, "b": 3.0}
+
+
+def test_seeds_at_a_load_are_averaged_and_what_has_no_figure_is_left_out():
+    runs = [
+        Run("a", 2.0, summary(2.0)),
+        Run("a", 2.001, summary(2.0, kept=0.5)),
+        Run("a", 1.0, summary(1.0, ttft_s={})),
+    ]
+    assert over_load(runs, lambda one: one["goodput_per_s"]) == {"a": [(1.0, 1.0), (2.0, 1.5)]}
+    assert over_load(runs, lambda one: one["ttft_s"].get("p99")) == {"a": [(2.0, 2.0)]}
+
+
+def test_every_panel_has_a_line_for_each_contender(tmp_path, monkeypatch):
+    drawn = {}
+
+    def noting(plain):
+        def draw(axes, title, *rest):
+            plain(axes, title, *rest)
+            drawn[title.split(",")[0]] = sum(len(line.get_xdata()) > 1 for line in axes.lines)
+
+        return draw
+
+    for name in ("_draw_over_load", "_draw_shares", "_draw_course"):
+        monkeypatch.setattr(simulation_plots, name, noting(getattr(simulation_plots, name)))
+    runs = [Run(name, load, summary(load, **DETAILS)) for name in ("a", "b") for load in (1.0, 2.0)]
+    path = tmp_path / "picture.png"
+    plot(runs, path, title="test")
+    assert path.read_bytes()[:4] == b"\x89PNG"
+    assert drawn == {
+        "goodput": 2, "prompt tokens found in caches": 2, "TTFT p99": 2, "TTFT": 3, "TPOT": 3,
+        "busy prefill workers (thin: decode)": 4,
+    }  # fmt: skip
+
+
+def test_what_was_not_written_leaves_its_panel_empty(tmp_path):
+    plot([Run("a", 1.0, summary(1.0, ttft_s={}))], tmp_path / "picture.svg", title="test")
+    assert "<svg" in (tmp_path / "picture.svg").read_text()
+
+
+def test_a_file_of_figures_is_drawn(tmp_path):
+    figures, picture = tmp_path / "runs.json", tmp_path / "runs.png"
+    figures.write_text(json.dumps([summary(2.0), summary(3.0)]))
+    main(figures, picture)
+    assert picture.stat().st_size > 10_000
+    figures.write_text("{")
+    with pytest.raises(ConfigError, match=r"runs\.json"):
+        main(figures, picture)
+
+
+def test_a_picture_that_cannot_be_is_refused_before_the_work(tmp_path):
+    with pytest.raises(ConfigError, match="no such kind"):
+        check_picture(tmp_path / "picture.exe")
+    with pytest.raises(ConfigError, match="folder"):
+        check_picture(tmp_path / "nowhere" / "picture.png")
+
+
+def test_busy_shares_are_of_the_time_alive_and_at_most_all_of_it():
+    assert _shares([0.0, 1.0, 4.0, 4.0], [0.0, 2.0, 4.0, 4.0]) == [0.5, 1.0, 0.0]
+
+
+def test_a_long_course_keeps_few_samples_evenly():
+    from kvrelay.cluster.simulator.reporting.course import MOST_SAMPLES
+    from kvrelay.cluster.simulator.resources.clock import Clock
+
+    clock = Clock()
+    course = Course(clock, [], lambda: 3)
+    course.begin()
+    clock.run(until_s=5000.0)
+    times = course.data()["time_s"]
+    gaps = {later - earlier for earlier, later in zip([0.0, *times], times, strict=False)}
+    assert MOST_SAMPLES / 2 <= len(times) <= MOST_SAMPLES and len(gaps) == 1
+    assert course.data()["open"] == [3] * len(times)

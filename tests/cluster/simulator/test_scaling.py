@@ -1,0 +1,80 @@
+"""Workers that come and go in a simulated cluster, by plan or by the planner."""
+
+from itertools import pairwise
+
+import pytest
+
+from tests.cluster.simulator.simulator_cases import SETTINGS, chats, entry, everything_is_given_back, simulate
+
+pytestmark = pytest.mark.pure
+
+
+def counts(sim, role):
+    return [wanted for _, name, wanted in sim.fleet.changes if name == role]
+
+
+def test_workers_that_are_added_serve_when_they_have_started():
+    load = chats(400, every_s=0.02)
+    few = simulate(load, prefill=1, decode=1)
+    more = simulate(load, prefill=1, decode=1, scale=[{"at_s": 0.5, "prefill": 4, "decode": 3}], start_s=1.0)
+    assert more.tally.outcomes == {"done": 400}
+    assert sum(more.tally.ttft_s) < 0.7 * sum(few.tally.ttft_s)
+    new = [worker for worker in more.workers if worker.worker_id not in ("p0", "d0")]
+    assert [worker.started_s for worker in new] == [1.5] * 5
+    assert all(worker.engine.num_steps for worker in new)
+    everything_is_given_back(more)
+
+
+def test_who_is_given_up_finishes_what_it_has_and_no_request_is_tried_twice():
+    sim = simulate(chats(300), prefill=3, decode=3, scale=[{"at_s": 4.0, "prefill": 1, "decode": 1}])
+    assert sim.tally.outcomes == {"done": 300} and sim.tally.num_attempts == 300
+    stopped = [worker for worker in sim.workers if not worker.is_alive]
+    assert len(stopped) == 4 and all(worker.stopped_s >= 4.0 for worker in stopped)
+    everything_is_given_back(sim)
+
+
+def test_who_does_not_finish_in_time_goes_and_its_streams_go_on_elsewhere():
+    load = [entry(0.1 * index, 100, 400) for index in range(8)]
+    sim = simulate(load, scale=[{"at_s": 2.0, "decode": 1}], drain_s=1.0)
+    assert sim.tally.outcomes == {"done": 8} and sim.tally.num_attempts > 8
+    everything_is_given_back(sim)
+
+
+def test_a_start_that_is_no_longer_wanted_is_not_made():
+    sim = simulate(chats(200), scale=[{"at_s": 1.0, "decode": 5}, {"at_s": 1.5, "decode": 2}], start_s=2.0)
+    assert len(sim.workers) == 4
+
+
+def test_worker_hours_are_paid_from_the_start_on():
+    sim = simulate([entry(0.0), entry(36.0)], scale=[{"at_s": 18.0, "decode": 3}], start_s=9.0)
+    assert sim.summary()["worker_hours"] == (4 * sim.ended_s + sim.ended_s - 18.0) / 3600
+
+
+def planned(**fields):
+    own = {
+        "mode": "auto",
+        "max_prefill": 6,
+        "max_decode": 6,
+        "interval_s": 2.0,
+        "hold_s": 20.0,
+        "horizon_s": 2.0,
+    } | fields
+    return SETTINGS | {"planner": own}
+
+
+def test_the_planner_adds_workers_for_a_rush_and_gives_them_up_after_it():
+    quiet = [entry(0.5 * index, 600, 60) for index in range(40)]
+    rush = [entry(20.0 + 0.01 * index, 600, 60) for index in range(2000)]
+    after = [entry(41.0 + 0.5 * index, 600, 60) for index in range(160)]
+    sim = simulate(quiet + rush + after, prefill=1, decode=1, settings=planned(), start_s=1.0)
+    assert max(counts(sim, "prefill")) >= 3
+    assert counts(sim, "prefill")[-1] < max(counts(sim, "prefill"))
+    assert sim.tally.outcomes["done"] >= 2190  # a reservation may time out before the new workers are there
+    assert sum(sim.tally.outcomes.values()) == 2200 and set(sim.tally.outcomes) <= {"done", "overloaded"}
+    times = [at_s for at_s, *_ in sim.fleet.changes]
+    assert all(later >= earlier for earlier, later in pairwise(times))
+    everything_is_given_back(sim)
+
+
+def test_without_the_planner_counts_stay():
+    assert simulate(chats(100)).fleet.changes == []

@@ -1,0 +1,136 @@
+"""The 16-bit oracle on tiny random models; and that it can fail, in each of its parts."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from kvrelay.cluster.verify import oracle as verify_module
+from kvrelay.cluster.verify.dtypes import (
+    LAYER_FACTORS,
+    THETA_FACTOR,
+    Off,
+    Said,
+    _other_base,
+    _scale_first_layer,
+    _spoiled,
+    first_other,
+    hugging_face,
+    off,
+    on_same_tokens,
+    rows_stand_alone,
+)
+from kvrelay.cluster.verify.oracle import Verifier
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.plane.messages import TokenLogprob
+
+THEIRS = Off(rms=0.02, worst=0.2, surprise=0.001, spread=0.02, agreement=0.98, num_positions=400)
+
+
+def failures(report):
+    return [(row.name, row.passed, row.total, row.note) for row in report.rows if not row.ok]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_way(dtype, tmp_path):
+    folder = tiny_checkpoint("qwen3", tmp_path / "model")
+    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype, progress=lambda what: None)
+    await verifier.run_dtype("shm", stands_alone=verifier.rows_stand_alone())
+    assert failures(verifier.report) == []
+    assert len(verifier.report.rows) == 8
+
+
+@pytest.mark.slow
+async def test_tokens_of_every_way_are_one_workers_and_another_expectation_fails(tmp_path):
+    folder = tiny_checkpoint("llama", tmp_path / "model")
+    verifier = Verifier(folder, max_model_len=160, num_output=6, dtype="bfloat16", progress=lambda what: None)
+    if not verifier.rows_stand_alone():
+        pytest.skip("this processor's bfloat16 products depend on the batch")
+    assert failures(await verifier.run(["shm"])) == []
+    assert len(verifier.report.rows) == 8
+    assert [len(tokens) for tokens in verifier._expected] == [6] * len(verifier.cases)
+    fp32 = verify_module.expected_tokens(folder, verifier.cases, 6)
+    assert verifier._expected != fp32  # bfloat16 is another model
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"rms": 0.041}, "log-probabilities"),
+        ({"rms": float("nan")}, "log-probabilities"),
+        ({"surprise": 0.0051}, "perplexity"),
+        ({"surprise": -0.0051}, "perplexity"),
+        ({"agreement": 0.94}, "best token"),
+    ],
+)
+def test_each_bound_can_be_missed(changed, says):
+    assert THEIRS.excess(THEIRS) == []
+    (found,) = dataclasses.replace(THEIRS, **changed).excess(THEIRS)
+    assert says in found
+
+
+def test_how_far_off_a_model_is():
+    exact = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64).log()
+    said = on_same_tokens(exact, [7, 1, 2], top=2)
+    assert said.tokens.tolist() == [[1, 0, 1], [2, 2, 0]]
+    assert off(said, exact) == Off(0.0, 0.0, -0.0, 0.0, 1.0, 2)
+    found = off(Said(said.tokens, said.logprobs - 0.1), exact)
+    assert (found.rms, found.worst, found.surprise) == pytest.approx((0.1, 0.1, 0.1))
+    other = off(Said(said.tokens[:, [0, 2, 1]], said.logprobs[:, [0, 2, 1]]), exact)
+    assert other.rms == 0.0 and other.agreement == 0.0
+
+
+def token(which, logprob, *top):
+    return TokenLogprob(which, logprob, list(top))
+
+
+def test_answers_are_compared_bit_for_bit_or_up_to_where_two_tokens_are_close():
+    one = [token(5, -0.5), token(6, -0.7, (6, -0.7), (9, -0.75))]
+    assert first_other(one, one, 0.0) is None
+    assert first_other(one, [one[0], token(6, -0.7 + 1e-7, *one[1].top)], 0.0) == 1
+    assert first_other(one, [token(5, -0.52), one[1]], 0.03) is None
+    assert first_other(one, [token(5, -0.55), one[1]], 0.03) == 0
+    assert first_other(one, [one[0], token(9, -0.72)], 0.03) is None  # as likely as the other, nearly
+    assert first_other(one, [one[0], token(9, -0.72)], 0.02) == 1
+    assert first_other(one, [one[0], token(4, -0.72)], 0.03) == 1
+    assert first_other(one, one[:1], 0.03) == 1 and first_other([], [], 0.0) == 0
+
+
+def test_a_spoiled_model_differs_in_what_was_spoiled_alone(tmp_path):
+    plain = tiny_checkpoint("gemma3", tmp_path / "plain")
+    base = _spoiled(plain, tmp_path / "base", _other_base)
+    layer = _spoiled(plain, tmp_path / "layer", lambda folder: _scale_first_layer(folder, LAYER_FACTORS["float16"]))
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (plain, base))
+    parameters = before["rope_parameters"]
+    assert {kind: one["rope_theta"] for kind, one in after["rope_parameters"].items()} == {
+        kind: one["rope_theta"] * THETA_FACTOR for kind, one in parameters.items()
+    }
+    weights, scaled = (load_file(folder / "model.safetensors") for folder in (plain, layer))
+    changed = {name for name in weights if not torch.equal(weights[name], scaled[name])}
+    assert changed and all(".layers.0." in name and weights[name].dim() == 2 for name in changed)
+    text = [list(range(3, 90))]
+    exact, *others = (hugging_face(folder, text)[0] for folder in (plain, base, layer))
+    assert all(off(on_same_tokens(other, text[0], 5), exact).rms > 1e-3 for other in others)
+
+
+def test_only_the_compiled_kernels_promise_that_rows_stand_alone(monkeypatch):
+    assert rows_stand_alone(CpuBackend(1), torch.float32) is (CpuBackend(1).native is not None)
+    assert not rows_stand_alone(CpuBackend(1), torch.float16)
+    assert not rows_stand_alone(ReferenceBackend("cpu"), torch.float32)
+    monkeypatch.setenv("KVRELAY_NATIVE", "0")
+    assert not rows_stand_alone(CpuBackend(1), torch.bfloat16)
+
+
+def test_a_dtype_that_there_is_not_is_refused():
+    import typer
+
+    app = typer.Typer()
+    app.command()(verify_module.command)
+    result = CliRunner().invoke(app, ["--dtype", "float8"])
+    assert result.exit_code == 2 and "bfloat16" in result.output

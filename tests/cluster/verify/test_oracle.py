@@ -1,0 +1,190 @@
+"""The oracle, on tiny random models of every family and on the real one; and the oracle can fail."""
+
+import io
+
+import pytest
+import torch
+import typer
+from rich.console import Console
+from typer.testing import CliRunner
+
+from kvrelay.cluster.verify import oracle as verify_module
+from kvrelay.cluster.verify.oracle import (
+    TRANSPORTS,
+    Verifier,
+    flipped_bit,
+    pool_memory,
+    print_report,
+    usable_transports,
+)
+from kvrelay.cluster.verify.rows import Report
+from kvrelay.config import ModelSettings
+from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
+from kvrelay.errors import BackendUnavailable, ChecksumMismatch, ModelNotFound
+from kvrelay.kernels.select import why_no_cuda
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS as ALL_TRANSPORTS
+from kvrelay.types import KvMemory
+from tests.kvtransfer.peer_process import ALL_LAYERS, LAYOUT, SourceSide, TargetSide
+
+# shown by test_verify_mla.py, or by a family that is served like them and takes the CI's time already
+OTHERWISE = ("deepseek_v2", "deepseek_v3", "qwen2_moe", "mixtral")
+ON_CUDA = KvMemory(LAYOUT, 0, "cuda:0", None, None, None)
+
+
+async def verify(folder, transports, *, max_model_len=160, num_output=8):
+    verifier = Verifier(folder, max_model_len=max_model_len, num_output=num_output, progress=lambda what: None)
+    return await verifier.run(transports)
+
+
+def failures(report):
+    return [(row.name, row.passed, row.total, row.note) for row in report.rows if not row.ok]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [name for name in TINY_CONFIGS if name not in OTHERWISE])
+async def test_every_family_is_the_same_however_it_is_served(family, tmp_path):
+    report = await verify(tiny_checkpoint(family, tmp_path / family), ["shm"])
+    assert failures(report) == []
+
+
+@pytest.mark.slow
+async def test_kv_from_every_tier_is_the_same_and_what_changed_there_is_not_served(tmp_path):
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    verifier = Verifier(folder, max_model_len=160, num_output=8, progress=lambda what: None)
+    await verifier.run(["shm"])
+    num_rows = len(verifier.report.rows)
+    await verifier.run_tiers()
+    assert failures(verifier.report) == []
+    assert len(verifier.report.rows) == num_rows + 10
+
+
+@pytest.mark.slow
+async def test_groups_over_the_hop_are_what_they_are_on_one_worker(tmp_path):
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    verifier = Verifier(folder, max_model_len=160, num_output=8, progress=lambda what: None)
+    await verifier.run_groups("shm")
+    assert failures(verifier.report) == []
+    assert len(verifier.report.rows) == 7
+
+
+@pytest.mark.slow
+async def test_every_transport_carries_the_same_blocks_of_the_real_model():
+    try:
+        folder = prepare_checkpoint(ModelSettings())
+    except ModelNotFound as error:
+        pytest.skip(str(error))
+    report = await verify(folder, TRANSPORTS)
+    assert failures(report) == []
+    assert len(report.rows) == 5 + 3 * len(TRANSPORTS)
+
+
+@pytest.mark.slow
+async def test_a_wrong_expectation_fails_the_report(tmp_path, monkeypatch):
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    monkeypatch.setattr(
+        "kvrelay.cluster.verify.oracle.expected_tokens", lambda model_dir, cases, count: [[5] * count for _ in cases]
+    )
+    report = await verify(folder, ["shm"])
+    assert not report.ok
+    assert {name for name, *_ in failures(report)} >= {"aggregated (one worker)", "disaggregated over shm"}
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+async def test_every_way_of_serving_between_gpu_pools_is_the_same(tmp_path):
+    if (why := why_no_cuda()) is not None:
+        pytest.skip(why)
+    chosen, _ = usable_transports(None, pool_memory("cuda"))
+    folder = tiny_checkpoint("llama", tmp_path / "llama")
+    verifier = Verifier(folder, max_model_len=160, num_output=8, backend="cuda", progress=lambda what: None)
+    assert failures(await verifier.run(chosen)) == []
+
+
+@pytest.fixture
+def needs_nixl():
+    if why := ALL_TRANSPORTS["nixl"].why_not(ON_CUDA):
+        pytest.skip(why)
+
+
+def test_a_pool_on_a_gpu_is_verified_over_nixl_alone(needs_nixl):
+    chosen, left_out = usable_transports(None, ON_CUDA)
+    assert chosen == ["nixl"]
+    assert left_out == {
+        "shm": "the pool is not a shared mapping in host memory",
+        **dict.fromkeys(("vmread", "unix", "tcp"), "the pool is not in host memory"),
+    }
+
+
+def test_a_pool_in_host_memory_is_verified_over_all(needs_nixl):
+    assert usable_transports(None, pool_memory("cpu")) == (list(TRANSPORTS), {})
+
+
+def test_a_transport_asked_for_by_name_must_work(needs_nixl):
+    assert usable_transports(["tcp"], pool_memory("cpu")) == (["tcp"], {})
+    with pytest.raises(BackendUnavailable, match=r"tcp.*not in host memory"):
+        usable_transports(["nixl", "tcp"], ON_CUDA)
+
+
+def test_without_any_transport_every_reason_is_named(monkeypatch):
+    monkeypatch.setattr(verify_module, "TRANSPORTS", ("shm", "tcp"))
+    with pytest.raises(BackendUnavailable, match=r"shm: .*shared mapping.*; tcp: .*host memory"):
+        usable_transports(None, ON_CUDA)
+
+
+def run_command(*arguments):
+    app = typer.Typer()
+    app.command()(verify_module.command)
+    return CliRunner().invoke(app, list(arguments))
+
+
+def test_the_command_refuses_what_cannot_run_here(monkeypatch):
+    if why_no_cuda() is not None:
+        result = run_command("--backend", "cuda")
+        assert result.exit_code == 1 and "BackendUnavailable" in result.output and "cuda" in result.output
+    monkeypatch.setattr(verify_module, "pool_memory", lambda backend: ON_CUDA)
+    result = run_command("--transport", "shm")
+    assert result.exit_code == 1 and "shared mapping" in result.output
+    assert run_command("--transport", "pigeon").exit_code == 2
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_the_report_says_what_was_left_out_and_what_float32_proves(device):
+    report = Report("tiny", ["1 token"], device=device, left_out={"shm": "the pool is elsewhere"})
+    text = io.StringIO()
+    print_report(report, Console(file=text, width=1000))
+    assert "left out: shm (the pool is elsewhere)" in text.getvalue()
+    assert ("paging, scheduling and transfer in GPU memory" in text.getvalue()) is (device != "cpu")
+
+
+def without_host_view(seed):
+    """A pool as a GPU's is to the KV plane: a tensor and an address, no view to write through."""
+    content = torch.randint(0, 256, (LAYOUT.num_bytes,), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    return KvMemory(LAYOUT, content.data_ptr(), "cpu", None, None, content)
+
+
+@pytest.mark.parametrize("checks", ["full", "off"])
+async def test_a_bit_is_flipped_in_a_pool_without_a_host_view(needs_nixl, checks):
+    source = SourceSide("nixl", memory=without_host_view(1), checks=checks)
+    target = TargetSide("nixl", memory=without_host_view(2), checks=checks)
+    await source.start()
+    await target.start()
+    try:
+        with flipped_bit(target) as flips:
+            transfer = source.open("r1", target.grant("r1", 0, [3, 4], 2))
+            transfer.announce(0, [1, 2], ALL_LAYERS)
+            if checks == "off":
+                await transfer.commit(b"")
+            else:
+                with pytest.raises(ChecksumMismatch, match="did not arrive as they left"):
+                    await transfer.commit(b"")
+        assert flips() == 1
+        sent, landed = (side.memory.owner.view(LAYOUT.num_layers, -1, LAYOUT.region_bytes) for side in (source, target))
+        assert (sent[:, [1, 2]] != landed[:, [3, 4]]).sum() == 1
+        transfer = source.open("r2", target.grant("r2", 0, [5], 1))
+        transfer.announce(0, [1], ALL_LAYERS)
+        await transfer.commit(b"")
+        assert torch.equal(landed[:, 5], sent[:, 1])
+    finally:
+        await target.aclose()
+        await source.aclose()

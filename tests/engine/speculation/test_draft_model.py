@@ -1,0 +1,279 @@
+"""A draft model changes how many steps a stream takes, never its tokens; its own blocks come and go, and none is lost."""
+
+import random
+
+import pytest
+import torch
+
+from kvrelay.engine.models.decoder import load_model
+from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
+from kvrelay.engine.speculation.speculation import Speculation
+from kvrelay.engine.speculation.speculation_model import ModelSpeculation
+from kvrelay.engine.step import engine as engine_module
+from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.worker.tier_setup import make_swap_area
+from kvrelay.hashing import block_hashes
+from kvrelay.kernels.select import select_backend
+from kvrelay.plane.messages import Sampling, SequenceRequest
+from tests.engine.tiny import tiny_llama
+
+VOCAB, BLOCK = 61, 8
+BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 16 * 4
+SAMPLINGS = {
+    "greedy": {"temperature": 0.0},
+    "seeded": {"temperature": 0.8, "seed": 7, "top_p": 0.9, "top_k": 30},
+    "biased": {"temperature": 0.8, "seed": 9, "logit_bias": {3: 4.0, 60: 3.0}, "logprobs": 1},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3},
+    "min_tokens": {"temperature": 0.8, "min_tokens": 9, "seed": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory, one_thread):
+    def write(name: str, **changes):
+        return tiny_llama(
+            tmp_path_factory.mktemp(name), **{"vocab_size": VOCAB, "num_hidden_layers": 1, "seed": 4} | changes
+        )
+
+    return {
+        "itself": write("target", seed=3, num_hidden_layers=2),
+        "another": write("another"),
+        "fewer tokens": write("fewer", vocab_size=60),
+        "more tokens": write("more", vocab_size=80),
+    }
+
+
+@pytest.fixture
+def make(folders, monkeypatch):
+    engines: list[Engine] = []
+
+    def build(
+        draft: str | None = None,
+        *,
+        tokens: int = 5,
+        blocks: int = 96,
+        draft_blocks: int = 96,
+        always: bool = True,
+        budget: int = 64,
+        lookup: bool = False,
+    ) -> Engine:
+        if always:
+            monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
+            monkeypatch.setattr(Speculation, "lengths", lambda self, count, drafters: [self.most] * len(drafters))
+            monkeypatch.setattr(
+                ModelSpeculation, "lengths",
+                lambda self, count, candidates, **_: [one.most for one in candidates],
+            )  # fmt: skip
+        backend = select_backend("cpu", "cpu", 1)
+        config = EngineConfig(
+            block_size=BLOCK, kv_memory_bytes=blocks * BLOCK_BYTES, token_budget=budget,
+            draft_tokens=tokens if draft else 0, prompt_lookup=lookup,
+        )  # fmt: skip
+        engine = load_engine(folders["itself"], backend, torch.float32, config)
+        if draft is not None:
+            model = load_model(folders[draft], backend, torch.float32, block_size=BLOCK)
+            block_bytes = BLOCK_BYTES * model.spec.num_layers // 2
+            own = DraftConfig(BLOCK, draft_blocks * block_bytes, 64, 256, VOCAB)
+            engine.attach_draft_model(DraftModel(model, backend, own))
+        engines.append(engine)
+        area = make_swap_area(engine.memory, 64 * BLOCK_BYTES, "full", lambda: None)
+        assert area is not None
+        engine.attach_swap(area)
+        return engine
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def prompts() -> list[list[int]]:
+    chance = random.Random(5)
+    return [[chance.randrange(3, VOCAB - 1) for _ in range(size)] for size in (3, 8, 21, 40)]
+
+
+def request(
+    name: str, prompt: list[int], *, max_tokens: int = 30, ignore_eos: bool = True, **sampling
+) -> SequenceRequest:
+    return SequenceRequest(
+        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),
+    )  # fmt: skip
+
+
+def serve(engine: Engine, **sampling) -> tuple[list, int]:
+    """(what each stream said, with log-probabilities and its end), steps."""
+    for index, prompt in enumerate(prompts()):
+        engine.add(request(str(index), prompt, **sampling))
+    said = {str(index): ([], [], []) for index in range(len(prompts()))}
+    steps = 0
+    while engine.scheduler.has_work:
+        steps += 1
+        for output in engine.step().outputs:
+            tokens, logprobs, ends = said[output.request_id]
+            assert output.position == len(tokens)
+            tokens += output.token_ids
+            logprobs += [(one.token_id, round(one.logprob, 4)) for one in output.logprobs]
+            ends += [output.finish_reason] * (output.finish_reason is not None)
+        engine.check()
+    assert engine.pool.counts().used == engine.load().draft_used_blocks == 0
+    return list(said.values()), steps
+
+
+@pytest.mark.parametrize(
+    ("draft", "name"), [*(("itself", name) for name in SAMPLINGS), ("another", "greedy"), ("another", "seeded")]
+)
+def test_tokens_are_those_of_plain_steps(make, draft, name):
+    sampling = SAMPLINGS[name]
+    expected, plain_steps = serve(make(), **sampling)
+    engine = make(draft)
+    got, steps = serve(engine, **sampling)
+    assert got == expected
+    load = engine.load()
+    assert (load.model_drafted_tokens > 0) == ("repetition_penalty" not in sampling)
+    if draft == "itself":  # with the same random numbers nearly all are right, drawn or not
+        assert load.model_accepted_tokens == load.model_drafted_tokens and (
+            steps < plain_steps or not load.model_drafted_tokens
+        )
+    assert load.drafted_tokens == load.model_drafted_tokens
+
+
+@pytest.mark.parametrize(("draft", "temperature"), [("fewer tokens", 0.0), ("more tokens", 0.8)])
+def test_a_vocabulary_that_is_padded_otherwise_does_no_harm(make, draft, temperature):
+    sampling = {"temperature": temperature, "seed": 5, "logit_bias": {60: -100.0, 7: 1.0}}
+    engine = make(draft)
+    assert serve(engine, **sampling)[0] == serve(make(), **sampling)[0]
+    assert engine.load().model_drafted_tokens > 0
+
+
+def test_a_text_with_tokens_that_the_draft_model_lacks_is_left_alone(make):
+    engine = make("fewer tokens")
+    engine.add(request("r", [5, 60, 7, 8], temperature=0.0))
+    while engine.scheduler.has_work:
+        engine.step()
+        engine.check()
+    assert engine.load().model_drafted_tokens == 0
+
+
+def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatch):
+    expected, _ = serve(make(), temperature=0.0)
+    take = engine_module.Engine.take_drafted
+
+    def believe(self, item, tokens, logprobs, outputs):
+        take(self, item, [*item.drafts, tokens[-1]], logprobs, outputs)
+
+    monkeypatch.setattr(engine_module.Engine, "take_drafted", believe)
+    assert serve(make("another"), temperature=0.0)[0] != expected
+
+
+def run(engine: Engine, *wanted: SequenceRequest) -> tuple[dict[str, list[int]], int]:
+    """(what each stream said, steps)."""
+    said: dict[str, list[int]] = {one.request_id: [] for one in wanted}
+    steps = 0
+    for one in wanted:
+        engine.add(one)
+    while engine.scheduler.has_work:
+        for output in engine.step().outputs:
+            said[output.request_id] += output.token_ids
+        engine.check()
+        steps += 1
+    return said, steps
+
+
+def test_the_model_itself_as_draft_takes_a_fraction_of_the_steps(make):
+    one = request("r", prompts()[2], temperature=0.7, seed=4)
+    assert run(make("itself"), one)[1] < run(make(), one)[1] / 4
+
+
+def test_passes_are_replayed_from_recordings(make):
+    engine = make("itself")
+    run(engine, request("r", prompts()[2], temperature=0.0))
+    graphs = engine.drafts.model._runner._graphs
+    if graphs is None:
+        pytest.skip("no compiler: nothing is recorded")
+    assert graphs.why_not is None and 1 in graphs.sizes
+
+
+@pytest.mark.parametrize("blocks", [14, 20])
+def test_who_is_pre_empted_is_forgotten_and_goes_on_the_same(make, blocks):
+    expected, _ = serve(make(), temperature=0.8, seed=2)
+    engine = make("itself", blocks=blocks)
+    assert serve(engine, temperature=0.8, seed=2)[0] == expected
+    assert engine.load().preemptions > 0 and engine.load().model_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("draft_blocks", [2, 9])
+def test_a_pool_that_is_too_small_for_all_drafts_for_some(make, draft_blocks):
+    expected, _ = serve(make(), temperature=0.0)
+    engine = make("itself", draft_blocks=draft_blocks)
+    assert serve(engine, temperature=0.0)[0] == expected
+    assert engine.load().draft_total_blocks == draft_blocks
+    assert engine.load().model_accepted_tokens > 0
+
+
+def test_a_text_is_caught_up_on_in_chunks(make):
+    engine = make("itself", budget=16)
+    most = []
+    plain = engine.drafts.model._pass
+
+    def noted(work, drafted):
+        most.append(sum(item.num_tokens for item in work))
+        plain(work, drafted)
+
+    engine.drafts.model._pass = noted
+    one = request("r", prompts()[3], temperature=0.0)
+    assert run(engine, one)[0] == run(make(), one)[0]
+    assert max(most) == 16 and engine.load().model_accepted_tokens > 0
+
+
+def test_what_begins_alike_is_not_computed_twice(make):
+    engine = make("itself")
+    prompt = prompts()[3]
+    run(engine, request("first", prompt, temperature=0.0, max_tokens=4))
+    tokens = []
+    plain = engine.drafts.model._pass
+    engine.drafts.model._pass = lambda work, drafted: (
+        tokens.append(sum(item.num_tokens for item in work)), plain(work, drafted),
+    )  # fmt: skip
+    run(engine, request("second", prompt, temperature=0.0, max_tokens=4))
+    assert tokens[0] <= BLOCK
+
+
+def test_an_aborted_sequence_leaves_nothing_behind(make):
+    engine = make("itself")
+    engine.add(request("r", prompts()[2], temperature=0.0))
+    while not engine.load().draft_used_blocks:
+        engine.step()
+    engine.abort("r")
+    engine.check()
+    assert engine.load().draft_used_blocks == 0
+
+
+def test_a_block_that_is_held_by_nobody_is_noticed(make):
+    engine = make("itself")
+    engine.drafts.model.cache.pool.allocate(1)
+    with pytest.raises(AssertionError, match="held by no sequence"):
+        engine.check()
+
+
+def test_a_shadow_that_stays_behind_is_noticed(make):
+    engine = make("itself")
+    engine.add(request("r", prompts()[2], temperature=0.0))
+    while not engine.load().draft_used_blocks:
+        engine.step()
+    engine.drafts.model.forget = lambda seq: None
+    engine.abort("r")
+    with pytest.raises(AssertionError, match="no longer runs"):
+        engine.check()
+
+
+def test_its_own_text_and_the_model_go_together(make):
+    engine = make("itself", lookup=True)
+    wanted = [request("loop", [4] * 12, temperature=0.0), request("open", prompts()[2], temperature=0.0)]
+    assert run(engine, *wanted)[0] == run(make(), *wanted)[0]
+
+
+def test_left_to_itself_it_measures_first(make):
+    engine = make("itself", always=False)
+    expected, _ = serve(make(always=False), temperature=0.8, seed=6)
+    assert serve(engine, temperature=0.8, seed=6)[0] == expected
+    assert engine.drafts.speculation.times.plain_s

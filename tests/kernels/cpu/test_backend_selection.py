@@ -1,0 +1,84 @@
+"""Choosing a backend by name: auto takes what works, an explicit choice that cannot run says why."""
+
+import logging
+
+import pytest
+import torch
+
+from kvrelay.config import settings_from
+from kvrelay.engine.worker.preflight import check_kv_layout
+from kvrelay.errors import BackendUnavailable, ConfigError
+from kvrelay.kernels import select
+from kvrelay.kernels.cpu import compiled as native_cpu
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
+from kvrelay.kernels.select import kv_layouts, select_backend
+from kvrelay.types import Role
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+
+
+@NO_GPU
+def test_auto_is_the_cpu_without_a_gpu_and_says_so_once(caplog):
+    select._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="kvrelay.kernels.select"):
+        backends = [select_backend("auto", "auto", 1), select_backend("auto", "cpu", 1)]
+    assert {b.name for b in backends} == {"cpu"}
+    assert len(caplog.messages) == 1 and "no CUDA device" in caplog.messages[0]
+
+
+@NO_GPU
+@pytest.mark.parametrize(("name", "device"), [("cuda", "auto"), ("auto", "cuda"), ("auto", "cuda:1")])
+def test_a_gpu_that_is_not_there_is_refused(name, device):
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
+        select_backend(name, device)
+
+
+def test_unknown_names_and_misfit_devices_are_refused():
+    with pytest.raises(BackendUnavailable, match="the backends are"):
+        select_backend("tpu")
+    with pytest.raises(BackendUnavailable, match="does not run on cuda"):
+        select_backend("cpu", "cuda:0")
+
+
+def test_the_reference_runs_where_it_is_told():
+    assert select_backend("reference", "auto").device == torch.device("cpu")
+
+
+@NO_GPU
+def test_the_caches_that_a_backend_takes_are_known_before_it_is_made():
+    assert kv_layouts("reference") == ("reference", ("NHD", "HND"))
+    assert kv_layouts("auto") == kv_layouts("cpu") == ("cpu", ("NHD",))
+    with pytest.raises(BackendUnavailable, match="no CUDA device"):
+        kv_layouts("cuda")
+
+
+def test_a_role_whose_backend_cannot_read_its_kv_layout_is_told_by_the_key():
+    settings = settings_from({"decode": {"kv_layout": "HND"}})
+    check_kv_layout("cpu", ("NHD",), settings, Role.PREFILL)
+    check_kv_layout("cuda", ("NHD", "HND"), settings, Role.DECODE)
+    with pytest.raises(ConfigError, match=r"decode\.kv_layout: the cpu backend takes NHD, not HND"):
+        check_kv_layout("cpu", ("NHD",), settings, Role.DECODE)
+
+
+def test_without_a_compiler_torch_takes_over_with_one_line(monkeypatch, caplog):
+    def refuse(*_):
+        raise BackendUnavailable("kernels", "no C compiler")
+
+    monkeypatch.setattr(native_cpu, "load_native", refuse)
+    with caplog.at_level(logging.WARNING):
+        backend = CpuBackend(1)
+    assert backend.describe()["kernels"] == "torch (no C compiler)"
+    assert len(caplog.messages) == 1
+
+
+def test_a_wrong_compiled_kernel_is_found(compiled, monkeypatch):
+    native = compiled._native
+    assert first_wrong_kernel(native) is None
+    monkeypatch.setattr(native, "gated_activation", lambda gate_up, kind: gate_up[:, : gate_up.shape[1] // 2])
+    assert first_wrong_kernel(native) == "activation"
+
+
+def test_a_wrong_compiled_kernel_is_not_used(monkeypatch):
+    monkeypatch.setattr("kvrelay.kernels.cpu.backend.first_wrong_kernel", lambda native: "attention")
+    assert "wrong results" in CpuBackend(1).describe()["kernels"]

@@ -1,0 +1,276 @@
+"""Recorded decode steps give what the calls one by one give, bit for bit, for every family."""
+
+import gc
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
+from kvrelay.engine.models.decoder import load_model
+from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.hashing import block_hashes
+from kvrelay.kernels.backend import AttentionBatch
+from kvrelay.kernels.cpu.backend import CpuBackend
+from kvrelay.kernels.cpu.graphs import LARGEST, MOST_HEADED, DecodeGraphs, _Buffers
+from kvrelay.plane.messages import Sampling, SequenceRequest
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 80, 12
+
+
+def decode_batch(contexts, generator):
+    """One new token for each context; blocks scattered."""
+    width = max(-(-context // BLOCK_SIZE) for context in contexts)
+    free = torch.randperm(NUM_BLOCKS, generator=generator).to(torch.int32)
+    tables = torch.zeros(len(contexts), width, dtype=torch.int32)
+    for row, context in enumerate(contexts):
+        needed = -(-context // BLOCK_SIZE)
+        tables[row, :needed], free = free[:needed], free[needed:]
+    positions = torch.tensor(contexts) - 1
+    blocks = tables[torch.arange(len(contexts)), positions // BLOCK_SIZE].long()
+    return AttentionBatch(
+        query_starts=torch.arange(len(contexts) + 1, dtype=torch.int32),
+        context_lens=torch.tensor(contexts, dtype=torch.int32),
+        block_tables=tables,
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        positions=positions,
+        num_decode=len(contexts),
+        max_query_len=1,
+        max_context_len=max(contexts),
+    )
+
+
+def alone(context, tokens, generator):
+    """One sequence that computes the last `tokens` of its context at once."""
+    batch = decode_batch([context], generator)
+    positions = torch.arange(context - tokens, context)
+    blocks = batch.block_tables[0, positions // BLOCK_SIZE].long()
+    return replace(
+        batch, query_starts=torch.tensor([0, tokens], dtype=torch.int32), positions=positions, num_decode=int(tokens == 1),
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE, max_query_len=tokens,
+    )  # fmt: skip
+
+
+class Decoder:
+    """A tiny model over a cache of random keys and values, with and without graphs."""
+
+    def __init__(self, backend, folder, dtype, max_blocks=MAX_BLOCKS):
+        self.model = load_model(folder, backend, dtype, block_size=BLOCK_SIZE)
+        self.backend, shape = backend, self.model.attention_shape
+        self.generator = torch.Generator().manual_seed(3)
+        sizes = (self.model.spec.num_layers, NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
+        self.kv = torch.randn(*sizes, generator=self.generator).to(dtype)
+        self.graphs = DecodeGraphs(backend.native, shape, max_blocks=max_blocks, head=self.model.logits)
+
+    def forward(self, token_ids, batch, plan):
+        return self.model.forward(token_ids, batch, plan, list(self.kv))
+
+    def plain(self, token_ids, batch):
+        """Every row by itself."""
+        self.backend.share_prefixes(enabled=False)
+        plan = self.backend.plan(batch, self.model.attention_shape)
+        self.backend.share_prefixes(enabled=True)
+        return self.forward(token_ids, batch, plan)
+
+    def both(self, contexts, shared=0):
+        """(hidden, cache) of one step without and with graphs, from the same cache. shared: blocks of row 1 that are row 0's."""
+        batch = decode_batch(contexts, self.generator)
+        batch.block_tables[1:2, :shared] = batch.block_tables[:1, :shared]
+        return self.both_of(batch)
+
+    def both_of(self, batch):
+        token_ids = torch.randint(3, self.model.spec.vocab_size, (len(batch.positions),), generator=self.generator)
+        before = self.kv.clone()
+        plain = self.plain(token_ids, batch).clone(), self.kv.clone()
+        self.kv.copy_(before)
+        assert self.graphs.fits(batch)
+        return plain, (self.graphs.run(token_ids, batch, self.forward), self.kv)
+
+
+@pytest.fixture(params=["compiled", "compiled_2_threads"])
+def backend(request):
+    return request.getfixturevalue(request.param)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [name for name in TINY_CONFIGS if not name.startswith("deepseek")])
+def test_a_replayed_step_equals_the_step(backend, family, dtype, tmp_path):
+    folder = tiny_checkpoint(family, tmp_path)
+    decoder = Decoder(backend, folder, dtype)
+    backend.pack_linear(torch.randn(8, 8).to(dtype))
+    if backend.describe()[f"linear_{str(dtype).removeprefix('torch.')}"] != "native":
+        pytest.skip("another linear kernel is faster here: nothing is recorded")
+    for contexts in ([1], [7], [8, 3, 20], [9, 4, 21], [48], [2, 1, 1], [12]):
+        (hidden, cache), (replayed, its_cache) = decoder.both(contexts)
+        assert torch.equal(hidden, replayed)
+        assert torch.equal(cache, its_cache)
+    assert decoder.graphs.sizes == [1, 3] and decoder.graphs.why_not is None
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_sequence_alone_that_computes_some_tokens_is_replayed_too(backend, family, tmp_path):
+    decoder = Decoder(backend, tiny_checkpoint(family, tmp_path), torch.float32)
+    for context, tokens in ((20, 5), (9, 5), (48, 5), (12, 1), (40, 33), (48, 33), (7, 2)):
+        batch = alone(context, tokens, decoder.generator)
+        (hidden, cache), (replayed, its_cache) = decoder.both_of(batch)
+        assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)
+    assert decoder.graphs.sizes == [1, 2, 5, 33] and decoder.graphs.why_not is None
+    assert not decoder.graphs.fits(alone(48, 34, decoder.generator))
+
+
+def test_few_sequences_logits_belong_to_the_recording(backend, tmp_path):
+    decoder = Decoder(backend, tiny_checkpoint("llama", tmp_path), torch.float32)
+    few, many = [5, 9, 1], [3] * (MOST_HEADED + 1)
+    for contexts in (few, [7, 2, 20], many, many):
+        (hidden, _), (replayed, _) = decoder.both(contexts)
+        known = decoder.graphs.logits_of(replayed)
+        if len(contexts) == len(few):
+            expected = known is None if contexts is few else torch.equal(known, decoder.model.logits(hidden))
+            assert expected, "the step that is recorded computes them by itself, those that are replayed tell them"
+        else:
+            assert known is None
+        assert decoder.graphs.logits_of(hidden) is None, "of another tensor than the last run's"
+    decoder.graphs.reset()
+    assert decoder.graphs.logits_of(replayed) is None
+
+
+def test_a_head_that_torch_computes_leaves_the_step_recorded(backend, tmp_path):
+    """Gemma 2 caps its logits."""
+    decoder = Decoder(backend, tiny_checkpoint("gemma2", tmp_path), torch.float32)
+    for _ in range(2):
+        (hidden, _), (replayed, _) = decoder.both([5, 9])
+        assert torch.equal(hidden, replayed) and decoder.graphs.logits_of(replayed) is None
+    assert decoder.graphs.sizes == [2] and decoder.graphs.why_not is None
+
+
+def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
+    """The schedule is no part of a recording: sharing comes, changes and goes, and results stay those of rows alone."""
+    decoder = Decoder(backend, tiny_checkpoint("llama", tmp_path), torch.float32, max_blocks=40)
+    native, spared = backend.native, []
+    worth, native.worth = native.worth, 64
+    try:
+        for contexts, shared in (
+            ((150, 140, 12), 0), ((149, 141, 11), 32), ((150, 142, 12), 17), ((90, 150, 40), 20), ((20, 21, 12), 5),
+            ((70, 12), 3), ((140, 150), 34), ((151, 141, 13), 33), ((70, 72, 74), 0),
+        ):  # fmt: skip
+            before = native.spared_tokens
+            (hidden, cache), (replayed, its_cache) = decoder.both(contexts, shared)
+            assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)
+            spared.append(native.spared_tokens - before)
+    finally:
+        native.worth = worth
+    assert spared == [0, 128, 64, 64, 0, 0, 128, 128, 0]
+    assert decoder.graphs.sizes == [2, 3] and decoder.graphs.why_not is None
+
+
+def test_a_wrong_address_in_a_recording_is_noticed(compiled, tmp_path, monkeypatch):
+    """The check after recording is no formality: a tape that drops a call turns recording off."""
+    decoder = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32)
+    import kvrelay.kernels.cpu.graphs as cpu_graphs
+
+    class Forgetful(cpu_graphs._Tape):
+        def __getattr__(self, name):
+            run = super().__getattr__(name)
+            return self._lib.kr_gate if name == "kr_gate" else run
+
+    monkeypatch.setattr(cpu_graphs, "_Tape", Forgetful)
+    (hidden, _), (first, _) = decoder.both([6])
+    assert decoder.graphs.why_not == "the replay's result differs"
+    assert torch.equal(hidden, first)
+
+
+def test_what_torch_computes_is_never_recorded(compiled, tmp_path):
+    decoder = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32)
+    plain = decoder.forward
+    decoder.forward = lambda *step: plain(*step) * 2.0
+    (hidden, _), (first, _) = decoder.both([6])
+    assert torch.equal(hidden, first)
+    assert "aten.mul" in decoder.graphs.why_not and decoder.graphs.sizes == []
+    assert not decoder.graphs.fits(decode_batch([6], decoder.generator))
+
+
+def test_two_engines_of_one_process_do_not_record_at_the_same_time(compiled, tmp_path):
+    """torch keeps a dangling pointer where two threads come to an operator first, each under its dispatch mode."""
+    folder = tiny_checkpoint("llama", tmp_path)
+    first, second = (Decoder(backend, folder, torch.float32) for backend in (compiled, CpuBackend(1)))
+    entered, may_go, order = threading.Event(), threading.Event(), []
+
+    def forward_of(decoder, name):
+        def forward(token_ids, batch, plan):
+            order.append(f"{name} begins")
+            if name == "first":
+                entered.set()
+                may_go.wait(20)
+            hidden = decoder.forward(token_ids, batch, plan)
+            order.append(f"{name} ends")
+            return hidden
+
+        return forward
+
+    def record(decoder, name):
+        batch = decode_batch([3, 7], decoder.generator)
+        with torch.inference_mode():
+            decoder.graphs.run(torch.tensor([1, 2]), batch, forward_of(decoder, name))
+
+    threads = [threading.Thread(target=record, args=one) for one in ((first, "first"), (second, "second"))]
+    threads[0].start()
+    assert entered.wait(20)
+    threads[1].start()
+    threads[1].join(0.5)  # it would be through by now
+    may_go.set()
+    for thread in threads:
+        thread.join(20)
+    assert order == ["first begins", "first ends", "second begins", "second ends"]
+    assert first.graphs.sizes == second.graphs.sizes == [2]
+
+
+def test_only_decode_steps_of_a_moderate_size_fit(compiled, tmp_path):
+    graphs = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32).graphs
+    generator = torch.Generator().manual_seed(0)
+    assert not graphs.fits(decode_batch([1] * (LARGEST + 1), generator))
+    batch = decode_batch([5, 5], generator)
+    prompt = AttentionBatch(**{field: getattr(batch, field) for field in batch.__slots__} | {"num_decode": 1})
+    assert graphs.fits(batch) and not graphs.fits(prompt)
+
+
+def test_a_buffer_is_used_again_only_when_no_view_of_it_is_left():
+    buffers = _Buffers()
+    first = buffers.empty((4, 6), torch.float32)
+    part = first[1:, :2]
+    address = first.data_ptr()
+    del first
+    gc.collect()
+    other = buffers.empty((4, 6), torch.float32)
+    assert other.data_ptr() != address
+    del part
+    gc.collect()
+    assert buffers.empty((4, 6), torch.float32).data_ptr() == address
+
+
+def test_an_engine_keeps_its_tokens_when_the_rotary_tables_grow(compiled, tmp_path):
+    """Tables that move make recordings stale: they are made again."""
+    folder = tiny_checkpoint("llama", tmp_path)
+    outputs = []
+    for with_graphs in (True, False):
+        engine = load_engine(folder, compiled, torch.float32, EngineConfig(kv_memory_bytes=8 << 20))
+        engine.model._cos_sin = tuple(table[:16].clone() for table in engine.model._cos_sin)
+        if not with_graphs:
+            engine._runner._graphs = None
+        prompt = [5, 9, 17, 4, 8]
+        engine.add(
+            SequenceRequest(
+                request_id="a",
+                token_ids=prompt,
+                num_prompt_tokens=len(prompt),
+                block_hashes=list(block_hashes(prompt, 16)),
+                sampling=Sampling(max_tokens=60, temperature=0.0, ignore_eos=True),
+            )
+        )
+        tokens = []
+        while engine.scheduler.has_work:
+            tokens += [token for output in engine.step().outputs for token in output.token_ids]
+        outputs.append(tokens)
+        if with_graphs:
+            assert engine._runner._graphs.sizes == [1] and engine.model.num_positions >= 64
+    assert outputs[0] == outputs[1] and len(outputs[0]) == 60

@@ -1,0 +1,292 @@
+"""Each eviction policy's defining behaviour, through the cache that asks it; the sketch, and traces of our own."""
+
+import json
+import random
+
+import pytest
+
+from bench.cache_replay import Belady, Prompt, load_prompts, replay
+from bench.tiers_trace import run
+from kvrelay.cluster.loadgen.sessions import SessionSpec, as_mooncake, generate
+from kvrelay.cluster.workloads.readers import parse_mooncake
+from kvrelay.config import CacheSettings, settings_from
+from kvrelay.errors import ConfigError
+from kvrelay.hashing import HashChain
+from kvrelay.kvcache.eviction.registry import Lru, Usage, make_policy, policy_names, register
+from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
+from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.types import BlockHash
+
+pytestmark = pytest.mark.pure
+
+
+def name(text: str) -> BlockHash:
+    return BlockHash(hash_of(text))
+
+
+def hash_of(text: str) -> bytes:
+    return int.from_bytes(text.encode().rjust(8, b"\0")).__mul__(0x9E3779B97F4A7C15F39CC0605CEDC835).to_bytes(32)[-16:]
+
+
+class Cache:
+    """A tier of single blocks, driven in words."""
+
+    def __init__(self, policy: str, num_slots: int) -> None:
+        self.tier = TierIndex(num_slots, make_policy(policy, num_slots))
+        self.now_s = 0.0
+        self.texts: dict[BlockHash, str] = {}
+
+    def ask(self, *texts: str) -> None:
+        """Each is used if it is here, else it comes in."""
+        for text in texts:
+            self.now_s += 1
+            digest = name(text)
+            self.texts[digest] = text
+            if digest in self.tier:
+                self.tier.use([digest], self.now_s)
+                continue
+            (slot,) = self.tier.reserve(1, self.now_s) or ()
+            self.tier.put(digest, slot, self.now_s, parent=None, end_tokens=512)
+
+    def order(self) -> str:
+        """What would go, first to go first."""
+        return "".join(self.texts[digest] for digest in self.tier.next_victims(self.tier.num_slots, self.now_s))
+
+    def here(self) -> set[str]:
+        return {self.texts[digest] for digest in self.tier.hashes()}
+
+
+def test_lru_gives_up_what_was_used_longest_ago():
+    cache = Cache("lru", 3)
+    cache.ask("a", "b", "c", "a")
+    assert cache.order() == "bca"
+
+
+def test_fifo_does_not_care_for_use():
+    cache = Cache("fifo", 3)
+    cache.ask("a", "b", "c", "a", "a")
+    assert cache.order() == "abc"
+
+
+def test_lfu_gives_up_what_was_used_least():
+    cache = Cache("lfu", 3)
+    cache.ask("a", "b", "c", "a", "a", "b")
+    assert cache.order() == "cba"
+
+
+def test_past_fame_fades_under_lfu():
+    cache = Cache("lfu", 2)
+    cache.ask("a", "a", "a", *"bcdefgh")
+    assert "a" not in cache.here()
+    cache = Cache("lfu", 2)
+    cache.ask("a", "a", "a", *"bcd")
+    assert "a" in cache.here()  # but not at once
+
+
+def test_a_scan_leaves_what_slru_protects():
+    cache = Cache("slru", 5)
+    cache.ask("a", "b", "a", "b", *"mnopqrstuvw")
+    assert {"a", "b"} <= cache.here()
+    lru = Cache("lru", 5)
+    lru.ask("a", "b", "a", "b", *"mnopqrstuvw")
+    assert not {"a", "b"} & lru.here()
+
+
+def test_what_slru_has_no_room_to_protect_falls_behind_the_probationers_of_its_time():
+    cache = Cache("slru", 5)  # protects four
+    cache.ask("a", "b", "c", "d", "e", *"abcde")  # the fifth use lets a fall
+    assert cache.order() == "abcde"
+    cache.ask("x")  # a goes; x is on probation
+    assert cache.order() == "xbcde"
+    cache.ask("x")  # x is protected, b falls
+    assert cache.order() == "bcdex"
+
+
+def test_tinylfu_keeps_the_popular_from_a_flood_of_strangers_and_lru_does_not():
+    def survivors(policy: str) -> set[str]:
+        cache = Cache(policy, 20)
+        for _ in range(4):
+            cache.ask(*"abcdefgh")
+        cache.ask(*(f"s{number}" for number in range(60)))
+        return cache.here() & set("abcdefgh")
+
+    assert len(survivors("tinylfu")) >= 7
+    assert not survivors("lru")
+
+
+def test_tinylfu_admits_a_stranger_that_comes_back():
+    cache = Cache("tinylfu", 10)
+    for _ in range(3):
+        cache.ask(*"abcdefghij")
+    for round_number in range(6):
+        cache.ask("new", *(f"s{round_number}{number}" for number in range(3)))
+    assert "new" in cache.here()
+
+
+def test_a_sketch_counts_and_forgets():
+    sketch = FrequencySketch(16)
+    assert [sketch.touch(name("a")) for _ in range(4)] == [1, 2, 3, 4]
+    assert (sketch.estimate(name("a")), sketch.estimate(name("b"))) == (4, 0)
+    for number in range(400):
+        sketch.touch(name(f"other{number}"))
+    assert sketch.estimate(name("a")) < 4
+
+
+def test_reuse_rates_are_learned_by_kind_and_age():
+    rates = ReuseRates()
+    assert rates.value(None, 1) > rates.value(None, 100) > rates.value(None, 10_000)  # before: like LRU
+    for number in range(300):
+        rates.reused((3, 9), 60 + number % 20)  # kind 3 comes back after about a minute
+        rates.lost((0, 9), 900)  # kind 0 never does
+    rates.fit([])
+    assert rates.value((3, 9), 50) > 5 * rates.value((0, 9), 50)
+    assert rates.value((3, 9), 50) > rates.value((3, 9), 1)  # not before it had time to read
+    assert rates.value((3, 9), 50) > 5 * rates.value((3, 9), 600)
+
+
+def test_those_who_still_wait_count_against_the_rate():
+    def value(num_waiting: int) -> float:
+        rates = ReuseRates()
+        for _ in range(50):
+            rates.reused((0, 9), 60)
+        rates.fit(((0, 9), 500.0) for _ in range(num_waiting))
+        return rates.value((0, 9), 30)
+
+    assert value(0) > 2 * value(200)
+
+
+def conversations(num_turns: int, num_blocks: int) -> list[Prompt]:
+    """Every 5 s a prompt that never comes back; every 20 s a short one that comes back each 60 s for `num_turns` turns."""
+    prompts = []
+    for number in range(400):
+        once = tuple(name(f"o{number}/{block}") for block in range(num_blocks))
+        prompts.append(Prompt(5.0 * number, 512 * num_blocks, once))
+        if number % 4 == 0:
+            for turn in range(num_turns):
+                talk = tuple(name(f"c{number}/{block}") for block in range(2 + turn))
+                prompts.append(Prompt(5.0 * number + 1 + 60 * turn, 512 * (2 + turn), talk))
+    return sorted(prompts, key=lambda prompt: prompt.arrival_s)
+
+
+@pytest.mark.parametrize("policy", ["survival", "cost"])
+def test_a_policy_that_learns_keeps_conversations_and_lets_one_off_prompts_go(policy):
+    prompts = conversations(num_turns=5, num_blocks=8)
+    learned = replay(prompts, TierIndex(64, make_policy(policy, 64)))
+    lru = replay(prompts, TierIndex(64, Lru()))
+    best = replay(prompts, TierIndex(64, Belady(prompts)))
+    assert learned.late_ratio > lru.late_ratio + (best.late_ratio - lru.late_ratio) / 3
+
+
+def test_cost_prefers_what_is_dear_to_recompute():
+    policy = make_policy("cost", 100)
+    short, long = (Usage(name(text), 1, end, inserted_s=0, used_s=0) for text, end in (("s", 512), ("l", 65536)))
+    for usage in (short, long):
+        policy.inserted(usage, 0)
+    assert policy.score(long, 9) > 2 * policy.score(short, 9)
+    even = make_policy("survival", 100)
+    assert even.score(long, 9) == even.score(short, 9)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_no_policy_beats_the_optimum_and_each_keeps_the_ledger(policy):
+    prompts = load_prompts(None, num_requests=250, seed=3)
+    tier = TierIndex(400, make_policy(policy, 400))
+    found = replay(prompts, tier).hit_tokens
+    tier.check()
+    assert 0 < found <= replay(prompts, TierIndex(400, Belady(prompts))).hit_tokens
+    assert found < replay(prompts, TierIndex(10_000, Lru())).hit_tokens
+
+
+def test_belady_is_the_best_of_all_on_a_case_done_by_hand():
+    chains = {text: (name(text),) for text in "abc"}
+    prompts = [Prompt(float(at), 512, chains[text]) for at, text in enumerate("abcabcabc")]
+    assert replay(prompts, TierIndex(2, Lru())).hit_tokens == 0
+    assert replay(prompts, TierIndex(2, Belady(prompts))).hit_tokens == 3 * 512
+
+
+def test_policies_go_by_name_and_a_wrong_name_tells_the_right_ones():
+    assert set(policy_names()) == set(CacheSettings.model_fields["policy"].annotation.__args__)
+    assert [make_policy(one, 8).name for one in policy_names()] == list(policy_names())
+    with pytest.raises(ValueError, match="lru, lfu"):
+        make_policy("lrv", 8)
+    with pytest.raises(ValueError, match="already"):
+        register("lru", lambda capacity: Lru())
+    with pytest.raises(ConfigError):
+        settings_from({"cache": {"policy": "lrv"}})
+
+
+# ---- traces of our own
+
+
+def test_a_generated_trace_repeats_with_its_seed_and_survives_its_format():
+    trace = generate(SessionSpec(seed=5), 300)
+    assert trace == generate(SessionSpec(seed=5), 300) != generate(SessionSpec(seed=6), 300)
+    assert list(parse_mooncake(as_mooncake(entry) for entry in trace)) == trace
+    assert json.loads(as_mooncake(trace[0]))["hash_ids"] == list(trace[0].hash_ids)
+
+
+def test_a_generated_trace_has_turns_shared_beginnings_and_prompts_that_come_once():
+    trace = generate(SessionSpec(seed=5), 600)
+    times = [entry.arrival_s for entry in trace]
+    assert times == sorted(times)
+    assert all(len(entry.hash_ids) == -(-entry.input_tokens // 512) for entry in trace)
+    parents: dict[int, int | None] = {}
+    seen: set[int] = set()
+    deepest = []
+    for entry in trace:
+        before: int | None = None
+        deepest.append(sum(block in seen for block in entry.hash_ids))
+        for block in entry.hash_ids:
+            assert parents.setdefault(block, before) == before, "a block with two prefixes"
+            before = block
+        seen.update(entry.hash_ids)
+    assert sum(depth > 10 for depth in deepest) > 50  # turns that continue
+    assert sum(depth == 0 for depth in deepest) < 300  # most share a beginning
+    assert sum(0 < depth <= 10 for depth in deepest) > 50
+
+
+def test_without_one_off_prompts_and_with_sure_replies_every_session_goes_on():
+    spec = SessionSpec(one_off_share=0.0, first_continues=1.0, last_continues=1.0, sessions_per_s=0.05, seed=1)
+    trace = generate(spec, 200)
+    once = generate(SessionSpec(one_off_share=1.0, sessions_per_s=0.05, seed=1), 200)
+
+    def total(entries):
+        return sum(entry.input_tokens for entry in entries) / len(entries)
+
+    assert total(trace) > 1.2 * total(once)  # contexts grow with their turns
+    assert trace[-1].arrival_s < once[-1].arrival_s
+
+
+def test_every_further_tier_finds_more_and_the_admission_filter_writes_less():
+    prompts = load_prompts(None, num_requests=400, seed=2)
+    rows = [run(prompts, (0.1, 0.3, 0.8, 2.0)[:count], "lru", 1) for count in (1, 2, 3, 4)]
+    saved = [row["saved_tokens"] for row in rows]
+    assert saved == sorted(saved) and len(set(saved)) == 4
+    filtered = run(prompts, (0.1, 0.3, 0.8, 2.0), "lru", 2)
+    assert filtered["written_tokens"][2] < 0.8 * rows[3]["written_tokens"][2]
+    assert sum(filtered["found_tokens"]) == filtered["saved_tokens"]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_every_policy_serves_the_devices_index_too(policy):
+    """Runs of blocks that grow, split and merge, where entries come and go whole or in part."""
+    pool = BlockPool(24, block_size=16, policy=make_policy(policy, 24))
+    draw = random.Random(4)
+    for number in range(400):
+        pool.tick(3.0 * number)
+        tokens = (
+            [draw.randrange(3)] * 32 + [draw.randrange(2)] * 32 + [draw.randrange(1000)] * 16 * draw.randrange(1, 5)
+        )
+        chain = HashChain.of(tokens, 16)
+        match = pool.match(chain)
+        pool.use(match)
+        pool.acquire(match.blocks)
+        fresh = pool.allocate(len(chain) - len(match))
+        assert fresh is not None
+        table = match.blocks + fresh
+        pool.name(chain, table, len(match), len(chain))
+        pool.release(table)
+        pool.check()
+    assert pool.counts().used == 0

@@ -1,0 +1,122 @@
+"""Pool, host tier, stores and the controller between them in any order of events: nothing lost, leaked or confused."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.tiers import controller as tiers
+from kvrelay.kvcache.tiers import fetches
+from kvrelay.kvcache.tiers.offload import Sinks
+from kvrelay.kvcache.tiers.tier_index import TierIndex
+from tests.kvcache.pool import machine_steps
+from tests.kvcache.tiers.tiers_life import Life
+
+pytestmark = pytest.mark.pure
+
+
+class TiersMachine(RuleBasedStateMachine):
+    """Each pair of bytes is a step: what happens, and to whom."""
+
+    is_checked = True
+
+    @initialize(
+        write=st.sampled_from(["write-through", "selective", "write-back"]),
+        prefetch=st.sampled_from(["wait", "timeout", "best-effort", "off"]),
+        quota=st.sampled_from([None, 3]),
+    )
+    def begin(self, write, prefetch, quota):
+        self.life = Life(write, prefetch, quota, is_checked=self.is_checked)
+
+    @rule(numbers=st.binary(min_size=100, max_size=600))
+    def go_on(self, numbers):
+        for number, argument in zip(numbers[::2], numbers[1::2], strict=False):
+            self.life.step(number, argument)
+        machine_steps.taken["tiers"] += len(numbers) // 2
+
+    @rule(how=st.integers(0, 1))
+    def end(self, how):
+        """And another one begins."""
+        life = self.life
+        life.end(how)
+        self.life = Life(life.rules.write, life.rules.prefetch, None, is_checked=self.is_checked)
+
+
+@pytest.mark.slow
+def test_any_order_of_events():
+    machine_steps.live("tiers", TiersMachine, examples=60, rules_each=8)
+
+
+def test_the_lives_of_the_kv_cache_take_enough_steps_together():
+    assert sum(machine_steps.STEPS[name] for name in ("pool", "index", "tiers")) >= machine_steps.LEAST
+
+
+def broken(monkeypatch, what):
+    """Each is a line of the code gone wrong."""
+    if what == "a saved block is given back at once":
+        real = tiers.Tiers._save_batch
+
+        def save(self, batch):
+            before = set(self._saving)
+            real(self, batch)
+            self.pool.release([block for digest, block in self._saving.items() if digest not in before])
+
+        def saved(self, batch, slots, result, real=tiers.Tiers._saved):
+            self.pool.acquire([entry.block for entry in batch if self.pool.num_holders(entry.block)])
+            real(self, batch, slots, result)
+
+        monkeypatch.setattr(tiers.Tiers, "_save_batch", save)
+        monkeypatch.setattr(tiers.Tiers, "_saved", saved)
+    elif what == "a generation is skipped":
+        monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._ledger.generations[block] // 2 * 2)
+    elif what == "holds are ignored in eviction":
+        free = lambda self, digest, entry: digest not in self._children and digest not in self._pins  # noqa: E731
+        monkeypatch.setattr(TierIndex, "_is_evictable", free)
+    elif what == "a fetch keeps its slots":
+        monkeypatch.setattr(fetches.Fetches, "end", lambda self, request_id: self._fetches.pop(request_id, None))
+    elif what == "a hold is forgotten":
+        real_batch = Sinks._batch
+
+        def unheld(self, store, hashes):
+            batch = real_batch(self, store, hashes)
+            self._index.unhold(batch.slots)
+            return batch
+
+        monkeypatch.setattr(Sinks, "_batch", unheld)
+    elif what == "a request waits for all for ever":
+        monkeypatch.setattr(tiers, "WAIT_LIMIT_S", float("inf"))
+    elif what == "what failed is found again":
+        monkeypatch.setattr(tiers.Tiers, "give_up", lambda self, load: None)
+    elif what == "a checksum is kept when its slot changes hands":
+        put = tiers.Tiers._put
+
+        def stale(self, digest, slot, checksum, meta):
+            put(self, digest, slot, self._checksums[slot] or checksum, meta)
+
+        monkeypatch.setattr(tiers.Tiers, "_put", stale)
+    else:
+        monkeypatch.setattr(TiersMachine, "is_checked", False)
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a saved block is given back at once",
+        "a generation is skipped",
+        "holds are ignored in eviction",
+        "a fetch keeps its slots",
+        "a hold is forgotten",
+        "a request waits for all for ever",
+        "what failed is found again",
+        "a checksum is kept when its slot changes hands",
+        "nothing is checked",
+    ],
+)
+def test_the_machine_finds(what, monkeypatch):
+    """Negative controls."""
+    broken(monkeypatch, what)
+    most = machine_steps.taken["tiers"] + 60_000
+    with pytest.raises((AssertionError, KeyError)):
+        machine_steps.run_until(
+            lambda: machine_steps.taken["tiers"] > most, TiersMachine, examples=60, rules_each=8, is_shrunk=False
+        )

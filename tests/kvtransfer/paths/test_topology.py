@@ -1,0 +1,341 @@
+"""Topology: what a fake sysfs says about NICs, GPUs and NUMA nodes, and which paths that speaks for."""
+
+import ctypes
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from kvrelay.kvtransfer.paths.discovery import discover, fabrics_of, this_machine
+from kvrelay.kvtransfer.paths.topology import (
+    Affinity,
+    Gpu,
+    Near,
+    Nic,
+    Topology,
+    affinity,
+    best_nics,
+    rank_paths,
+    ucx_devices,
+)
+
+pytestmark = pytest.mark.pure
+
+
+ALL = ["loopback", "shm", "nixl", "tcp"]
+
+
+class Sysfs:
+    """Writes the few files that are read, where Linux has them."""
+
+    def __init__(self, root):
+        self.root = root
+
+    def write(self, path, text):
+        file = self.root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{text}\n")
+
+    def device(self, *path, node=-1):
+        """A PCI device below host bridge and bridges; returns its folder."""
+        folder = self.root / "devices" / "/".join(path)
+        self.write(folder.relative_to(self.root) / "numa_node", node)
+        link = self.root / "bus/pci/devices" / path[-1]
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder)
+        return folder
+
+    def _of_class(self, kind, name, device):
+        folder = (device or self.root / "devices/virtual") / kind / name
+        folder.mkdir(parents=True, exist_ok=True)
+        if device is not None:
+            (folder / "device").symlink_to(device)
+        link = self.root / "class" / kind / name
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(folder)
+        return folder.relative_to(self.root)
+
+    def rdma(self, name, device, rate="200 Gb/sec (4X HDR)", state="4: ACTIVE"):
+        folder = self._of_class("infiniband", name, device)
+        self.write(folder / "ports/1/rate", rate)
+        self.write(folder / "ports/1/state", state)
+
+    def ethernet(self, name, device=None, speed=-1, state="up", kind=1):
+        folder = self._of_class("net", name, device)
+        for file, text in (("speed", speed), ("operstate", state), ("type", kind)):
+            self.write(folder / file, text)
+
+    def node(self, number, cores, distances):
+        self.write(f"devices/system/node/node{number}/cpulist", cores)
+        self.write(f"devices/system/node/node{number}/distance", distances)
+
+
+def dgx(root, host="dgx-1", process="p", cores=(0,)):
+    """Two sockets; each has a PCIe switch with two GPUs and a NIC for each, and a storage NIC at the root."""
+    sysfs = Sysfs(root)
+    sysfs.node(0, "0-55,112-167", "10 32")
+    sysfs.node(1, "56-111,168-223", "32 10")
+    gpus = []
+    for node, bridge in ((0, "0a"), (1, "8a")):
+        switch = (f"pci0000:{bridge}", f"0000:{bridge}:01.0", f"0000:{bridge[0]}b:00.0")
+        for slot in (0, 1):
+            gpu = f"0000:{bridge[0]}{'f' if slot else 'e'}:00.0"
+            sysfs.device(*switch, f"0000:{bridge[0]}c:0{4 + slot}.0", gpu, node=node)
+            gpus.append(gpu)
+            nic = sysfs.device(*switch, f"0000:{bridge[0]}c:0{slot}.0", f"0000:{bridge[0]}d:0{slot}.0", node=node)
+            sysfs.rdma(f"mlx5_{2 * node + slot}", nic)
+    storage = sysfs.device("pci0000:0a", "0000:0a:02.0", "0000:20:00.0", node=0)
+    sysfs.rdma("mlx5_9", storage, rate="400 Gb/sec (4X NDR)")
+    sysfs.rdma("mlx5_8", sysfs.device("pci0000:8a", "0000:8a:03.0", "0000:90:00.0", node=1), state="1: DOWN")
+    sysfs.ethernet("eno1", sysfs.device("pci0000:30", "0000:30:00.0", "0000:31:00.0", node=0), speed=25000)
+    sysfs.ethernet("docker0")
+    sysfs.ethernet("lo", kind=772)
+    return discover(
+        root, host=host, process=process, cores=cores, gpu_addresses=gpus, addresses={"eno1": ["10.0.0.7"], "docker0": ["172.17.0.1"]}
+    )  # fmt: skip
+
+
+def cloud_vm(root, host="vm-1", process="p"):
+    sysfs = Sysfs(root)
+    sysfs.node(0, "0-3", "10")
+    virtio = sysfs.device("pci0000:00", "0000:00:03.0", node=-1) / "virtio2"
+    virtio.mkdir()
+    sysfs.ethernet("eth0", virtio)
+    sysfs.ethernet("lo", kind=772, state="unknown")
+    return discover(root, host=host, process=process, cores=(0, 1), addresses={"eth0": ["192.0.2.9"]})
+
+
+# ---- discovery
+
+
+def test_a_dgx_like_host_is_read(tmp_path):
+    found = dgx(tmp_path, cores=(56, 57))
+    assert {nic.name: (nic.kind, nic.is_up, nic.gbit_per_s, nic.numa_node) for nic in found.nics} == {
+        "mlx5_0": ("rdma", True, 200.0, 0), "mlx5_1": ("rdma", True, 200.0, 0),
+        "mlx5_2": ("rdma", True, 200.0, 1), "mlx5_3": ("rdma", True, 200.0, 1),
+        "mlx5_8": ("rdma", False, 200.0, 1), "mlx5_9": ("rdma", True, 400.0, 0),
+        "eno1": ("ethernet", True, 25.0, 0), "docker0": ("ethernet", True, 0.0, -1),
+    }  # fmt: skip
+    assert found.nics[0].pci_path == ["pci0000:0a", "0000:0a:01.0", "0000:0b:00.0", "0000:0c:00.0", "0000:0d:00.0"]
+    assert [(gpu.index, gpu.numa_node, gpu.nvlink_domain) for gpu in found.gpus] == [
+        (0, 0, "dgx-1"), (1, 0, "dgx-1"), (2, 1, "dgx-1"), (3, 1, "dgx-1"),
+    ]  # fmt: skip
+    assert (found.numa_node, found.numa_distances) == (1, [[10, 32], [32, 10]])
+
+
+def test_cores_on_several_nodes_have_no_node_in_common(tmp_path):
+    assert dgx(tmp_path, cores=(0, 56)).numa_node == -1
+
+
+def test_a_plain_cloud_vm_is_read(tmp_path):
+    found = cloud_vm(tmp_path)
+    assert [(nic.name, nic.is_up, nic.gbit_per_s, nic.pci_path) for nic in found.nics] == [
+        ("eth0", True, 0.0, ["pci0000:00", "0000:00:03.0"])
+    ]
+    assert (found.gpus, found.numa_node) == ([], 0)
+
+
+def test_an_empty_sysfs_is_no_error(tmp_path):
+    found = discover(tmp_path, host="h", process="p", cores=(0,), gpu_addresses=["0000:01:00.0"])
+    assert (found.nics, found.numa_node, found.gpus[0].pci_path) == ([], -1, [])
+
+
+def test_this_machine_is_read_and_fits_into_a_handshake():
+    found = this_machine()
+    assert found.host and found.process
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(found), type=Topology) == found
+    assert this_machine() is found
+
+
+class FakeNvml:
+    """As pynvml: a GPU in a fabric, one that is still joining, one without."""
+
+    def __init__(self):
+        self.c_nvmlGpuFabricInfoV_t = FabricInfo
+        self.nvmlDeviceGetHandleByIndex = lambda index: index
+
+    def nvmlDeviceGetCount(self):
+        return 3
+
+    def nvmlDeviceGetPciInfo(self, handle):
+        return SimpleNamespace(busId=f"00000000:0{handle}:00.0".upper().encode())
+
+    def nvmlDeviceGetGpuFabricInfoV(self, handle, reference):
+        if handle == 2:
+            raise RuntimeError("Not Supported")
+        info = reference._obj
+        info.clusterUuid[:] = [0xAB] * 16
+        info.cliqueId, info.state = 7, 3 if handle == 0 else 2
+
+
+class FabricInfo(ctypes.Structure):
+    _fields_ = (("clusterUuid", ctypes.c_uint8 * 16), ("cliqueId", ctypes.c_uint32), ("state", ctypes.c_uint8))
+
+
+def test_an_nvlink_fabric_across_hosts_is_named_by_cluster_and_clique():
+    assert fabrics_of(FakeNvml()) == {"0000:00:00.0": "ab" * 16 + "/7"}
+
+
+# ---- affinity
+
+
+@pytest.mark.parametrize(
+    ("nic", "device", "near", "text"),
+    [
+        ("mlx5_0", "cuda:0", Near.SWITCH, "same PCIe switch as cuda:0"),
+        ("mlx5_9", "cuda:0", Near.HOST_BRIDGE, "same PCIe host bridge as cuda:0"),
+        ("eno1", "cuda:0", Near.NODE, "same NUMA node as cuda:0"),
+        ("mlx5_2", "cuda:0", Near.FAR, "NUMA distance 32 from cuda:0"),
+        ("mlx5_0", "cpu", Near.NODE, "same NUMA node as the worker's cores"),
+        ("mlx5_2", "cpu", Near.FAR, "NUMA distance 32 from the worker's cores"),
+        ("docker0", "cuda:0", Near.UNKNOWN, "affinity to cuda:0 unknown"),
+        ("mlx5_0", "cuda:7", Near.NODE, "same NUMA node as the worker's cores"),
+    ],
+)
+def test_affinity_is_pcie_distance_and_then_numa_distance(tmp_path, nic, device, near, text):
+    machine = dgx(tmp_path)
+    found = affinity(machine, next(each for each in machine.nics if each.name == nic), device)
+    assert (found.near, found.text) == (near, text)
+
+
+def test_fewer_pci_hops_are_nearer_within_one_switch():
+    near, far = Affinity(Near.SWITCH, 2, ""), Affinity(Near.SWITCH, 4, "")
+    assert near < far < Affinity(Near.HOST_BRIDGE, 1, "")
+
+
+def test_a_node_that_the_kernel_told_no_distance_for_is_far():
+    machine = Topology(host="h", process="p", numa_node=0, numa_distances=[[10]])
+    nic = Nic(name="n", kind="rdma", is_up=True, numa_node=3)
+    assert affinity(machine, nic, "cpu").cost == 255
+
+
+# ---- choosing NICs
+
+
+def names(nics):
+    return [nic.name for nic in nics]
+
+
+def test_each_gpu_takes_the_nics_of_its_own_switch(tmp_path):
+    machine = dgx(tmp_path)
+    assert [names(best_nics(machine, f"cuda:{index}")) for index in range(4)] == [
+        ["mlx5_0", "mlx5_1"], ["mlx5_0", "mlx5_1"], ["mlx5_2", "mlx5_3"], ["mlx5_2", "mlx5_3"],
+    ]  # fmt: skip
+
+
+def test_host_memory_takes_the_fastest_nics_of_the_workers_node(tmp_path):
+    assert names(best_nics(dgx(tmp_path), "cpu")) == ["mlx5_9", "mlx5_0", "mlx5_1"]
+
+
+def test_a_nic_that_is_down_is_never_chosen(tmp_path):
+    assert "mlx5_8" not in names(best_nics(dgx(tmp_path, cores=(56,)), "cpu"))
+
+
+def test_a_much_slower_nic_is_no_rail_beside_a_fast_one():
+    nics = [
+        Nic(name=name, kind="rdma", is_up=True, gbit_per_s=rate, numa_node=0)
+        for name, rate in [("a", 100.0), ("b", 400.0)]
+    ]
+    machine = Topology(host="h", process="p", numa_node=0, numa_distances=[[10]], nics=nics)
+    assert names(best_nics(machine, "cpu")) == ["b"]
+
+
+def test_without_rdma_a_physical_nic_is_chosen(tmp_path):
+    assert names(best_nics(cloud_vm(tmp_path), "cpu")) == ["eth0"]
+
+
+def test_ucx_gets_the_gpus_nics_and_the_ethernet_device_of_the_workers_own_address(tmp_path):
+    assert ucx_devices(dgx(tmp_path), "cuda:3", "10.0.0.7") == ["mlx5_2:1", "mlx5_3:1", "eno1"]
+
+
+def test_of_several_ethernet_devices_ucx_gets_the_one_with_the_workers_address():
+    nics = [
+        Nic(name=name, kind="ethernet", is_up=True, addresses=[ip])
+        for name, ip in [("eth0", "10.0.0.1"), ("br0", "10.9.0.1")]
+    ]
+    machine = Topology(host="h", process="p", nics=nics)
+    assert ucx_devices(machine, "cpu", "10.9.0.1") == ["br0"]
+    assert ucx_devices(machine, "cpu", "10.77.0.1") == []  # behind an address that no device has: UCX's own choice
+
+
+def test_where_there_is_no_choice_ucx_is_left_alone(tmp_path):
+    assert ucx_devices(cloud_vm(tmp_path), "cpu", "192.0.2.9") == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.1.2.3", "::1", "localhost"])
+def test_a_worker_at_a_loopback_address_uses_no_card_at_all(tmp_path, host):
+    assert ucx_devices(dgx(tmp_path), "cuda:0", host) == ["lo"]
+
+
+# ---- ranking
+
+
+def ranked(source, target, source_device="cpu", target_device="cpu", offers=ALL):
+    return dict(rank_paths(source, target, source_device, target_device, offers))
+
+
+def test_one_process_before_one_host_before_sockets(tmp_path):
+    machine = cloud_vm(tmp_path)
+    assert rank_paths(machine, machine, "cpu", "cpu", ALL) == [
+        ("loopback", "same process"), ("shm", "same host"), ("nixl", "same host, through UCX"), ("tcp", "TCP on one host"),
+    ]  # fmt: skip
+
+
+def test_another_process_of_the_host_is_not_reached_by_loopback(tmp_path):
+    source = cloud_vm(tmp_path)
+    assert "loopback" not in ranked(source, msgspec.structs.replace(source, process="q"))
+
+
+def test_transports_of_one_host_keep_the_order_of_the_offers(tmp_path):
+    machine = cloud_vm(tmp_path)
+    assert list(ranked(machine, machine, offers=["tcp", "unix", "shm"])) == ["unix", "shm", "tcp"]
+
+
+def test_an_unknown_host_is_nobodys_neighbour(tmp_path):
+    machine = cloud_vm(tmp_path, host="")
+    assert list(ranked(machine, machine, offers=["loopback", "shm", "tcp"])) == ["tcp"]
+
+
+def test_between_hosts_without_rdma_sockets_go_first_and_the_danger_is_named(tmp_path):
+    source, target = cloud_vm(tmp_path / "a"), cloud_vm(tmp_path / "b", host="vm-2")
+    paths = rank_paths(source, target, "cpu", "cpu", ALL)
+    assert paths[0] == ("tcp", "TCP eth0 to eth0")
+    assert [name for name, _ in paths] == ["tcp", "nixl"]
+    assert "a target that dies during a read can take the source down" in paths[1][1]
+
+
+def test_rdma_goes_before_tcp_and_names_both_nics_with_their_affinity(tmp_path):
+    source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
+    assert rank_paths(source, target, "cuda:0", "cuda:2", ["nixl", "tcp"]) == [
+        (
+            "nixl",
+            "RDMA mlx5_0, 200 Gb/s, same PCIe switch as cuda:0, to mlx5_2, 200 Gb/s, same PCIe switch as cuda:2",
+        ),
+        ("tcp", "TCP eno1 to eno1, 25 Gb/s"),
+    ]
+
+
+def test_rdma_on_one_side_only_is_no_rdma(tmp_path):
+    source, target = dgx(tmp_path / "a"), cloud_vm(tmp_path / "b")
+    assert list(ranked(source, target)) == ["tcp", "nixl"]
+
+
+def test_gpus_of_one_host_go_over_nvlink_or_cuda_ipc(tmp_path):
+    machine = dgx(tmp_path)
+    assert ranked(machine, machine, "cuda:0", "cuda:3", ["nixl"]) == {"nixl": "NVLink domain dgx-1, cuda:0 to cuda:3"}
+
+
+def test_an_nvlink_domain_may_span_hosts_and_goes_before_rdma(tmp_path):
+    hosts = [dgx(tmp_path / name, host=name) for name in ("a", "b")]
+    joined = [
+        msgspec.structs.replace(host, gpus=[msgspec.structs.replace(gpu, nvlink_domain="ab/7") for gpu in host.gpus])
+        for host in hosts
+    ]
+    assert ranked(*joined, "cuda:0", "cuda:1", ["nixl"]) == {"nixl": "NVLink domain ab/7, cuda:0 to cuda:1"}
+    assert "RDMA" in ranked(*hosts, "cuda:0", "cuda:1", ["nixl"])["nixl"]
+
+
+def test_a_gpu_that_is_not_known_is_ranked_by_the_rest(tmp_path):
+    source, target = dgx(tmp_path / "a"), dgx(tmp_path / "b", host="dgx-2")
+    assert "worker's cores" in ranked(source, target, "cuda:9", "cuda:0", ["nixl"])["nixl"]
+    assert Topology(host="h", process="p", gpus=[Gpu(index=1)]).gpu("cuda:0") is None

@@ -1,0 +1,347 @@
+"""Our policy's own terms, one rule each: what it knows beyond the common cost, and what it does with that."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvrelay.config import RouterSettings, settings_from
+from kvrelay.errors import ConfigError
+from kvrelay.plane.messages import KvSnapshot, LoadReport
+from kvrelay.router.decision.accounts import PACE_S, Pace
+from kvrelay.router.decision.cost import CommonCost, CostModel, sources
+from kvrelay.router.decision.router import Router
+from kvrelay.router.decision.types import TERM_NAMES
+from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, Heat
+from kvrelay.router.policies.base import Ask
+from kvrelay.router.policies.joint import OWN_TERMS, Joint
+from kvrelay.router.slo.promises import SloAsk, SloTarget
+from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load
+from tests.router.policies.test_policies import side
+
+pytestmark = pytest.mark.pure
+
+
+def asked(request=None, **rest):
+    return Ask(request or ask(), 0.5, 0.0, **rest)
+
+
+def terms(way):
+    return dict(zip(Joint.term_names, way.parts, strict=True))
+
+
+def ranked(request, prefills, decodes, **rest):
+    return Joint({}).rank(asked(request, **rest), prefills, decodes)
+
+
+def local(ways):
+    return next(way for way in ways if way.prefill is None)
+
+
+# ---- where the prompt's beginning comes from
+
+
+def test_what_lies_in_a_lower_tier_is_loaded_where_that_is_quicker_than_computing():
+    ways = ranked(ask(force="remote"), side(2, prefix="p", below=[0, 800]), side(1))
+    assert (ways[0].prefill, terms(ways[0])["prefill_compute"]) == (1, 0.2)
+    assert terms(ways[0])["prefill_load"] == pytest.approx(800 * 1000 / CostModel().tier_bytes_per_s)
+
+
+def test_a_tier_that_is_slower_than_computing_is_left_alone():
+    policy = Joint({"tier_bytes_per_s": 1e5})
+    ways = policy.rank(asked(ask(force="remote")), side(2, prefix="p", below=[0, 800]), side(1))
+    assert {terms(way)["prefill_load"] for way in ways} == {0.0}
+    assert {terms(way)["prefill_compute"] for way in ways} == {1.0}
+
+
+def test_the_clusters_store_serves_every_worker_behind_what_it_has_itself():
+    found = sources(asked(stored=900), [side(3, coming=[0, 320, 960], below=[160, 320, 960])], CostModel())
+    assert found.cached.tolist() == [0, 320, 960]
+    assert found.loaded.tolist() == [896, 576, 0]  # whole blocks
+    assert found.load_s[0] > found.load_s[1] > found.load_s[2] == 0
+
+
+tokens = st.integers(0, 70)
+
+
+@given(st.integers(1, 1200), st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4), st.integers(0, 1200))
+def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_computed(num_tokens, columns, stored):
+    hashes = chain("a", num_tokens // BLOCK)
+    coming = [BLOCK * min(one, num_tokens // BLOCK) for one, _ in columns]
+    below = [max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(coming, columns, strict=True)]
+    workers = side(len(columns), coming=coming, below=below)
+    found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored=stored), [workers], CostModel())
+    computed = num_tokens - found.cached - found.loaded
+    assert (computed >= 1).all() and (found.loaded >= 0).all()
+    assert (found.load_s <= found.loaded / workers.prefill_tokens_per_s).all()
+
+
+@pytest.mark.parametrize("has_store", [True, False])
+def test_with_a_store_of_the_clusters_every_worker_can_load_what_one_has_computed(has_store):
+    router = Router(RouterSettings(), tokens_per_hash=BLOCK, has_store=has_store)
+    for name, role in (("p1", "prefill"), ("p2", "prefill"), ("d1", "decode")):
+        router.worker_up(info(name, role))
+        router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
+    holds(router, "p1", chain("a", 50))
+    load(router, "p1", queued_tokens=3000)
+    choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
+    assert (choice.prefill, choice.loaded_tokens_prefill) == ("p2", 800 if has_store else 0)
+    assert (choice.terms["prefill_load"] > 0) == has_store
+
+
+@pytest.mark.parametrize(
+    ("cache", "is_shared"),
+    [({"remote": "cluster"}, True), ({}, False), ({"remote": "cluster", "write": "write-back"}, False)],
+)
+def test_a_store_is_counted_on_where_everything_goes_there(cache, is_shared):
+    assert settings_from({"cache": {"host_memory": "1GiB", **cache}}).cache.is_shared == is_shared
+
+
+def test_what_is_loaded_is_no_prompt_token_in_the_queue():
+    router = cluster(["p1"], ["d1"])
+    index = router._held
+    router._held = lambda request: {
+        role: held._replace(below=held.below + 800 * (role == "prefill")) for role, held in index(request).items()
+    }
+    choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
+    assert (choice.cached_tokens_prefill, choice.loaded_tokens_prefill) == (0, 800)
+    assert next(view for view in router.workers() if view.worker_id == "p1").load.queued_tokens == 200
+
+
+# ---- decode workers that compute prompts
+
+
+def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
+    def stall(pace_s, sequences, queued=0):
+        decodes = side(1, pace_s=[pace_s], sequences=[sequences], queued_tokens=[queued])
+        return CommonCost(asked(), side(0), decodes, CostModel()).stall[0]
+
+    assert stall(0.02, 8) < stall(0.06, 8) < stall(0.09, 8)
+    assert stall(0.02, 0) < stall(0.02, 8) < stall(0.02, 16)
+    assert stall(0.02, 8, queued=3000) > stall(0.02, 8)
+    assert stall(0.02, 0) == pytest.approx(CostModel().next_stall_weight * 1.0)  # only who comes meanwhile waits
+
+
+def test_a_decode_worker_out_of_pace_computes_no_prompt_while_a_prefill_worker_can():
+    def path(pace_s):
+        decodes = side(1, prefix="d", pace_s=[pace_s], sequences=[10])
+        return ranked(ask(), side(1, prefix="p", queued_tokens=[2400]), decodes)[0].prefill
+
+    assert path(0.02) is None
+    assert path(0.09) == 0
+
+
+def reports(*samples):
+    """A worker's pace after reports of (seconds passed, steps made, running before)."""
+    pace, steps = Pace(), 0
+    for passed_s, made, running in samples:
+        before = LoadReport(seq=1, steps=steps, running=running)
+        steps += made
+        pace.observe(before, LoadReport(seq=2, steps=steps, running=1), passed_s)
+    return pace.seconds
+
+
+def test_pace_is_what_a_step_took_while_the_worker_was_busy():
+    assert reports() == 0.0
+    assert reports((1.0, 20, 4)) == pytest.approx(0.05)
+    assert reports((1.0, 20, 4), (1.0, 5, 4)) == pytest.approx(2.0 / 25, rel=0.1)
+    assert reports((1.0, 20, 4), (2.0, 1, 0)) == pytest.approx(0.05)  # idle in between
+    assert reports((1.0, 20, 4), (1.0, -20, 4)) == pytest.approx(0.05)  # it was restarted
+    assert reports((1.0, 20, 4), *[(PACE_S / 10, 4, 4)] * 60) == pytest.approx(0.25, rel=0.02)
+
+
+def test_the_pace_that_reports_show_is_a_column():
+    router = cluster(["p1"], ["d1"])
+    for seq in range(3):
+        report = LoadReport(seq=seq, running=4, steps=10 * seq, decode_step_s=0.02, free_blocks=1000, total_blocks=1000)
+        router.apply_load("d1", report, float(seq))
+    columns = router._fleet.columns("decode")
+    assert columns.floats[2, 0] == pytest.approx(0.1)
+
+
+# ---- targets
+
+
+def test_a_request_goes_where_its_own_target_is_kept():
+    prefills = side(2, prefix="p", held=[800, 0], queued_tokens=[2500, 1800], queued_requests=[2, 2])
+    strict = SloAsk((SloTarget("c", ttft_s=3.0),))
+    lax = SloAsk((SloTarget("c", ttft_s=60.0),))
+    wanted = [ranked(ask(force="remote", slo=slo), prefills, side(1))[0] for slo in (strict, lax)]
+    assert [terms(way)["slo_miss"] > 0 for way in wanted] == [True, False]
+    assert terms(ranked(ask(force="remote"), prefills, side(1))[0])["slo_miss"] == 0.0  # 5 s, where none is named
+
+
+def test_sequences_go_to_decode_workers_that_keep_their_pace():
+    decodes = side(2, prefix="d", pace_s=[0.12, 0.03], sequences=[1, 9])
+    best = ranked(ask(force="remote"), side(1), decodes)[0]
+    assert best.decode == 1
+    assert terms(best)["slo_miss"] == 0.0
+
+
+def test_a_decision_says_how_soon_the_first_token_is_wanted():
+    slo = SloAsk((SloTarget("c", ttft_s=3.0),))
+    for policy, request, wanted in (
+        ("joint", ask(), (5.0, 0.1)), ("joint", ask(slo=slo), (3.0, 0.1)), ("dynamo", ask(), (None, None)),
+    ):  # fmt: skip
+        choice = decided(cluster(["p1"], ["d1"], policy=policy).select_and_reserve(request, 0.0))
+        assert (choice.wanted_s, choice.wanted_tpot_s) == wanted
+
+
+def test_who_is_late_at_a_worker_is_ahead_of_nobody_who_comes():
+    router = cluster(["p1", "p2"], ["d1"])
+    load(router, "p1", queued_tokens=9000, waiting=9, late=8, late_tokens=8500)
+    load(router, "p2", queued_tokens=2000, waiting=2)
+    choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
+    assert choice.prefill == "p1"
+    assert choice.terms["prefill_queue"] == pytest.approx(0.25)
+
+
+# ---- hot prefixes
+
+
+def test_a_prefix_for_which_too_many_come_is_computed_by_a_second_worker_ahead_of_the_queue():
+    prefills = side(2, prefix="p", held=[800, 0], queued_tokens=[600, 0])
+    request = ask(force="remote")
+    assert ranked(request, prefills, side(1))[0].prefill == 0
+    hot = ranked(request, prefills, side(1), arrivals_per_s=20.0)
+    assert hot[0].prefill == 1
+    assert terms(hot[0])["replica"] < 0 and terms(next(w for w in hot if w.prefill == 0))["replica"] == 0.0
+
+
+def test_while_its_holders_can_serve_all_who_come_nothing_is_copied():
+    prefills = side(3, prefix="p", held=[800, 800, 0], queued_tokens=[600, 600, 0])
+    for rate in (0.0, 4.0, 9.9):  # 0.2 s each, two holders
+        assert {
+            terms(way)["replica"] for way in ranked(ask(force="remote"), prefills, side(1), arrivals_per_s=rate)
+        } == {0.0}
+    beyond = ranked(ask(force="remote"), prefills, side(1), arrivals_per_s=11.0)
+    assert min(terms(way)["replica"] for way in beyond) < 0
+
+
+@pytest.mark.parametrize(("gap_s", "is_hot"), [(0.01, True), (2.0, False)])
+def test_the_router_knows_how_fast_siblings_come(gap_s, is_hot):
+    router = cluster(["p1", "p2"], ["d1"])
+    holds(router, "p1", chain("shared", 60))
+    for i in range(40):
+        request = ask(f"r{i}", tokens=1600, hashes=chain("shared", 60) + chain(f"own{i}", 40), force="remote")
+        choice = decided(router.select_and_reserve(request, gap_s * i))
+        router.on_end(f"r{i}")
+    others = next(candidate for candidate in choice.candidates if candidate.prefill == "p2")
+    assert (others.terms["replica"] < -0.01) == is_hot
+
+
+def test_arrivals_of_a_shared_beginning_and_of_one_conversation_are_told_apart():
+    heat = Heat()
+    for i in range(100):
+        heat.observe(chain("system", 4) + chain(f"talk{i}", 12), 0.1 * i)
+    prompt = chain("system", 4) + chain("talk7", 12)
+    assert heat.arrivals_per_s(prompt, 4, 10.0) == pytest.approx(6.3, rel=0.1)  # 10 a second, of which 1/e has faded
+    assert heat.arrivals_per_s(prompt, 16, 10.0) < 0.1
+    assert heat.arrivals_per_s(prompt, 4, 10.0 + 10 * FADE_S) < 0.001
+    assert heat.arrivals_per_s(prompt, 0, 10.0) == heat.arrivals_per_s((), 9, 10.0) == 0.0
+
+
+def test_what_is_counted_is_bounded():
+    heat = Heat()
+    for i in range(MAX_COUNTED + 500):
+        heat.observe((i.to_bytes(16, "big"),), float(i))
+    assert len(heat) == MAX_COUNTED
+    assert heat.arrivals_per_s(((MAX_COUNTED + 499).to_bytes(16, "big"),), 1, float(MAX_COUNTED + 499)) > 0
+
+
+# ---- tenants
+
+
+def test_who_has_more_than_its_share_queued_pays_for_the_queue_it_makes():
+    router = cluster(["p1", "p2"], ["d1"])
+    for i in range(6):
+        router.select_and_reserve(ask(f"a{i}", prompt=f"a{i}", tenant="greedy", force="remote"), 0.0)
+    router.select_and_reserve(ask("b", prompt="b", tenant="modest", force="remote"), 0.0)
+    greedy, modest = (
+        decided(router.select_and_reserve(ask(f"x{name}", prompt=name, tenant=name, force="remote"), 0.0))
+        for name in ("greedy", "modest")
+    )
+    assert greedy.policy_terms["tenant"] > 0 and modest.policy_terms["tenant"] == 0.0
+    for name in [*(f"a{i}" for i in range(6)), "b", "xgreedy", "xmodest"]:
+        router.on_end(name)
+    assert router._ledger.excess("greedy") == 0.0 and not router._ledger._queued
+
+
+def test_a_tenant_that_is_alone_pays_nothing():
+    router = cluster(["p1"], ["d1"])
+    for i in range(6):
+        choice = decided(router.select_and_reserve(ask(f"a{i}", prompt=f"a{i}", tenant="t", force="remote"), 0.0))
+    assert choice.policy_terms["prefill_pressure"] > 0 and choice.policy_terms["tenant"] == 0.0
+
+
+# ---- several ingress replicas
+
+
+def replicas(count, *, age_s=0.0, running=8, seed=0):
+    """Routers that have all seen the same reports, in which most is somebody else's work."""
+    routers = [Router(RouterSettings(seed=seed), tokens_per_hash=BLOCK) for _ in range(count)]
+    for router in routers:
+        for i in range(16):
+            router.worker_up(info(f"p{i:02}", "prefill"))
+            router.apply_load(f"p{i:02}", LoadReport(seq=1, running=running), 10.0 - age_s)
+        router.worker_up(info("d1", "decode"))
+    return routers
+
+
+def spread_over(routers):
+    return len(
+        {
+            decided(one.select_and_reserve(ask(f"r{i}", prompt=f"x{i}", force="remote"), 10.0)).prefill
+            for i, one in enumerate(routers)
+        }
+    )
+
+
+def test_routers_with_the_same_old_reports_do_not_all_choose_the_same_worker():
+    assert spread_over(replicas(16, age_s=0.2)) >= 6
+
+
+def test_a_router_that_is_alone_takes_turns_and_draws_nothing():
+    """Control of the above."""
+    assert spread_over(replicas(16, age_s=0.2, running=0)) == 1
+    assert spread_over(replicas(16, age_s=0.0)) == 1  # nothing can have come since
+
+
+def test_the_draw_is_never_worth_more_than_what_others_can_have_sent():
+    ages = side(4, prefix="p", age_s=[0.0, 0.1, 0.2, 50.0])
+    ways = ranked(ask(force="remote"), ages, side(1), others=0.5)
+    drawn = {way.prefill: terms(way)["spread"] for way in ways}
+    assert drawn[0] == 0.0 and all(0 < drawn[row] <= 0.025 for row in (1, 2, 3))
+
+
+def test_a_draw_does_not_send_a_request_past_its_cached_prefix():
+    for one in replicas(8, age_s=0.2):
+        holds(one, "p05", chain("a", 50))
+        assert decided(one.select_and_reserve(ask(force="remote"), 10.0)).prefill == "p05"
+
+
+# ---- all of it
+
+
+def test_every_term_is_shown_and_the_score_is_their_sum():
+    router = cluster(["p1", "p2"], ["d1", "d2"])
+    load(router, "p1", queued_tokens=9000, waiting=3)
+    choice = decided(router.select_and_reserve(ask(), 0.0))
+    assert tuple(choice.policy_terms) == TERM_NAMES + OWN_TERMS
+    for candidate in choice.candidates:
+        assert candidate.score == pytest.approx(sum(candidate.terms.values()))
+
+
+@pytest.mark.parametrize("options", [{"missed_s": -1.0}, {"tpot_s": 0.0}, {"missed": 1.0}, {"missed_s": "1"}])
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises(ConfigError, match="policy_options"):
+        Joint(options)
+
+
+@given(st.permutations(range(5)))
+def test_the_order_of_the_rows_changes_nothing_but_ties(order):
+    held, queued = np.array([0, 160, 320, 480, 640]), np.array([0, 50, 310, 220, 700])
+    names = [f"w{row}" for row in range(5)]
+    best = ranked(ask(force="remote"), side(5, held=held, queued_tokens=queued), side(1))[0]
+    turned = ranked(ask(force="remote"), side(5, held=held[list(order)], queued_tokens=queued[list(order)]), side(1))[0]
+    assert names[best.prefill] == names[order[turned.prefill]]

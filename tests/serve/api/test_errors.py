@@ -1,0 +1,365 @@
+"""Wrong input and faults: the right status and OpenAI's error object, naming the field; and nothing is held after."""
+
+import asyncio
+import json
+
+import msgspec
+import pytest
+
+from kvrelay.plane import messages as wire
+from kvrelay.types import Role
+from tests.fakes import FakeWorker
+from tests.serve.conftest import MODEL
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8}
+COMPLETION = {"model": MODEL, "prompt": "hello", "max_tokens": 8}
+
+
+def error_of(response, status, param=None, code=None):
+    """The error object, after checking its form."""
+    assert response.status_code == status, response.text
+    assert response.headers["content-type"] == "application/json"
+    body = response.json()
+    assert body.keys() == {"error"}
+    error = body["error"]
+    assert error.keys() == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"]
+    if param is not None:
+        assert error["param"] == param
+    if code is not None:
+        assert error["code"] == code
+    return error
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"messages": [{"content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "robot", "content": "hi"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": 10**6}, "max_tokens"),
+        ({"max_tokens": 10**40}, "max_tokens"),
+        ({"max_completion_tokens": 10**6}, "max_completion_tokens"),
+        ({"min_tokens": 9}, "min_tokens"),
+        ({"temperature": -0.1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"min_p": 2}, "min_p"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"presence_penalty": 3}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"n": 0}, "n"),
+        ({"n": 17}, "n"),
+        ({"seed": 2**64}, "seed"),
+        ({"stop": ""}, "stop[0]"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": [1]}, "stop[0]"),
+        ({"stop_token_ids": [258]}, "stop_token_ids"),
+        ({"logit_bias": {"x": 1}}, "logit_bias"),
+        ({"logit_bias": {"258": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, None),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"stream": "yes"}, "stream"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"best_of": 3}, "best_of"),
+        ({"n": 3, "best_of": 2}, "best_of"),
+        ({"length_penalty": 1.0}, "length_penalty"),
+        ({"use_beam_search": True, "n": 17}, "n"),
+        ({"use_beam_search": True, "n": 2, "stream": True}, "stream"),
+        ({"use_beam_search": True, "n": 2, "top_p": 0.5}, "top_p"),
+        ({"use_beam_search": True, "n": 2, "stop": ["x"]}, "stop"),
+        ({"use_beam_search": True, "early_stopping": "sometimes"}, "early_stopping"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"function_call": {"name": "f"}}, "function_call"),
+        ({"documents": [{"text": "x"}]}, "documents"),
+        ({"chat_template": "{{ messages }}"}, "chat_template"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"allowed_token_ids": [1]}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"audio": {"voice": "x"}}, "audio"),
+    ],
+)
+async def test_a_wrong_chat_field_is_named(make_cluster, changes, param):
+    cluster = await make_cluster()
+    error_of(await cluster.client.post("/v1/chat/completions", json=CHAT | changes), 400, param)
+    assert [worker.count(wire.Reserve) + worker.count(wire.Prefill) for worker in cluster.workers] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "prompt", ["", [], [[]], [""], ["a", 1], [1, "a"], [1.5], [True], [-1], [258], 5, None, {"a": 1}, ["a"] * 65, [[1], "a", [None]]]
+)  # fmt: skip
+async def test_a_wrong_prompt_is_refused(make_cluster, prompt):
+    cluster = await make_cluster()
+    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": prompt}), 400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [({"logprobs": 21}, "logprobs"), ({"logprobs": True}, "logprobs"), ({"suffix": "x"}, "suffix")],
+)
+async def test_a_wrong_completion_field_is_named(make_cluster, changes, param):
+    cluster = await make_cluster()
+    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | changes), 400, param)
+
+
+async def test_a_missing_field_is_named(make_cluster):
+    cluster = await make_cluster()
+    error_of(await cluster.client.post("/v1/completions", json={"model": MODEL}), 400, "prompt", "missing")
+    error_of(await cluster.client.post("/v1/chat/completions", json={"model": MODEL}), 400, "messages", "missing")
+
+
+@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity", "1e999"])
+async def test_numbers_must_be_finite(make_cluster, value):
+    cluster = await make_cluster()
+    body = json.dumps(COMPLETION).replace("}", f', "temperature": {value}}}')
+    response = await cluster.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error_of(response, 400)
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b'"x"', b"null", b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800"}', b"[" * 5000]
+)
+async def test_a_malformed_body_is_refused(make_cluster, body):
+    cluster = await make_cluster()
+    response = await cluster.client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    error_of(response, 400)
+
+
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/x-www-form-urlencoded"])
+async def test_the_content_type_must_be_json(make_cluster, content_type):
+    cluster = await make_cluster()
+    headers = {"content-type": content_type} if content_type else {}
+    response = await cluster.client.post("/v1/completions", content=json.dumps(COMPLETION).encode(), headers=headers)
+    assert "application/json" in error_of(response, 400)["message"]
+
+
+async def test_a_huge_body_is_refused_while_it_is_read(make_cluster):
+    cluster = await make_cluster()
+    sent = 0
+
+    async def chunks():
+        nonlocal sent
+        for _ in range(160):  # 10 MB, without a length announced
+            sent += 1 << 16
+            yield b" " * (1 << 16)
+
+    headers = {"content-type": "application/json"}
+    error_of(await cluster.client.post("/v1/completions", content=b" " * 10_000_000, headers=headers), 413)
+    error_of(
+        await cluster.client.post("/v1/completions", content=chunks(), headers=headers), 413, code="body_too_large"
+    )
+    assert sent < 6 << 20
+
+
+async def test_unknown_models_routes_and_methods(make_cluster):
+    cluster = await make_cluster()
+    client = cluster.client
+    error_of(
+        await client.post("/v1/completions", json=COMPLETION | {"model": "gpt-9"}), 404, "model", "model_not_found"
+    )
+    error_of(await client.get("/v1/models/gpt-9"), 404, "model", "model_not_found")
+    error_of(await client.get("/v1/nothing"), 404)
+    response = await client.get("/v1/completions")
+    error_of(response, 405)
+    assert response.headers["allow"]
+    error_of(await client.delete("/v1/models"), 405)
+
+
+async def test_a_prompt_longer_than_the_context_is_refused(make_cluster):
+    cluster = await make_cluster()
+    response = await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 600})
+    error_of(response, 400, "prompt", "context_length_exceeded")
+    # the words by which litellm knows it, and raises ContextWindowExceededError
+    assert "this model's maximum context length is 512 tokens" in response.json()["error"]["message"]
+    messages = [{"role": "user", "content": "x" * 600}]
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"messages": messages})
+    error_of(response, 400, "messages", "context_length_exceeded")
+
+
+async def test_the_smallest_worker_bounds_the_context(make_cluster):
+    cluster = await make_cluster()
+    small = FakeWorker("d1", Role.DECODE, max_model_len=64)
+    cluster.decode.append(small)
+    members = [link.member for link in cluster.dispatcher._links.values()]
+    cluster.dispatcher.set_members([*members, await small.start()])
+    async with asyncio.timeout(10):
+        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 3)
+    response = await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 70})
+    error_of(response, 400, "prompt", "context_length_exceeded")
+
+
+async def test_a_wrong_header_is_named(make_cluster):
+    cluster = await make_cluster()
+    response = await cluster.client.post("/v1/completions", json=COMPLETION, headers={"x-kvrelay-prefill": "moon"})
+    error_of(response, 400, "x-kvrelay-prefill")
+
+
+async def test_an_api_key_is_asked_for_when_set(make_cluster):
+    cluster = await make_cluster(serve={"api_key": "s3cret"})
+    client = cluster.client
+    error_of(await client.get("/v1/models"), 401, code="invalid_api_key")
+    error_of(await client.post("/v1/completions", json=COMPLETION, headers={"authorization": "Bearer no"}), 401)
+    assert (await client.get("/v1/models", headers={"authorization": "bearer s3cret"})).status_code == 200
+    right = {"authorization": "Bearer s3cret"}
+    assert (await client.post("/v1/completions", json=COMPLETION, headers=right)).status_code == 200
+    assert (await client.get("/health")).status_code == 200
+
+
+# ---- the cluster's faults
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_full_cluster_is_429_with_retry_after(make_cluster, stream):
+    cluster = await make_cluster()
+    refusal = wire.Refused(request_id="", reason="full", retry_after_s=2.5)
+    cluster.decode[0].answers = [
+        lambda m: msgspec.structs.replace(refusal, request_id=m.request.request_id)
+    ] * 4  # fmt: skip
+    response = await cluster.client.post("/v1/completions", json=COMPLETION | {"stream": stream})
+    assert error_of(response, 429)["type"] == "rate_limit_error"
+    assert int(response.headers["retry-after"]) >= 1
+    await cluster.all_released()
+
+
+async def test_too_many_at_once_are_429(make_cluster):
+    cluster = await make_cluster(router={"max_inflight": 2})
+    cluster.decode[0].pause_at = 3
+    first = asyncio.create_task(cluster.client.post("/v1/chat/completions", json=CHAT))
+    await cluster.decode[0].paused.wait()
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"n": 2})
+    error_of(response, 429)
+    assert int(response.headers["retry-after"]) >= 1
+    cluster.decode[0].resume.set()
+    assert (await first).status_code == 200
+    await cluster.all_released()
+
+
+async def test_what_could_never_run_at_once_is_the_requests_fault(make_cluster):
+    cluster = await make_cluster(router={"max_inflight": 2})
+    error = error_of(await cluster.client.post("/v1/chat/completions", json=CHAT | {"n": 3}), 400, "n")
+    assert "3" in error["message"] and "2" in error["message"]
+    many = COMPLETION | {"prompt": ["a", "b"], "n": 2}
+    assert (
+        "2 prompts times n = 2"
+        in error_of(await cluster.client.post("/v1/completions", json=many), 400, "prompt")["message"]
+    )
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/", "/v1/models/", "/health/"])
+async def test_a_slash_too_many_is_404_and_no_redirect(make_cluster, path):
+    cluster = await make_cluster()
+    error_of(await cluster.client.request("GET" if "chat" not in path else "POST", path, json=CHAT), 404)
+
+
+async def test_template_variables_may_have_any_name(make_cluster):
+    cluster = await make_cluster()
+    variables = {"self": 1, "messages": [], "add_generation_prompt": False, "enable_thinking": False}
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"chat_template_kwargs": variables})
+    assert response.status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_workers_is_503_with_retry_after(make_cluster, stream):
+    cluster = await make_cluster(prefill=0, decode=0)
+    response = await cluster.client.post("/v1/chat/completions", json=CHAT | {"stream": stream})
+    error_of(response, 503)
+    assert int(response.headers["retry-after"]) >= 1
+
+
+async def test_a_worker_lost_in_mid_stream_is_an_error_event_and_the_end(make_cluster):
+    cluster = await make_cluster()
+    cluster.decode[0].pause_at = 3
+    asking = asyncio.create_task(cluster.client.post("/v1/completions", json=COMPLETION | {"stream": True}))
+    await cluster.decode[0].paused.wait()
+    await cluster.decode[0].kill()
+    response = await asking
+    assert response.status_code == 200
+    lines = [json.loads(line.removeprefix("data: ")) for line in response.text.split("\n\n") if line]
+    assert len("".join(chunk["choices"][0]["text"] for chunk in lines[:-1])) == 3
+    assert lines[-1].keys() == {"error"} and "d0" in lines[-1]["error"]["message"]
+    await cluster.prefill[0].until(lambda w: not w.holding)
+
+
+async def test_a_worker_lost_before_the_first_token_is_an_http_error(make_cluster):
+    cluster = await make_cluster(prefill=0)
+    cluster.decode[0].pause_at = 0
+    asking = asyncio.create_task(cluster.client.post("/v1/completions", json=COMPLETION | {"stream": True}))
+    await cluster.decode[0].paused.wait()
+    await cluster.decode[0].kill()
+    error_of(await asking, 503, code="worker_failed")
+
+
+async def test_one_failing_sample_ends_the_others(make_cluster):
+    cluster = await make_cluster(prefill=0, router={"retry_budget": 0, "local_prefill_tokens": 0})
+    decode = cluster.decode[0]
+    decode.pause_at = 2
+    decode.answers = [
+        lambda m: None,
+        lambda m: wire.Failed(request_id=m.request.request_id, code="engine", message="broken", retryable=True),
+    ]
+    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": ["a", "b"]}), 503)
+    await cluster.all_released()
+
+
+async def test_a_group_that_fails_ends_as_one(make_cluster):
+    cluster = await make_cluster(prefill=0, router={"retry_budget": 0, "local_prefill_tokens": 0})
+    cluster.decode[0].answers = [
+        lambda m: wire.Failed(request_id=m.request.request_id, code="engine", message="broken", retryable=True)
+    ]
+    error_of(await cluster.client.post("/v1/completions", json=COMPLETION | {"n": 3}), 503)
+    await cluster.all_released()
+
+
+async def test_an_error_is_told_without_a_traceback(make_cluster, caplog):
+    cluster = await make_cluster()
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("secret detail")
+
+    cluster.dispatcher.open = broken
+    error = error_of(await cluster.client.post("/v1/completions", json=COMPLETION), 500)
+    assert "secret" not in error["message"]
+    assert "secret detail" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"do_remote_prefill": True},
+        {"do_remote_prefill": True, "remote_engine_id": "d0", "remote_block_ids": [0, 1, 2]},
+        {"do_remote_decode": True, "remote_host": "203.0.113.9", "remote_port": 1},
+        {"remote_block_ids": [-1, 10**9]},
+        {},
+        "garbage",
+        None,
+    ],
+)
+async def test_what_a_client_says_of_transfers_goes_nowhere(make_cluster, params):
+    """Elsewhere such parameters of a body name hosts and blocks, and incomplete ones end the engine (CVE-2026-94622)."""
+    cluster = await make_cluster()
+    plain = await cluster.client.post("/v1/completions", json={**COMPLETION, "seed": 1})
+    sent = [worker.count(wire.Prefill) + worker.count(wire.Reserve) for worker in cluster.workers]
+    answer = await cluster.client.post(
+        "/v1/completions", json={**COMPLETION, "seed": 1, "kv_transfer_params": params, "ticket": "AAAA"}
+    )
+    assert answer.status_code == 200
+    assert answer.json()["choices"] == plain.json()["choices"]
+    assert [worker.count(wire.Prefill) + worker.count(wire.Reserve) for worker in cluster.workers] == [
+        2 * count for count in sent
+    ]
+    await cluster.all_released()
