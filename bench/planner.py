@@ -25,8 +25,8 @@ from typing import Any
 from bench.figures import show
 from bench.planner_runs import KEPT, KINDS, Day, Outcome, Runs, Setting
 from bench.planner_search import best_clairvoyant, best_of, static_splits
+from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan_load import planned
-from kvrelay.cluster.deployments.planner_model import model_of
 from kvrelay.router.planning.types import Counts, Limits, Target
 
 ROOM = (1.0, 1.15, 1.3)  # times what a window's share of the busy ones' workers is

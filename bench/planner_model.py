@@ -16,8 +16,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.simulate import simulated
-from kvrelay.cluster.deployments.planner_model import model_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
 from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks

@@ -16,8 +16,8 @@ from typing import Any
 
 from bench.figures import show
 from bench.planner_day import LOOK_S, Cluster, Day, Outcome
-from kvrelay.cluster.deployments.autoscaling import utilisation, wanted_replicas
-from kvrelay.cluster.deployments.planner_model import model_of
+from kvrelay.cluster.autoscaling.policies import utilisation, wanted_replicas
+from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.profiles.profile import load_profile
 from kvrelay.router.planning.planner import Planner, Rules
 from kvrelay.router.planning.split import needs

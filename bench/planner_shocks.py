@@ -16,8 +16,8 @@ from typing import Any
 
 from bench.figures import show
 from bench.planner_runs import course_of, num_turns
+from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.simulate import simulated
-from kvrelay.cluster.deployments.planner_model import model_of
 from kvrelay.cluster.profiles.profile import load_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation

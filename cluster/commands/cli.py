@@ -95,10 +95,11 @@ def status(
 ) -> None:
     """Show workers, their load, their KV pools, and how KV travels."""
     from kvrelay.cluster.commands import status as status_command
+    from kvrelay.cluster.launch.endpoints import endpoints
     from kvrelay.config import environment_api_key
 
     api_key = api_key or environment_api_key()
-    api_url, dashboard_url = status_command.endpoints(url, dashboard)
+    api_url, dashboard_url = endpoints(url, dashboard)
     if watch:
         from kvrelay.cluster.commands import watch as watching
 
@@ -116,10 +117,10 @@ def doctor(
 ) -> None:
     """Show between which workers KV can travel, how fast, and what to do where it cannot; exit code 1 on a misfit."""
     from kvrelay.cluster.commands import doctor as doctors
-    from kvrelay.cluster.commands import status as status_command
+    from kvrelay.cluster.launch.endpoints import endpoints
     from kvrelay.config import environment_api_key
 
-    api_url, _ = status_command.endpoints(url, None)
+    api_url, _ = endpoints(url, None)
     raise typer.Exit(doctors.show(console, api_url, api_key or environment_api_key(), as_json=as_json, is_probe=probe))
 
 
@@ -134,12 +135,13 @@ def scale(
 ) -> None:
     """Change how many workers run; the others are not restarted."""
     from kvrelay.cluster.commands import status as status_command
+    from kvrelay.cluster.launch.endpoints import endpoints
 
     given = {"prefill": prefill, "decode": decode, "ingress": ingress}
     counts = {name: count for name, count in given.items() if count is not None}
     if not counts:
         raise ConfigError("say what to scale: --prefill N, --decode N or --ingress N")
-    _, dashboard_url = status_command.endpoints(url, dashboard)
+    _, dashboard_url = endpoints(url, dashboard)
     status_command.scale(dashboard_url, counts, console, wait=wait)
 
 

@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from kvrelay.cluster.autoscaling.worker_model import DEFAULT_TPOT_S, DEFAULT_TTFT_S, model_of
 from kvrelay.cluster.commands.plan_load import planned
-from kvrelay.cluster.deployments.planner_model import DEFAULT_TPOT_S, DEFAULT_TTFT_S, model_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.profiles.published import find_profile
 from kvrelay.cluster.workloads.choose import GENERATORS, make_workload

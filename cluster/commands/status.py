@@ -12,34 +12,14 @@ from rich.text import Text
 from kvrelay.cluster.commands.doctor import chosen
 from kvrelay.cluster.deployments.serve_config import APP_NAME, APPLICATIONS, DEPLOY_S, scaled
 from kvrelay.cluster.errors import ClusterError
-from kvrelay.cluster.launch import state_file
-from kvrelay.cluster.launch.probe import auth_headers, request_json, server_root
+from kvrelay.cluster.launch.endpoints import other_clusters
+from kvrelay.cluster.launch.probe import auth_headers, request_json
 from kvrelay.cluster.launch.ray_env import ray_auth_headers
 
-DEFAULT_API = "http://127.0.0.1:8000"
-DEFAULT_DASHBOARD = "http://127.0.0.1:8265"
 TIMEOUT_S = 10.0
 POLL_S = 0.5
 SETTLE_S = 300.0
 UNHEALTHY_S = 60.0  # Serve notices a lost worker and replaces it well within this
-
-
-def endpoints(url: str | None, dashboard: str | None) -> tuple[str, str]:
-    """API and dashboard URL: as given, else those of this machine's newest cluster that fits, else the defaults.
-
-    Raises ConfigError when what is given is no address.
-    """
-    asked, dashboard = url and server_root(url), dashboard and server_root(dashboard)
-    for known in state_file.running():
-        if asked in (None, known.api_url) and dashboard in (None, known.dashboard_url):
-            return known.api_url, known.dashboard_url
-    return asked or DEFAULT_API, dashboard or DEFAULT_DASHBOARD
-
-
-def others(api_url: str) -> str | None:
-    """A line about this machine's other clusters, where there are some."""
-    urls = [known.api_url for known in state_file.running() if known.api_url != api_url]
-    return f"also running here: {', '.join(urls)} (choose with --url)" if urls else None
 
 
 def serve_details(dashboard_url: str) -> dict[str, Any]:
@@ -72,8 +52,8 @@ def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: 
         print(json.dumps(status, indent=2))
     else:
         console.print(render(status))
-        if told := others(api_url):
-            console.print(f"[dim]{told}[/dim]", highlight=False)
+        if line := other_clusters(api_url):
+            console.print(f"[dim]{line}[/dim]", highlight=False)
 
 
 def render(status: dict[str, Any]) -> RenderableType:

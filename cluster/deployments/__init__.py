@@ -1,4 +1,5 @@
-"""The Ray Serve application: deployments, registry, autoscaling, health.
+"""The Ray Serve application: its deployments, their CPU cores and health, and its Serve configuration.
 
-May import kvrelay, cluster, cluster/profiles, cluster/store, decode, engine, kvcache, kvtransfer, prefill, router, serve.
+May import kvrelay, cluster, cluster/autoscaling, cluster/registry, cluster/store, decode, engine, kvcache, kvtransfer,
+prefill, router, serve.
 """

@@ -10,8 +10,8 @@ from ray import serve
 from ray.serve import Application
 
 from kvrelay.cluster.deployments.ingress import IngressReplica
-from kvrelay.cluster.deployments.registry_actor import connect_registry
 from kvrelay.cluster.deployments.worker import SHUTDOWN_S, DecodeReplica, PrefillReplica
+from kvrelay.cluster.registry.actor import connect_registry
 from kvrelay.config import Settings, environment_api_key, settings_from, with_secrets
 
 DEFAULT_CPUS = 0.1  # a claim on Ray's books only: cores are pinned by cores.py

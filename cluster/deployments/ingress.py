@@ -19,11 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvrelay import __version__, tracing
-from kvrelay.cluster.deployments.planner_feed import ingress_report
-from kvrelay.cluster.deployments.registry import STORE_ROLE, WorkerRecord
-from kvrelay.cluster.deployments.registry_actor import connect_registry, follow
+from kvrelay.cluster.autoscaling.feed import ingress_report
 from kvrelay.cluster.deployments.shared_sessions import SharedSessions
 from kvrelay.cluster.deployments.worker import configure_logging, prepared_model
+from kvrelay.cluster.registry.actor import connect_registry, follow
+from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import KvrelayError, PeerLost
 from kvrelay.kvtransfer.slabs.client import SlabPeer
@@ -164,7 +164,7 @@ class IngressReplica:
             await peer.aclose()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the planner learns of the load (cluster/deployments/autoscaling.py)."""
+        """What the planner learns of the load (cluster/autoscaling/policies.py)."""
         return ingress_report(self._dispatcher.stats, self._dispatcher.router.alone_shares())
 
     async def check_health(self) -> None:

@@ -6,7 +6,7 @@ Pure: plain data in, plain data out.
 import copy
 from typing import Any
 
-from kvrelay.cluster.deployments.planner_model import planner_settings
+from kvrelay.cluster.autoscaling.worker_model import planner_settings
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
 
@@ -14,7 +14,7 @@ APP_NAME = "kvrelay"
 APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
 DEPLOY_S = 120.0
 IMPORT_PATH = "kvrelay.cluster.deployments.app:build"
-PLANNED_PATH = "kvrelay.cluster.deployments.autoscaling:Planned"
+PLANNED_PATH = "kvrelay.cluster.autoscaling.policies:Planned"
 METRICS_S = 2.0
 SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `serve config` show the rest
 

@@ -13,14 +13,14 @@ from typing import Any
 import ray
 
 from kvrelay import tracing
-from kvrelay.cluster.deployments.autoscaling import UTILISATION, utilisation, worker_name
+from kvrelay.cluster.autoscaling.feed import worker_report
+from kvrelay.cluster.autoscaling.policies import UTILISATION, utilisation, worker_name
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.deployments.health import HUNG_S, StepWatch
-from kvrelay.cluster.deployments.planner_feed import worker_report
-from kvrelay.cluster.deployments.registry import WorkerRecord
-from kvrelay.cluster.deployments.registry_actor import Terms, connect_registry, follow, keep_listed
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
+from kvrelay.cluster.registry.actor import Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.factory import ClusterStores
 from kvrelay.config import Settings, cache_dir, settings_from
@@ -130,7 +130,7 @@ class WorkerReplica:
             raise EngineFailed(worker_id, "it no longer tells the registry that it lives")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the policies of cluster/deployments/autoscaling.py read."""
+        """What the policies of cluster/autoscaling/policies.py read."""
         load, info = self._worker.load(), self._worker.info
         return worker_report(load, info) | {
             UTILISATION: utilisation(

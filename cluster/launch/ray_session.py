@@ -116,7 +116,7 @@ class RaySession:
         """Give Serve the application; returns before its replicas run. Raises ClusterError."""
         from ray import serve
 
-        from kvrelay.cluster.deployments.registry_actor import connect_registry
+        from kvrelay.cluster.registry.actor import connect_registry
 
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # the import has set it to INFO
         config = serve_config(self._settings, http_port=free_port(self._settings.serve.host))

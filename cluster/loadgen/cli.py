@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvrelay.cluster.commands.status import endpoints
+from kvrelay.cluster.launch.endpoints import endpoints
 from kvrelay.cluster.loadgen.client import Job, Result, Target, require_loopback, run_load, served_model
 from kvrelay.cluster.loadgen.plot import SUFFIXES
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt, trace_prompt

@@ -1,7 +1,7 @@
-"""The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/deployments/autoscaling.py)."""
+"""The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/autoscaling/policies.py)."""
 
-from kvrelay.cluster.deployments.planner_feed import Feed, Look, ingress_report, worker_report
-from kvrelay.cluster.deployments.planner_model import model_of, planner_settings, rules_of, target_of
+from kvrelay.cluster.autoscaling.feed import Feed, Look, ingress_report, worker_report
+from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.fleet import Cluster, Fleet
 from kvrelay.config import Settings

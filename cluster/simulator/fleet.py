@@ -1,12 +1,12 @@
 """Workers that come and go while a simulation runs: starts take their time, and who is given up retires.
 
-Who retires is chosen by what would be lost (cluster/deployments/retirement.py), gets nothing new, finishes what it has, and goes; after
+Who retires is chosen by what would be lost (cluster/autoscaling/retirement.py), gets nothing new, finishes what it has, and goes; after
 `drain_s` it goes all the same, and its sequences go on elsewhere.
 """
 
 from typing import Protocol
 
-from kvrelay.cluster.deployments.retirement import Candidate, victims
+from kvrelay.cluster.autoscaling.retirement import Candidate, victims
 from kvrelay.cluster.simulator.ingress import Ingress
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
 from kvrelay.cluster.simulator.scenario import Scenario

@@ -1,4 +1,4 @@
 """The cluster's own KV store: nodes, replicas, repair, and its clients.
 
-May import kvrelay, cluster/deployments, engine, kvcache, kvtransfer.
+May import kvrelay, cluster/registry, engine, kvcache, kvtransfer.
 """

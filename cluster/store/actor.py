@@ -13,8 +13,8 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvrelay.cluster.deployments.registry import STORE_ROLE, WorkerRecord
-from kvrelay.cluster.deployments.registry_actor import NAMESPACE, Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.registry.actor import NAMESPACE, Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.store.factory import make_service
 from kvrelay.config import Settings, settings_from
 from kvrelay.kvcache.stores.placement import StoreAddress

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvrelay.cluster.deployments.registry import STORE_ROLE
+from kvrelay.cluster.registry.members import STORE_ROLE
 from kvrelay.cluster.store.peer_lender import PeerLender
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService

@@ -14,7 +14,7 @@ _TTFT_BOUNDS_S = (
 _TPOT_BOUNDS_S = (
     0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1.0, 2.5,
 )  # fmt: skip
-"""Both close together where targets are: the planner asks which share kept one (cluster/deployments/planner_feed.py)."""
+"""Both close together where targets are: the planner asks which share kept one (cluster/autoscaling/feed.py)."""
 _GAP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _TOTAL_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 

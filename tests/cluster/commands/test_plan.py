@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan_load import burstiness, busy_rate, cached_tokens, measured, planned
-from kvrelay.cluster.deployments.planner_model import model_of
 from kvrelay.cluster.profiles.profile import load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from kvrelay.cluster.autoscaling.policies import UTILISATION, by_utilisation, utilisation, wanted_replicas
 from kvrelay.cluster.commands import doctor
 from kvrelay.cluster.commands import status as status_command
 from kvrelay.cluster.commands.settings_flags import settings_from_flags
-from kvrelay.cluster.commands.status import endpoints, others, render
-from kvrelay.cluster.deployments.autoscaling import UTILISATION, by_utilisation, utilisation, wanted_replicas
+from kvrelay.cluster.commands.status import render
 from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_share
 from kvrelay.cluster.deployments.serve_config import planned_workers, scaled, serve_config
 from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch import state_file
+from kvrelay.cluster.launch.endpoints import endpoints, other_clusters
 from kvrelay.cluster.launch.probe import server_root
 from kvrelay.cluster.launch.ray_env import keep_ray_token_private
 from kvrelay.cluster.launch.ray_session import missing, progress
@@ -235,7 +236,7 @@ def test_a_cluster_is_chosen_by_either_of_its_urls(tmp_path: Path, monkeypatch: 
     assert endpoints("http://old/v1/", None) == endpoints(None, "http://old-d/") == ("http://old", "http://old-d")
     assert endpoints("http://far", None) == ("http://far", "http://127.0.0.1:8265")
     assert endpoints("http://far", "http://far-d") == ("http://far", "http://far-d")
-    assert others("http://new") == "also running here: http://old (choose with --url)"
+    assert other_clusters("http://new") == "also running here: http://old (choose with --url)"
 
 
 @pytest.mark.parametrize(

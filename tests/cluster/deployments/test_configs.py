@@ -44,7 +44,7 @@ def test_the_policy_that_autoscaling_names_is_ours_and_takes_its_settings():
     from ray._common.utils import import_attr
     from ray.serve.config import AutoscalingConfig
 
-    from kvrelay.cluster.deployments.autoscaling import Planned
+    from kvrelay.cluster.autoscaling.policies import Planned
 
     (app,) = config_of("autoscaling")["applications"]
     policy = app["autoscaling_policy"]

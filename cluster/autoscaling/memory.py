@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from kvrelay.cluster.deployments.planner_feed import FeedState
-from kvrelay.cluster.deployments.planner_model import LearntState
-from kvrelay.cluster.deployments.retirement import RetiringState
+from kvrelay.cluster.autoscaling.feed import FeedState
+from kvrelay.cluster.autoscaling.retirement import RetiringState
+from kvrelay.cluster.autoscaling.worker_model import LearntState
 from kvrelay.router.planning.planner import PlannerState
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
@@ -98,7 +98,7 @@ def _registry() -> Any:
     """Its handle; None: there is none."""
     import ray
 
-    from kvrelay.cluster.deployments.registry_actor import NAMESPACE, REGISTRY_NAME
+    from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
 
     try:
         return ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE)

@@ -7,7 +7,7 @@ sequence is taken to cost a step at least what a token costs a prompt, until bat
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvrelay.cluster.deployments.planner_feed import (
+from kvrelay.cluster.autoscaling.feed import (
     KV_BYTES_PER_TOKEN,
     MAX_RUNNING,
     POOL_TOKENS,

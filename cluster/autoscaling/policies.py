@@ -3,7 +3,7 @@
 Serve counts requests at its own handles, which kvrelay's tokens do not pass; so replicas report what a policy needs through Serve's
 `record_autoscaling_stats`. `Planned` is an application's policy (`autoscaling_policy` in configs/autoscaling.yaml): Serve makes one
 instance, in its controller, and asks it for both roles at every tick. What it has learnt is kept by the registry's actor
-(cluster/deployments/planner_memory.py), so that it goes on where it was when the controller restarts. `by_utilisation` is the simple alternative: the policy of a deployment's own
+(cluster/autoscaling/memory.py), so that it goes on where it was when the controller restarts. `by_utilisation` is the simple alternative: the policy of a deployment's own
 `autoscaling_config`, each role for itself.
 """
 
@@ -12,10 +12,10 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvrelay.cluster.deployments import planner_feed as feed
-from kvrelay.cluster.deployments.planner_memory import Keeper, Kept, Memory, RegistryKeeper, decoded, encoded
-from kvrelay.cluster.deployments.planner_model import LearntModel, model_of, rules_of, target_of
-from kvrelay.cluster.deployments.retirement import Candidate, Retiring
+from kvrelay.cluster.autoscaling import feed
+from kvrelay.cluster.autoscaling.memory import Keeper, Kept, Memory, RegistryKeeper, decoded, encoded
+from kvrelay.cluster.autoscaling.retirement import Candidate, Retiring
+from kvrelay.cluster.autoscaling.worker_model import LearntModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import load_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Plan, Planner, PlannerState
@@ -212,7 +212,7 @@ class Planned:
         """Ask workers to retire. Told again at every tick: a registry that has restarted knows of nobody."""
         import ray
 
-        from kvrelay.cluster.deployments.registry_actor import NAMESPACE, REGISTRY_NAME
+        from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
 
         try:
             ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE).retire.remote(names, self._settings.drain_s)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.cluster.deployments.registry import Registry, Roster, WorkerRecord, merged
+from kvrelay.cluster.registry.members import Registry, Roster, WorkerRecord, merged
 
 pytestmark = pytest.mark.pure
 

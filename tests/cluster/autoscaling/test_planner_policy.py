@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.cluster.deployments import planner_feed as feed
+from kvrelay.cluster.autoscaling import feed
+from kvrelay.cluster.autoscaling.memory import Kept
+from kvrelay.cluster.autoscaling.policies import RECALL_S, Planned, worker_name
+from kvrelay.cluster.autoscaling.retirement import GRACE_S, Candidate, Retiring, victims
+from kvrelay.cluster.autoscaling.worker_model import LearntModel, model_of, planner_settings
 from kvrelay.cluster.deployments.app import replica_arguments
-from kvrelay.cluster.deployments.autoscaling import RECALL_S, Planned, worker_name
-from kvrelay.cluster.deployments.planner_memory import Kept
-from kvrelay.cluster.deployments.planner_model import LearntModel, model_of, planner_settings
-from kvrelay.cluster.deployments.registry import TIMEOUT_S, Retirements
-from kvrelay.cluster.deployments.retirement import GRACE_S, Candidate, Retiring, victims
 from kvrelay.cluster.deployments.serve_config import PLANNED_PATH, scaled, serve_config
 from kvrelay.cluster.deployments.worker import DecodeReplica
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.cluster.registry.members import TIMEOUT_S, Retirements
 from kvrelay.config import PlannerSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport, WorkerInfo
@@ -579,7 +579,7 @@ def test_the_policy_can_be_sent_as_serve_sends_it():
     """By value, its own module's names with it."""
     from ray import cloudpickle
 
-    from kvrelay.cluster.deployments import autoscaling
+    from kvrelay.cluster.autoscaling import policies as autoscaling
 
     cloudpickle.register_pickle_by_value(autoscaling)
     try:

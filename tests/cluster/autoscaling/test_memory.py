@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from kvrelay.cluster.deployments.planner_memory import NAME, RegistryKeeper, decoded
-from kvrelay.cluster.deployments.registry_actor import NAMESPACE, connect_registry
-from tests.cluster.deployments.test_planner_policy import Planned, World
+from kvrelay.cluster.autoscaling.memory import NAME, RegistryKeeper, decoded
+from kvrelay.cluster.registry.actor import NAMESPACE, connect_registry
+from tests.cluster.autoscaling.test_planner_policy import Planned, World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.alone]
 

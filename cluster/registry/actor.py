@@ -16,7 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from kvrelay.cluster.deployments.registry import HEARTBEAT_S, Registry, Retirements, Roster, WorkerRecord, merged
+from kvrelay.cluster.registry.members import HEARTBEAT_S, Registry, Retirements, Roster, WorkerRecord, merged
 from kvrelay.serve.api.sessions import SessionHints, SessionKey, SessionTable
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class RegistryActor:
         self._retirements.ask(worker_ids, drain_s, time.monotonic())
 
     async def keep(self, name: str, data: bytes) -> None:
-        """Keep this for whoever comes after its teller (cluster/deployments/planner_memory.py); the last one counts."""
+        """Keep this for whoever comes after its teller (cluster/autoscaling/memory.py); the last one counts."""
         self._kept[name] = (data, time.monotonic())
 
     async def kept(self, name: str) -> tuple[bytes, float] | None:
