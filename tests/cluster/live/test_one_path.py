@@ -1,0 +1,116 @@
+"""How many files of ours one streamed chat request executes, from its arrival at the ingress to its last token.
+
+`pytest -s tests/cluster/live/test_one_path.py` prints them with the number of functions that ran in each.
+"""
+
+import asyncio
+import contextlib
+import secrets
+import sys
+import threading
+from collections import defaultdict
+from pathlib import Path
+
+import httpx
+import pytest
+
+from kvrelay.cluster.launch.local import HOST, make_worker
+from kvrelay.config import settings_from
+from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.router.decision.router import Router
+from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+from kvrelay.types import Role
+
+pytestmark = pytest.mark.alone
+
+ROOT = Path(__file__).resolve().parents[3]
+MAX_FILES = 120
+SETTINGS = {
+    "model": {"dtype": "float32", "max_model_len": 1024},
+    "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},
+    "transfer": {"transport": "shm"},
+    "router": {"local_prefill_tokens": 0},
+}
+
+
+class Tracer:
+    """Records the functions of this repository that run while it is on, in every thread that starts under `watching`."""
+
+    def __init__(self) -> None:
+        self.functions: dict[Path, set[str]] = defaultdict(set)
+        self.is_on = False
+        self._seen: set[object] = set()
+
+    def __call__(self, frame, event, arg) -> None:
+        if event != "call" or not self.is_on or frame.f_code in self._seen:
+            return
+        code = frame.f_code
+        self._seen.add(code)
+        path = Path(code.co_filename)
+        if path.is_relative_to(ROOT):
+            name = path.relative_to(ROOT)
+            if name.parts[0] not in ("tests", ".venv"):
+                self.functions[name].add(code.co_qualname)
+
+    @contextlib.contextmanager
+    def watching(self):
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield self
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def report(self) -> str:
+        lines = [f"{len(functions):4} {path}" for path, functions in sorted(self.functions.items())]
+        num_functions = sum(map(len, self.functions.values()))
+        return "\n".join([*lines, f"{num_functions} functions in {len(self.functions)} files"])
+
+
+@contextlib.asynccontextmanager
+async def one_of_each(folder):
+    """A prefill worker, a decode worker and an ingress in this process, paired; the HTTP client of the ingress."""
+    settings, secret = settings_from(SETTINGS), secrets.token_bytes(32)
+    workers = [make_worker(role, settings, folder, secret, f"{role}-0", None) for role in Role]
+    dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), secret, settings)
+    app = create_app(dispatcher, Tokenizer(folder), settings, ModelCard("tiny", 1024, 0))
+    async with contextlib.AsyncExitStack() as stack:
+        client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test", timeout=60)
+        stack.push_async_callback(client.aclose)
+        stack.push_async_callback(dispatcher.aclose)
+        infos = []
+        for worker in workers:
+            infos.append(await worker.start())
+            stack.push_async_callback(worker.aclose)
+        await dispatcher.start()
+        dispatcher.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
+        async with asyncio.timeout(60):
+            await dispatcher.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
+        yield client
+
+
+async def stream_chat(client, text):
+    body = {"messages": [{"role": "user", "content": text}], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    headers = {"x-kvrelay-prefill": "remote"}
+    response = await client.post("/v1/chat/completions", json=body | {"stream": True}, headers=headers)
+    assert response.status_code == 200, response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+async def test_one_streamed_chat_request_runs_through_few_files(tmp_path):
+    """Of ingress, prefill and decode together; what runs by the clock (load reports) counts if it runs meanwhile."""
+    folder = tiny_checkpoint("llama", tmp_path / "tiny")
+    tracer = Tracer()
+    with tracer.watching():
+        async with one_of_each(folder) as client:
+            await stream_chat(client, "The first request of all loads what later ones find loaded. " * 2)
+            tracer.is_on = True
+            await stream_chat(client, "A request that comes to workers which are warm has one way to go. " * 2)
+            tracer.is_on = False
+    print(f"\n{tracer.report()}")
+    assert len(tracer.functions) <= MAX_FILES
+    assert any(path.parts[0] == "prefill" for path in tracer.functions)
+    assert any(path.parts[0] == "decode" for path in tracer.functions)
