@@ -8,7 +8,7 @@ from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, MOONCAKE_BUCKET_S, TraceEntry, spread_buckets
 from kvrelay.kvcache.eviction.registry import Lru, Usage
-from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 BLOCK_TOKENS = MOONCAKE_BLOCK_TOKENS

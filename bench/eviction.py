@@ -17,7 +17,7 @@ from typing import Any
 
 from bench.cache_replay import BLOCK_TOKENS, Belady, load_prompts, replay
 from kvrelay.kvcache.eviction.registry import make_policy, policy_names
-from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.kvcache.index.tier_index import TierIndex
 
 CAPACITIES = "0.5,1,2,4,8,16,24,30"
 OPTIMUM = "belady"

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable
 
-from kvrelay.kvcache.pool.events import parts_of
+from kvrelay.kvcache.tiers.events import parts_of
 from kvrelay.plane.frame_reader import FrameReader
 from kvrelay.plane.messages import KvSnapshot, decode_from_worker, encode
 from kvrelay.router.decision.types import IndexState

@@ -19,7 +19,7 @@ from typing import Any
 from bench.cache_replay import BLOCK_TOKENS, Prompt, insert, load_prompts
 from kvrelay.kvcache.eviction.registry import make_policy, policy_names
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
-from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 NAMES = ("device", "host", "disk", "remote")

@@ -13,7 +13,7 @@ import msgspec
 
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.errors import ConnectionLost
-from kvrelay.kvcache.pool.events import PART_HASHES, parts_of
+from kvrelay.kvcache.tiers.events import PART_HASHES, parts_of
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput

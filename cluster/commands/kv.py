@@ -83,7 +83,7 @@ def _engine(settings: Settings) -> "tuple[Engine, Path]":
 
 def _export(engine: "Engine", token_ids: list[int], fmt: str | None, file: Path) -> str:
     from kvrelay.engine.worker.kv_exchange import export_prompt, save
-    from kvrelay.kvcache.stores.formats import KvFormat
+    from kvrelay.kvcache.memory.formats import KvFormat
 
     if fmt is not None and fmt not in KvFormat.__members__:
         raise ConfigError(f"--format {fmt}: choose from {', '.join(KvFormat)}")

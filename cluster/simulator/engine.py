@@ -25,7 +25,7 @@ from kvrelay.engine.step.outputs import Appender
 from kvrelay.engine.step.step_timing import Speed
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.events import EventLog
+from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, TokenOutput
 from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role

@@ -16,13 +16,13 @@ from kvrelay.config import Settings
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.index.changes import CacheChange
+from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.memory.jobs import Job, JobQueue, Urgency, run
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.changes import CacheChange
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import TierRules, Tiers
-from kvrelay.kvcache.tiers.jobs import Job, JobQueue, Urgency, run
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")

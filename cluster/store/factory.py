@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.registry.members import STORE_ROLE
-from kvrelay.cluster.store.peer_lender import PeerLender
+from kvrelay.cluster.store.peer_blocks import PeerLender
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
 from kvrelay.config import Settings
 from kvrelay.kvcache.eviction.registry import Policy, make_policy
-from kvrelay.kvcache.pool.changes import CacheChange
+from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.stores.codecs import Codec
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace

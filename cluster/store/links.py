@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrelay.errors import PeerLost
+from kvrelay.kvcache.stores.back_off import Rests
 from kvrelay.kvcache.stores.placement import StoreAddress, ranked
-from kvrelay.kvcache.tiers.back_off import Rests
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 
 logger = logging.getLogger(__name__)

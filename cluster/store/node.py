@@ -18,8 +18,8 @@ import msgspec
 
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.registry import Policy
+from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
-from kvrelay.kvcache.tiers.tier_index import TierCounts, TierIndex
 from kvrelay.kvtransfer.slabs.messages import Offered
 from kvrelay.kvtransfer.slabs.server import Loan, Room
 from kvrelay.types import BlockHash, KvMemory

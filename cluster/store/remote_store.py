@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvrelay.cluster.store.links import Node, StoreLinks
-from kvrelay.cluster.store.peer_lender import PeerLender
+from kvrelay.cluster.store.peer_blocks import PeerLender
 from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, Desk, Spot, cut_in_batches, offset_in
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from kvrelay.engine.groups.beam import BeamSearch, Candidates
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
+from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.memory.swap import Swapped
 from kvrelay.kvcache.pool.radix import BlockTable
-from kvrelay.kvcache.tiers.loads import Load
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob
 from kvrelay.types import BlockHash, FinishReason
 

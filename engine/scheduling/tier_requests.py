@@ -8,10 +8,10 @@ from typing import Protocol
 
 from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.hashing import HashChain, tenant_name
+from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvcache.tiers.controller import Named, Tiers
-from kvrelay.kvcache.tiers.loads import Load
 from kvrelay.types import BlockHash, BlockId
 
 

@@ -47,7 +47,7 @@ from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.memory.storage import DTYPES, KV_DTYPES, KvStorage
 from kvrelay.kvcache.memory.swap import SwapArea, SwapLoad
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.events import EventLog
+from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import (
     PROTOCOL_VERSION,
     KvEvents,

@@ -1,4 +1,4 @@
-"""A prompt's KV out of an engine and into one, in the formats of kvcache/stores/formats.py; and in files that others read.
+"""A prompt's KV out of an engine and into one, in the formats of kvcache/memory/formats.py; and in files that others read.
 
 Out: the prompt is computed (or found cached) as a prefill worker does it, its blocks are held, copied and let go. In: blocks
 are reserved and filled as a decode worker does it, and its full blocks stay in the prefix cache. A file is
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import CheckpointCorrupt, InvalidRequest, LayoutMismatch
-from kvrelay.kvcache.stores.formats import KvFormat, export_kv, import_kv, shape_of
+from kvrelay.kvcache.memory.formats import KvFormat, export_kv, import_kv, shape_of
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
 _REQUEST_ID = "kv-exchange"

@@ -32,9 +32,9 @@ from kvrelay.engine.worker.tier_setup import make_lower_tiers, make_swap_area
 from kvrelay.errors import ConnectionLost, WorkerError
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.storage import DTYPES
-from kvrelay.kvcache.pool.events import parts_of
 from kvrelay.kvcache.stores.namespace import namespace_of
 from kvrelay.kvcache.stores.remote import ClusterStore
+from kvrelay.kvcache.tiers.events import parts_of
 from kvrelay.machine import physical_cores
 from kvrelay.pacing import Paced
 from kvrelay.plane.connection import Connection, Server

@@ -7,6 +7,7 @@ from kvrelay.config import CacheSettings, ChecksMode
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -16,7 +17,6 @@ from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierRules, Tiers
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import KvMemory
 
 _MOST_POOLS = 8  # more of what is swapped out than so many pools waits for longer than anybody does

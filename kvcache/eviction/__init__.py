@@ -1,4 +1,4 @@
-"""Which cached block is reused first: policies by name.
+"""Eviction policies by name, and the frequency sketch of admission filters.
 
 May import kvrelay.
 """

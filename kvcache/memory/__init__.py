@@ -1,4 +1,4 @@
-"""The memory behind pool, host tier and swap area, and copies between them.
+"""The memory behind the pool, the host tier and the swap area; the threads that copy between them; KV import and export.
 
-May import kvrelay, kvcache/tiers.
+May import kvrelay.
 """

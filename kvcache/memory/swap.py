@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.kvcache.tiers.jobs import IoThreads, Job, JobQueue, Threads, Urgency, run
-from kvrelay.kvcache.tiers.loads import Load
+from kvrelay.kvcache.memory.jobs import IoThreads, Job, JobQueue, Threads, Urgency, run
+from kvrelay.kvcache.memory.loads import Load
 from kvrelay.types import BlockHash, BlockId
 
 logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""The blocks of one worker: references, generations, the prefix index over them, pins, and KV events.
+"""The blocks of one worker: references, generations, the prefix index over them, and pins.
 
-May import kvrelay, kvcache/eviction, kvcache/tiers.
+May import kvrelay, kvcache/eviction, kvcache/index.
 """

@@ -20,7 +20,7 @@ import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
 from kvrelay.kvcache.eviction.registry import Lru, Policy, Usage
-from kvrelay.kvcache.pool.changes import CacheChange, ChangeLog
+from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.pool.leaf_queue import Cold, LeafQueue
 from kvrelay.kvcache.pool.ledger import BlockTable, Ledger
 from kvrelay.kvcache.pool.pins import PinLedger

@@ -1,4 +1,4 @@
-"""Where blocks lie below host memory: the interface of a store, remote stores, codecs and formats.
+"""Stores of blocks below host memory: the interface, Redis and fsspec, codecs, namespaces, placement.
 
-May import kvrelay, kvcache/memory, kvcache/tiers.
+May import kvrelay.
 """

@@ -1,4 +1,4 @@
-"""The cache controller: which blocks move between pool, host memory, disk and remote stores, and when.
+"""The tier controller: which blocks move between pool, host memory, disk and remote stores, and when; KV events.
 
-May import kvrelay, kvcache/eviction, kvcache/pool, kvcache/stores.
+May import kvrelay, kvcache/index, kvcache/memory, kvcache/pool, kvcache/stores.
 """

@@ -10,16 +10,16 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from kvrelay.kvcache.index.changes import CacheChange
+from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.memory.jobs import IoThreads, Job, JobQueue, Threads, Urgency
+from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.changes import CacheChange
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
 from kvrelay.kvcache.tiers.fetch_cost import StoreSpeed, worth_fetching
 from kvrelay.kvcache.tiers.fetches import Fetches
-from kvrelay.kvcache.tiers.jobs import IoThreads, Job, JobQueue, Threads, Urgency
-from kvrelay.kvcache.tiers.loads import Load
 from kvrelay.kvcache.tiers.offload import Sinks
 from kvrelay.kvcache.tiers.offload import Slab as SinkSlab
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.plane.messages import TierLoad
 from kvrelay.types import BlockHash, BlockId
 

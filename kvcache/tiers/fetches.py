@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvrelay.kvcache.memory.jobs import Job, Urgency
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
-from kvrelay.kvcache.tiers.jobs import Job, Urgency
 from kvrelay.types import BlockHash
 
 _BATCH_BYTES = 8 << 20

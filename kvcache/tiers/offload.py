@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
+from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.memory.jobs import Job, Threads, Urgency
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, PinningStore
-from kvrelay.kvcache.tiers.jobs import Job, Threads, Urgency
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 _BATCH_BYTES = 8 << 20

@@ -31,7 +31,7 @@ IMPURE = {
 }  # fmt: skip
 MEMORY_OWNERS = {
     Path("kvcache/memory/storage.py"),
-    Path("kvcache/stores/formats.py"),
+    Path("kvcache/memory/formats.py"),
     Path("kvcache/memory/host.py"),
     Path("kvcache/memory/copies.py"),
 }
@@ -43,9 +43,9 @@ TIERS = {  # own files, locks and threads; what they decide is in the pure files
     Path("kvcache/stores/disk/records.py"),
     Path("kvcache/stores/disk/volume.py"),
     Path("kvcache/stores/fsspec.py"),
-    Path("kvcache/tiers/jobs.py"),
+    Path("kvcache/memory/jobs.py"),
     Path("kvcache/pool/ledger_native.py"),
-    Path("kvcache/tiers/loads.py"),
+    Path("kvcache/memory/loads.py"),
     Path("kvcache/stores/redis.py"),
     Path("kvcache/stores/counters.py"),
 }

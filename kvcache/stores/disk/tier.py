@@ -17,6 +17,7 @@ from pathlib import Path
 from kvrelay.errors import StoreError
 from kvrelay.kvcache.eviction.registry import Lru, Policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.disk.folder import Foreign, WorkerFolder, claim, survey
 from kvrelay.kvcache.stores.disk.format import (
@@ -32,7 +33,6 @@ from kvrelay.kvcache.stores.disk.records import SlotIo
 from kvrelay.kvcache.stores.disk.volume import Outcome, Volume, is_disk_full
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.disk.format import Geometry, SlotHeader
 from kvrelay.kvcache.stores.disk.io import Segments
 from kvrelay.kvcache.stores.disk.records import ReadItem, SlotIo, WriteItem
 from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 _RETRY_S = 60.0  # until segments that the disk had no room for are tried again

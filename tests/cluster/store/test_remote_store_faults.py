@@ -8,8 +8,8 @@ import threading
 
 import pytest
 
+from kvrelay.kvcache.stores.back_off import Rests
 from kvrelay.kvcache.stores.placement import places
-from kvrelay.kvcache.tiers.back_off import Rests
 from kvrelay.kvtransfer.slabs.slabs import Fetcher, StuckRead
 from tests.cluster.store.store_nodes import BLOCK, META, Nodes, block, until
 

@@ -18,7 +18,7 @@ from kvrelay.engine.worker.preflight import check_fit
 from kvrelay.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, UnsupportedModel
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import select_backend
-from kvrelay.kvcache.stores.formats import KvFormat
+from kvrelay.kvcache.memory.formats import KvFormat
 from kvrelay.types import Role
 from tests.engine.step.test_engine import drain, prompt_of, request, tokens
 from tests.engine.tiny import greedy_oracle

@@ -19,7 +19,7 @@ from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.select import quantizes, select_backend
-from kvrelay.kvcache.stores.formats import KvFormat
+from kvrelay.kvcache.memory.formats import KvFormat
 from kvrelay.kvcache.stores.namespace import namespace_of
 from tests.engine.step.test_engine import drain, prompt_of, request, tokens
 

@@ -10,9 +10,9 @@ from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.fair_share import LineRules, Shares
 from kvrelay.engine.scheduling.scheduler import Scheduled, Scheduler, SchedulerLimits
 from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.changes import CacheChange, ChangeLog
-from kvrelay.kvcache.pool.events import EventLog
+from kvrelay.kvcache.tiers.events import EventLog
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest
 from kvrelay.types import FinishReason
 

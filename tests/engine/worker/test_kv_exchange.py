@@ -11,8 +11,8 @@ from kvrelay.engine.step.engine import EngineConfig, load_engine
 from kvrelay.engine.worker.kv_exchange import PromptKv, export_prompt, import_prompt, load, save
 from kvrelay.errors import CheckpointCorrupt, InvalidRequest, LayoutMismatch
 from kvrelay.kernels.select import select_backend
+from kvrelay.kvcache.memory.formats import KvFormat, export_kv, import_kv, shape_of
 from kvrelay.kvcache.memory.storage import KvStorage
-from kvrelay.kvcache.stores.formats import KvFormat, export_kv, import_kv, shape_of
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import KvLayout
 

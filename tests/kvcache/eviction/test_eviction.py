@@ -15,8 +15,8 @@ from kvrelay.hashing import HashChain
 from kvrelay.kvcache.eviction.registry import Lru, Usage, make_policy, policy_names, register
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
 pytestmark = pytest.mark.pure

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvrelay.hashing import HashChain, pack_tokens
 from kvrelay.kvcache.pool import ledger_native
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.events import EventLog
+from kvrelay.kvcache.tiers.events import EventLog
 from tests.kvcache.pool import machine_steps
 
 pytestmark = pytest.mark.pure

@@ -10,14 +10,14 @@ import xxhash
 
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.eviction.registry import Lru
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory import copies
 from kvrelay.kvcache.memory.host import HostSlab
+from kvrelay.kvcache.memory.jobs import Job, JobQueue, Urgency
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import WAIT_LIMIT_S, Named, TierRules, Tiers
-from kvrelay.kvcache.tiers.jobs import Job, JobQueue, Urgency
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")

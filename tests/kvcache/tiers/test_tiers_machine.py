@@ -4,11 +4,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers import controller as tiers
 from kvrelay.kvcache.tiers import fetches
 from kvrelay.kvcache.tiers.offload import Sinks
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from tests.kvcache.pool import machine_steps
 from tests.kvcache.tiers.tiers_life import Life
 

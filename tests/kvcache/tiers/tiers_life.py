@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.eviction.registry import Lru
+from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.memory.jobs import Job, JobQueue, Urgency
+from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvcache.tiers.controller import Named, TierRules, Tiers
-from kvrelay.kvcache.tiers.jobs import Job, JobQueue, Urgency
-from kvrelay.kvcache.tiers.loads import Load
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.types import BlockId
 
 SIZE = 4  # tokens of a block

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from kvrelay.kvcache.eviction.score_queue import EvictionQueue
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.eviction.usage import Policy, Usage
-from kvrelay.kvcache.pool.changes import CacheChange
-from kvrelay.kvcache.pool.pin_times import Pins
+from kvrelay.kvcache.index.changes import CacheChange
+from kvrelay.kvcache.index.pin_times import Pins
 from kvrelay.types import BlockHash
 
 _DEFAULT_TENANT = ""

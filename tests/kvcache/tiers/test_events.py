@@ -3,9 +3,9 @@
 import pytest
 
 from kvrelay.hashing import HashChain, pack_tokens
+from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.changes import CacheChange
-from kvrelay.kvcache.pool.events import EventLog, parts_of
+from kvrelay.kvcache.tiers.events import EventLog, parts_of
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 
 pytestmark = pytest.mark.pure

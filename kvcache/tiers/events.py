@@ -4,9 +4,9 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 
+from kvrelay.kvcache.index.changes import CacheChange
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.changes import CacheChange
-from kvrelay.kvcache.tiers.tier_index import TierIndex
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEvents, KvSnapshot
 from kvrelay.types import BlockHash
 

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
-from kvrelay.kvcache.pool.changes import CacheChange
-from kvrelay.kvcache.tiers.tier_index import TierIndex
+from kvrelay.kvcache.index.changes import CacheChange
+from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvtransfer.slabs.messages import Offered
 from kvrelay.kvtransfer.slabs.server import Loan, Room
 from kvrelay.types import BlockHash

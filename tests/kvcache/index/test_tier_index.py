@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from kvrelay.kvcache.eviction.registry import Lru
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
-from kvrelay.kvcache.tiers.tier_index import TierCounts, TierIndex
+from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.types import BlockHash
 from tests.kvcache.pool import machine_steps
 
