@@ -24,7 +24,7 @@ from figures import available_cores, show
 
 import inprocess  # isort: skip
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.scheduling.fair_share import LineRules
+from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.kernels.select import select_backend
@@ -80,7 +80,7 @@ class World(Protocol):
 class Modelled:
     """The real scheduler and pool; a step takes what the model says."""
 
-    def __init__(self, rules: LineRules, options: argparse.Namespace) -> None:
+    def __init__(self, rules: QueueRules, options: argparse.Namespace) -> None:
         limits = SchedulerLimits(options.token_budget, options.max_running, options.max_waiting)
         blocks = options.max_running * -(-(options.prompt_tokens * 2 + options.output_tokens * 2) // BLOCK)
         self.scheduler = Scheduler(BlockPool(blocks, block_size=BLOCK, prefix_caching=False), BLOCK, limits, rules)
@@ -100,8 +100,8 @@ class Modelled:
 
     def step(self) -> tuple[list[str], list[str]]:
         plan = self.scheduler.schedule()
-        gone = [seq.request_id for seq, _ in self.scheduler.turned_away]
-        self.scheduler.turned_away = []
+        gone = [seq.request_id for seq, _ in self.scheduler.rejected]
+        self.scheduler.rejected = []
         prompt_tokens = plan.num_tokens - plan.num_single
         options = self.options
         self._now_s += (options.step_ms + options.decode_ms * plan.num_single) / 1e3
@@ -141,7 +141,7 @@ def build(folder: Path, options: argparse.Namespace) -> Engine:
 class Real:
     """A real engine, in real time, with lines of its own."""
 
-    def __init__(self, engine: Engine, rules: LineRules) -> None:
+    def __init__(self, engine: Engine, rules: QueueRules) -> None:
         for name in list(engine.scheduler.sequences):
             engine.abort(name)
         old = engine.scheduler
@@ -243,7 +243,7 @@ def percentile(values: list[float], share: float) -> float:
 
 
 def measure(
-    make: Callable[[LineRules], World], rate: float, seed: int, options: argparse.Namespace
+    make: Callable[[QueueRules], World], rate: float, seed: int, options: argparse.Namespace
 ) -> dict[str, Outcome]:
     share = rate / NUM_TENANTS
     others = [
@@ -253,10 +253,10 @@ def measure(
     ]
     greedy = stream(f"{seed} {GREEDY}", GREEDY, GREED * share, options.seconds, options)
     return {
-        "alone, first come": run(make(LineRules(oldest_every=1)), others),
-        "alone, fair": run(make(LineRules(oldest_every=options.oldest_every)), others),
-        "fair": run(make(LineRules(oldest_every=options.oldest_every)), others + greedy),
-        "first come": run(make(LineRules(oldest_every=1)), others + greedy),
+        "alone, first come": run(make(QueueRules(oldest_every=1)), others),
+        "alone, fair": run(make(QueueRules(oldest_every=options.oldest_every)), others),
+        "fair": run(make(QueueRules(oldest_every=options.oldest_every)), others + greedy),
+        "first come": run(make(QueueRules(oldest_every=1)), others + greedy),
     }
 
 
@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=300.0, help="of arrivals")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--load", type=float, default=0.7, help="of their share that the others send")
-    parser.add_argument("--oldest-every", type=int, default=LineRules().oldest_every)
+    parser.add_argument("--oldest-every", type=int, default=QueueRules().oldest_every)
     parser.add_argument("--prompt-tokens", type=int, default=512, help="mean")
     parser.add_argument("--output-tokens", type=int, default=64, help="mean")
     parser.add_argument("--token-budget", type=int, default=512)
@@ -291,10 +291,10 @@ def main() -> None:
         )
         engine = build(folder, options)
 
-    def make(rules: LineRules) -> World:
+    def make(rules: QueueRules) -> World:
         return Real(engine, rules) if options.real else Modelled(rules, options)
 
-    rate = capacity(make(LineRules()), options)
+    rate = capacity(make(QueueRules()), options)
     rows: list[dict[str, Any]] = []
     for seed in range(options.seeds):
         outcomes = measure(make, rate, seed, options)

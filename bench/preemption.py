@@ -22,7 +22,13 @@ import torch
 from figures import available_cores, show
 
 import inprocess  # isort: skip
-from kvrelay.engine.scheduling.preemption_policy import Rates, Stake, Way, costs, crossover_tokens
+from kvrelay.engine.scheduling.preemption_policy import (
+    PreemptionMode,
+    PreemptionRates,
+    VictimGroup,
+    costs,
+    crossover_tokens,
+)
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.worker.tier_setup import make_swap_area
 from kvrelay.kernels.select import select_backend
@@ -131,13 +137,16 @@ class Bench:
         area = engine.scheduler.preemptor.area
         assert area is not None
         speed = max(length / row["recompute_s"] for length, row in zip(lengths, rows, strict=True))
-        rates = Rates(area.save_bytes_per_s, area.load_bytes_per_s, speed, swap_latency_s=area.latency_s)
+        rates = PreemptionRates(area.save_bytes_per_s, area.load_bytes_per_s, speed, swap_latency_s=area.latency_s)
         token_bytes = engine.scheduler.preemptor.token_bytes
         for row in rows:
             tokens = row["tokens"]
             swap_bytes = int(-(-tokens // block_size) * block_size * token_bytes)
-            found = costs(Stake(tokens, swap_bytes=swap_bytes, can_swap=True), rates)
-            row |= {"predicted_swap_s": found[Way.SWAP].delay_s, "predicted_recompute_s": found[Way.RECOMPUTE].delay_s}
+            found = costs(VictimGroup(tokens, swap_bytes=swap_bytes, can_swap=True), rates)
+            row |= {
+                "predicted_swap_s": found[PreemptionMode.SWAP].delay_s,
+                "predicted_recompute_s": found[PreemptionMode.RECOMPUTE].delay_s,
+            }
             row["break_even_bytes_per_s"] = 2 * swap_bytes / row["recompute_s"]
         engine.close()
         return {
@@ -157,7 +166,7 @@ class Bench:
             for way, seconds in times.items():
                 before, began = seq.num_output, self._clock()
                 if way != "plain":
-                    engine.scheduler.preemptor.only = Way(way)
+                    engine.scheduler.preemptor.only = PreemptionMode(way)
                     gone = engine.preempt((seq,))
                     assert gone == way, f"{gone} instead of {way}"
                 while seq.num_output == before:

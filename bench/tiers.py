@@ -141,7 +141,7 @@ class Driven:
             result = self.engine.step()
             outputs += result.outputs
             if result.is_stuck:
-                self.woken.acquire(timeout=self.engine.patience_s() or 0.001)
+                self.woken.acquire(timeout=self.engine.max_wait_s() or 0.001)
         seconds = time.perf_counter() - began_s
         if len(outputs) != 1:
             raise SystemExit(f"expected one token, got {len(outputs)}")

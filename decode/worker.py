@@ -92,7 +92,7 @@ class DecodeWorker(WorkerService):
         paths = [path for pair in pairs if pair.ok for path in pair.paths if path.is_chosen and path.bytes_per_s > 0]
         if paths:
             speed, latency_s = min(path.bytes_per_s for path in paths), max(path.latency_s for path in paths)
-            self.thread.post(lambda engine: engine.hop_measured(speed, latency_s))
+            self.thread.post(lambda engine: engine.note_transfer_speed(speed, latency_s))
 
     def _subscribe(self, link: Link) -> None:
         self._told = []  # the newcomer has heard nothing
@@ -247,7 +247,7 @@ def _num_first_tokens(request: SequenceRequest) -> int:
     """Tokens that a prefill worker draws for this request."""
     if (group := request.group) is None:
         return 1
-    return group.num_seats if group.beams is None else 0
+    return group.num_sequences if group.beams is None else 0
 
 
 def _are_candidates(candidates: list[tuple[int, float]], request: SequenceRequest, vocab_size: int) -> bool:

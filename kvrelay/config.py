@@ -29,7 +29,7 @@ PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost", "survival"
 WritePolicy = Literal["write-through", "selective", "write-back"]
 Compression = Literal["none", "lossless", "int8", "fp8"]
 TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
-PreemptionMode = Literal["auto", "swap", "recompute", "hand-back"]
+PreemptionSetting = Literal["auto", "swap", "recompute", "return-to-prefill"]
 CascadeMode = Literal["auto", "off"]
 Speculation = Literal["auto", "ngram", "model", "off"]
 PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
@@ -123,9 +123,9 @@ class EngineSettings(_Settings):
     max_waiting: int = Field(256, ge=1, description="most sequences in line; more are refused")
     num_threads: int | None = Field(None, ge=1, description="CPU threads; default: the worker's physical cores")
     prefix_caching: bool = Field(True, description="keep full blocks for prompts that begin alike")
-    preemption: PreemptionMode = Field(
+    preemption: PreemptionSetting = Field(
         "auto",
-        description="what becomes of a sequence that must give its blocks back: swap (to host memory), recompute, hand-back (a "
+        description="what becomes of a sequence that must give its blocks back: swap (to host memory), recompute, return-to-prefill (a "
         "decode worker's, to a prefill worker); auto: what measured speeds say is cheapest. One that cannot be done: recompute",
     )
     swap_memory: Size = Field(

@@ -218,7 +218,7 @@ class PrefillWorker(WorkerService):
 
 def num_to_draw(request: SequenceRequest) -> int:
     """Outputs of a prefill worker for this request: one for each live choice, one with what a beam search begins with."""
-    return 1 if request.group is None or request.group.beams is not None else request.group.num_seats
+    return 1 if request.group is None or request.group.beams is not None else request.group.num_sequences
 
 
 class _DeviceGate:

@@ -10,19 +10,19 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.fast_forward import Leaps
+from kvrelay.cluster.simulator.fast_forward import FastForward
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
 from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.tiers import Below
 from kvrelay.config import Settings
-from kvrelay.engine.scheduling.fair_share import line_rules
-from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.fair_share import queue_rules
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.step.load_report import load_report
-from kvrelay.engine.step.outputs import Appender
-from kvrelay.engine.step.step_timing import Speed
+from kvrelay.engine.step.outputs import OutputProcessor
+from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers.events import EventLog
@@ -40,7 +40,7 @@ class Stride:
     count: int
     first_s: float  # what the first of its steps takes
     more_s: float = 0.0  # by how much each takes longer than the one before
-    num_asleep: int = 0
+    num_parked: int = 0
     waking: int = 0  # the number of the step for which somebody wakes; 0: none
 
     def seconds(self, count: int) -> float:
@@ -76,7 +76,7 @@ class Told:
 
     outputs: list[TokenOutput] = field(default_factory=list)
     refused: list[tuple[str, str]] = field(default_factory=list)  # request, reason
-    handed_back: list[tuple[str, int]] = field(default_factory=list)  # request, tokens of output that it has
+    returned_to_prefill: list[tuple[str, int]] = field(default_factory=list)  # request, tokens of output that it has
 
 
 class VirtualEngine:
@@ -93,14 +93,14 @@ class VirtualEngine:
         self.max_running = min(profile.max_running, profile.token_budget)
         self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)
         limits = SchedulerLimits(profile.token_budget, self.max_running, own.max_waiting, own.headroom)
-        self.scheduler = Scheduler(self.pool, profile.block_size, limits, line_rules(settings.scheduler))
+        self.scheduler = Scheduler(self.pool, profile.block_size, limits, queue_rules(settings.scheduler))
         self.scheduler.preemptor.token_bytes = float(profile.kv_bytes_per_token)
-        self.scheduler.preemptor.only = None if own.preemption == "auto" else Way(own.preemption)
-        self._appender = Appender(
+        self.scheduler.preemptor.only = None if own.preemption == "auto" else PreemptionMode(own.preemption)
+        self._output_processor = OutputProcessor(
             self.scheduler.finish, clock.time, eos_ids=(END_TOKEN,), max_model_len=self.max_model_len
         )
-        self._leaps = Leaps(self.scheduler, WORD_TOKEN)
-        self._events, self.speed = EventLog(), Speed()
+        self._fast_forward = FastForward(self.scheduler, WORD_TOKEN)
+        self._events, self.speed = EventLog(), StepTiming()
         self._load_seq = 0
         self.below: Below | None = None
         self.num_steps = 0
@@ -126,13 +126,13 @@ class VirtualEngine:
         seq = self.scheduler.sequences.get(request_id)
         if seq is not None:
             if seq.state is State.RUNNING:
-                self._leaps.wake()
+                self._fast_forward.wake()
             self.scheduler.finish(seq, FinishReason.ABORT)
 
     def activate(self, request_id: str) -> TokenOutput | None:
         """The prompt's KV is here. The end, when the sequence came with its last token."""
         seq = self.scheduler.activate(request_id, [WORD_TOKEN])
-        return None if seq is None else self._appender.end_if_too_long(seq)
+        return None if seq is None else self._output_processor.end_if_too_long(seq)
 
     # ---- steps
 
@@ -143,18 +143,18 @@ class VirtualEngine:
             self.below.tiers.tiers.poll()
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.reserving:
-            scheduler.turn_late_away(now_s)
+            scheduler.reject_overdue(now_s)
         return scheduler.grant_reservations() if scheduler.reserving else []
 
     def begin(self, now_s: float, factor: float) -> Stride | None:
         """What is computed from now on; None: nothing can be. `factor`: on the curve's times."""
-        leaps = self._leaps
-        count, wakes = leaps.look()
+        fast_forward = self._fast_forward
+        count, wakes = fast_forward.look()
         if count:
             return self._quiet(now_s, count, factor, waking=count if wakes else 0)
-        num_asleep = len(leaps.asleep)
-        plan = self.scheduler.schedule_beside(leaps.asleep)
-        if not plan.work and not num_asleep:
+        num_parked = len(fast_forward.parked)
+        plan = self.scheduler.schedule_without(fast_forward.parked)
+        if not plan.work and not num_parked:
             self.scheduler.copied()
             return None
         for item in plan.work:
@@ -162,8 +162,8 @@ class VirtualEngine:
                 item.seq.num_chunks += 1
                 if item.seq.scheduled_s is None:
                     item.seq.scheduled_s = now_s
-        seconds = factor * self.curve.step_s(work_of(plan, num_asleep, leaps.context_tokens))
-        return Stride(now_s, plan, 1, max(seconds, self._loading_s(plan, now_s)), num_asleep=num_asleep)
+        seconds = factor * self.curve.step_s(work_of(plan, num_parked, fast_forward.context_tokens))
+        return Stride(now_s, plan, 1, max(seconds, self._loading_s(plan, now_s)), num_parked=num_parked)
 
     def _loading_s(self, plan: StepPlan, now_s: float) -> float:
         """How long this step has to wait for what comes up from below the pool: layer by layer, beside its computing."""
@@ -175,45 +175,45 @@ class VirtualEngine:
         return self.below.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float, *, waking: int) -> Stride:
-        size, context = len(self._leaps.asleep), self._leaps.context_tokens
+        size, context = len(self._fast_forward.parked), self._fast_forward.context_tokens
         first_s = self.curve.decode_step_s(size, context)
         more_s = self.curve.decode_step_s(size, context + size) - first_s
         return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
 
     def end(self, stride: Stride, count: int, told: Told) -> None:
         """So many of its steps are computed; the others are not begun."""
-        size, plan = stride.num_asleep, stride.plan
+        size, plan = stride.num_parked, stride.plan
         self.num_steps += count
         self.busy_s += stride.seconds(count)
         if plan is None:
             if count == stride.waking:
-                self._leaps.passed(count - 1)
-                plan = self.scheduler.schedule_beside(self._leaps.asleep)
-                self._leaps.advance(plan)
+                self._fast_forward.passed(count - 1)
+                plan = self.scheduler.schedule_without(self._fast_forward.parked)
+                self._fast_forward.advance(plan)
                 self._sample(plan, told)
                 self.output_tokens -= len(plan.work)
             else:
-                self._leaps.passed(count)
+                self._fast_forward.passed(count)
             self.output_tokens += size * count
             self._note(size, size, size, stride.seconds(count) / count, count)
             return
         self.output_tokens += size
-        self._leaps.advance(plan)
+        self._fast_forward.advance(plan)
         self._sample(plan, told)
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
 
     def take_gone(self) -> Told | None:
         """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
         scheduler = self.scheduler
-        if not scheduler.turned_away and not scheduler.handed_back:
+        if not scheduler.rejected and not scheduler.returned_to_prefill:
             return None
         told = Told()
-        if scheduler.turned_away:
-            told.refused += [(seq.request_id, reason) for seq, reason in scheduler.turned_away]
-            scheduler.turned_away = []
-        if scheduler.handed_back:
-            told.handed_back += [(seq.request_id, seq.num_output) for seq in scheduler.handed_back]
-            scheduler.handed_back.clear()
+        if scheduler.rejected:
+            told.refused += [(seq.request_id, reason) for seq, reason in scheduler.rejected]
+            scheduler.rejected = []
+        if scheduler.returned_to_prefill:
+            told.returned_to_prefill += [(seq.request_id, seq.num_output) for seq in scheduler.returned_to_prefill]
+            scheduler.returned_to_prefill.clear()
         return told
 
     def _sample(self, plan: StepPlan, told: Told) -> None:
@@ -225,7 +225,7 @@ class VirtualEngine:
             for seq in seqs
         ]
         outputs: list[TokenOutput] = []
-        self._appender.append_all(seqs, tokens, [None] * len(seqs), outputs)
+        self._output_processor.append_all(seqs, tokens, [None] * len(seqs), outputs)
         self.output_tokens += len(seqs)
         told.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
         for seq in fresh:
@@ -265,13 +265,13 @@ class VirtualEngine:
 
     def num_output(self, request_id: str) -> int:
         """Tokens of output that it has, as of the steps that ended."""
-        self._leaps.refresh()
+        self._fast_forward.refresh()
         seq = self.scheduler.sequences.get(request_id)
         return 0 if seq is None else seq.num_output
 
     def check(self) -> None:
         """Raise AssertionError unless every block is accounted for."""
-        self._leaps.refresh()
+        self._fast_forward.refresh()
         self.scheduler.check()
         if self.below is not None:
             self.below.tiers.tiers.check()

@@ -16,7 +16,7 @@ from kvrelay.engine.scheduling.sequence import Sequence
 _BLOCKS_EACH = 2  # that one token of a sequence can take: the next block, and a copy of one that it shares
 
 
-class Leaps:
+class FastForward:
     """The decode batch of one scheduler. `token`: what every sleeper gets, each step.
 
     Whoever changes or reads a sequence beside the scheduler's planning calls `wake` or `refresh` before it.
@@ -26,15 +26,15 @@ class Leaps:
         self._scheduler, self._token = scheduler, token
         scheduler.before_headroom = self.refresh
         self._step = 0
-        self._asleep: dict[Sequence, int] = {}  # up to which step it has its tokens
+        self._parked: dict[Sequence, int] = {}  # up to which step it has its tokens
         self._ends: list[tuple[int, int, Sequence]] = []  # a heap: after which step, arrival, who wakes
         self._tenants: Counter[str] = Counter()  # of the sleepers
         self._context = 0  # tokens that they attend to in the next step
 
     @property
-    def asleep(self) -> Collection[Sequence]:
-        """Whom `Scheduler.schedule_beside` need not look at."""
-        return self._asleep
+    def parked(self) -> Collection[Sequence]:
+        """Whom `Scheduler.schedule_without` need not look at."""
+        return self._parked
 
     @property
     def context_tokens(self) -> int:
@@ -49,34 +49,34 @@ class Leaps:
         No steps: the next must be planned, for who does not sleep. A last step for which somebody wakes is planned when the
         others have `passed`; nobody has to give way in it.
         """
-        scheduler, asleep = self._scheduler, self._asleep
+        scheduler, parked = self._scheduler, self._parked
         running = scheduler.running
-        if len(asleep) < len(running):
-            awake = [seq for seq in running if seq not in asleep]
-            assert len(asleep) + len(awake) == len(running), "a sleeper left the batch"
-            if self._may_crowd(len(awake)):
+        if len(parked) < len(running):
+            active = [seq for seq in running if seq not in parked]
+            assert len(parked) + len(active) == len(running), "a sleeper left the batch"
+            if self._may_preempt(len(active)):
                 self.wake()
                 return 0, False
-            num_awake = len(awake) - sum(map(self._falls_asleep, awake))
-            if num_awake or scheduler.waiting:
+            num_active = len(active) - sum(map(self._parks, active))
+            if num_active or scheduler.waiting:
                 return 0, False
-        elif not asleep or scheduler.waiting:
+        elif not parked or scheduler.waiting:
             return 0, False
         if scheduler.reserving:  # whoever is in line for a reservation is looked at between any two steps
             return 1, False
-        is_roomy = not self._may_crowd(len(running))
+        is_roomy = not self._may_preempt(len(running))
         return self._ends[0][0] - self._step + is_roomy, is_roomy
 
-    def _may_crowd(self, num_awake: int) -> bool:
-        """Whether somebody may have to give way in a step for which so many are awake, or to stand back."""
+    def _may_preempt(self, num_active: int) -> bool:
+        """Whether somebody may have to give way in a step for which so many are active, or to stand back."""
         scheduler = self._scheduler
         return (
             len(scheduler.running) > scheduler.limits.token_budget
-            or num_awake * _BLOCKS_EACH > scheduler.pool.num_available
+            or num_active * _BLOCKS_EACH > scheduler.pool.num_available
             or bool(scheduler.swapped or scheduler.groups.by_id)
         )
 
-    def _falls_asleep(self, seq: Sequence) -> bool:
+    def _parks(self, seq: Sequence) -> bool:
         """Whether the next step just brings it a token. Who has a last token coming must have said so by its `plain_until`.
 
         If the step needs a block, it gets that now, as it would when the step is planned.
@@ -84,12 +84,12 @@ class Leaps:
         computed, num_tokens = seq.num_computed, len(seq.token_ids)
         if num_tokens - computed != 1 or computed != seq.num_charged or computed < seq.num_given or not seq.is_pinned:
             return False
-        if computed >= seq.own_until:
-            self._scheduler.have_block(seq)
-        steps = min(seq.own_until - 1 - computed, seq.plain_until - num_tokens)
+        if computed >= seq.writable_until:
+            self._scheduler.ensure_block(seq)
+        steps = min(seq.writable_until - 1 - computed, seq.plain_until - num_tokens)
         if steps <= 0 or seq.num_hashed_blocks != computed // seq.block_size:
             return False
-        self._asleep[seq] = self._step
+        self._parked[seq] = self._step
         heapq.heappush(self._ends, (self._step + steps, seq.arrival, seq))
         self._tenants[seq.request.tenant] += 1
         self._context += num_tokens
@@ -114,12 +114,12 @@ class Leaps:
         return {tenant: count * number for tenant, number in self._tenants.items()}
 
     def _pass(self, count: int) -> None:
-        ends, asleep = self._ends, self._asleep
+        ends, parked = self._ends, self._parked
         self._step += count
-        self._context += count * len(asleep)
+        self._context += count * len(parked)
         while ends and ends[0][0] <= self._step:
             seq = heapq.heappop(ends)[2]
-            self._bring_up(seq, asleep.pop(seq))
+            self._bring_up(seq, parked.pop(seq))
             self._context -= len(seq.token_ids)
             tenant = seq.request.tenant
             self._tenants[tenant] -= 1
@@ -130,17 +130,17 @@ class Leaps:
 
     def refresh(self) -> None:
         """Every sequence is what it has come to."""
-        asleep = self._asleep
-        for seq, since in asleep.items():
+        parked = self._parked
+        for seq, since in parked.items():
             if since != self._step:
                 self._bring_up(seq, since)
-                asleep[seq] = self._step
+                parked[seq] = self._step
 
     def wake(self) -> None:
         """The same, and none sleeps: they may be changed, or leave."""
-        if self._asleep:
+        if self._parked:
             self.refresh()
-            self._asleep.clear()
+            self._parked.clear()
             self._ends.clear()
             self._tenants.clear()
             self._context = 0

@@ -315,7 +315,7 @@ class Worker:
         for request_id, reason in told.refused:
             if (attempt := self._forget(request_id)) is not None:
                 self._tell(attempt.failed, self.worker_id, reason)
-        for request_id, num_emitted in told.handed_back:
+        for request_id, num_emitted in told.returned_to_prefill:
             if (attempt := self._forget(request_id)) is not None:
                 attempt.num_emitted = num_emitted
                 self._tell(attempt.failed, self.worker_id, PREEMPTED)

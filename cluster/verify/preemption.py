@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.verify.rows import Verifier
-from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.scheduler import StepPlan
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.service import WorkerService
@@ -31,20 +31,20 @@ class PreemptionRows:
         self._verifier, self._model_dir, self._transport = verifier, model_dir, transport
 
     async def run(self) -> None:
-        for way in Way:
+        for way in PreemptionMode:
             async with self._cluster(way, "full") as (cluster, worker):
                 await self._row(way, cluster, worker)
-                if way is Way.SWAP:
+                if way is PreemptionMode.SWAP:
                     await self._rotten_row(cluster, worker)
                 leaks = await cluster.pool_leaks()
                 self._verifier.add_row(f"pre-empted: every block given back ({way})").claim(
                     holds=not leaks, note=leaks[0] if leaks else "free + cached = total"
                 )
-        async with self._cluster(Way.SWAP, "off") as (cluster, worker):
+        async with self._cluster(PreemptionMode.SWAP, "off") as (cluster, worker):
             await self._control_row(cluster, worker)
 
     @asynccontextmanager
-    async def _cluster(self, way: Way, checks: str) -> AsyncIterator[tuple["LocalCluster", WorkerService]]:
+    async def _cluster(self, way: PreemptionMode, checks: str) -> AsyncIterator[tuple["LocalCluster", WorkerService]]:
         from kvrelay.cluster.launch.local import local_cluster
 
         self._verifier.tell(f"pre-emption: {way}")
@@ -53,7 +53,7 @@ class PreemptionRows:
         async with local_cluster(settings, self._model_dir) as cluster:
             yield cluster, cluster.inside[0]
 
-    async def _row(self, way: Way, cluster: "LocalCluster", worker: WorkerService) -> None:
+    async def _row(self, way: PreemptionMode, cluster: "LocalCluster", worker: WorkerService) -> None:
         row = self._verifier.add_row(f"pre-empted over the hop: {way}")
         with _preempting(worker) as count:
             for index, case in enumerate(self._verifier.cases):

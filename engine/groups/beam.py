@@ -1,7 +1,7 @@
 """Beam search: which beams go on from which, which are done, when to stop. Pure: plain data in, plain data out.
 
 The rules are those of Hugging Face's `generate(num_beams=...)`, rounding to float32 included, so that the results are equal.
-Owns no sequence and no block: whoever does forks and drops them as a `Step` says.
+Owns no sequence and no block: whoever does forks and drops them as a `BeamStep` says.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 EarlyStopping = bool | Literal["never"]
 _WORST = -1.0e9  # of a number that is none: a broken model's search ends like any other
-Candidates = list[tuple[int, float]]  # (token, log-probability), likeliest first
+BeamCandidates = list[tuple[int, float]]  # (token, log-probability), likeliest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Hypothesis:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class BeamStep:
     """Beam i goes on from beam parents[i] of before, with token_ids[i]. A beam that is nobody's parent is dropped."""
 
     parents: tuple[int, ...]
@@ -73,7 +73,7 @@ class BeamSearch:
         """The best `count` results of a search that is done."""
         return self._finished[:count]
 
-    def step(self, candidates: list[Candidates]) -> Step:
+    def step(self, candidates: list[BeamCandidates]) -> BeamStep:
         """Choose the next beams. `candidates[i]`: beam i's likeliest `num_candidates` continuations, or the whole vocabulary."""
         ranked = self._ranked(candidates)
         length = len(self._beams[0].token_ids) + 1
@@ -88,9 +88,9 @@ class BeamSearch:
         self._beams = [_Beam(score, (*self._beams[index].token_ids, token)) for score, index, token in going_on]
         self._finished = sorted(self._finished, key=lambda one: -one.score)[: self.rules.width]
         self.is_done = not going_on or self._is_enough(length)
-        return Step(tuple(index for _, index, _ in going_on), tuple(token for *_, token in going_on), self.is_done)
+        return BeamStep(tuple(index for _, index, _ in going_on), tuple(token for *_, token in going_on), self.is_done)
 
-    def _ranked(self, candidates: list[Candidates]) -> list[tuple[float, int, int]]:
+    def _ranked(self, candidates: list[BeamCandidates]) -> list[tuple[float, int, int]]:
         """(score, beam, token) of the best continuations of all beams."""
         scored = [
             (_f32(beam.score + (_WORST if math.isnan(logprob) else logprob)), index, token)

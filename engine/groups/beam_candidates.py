@@ -5,11 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from kvrelay.engine.groups.beam import Candidates
+from kvrelay.engine.groups.beam import BeamCandidates
 from kvrelay.engine.scheduling.sequence import Sequence
 
 
-def likeliest(logits: Tensor, seqs: list[Sequence]) -> list[Candidates]:
+def likeliest(logits: Tensor, seqs: list[Sequence]) -> list[BeamCandidates]:
     """As many continuations of each beam as its search looks at, likeliest first. logits: [R, vocab], a row for each."""
     logp = torch.log_softmax(logits.float(), dim=-1)
     most = 1

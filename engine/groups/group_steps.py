@@ -6,7 +6,7 @@ Lives on the engine's thread, between the scheduler and the sampler. Single sequ
 from collections.abc import Callable
 from typing import Protocol
 
-from kvrelay.engine.groups.beam import Candidates, Hypothesis
+from kvrelay.engine.groups.beam import BeamCandidates, Hypothesis
 from kvrelay.engine.groups.groups import member_of
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Group, Sequence
@@ -23,7 +23,7 @@ class Ending(Protocol):
 class Likeliest(Protocol):
     """What may follow each of these beams, whose logits are in these rows, likeliest first."""
 
-    def __call__(self, rows: list[int], beams: list[Sequence]) -> list[Candidates]: ...
+    def __call__(self, rows: list[int], beams: list[Sequence]) -> list[BeamCandidates]: ...
 
 
 class GroupSteps:
@@ -63,7 +63,7 @@ class GroupSteps:
         return list(members)
 
     def settle(self, seqs: list[Sequence]) -> None:
-        """The tokens are drawn and appended: leaders part, or wait for their transfer."""
+        """The tokens are drawn and appended: leaders fork, or wait for their transfer."""
         for seq in seqs:
             if seq.group is not None and seq is seq.group.leader and seq.group.search is None:
                 self._settle(seq.group, seq)
@@ -71,19 +71,19 @@ class GroupSteps:
     def _settle(self, group: Group, leader: Sequence) -> None:
         members, group.members = list(group.members), []
         if leader.output_limit is None:
-            self._part(group, leader, members)
+            self._fork_members(group, leader, members)
             return
         for member in members:
             self._scheduler.finish(member, FinishReason.LENGTH)
         leader.hold = leader.hold and bool(members)
         self._end(leader, FinishReason.LENGTH)
 
-    def _part(self, group: Group, leader: Sequence, members: list[Sequence]) -> None:
+    def _fork_members(self, group: Group, leader: Sequence, members: list[Sequence]) -> None:
         self._forget(leader)
         for member in [member for member in members if member.choice in group.unwanted]:
             members.remove(member)
             self._scheduler.finish(member, FinishReason.ABORT)
-        self._scheduler.groups.part(group, members)
+        self._scheduler.groups.fork(group, members)
 
     def take_over(self, leader: Sequence, token_ids: list[int]) -> list[Sequence]:
         """A prefill worker has computed the prompt and drawn each live choice's first token; the members, which have parted."""
@@ -94,7 +94,7 @@ class GroupSteps:
             if member.num_output == 0:
                 member.token_ids.append(token)
         group.members = []
-        self._part(group, leader, members)
+        self._fork_members(group, leader, members)
         return list(members)
 
     # ---- beams
@@ -110,7 +110,7 @@ class GroupSteps:
             group = seq.group
             assert group is not None
             if seq is group.leader and any(group.outputs.values()):  # it had parted before a pre-emption
-                self._part(group, seq, self._members(group, seq))
+                self._fork_members(group, seq, self._members(group, seq))
                 continue
             if seq is group.leader:
                 outputs += self.begin_search(group, seq, candidates)
@@ -120,7 +120,7 @@ class GroupSteps:
                 outputs += self._advance(group)
         return outputs
 
-    def begin_search(self, group: Group, leader: Sequence, candidates: Candidates) -> list[TokenOutput]:
+    def begin_search(self, group: Group, leader: Sequence, candidates: BeamCandidates) -> list[TokenOutput]:
         """The prompt is computed, and these may follow it."""
         search = group.search
         assert search is not None
@@ -135,7 +135,7 @@ class GroupSteps:
             self._end(leader, FinishReason.LENGTH)
             return [TokenOutput(request_id=leader.request_id, position=0, token_ids=[], candidates=candidates)]
         group.outputs = dict(enumerate(search.outputs))
-        self._part(group, leader, self._members(group, leader))
+        self._fork_members(group, leader, self._members(group, leader))
         return [first]
 
     def _advance(self, group: Group) -> list[TokenOutput]:

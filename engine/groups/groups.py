@@ -21,7 +21,7 @@ class Queues(Protocol):
     pool: BlockPool
     sequences: dict[str, Sequence]
 
-    def seat(self, seq: Sequence) -> None: ...
+    def join_batch(self, seq: Sequence) -> None: ...
     def finish(self, seq: Sequence, reason: FinishReason) -> None: ...
 
 
@@ -49,7 +49,7 @@ def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
     member.chain.data[:] = like.chain.data
     member.group, member.choice = group, choice
     member.scheduled_s, member.num_cached, member.is_pinned = like.scheduled_s, like.num_cached, like.is_pinned
-    member.standing = like.standing  # it may have a prompt's worth to compute: what its choice said before
+    member.queue_rank = like.queue_rank  # it may have a prompt's worth to compute: what its choice said before
     return member
 
 
@@ -62,10 +62,10 @@ class Groups:
         self.eos_ids: tuple[int, ...] = ()  # of the model, for beam searches
 
     @property
-    def owed_seats(self) -> int:
-        """Seats that members will take when their leaders part, beside those of the leaders."""
+    def num_reserved(self) -> int:
+        """Seats that members will take when their leaders fork, beside those of the leaders."""
         return sum(
-            group.num_seats - 1
+            group.num_sequences - 1
             for group in self.by_id.values()
             if group.leader is not None and group.leader.state in (State.RUNNING, State.RECEIVING)
         )
@@ -81,7 +81,7 @@ class Groups:
         if asked.beams is not None:
             group.outputs = {rank: [] for rank in range(asked.beams.width)}  # for the count of blocks
 
-    def part(self, group: Group, members: list[Sequence]) -> None:
+    def fork(self, group: Group, members: list[Sequence]) -> None:
         """The leader's prompt is computed: these go on from its blocks, each with at least one token of output."""
         leader, queues = group.leader, self._queues
         assert leader is not None and leader.num_computed == group.request.num_prompt_tokens
@@ -116,9 +116,9 @@ class Groups:
     def _enter(self, member: Sequence) -> None:
         member.move_to(State.RUNNING)
         self._queues.sequences[member.request_id] = member
-        self._queues.seat(member)
+        self._queues.join_batch(member)
 
-    def gather(self, group: Group) -> tuple[Sequence, list[Sequence]]:
+    def merge(self, group: Group) -> tuple[Sequence, list[Sequence]]:
         """(a leader that is to be put in line, the members, which are gone): all blocks are given back."""
         members, like = list(group.members), group.members[0]
         prompt = group.request.num_prompt_tokens
@@ -177,7 +177,7 @@ class Groups:
         child.num_computed, child.num_hashed_blocks = parent.num_computed, parent.num_hashed_blocks
         child.has_begun, child.num_paid, child.num_charged = True, parent.num_computed, parent.num_computed
         child.blocks = parent.blocks[: parent.blocks_for(parent.num_computed)]
-        parent.own_until = 0
+        parent.writable_until = 0
         self._queues.pool.acquire(child.blocks)
         self._enter(child)
         return child
@@ -187,8 +187,8 @@ def fault_of(request: SequenceRequest, *, block_size: int, num_blocks: int, max_
     """Why a group can never run here, as (reason, message), or None."""
     if (asked := request.group) is None:
         return None
-    if asked.num_seats > max_running:
-        return "invalid", f"{asked.num_seats} sequences in a group, but {max_running} run at once here"
+    if asked.num_sequences > max_running:
+        return "invalid", f"{asked.num_sequences} sequences in a group, but {max_running} run at once here"
     if asked.beams is None:
         return None
     prompt = request.num_prompt_tokens

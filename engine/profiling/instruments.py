@@ -230,7 +230,7 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
         (engine, "_sample", APPENDING),
         (engine, "_take", APPENDING),
         (engine, "_wait", SAMPLING),
-        (scheduler, "turn_late_away", SCHEDULING),
+        (scheduler, "reject_overdue", SCHEDULING),
         (scheduler, "grant_reservations", SCHEDULING),
         (scheduler, "schedule", SCHEDULING),
         (runner, "run", DRIVING),

@@ -19,7 +19,7 @@ MAX_NAMED = 32  # tenants with a figure of their own in metrics, beside those th
 
 
 @dataclass(frozen=True, slots=True)
-class LineRules:
+class QueueRules:
     """How sequences in line are ordered. See docs for what each is good for."""
 
     oldest_every: int | None = 16  # every so many admissions, the one that came first is next; None: never
@@ -30,16 +30,16 @@ class LineRules:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)  # a share of the service; others have 1
 
 
-def line_rules(settings: SchedulerSettings) -> LineRules:
+def queue_rules(settings: SchedulerSettings) -> QueueRules:
     """The engine's own form of the settings; weights are of the names' digests."""
     weights = {tenant_of(name): weight for name, weight in settings.tenant_weights.items()}
-    return LineRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
+    return QueueRules(settings.oldest_every, settings.output_weight, settings.credit_tokens, weights)
 
 
-class Shares:
+class FairShare:
     """The counters of one engine. Both of its lines share them. A counter never falls."""
 
-    def __init__(self, rules: LineRules) -> None:
+    def __init__(self, rules: QueueRules) -> None:
         self.rules = rules
         self.num_waiting: Counter[str] = Counter()  # sequences in line, by tenant
         self.computed_tokens: dict[str, int] = dict.fromkeys(rules.tenant_weights, 0)

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvrelay.engine.scheduling.preemption_policy import Rates, Stake, Way, choose
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode, PreemptionRates, VictimGroup, choose
 from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.memory.swap import SwapArea, Swapped
@@ -16,16 +16,16 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.radix import BlockTable
 from kvrelay.types import BlockId
 
-MOST_HAND_BACKS = 2  # of one request: each costs a whole prefill elsewhere
+MAX_RETURNS = 2  # of one request: each costs a whole prefill elsewhere
 
 
 @dataclass(slots=True)
-class Measured:
+class MeasuredSpeeds:
     """What others have measured for the choice; 0: not yet."""
 
     compute_tokens_per_s: float = 0.0
-    hop_bytes_per_s: float = 0.0
-    hop_latency_s: float = 0.0
+    transfer_bytes_per_s: float = 0.0
+    transfer_latency_s: float = 0.0
 
 
 class Preemptor:
@@ -33,21 +33,21 @@ class Preemptor:
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool, self._block_size = pool, block_size
-        self.only: Way | None = None
+        self.only: PreemptionMode | None = None
         self.area: SwapArea | None = None
-        self.measured = Measured()
+        self.measured = MeasuredSpeeds()
         self.token_bytes = 0.0  # of KV
-        self.num_by_way: Counter[Way] = Counter()  # sequences
+        self.num_by_mode: Counter[PreemptionMode] = Counter()  # sequences
         self.recomputed_tokens = 0  # dropped with a sequence, or found wrong
 
     # ---- the choice
 
-    def way_for(self, group: Sequence[Seq], *, num_others: int, tiers: LowerTiers | None) -> Way:
+    def mode_for(self, group: Sequence[Seq], *, num_others: int, tiers: LowerTiers | None) -> PreemptionMode:
         """Where these, which are pre-empted together, go."""
         speed = min((seq.prefill_tokens_per_s for seq in group), default=0.0)
-        return choose(self._stake(group, num_others, tiers), self._rates(speed), only=self.only)
+        return choose(self._victim_group(group, num_others, tiers), self._rates(speed), only=self.only)
 
-    def _stake(self, group: Sequence[Seq], num_others: int, tiers: LowerTiers | None) -> Stake:
+    def _victim_group(self, group: Sequence[Seq], num_others: int, tiers: LowerTiers | None) -> VictimGroup:
         tokens = shared = below = copied = 0
         for seq in group:
             num_shared = self._num_shared(seq)
@@ -61,22 +61,22 @@ class Preemptor:
             copied += num_computed - num_shared
         block_bytes = self.token_bytes * self._block_size
         area = self.area
-        return Stake(
+        return VictimGroup(
             tokens, shared, below * self._block_size, int(below * block_bytes), int(copied * block_bytes),
             int(tokens * self.token_bytes), num_others,
             can_swap=area is not None and copied <= area.num_free and all(_may_move(seq) for seq in group),
-            can_hand_back=all(_may_go(seq) for seq in group),
+            can_return=all(_may_go(seq) for seq in group),
         )  # fmt: skip
 
-    def _rates(self, remote_tokens_per_s: float) -> Rates:
+    def _rates(self, remote_tokens_per_s: float) -> PreemptionRates:
         area, measured = self.area, self.measured
-        return Rates(
+        return PreemptionRates(
             save_bytes_per_s=area.save_bytes_per_s if area is not None else 0.0,
             load_bytes_per_s=area.load_bytes_per_s if area is not None else 0.0,
             compute_tokens_per_s=measured.compute_tokens_per_s,
             remote_tokens_per_s=remote_tokens_per_s,
-            hop_bytes_per_s=measured.hop_bytes_per_s,
-            hop_latency_s=measured.hop_latency_s,
+            transfer_bytes_per_s=measured.transfer_bytes_per_s,
+            transfer_latency_s=measured.transfer_latency_s,
             swap_latency_s=area.latency_s if area is not None else 0.0,
         )
 
@@ -150,4 +150,4 @@ def _may_move(seq: Seq) -> bool:
 
 def _may_go(seq: Seq) -> bool:
     """Whether a prefill worker has computed its prompt and may do so again."""
-    return seq.prefill_tokens_per_s > 0 and seq.request.num_hand_backs < MOST_HAND_BACKS and not seq.hold
+    return seq.prefill_tokens_per_s > 0 and seq.request.num_prefill_returns < MAX_RETURNS and not seq.hold

@@ -56,7 +56,7 @@ def group_fault(request: SequenceRequest, vocab_size: int) -> str | None:
         if max(2, 2 + len(request.sampling.stop_token_ids)) * beams.width > vocab_size:
             return "more candidates of a beam search than tokens in the vocabulary"
         return None if math.isfinite(beams.length_penalty) else "length_penalty is not a finite number"
-    if not group.num_choices or group.num_seats < 1 or (group.emitted and len(group.emitted) != group.num_choices):
+    if not group.num_choices or group.num_sequences < 1 or (group.emitted and len(group.emitted) != group.num_choices):
         return "a group without choices, or output of others than those"
     if any(not 0 <= choice < group.num_choices for choice in group.ended):
         return "a choice that is not in the group has ended"
@@ -65,8 +65,8 @@ def group_fault(request: SequenceRequest, vocab_size: int) -> str | None:
     return None
 
 
-def why_turned_away(seq: Sequence, reason: str, now_s: float) -> str:
-    """What is told of a sequence that left the line before it was begun, by `Scheduler.turned_away`'s reason."""
+def rejection_message(seq: Sequence, reason: str, now_s: float) -> str:
+    """What is told of a sequence that left the line before it was begun, by `Scheduler.rejected`'s reason."""
     waited_s = now_s - seq.arrived_s
     if reason == "deadline":
         return f"no first token within {seq.request.deadline_s:g} s: still in line after {waited_s:.3g} s"

@@ -16,24 +16,24 @@ import msgspec
 import numpy as np
 
 from kvrelay.engine.groups.groups import Groups, fault_of
-from kvrelay.engine.scheduling.fair_share import LineRules, Shares
+from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
 from kvrelay.engine.scheduling.headroom import OutputLengths, growth_blocks
 from kvrelay.engine.scheduling.pinning import Pinning
-from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.preemptor import Preemptor
 from kvrelay.engine.scheduling.prefix_sharing import begins_alike, is_spared, least_blocks
 from kvrelay.engine.scheduling.sequence import Group, Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.scheduling.waiting_queue import Line, goes_first, last_of, victim
+from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, goes_first, last_of, victim
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.radix import BlockTable, Match
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import BlockId, FinishReason
 
-GENTLE_SHARE = 0.8
+ITL_SHARE = 0.8
 """Of the time that is wanted between two tokens, a step with prompts may take."""
-GENTLE_CUT = 8
+MIN_PREFILL_CUT = 8
 """Prompts get at least this part of a step's tokens, whatever is wanted."""
 
 _arrival = attrgetter("arrival")
@@ -106,22 +106,22 @@ class Scheduler:
     """Queues and transitions of all sequences of one engine."""
 
     def __init__(
-        self, pool: BlockPool, block_size: int, limits: SchedulerLimits, rules: LineRules | None = None
+        self, pool: BlockPool, block_size: int, limits: SchedulerLimits, rules: QueueRules | None = None
     ) -> None:
         self.pool, self.block_size, self.limits = pool, block_size, limits
-        self.shares = Shares(rules or LineRules())
-        self.waiting = Line(self.shares)
-        self.reserving = Line(self.shares)  # in line for a reservation
-        self.turned_away: list[tuple[Sequence, str]] = []  # for (reason); the engine tells, and empties it
+        self.shares = FairShare(rules or QueueRules())
+        self.waiting = WaitingQueue(self.shares)
+        self.reserving = WaitingQueue(self.shares)  # in line for a reservation
+        self.rejected: list[tuple[Sequence, str]] = []  # for (reason); the engine tells, and empties it
         self.running: list[Sequence] = []  # in order of arrival
         self.receiving: dict[str, Sequence] = {}
         self.held: dict[str, Sequence] = {}
         self.swapped: deque[Sequence] = deque()  # in order of arrival
-        self.handed_back: list[Sequence] = []  # ended here, to go on elsewhere; the engine takes them
+        self.returned_to_prefill: list[Sequence] = []  # ended here, to go on elsewhere; the engine takes them
         self.sequences: dict[str, Sequence] = {}  # all of the above
         self.quarantined: dict[int, BlockTable] = {}  # by arrival, or below zero: blocks that others may still write
-        self.lent: set[BlockId] = set()  # to the KV plane's probes
-        self.num_preemptions = self.num_late = self.num_displaced = 0
+        self.probe_blocks: set[BlockId] = set()  # to the KV plane's probes
+        self.num_preemptions = self.num_overdue = self.num_displaced = 0
         self._now_s = 0.0  # when somebody was last looked for who is late
         self.hit_tokens = 0
         self.query_tokens = 0
@@ -166,25 +166,25 @@ class Scheduler:
             return None
         return last_of(largest, self.waiting, self.reserving)
 
-    def _turn_away(self, seq: Sequence, reason: str) -> None:
+    def _reject(self, seq: Sequence, reason: str) -> None:
         self.finish(seq, FinishReason.ABORT)
-        self.turned_away.append((seq, reason))
+        self.rejected.append((seq, reason))
 
-    def turn_late_away(self, now_s: float) -> None:
+    def reject_overdue(self, now_s: float) -> None:
         """Who was to have its first token by now and was never begun leaves the line: no prefill is wasted on it."""
         self._now_s = now_s
         for line in (self.waiting, self.reserving):
-            for seq in line.late(now_s):
-                self._turn_away(seq, "deadline")
-                self.num_late += 1
+            for seq in line.past_deadline(now_s):
+                self._reject(seq, "deadline")
+                self.num_overdue += 1
 
     def next_deadline_s(self) -> float:
-        """When `turn_late_away` is due, by the clock of `Sequence.arrived_s`; infinite: never."""
+        """When `reject_overdue` is due, by the clock of `Sequence.arrived_s`; infinite: never."""
         return min(self.waiting.next_deadline_s(), self.reserving.next_deadline_s())
 
     def _new(self, request: SequenceRequest, now_s: float, *, hold: bool, output_limit: int | None) -> Sequence:
         if self._is_full and (displaced := self._displaceable(request.tenant)) is not None:
-            self._turn_away(displaced, "full")
+            self._reject(displaced, "full")
             self.num_displaced += 1
         self._arrivals += 1
         seq = Sequence(request, self.block_size, self._arrivals, hold=hold, output_limit=output_limit, arrived_s=now_s)
@@ -216,24 +216,24 @@ class Scheduler:
         if self.tiers is not None:
             self.tiers.arrived(seq, len(self.pool.match(seq.block_chain())))
 
-    def _first(self, line: Line) -> Sequence | None:
+    def _first(self, line: WaitingQueue) -> Sequence | None:
         """Whose turn it is: who waits for blocks from a store stands back, for as long as the settings say."""
         if not len(line):
             return None
-        stands_back = None if self.tiers is None else self.tiers.is_waiting
-        seq = line.head(stands_back)
+        is_skipped = None if self.tiers is None else self.tiers.is_waiting
+        seq = line.head(is_skipped)
         while seq is not None and not line.is_oldest_next:
-            num_uncached = self._too_many_tokens(seq) if line is self.waiting else self._too_late(seq)
+            num_uncached = self._too_many_tokens(seq) if line is self.waiting else self._is_past_target(seq)
             if num_uncached is None:
                 break
-            line.put_behind(seq, num_uncached)
-            seq = line.head(stands_back)
+            line.mark_overdue(seq, num_uncached)
+            seq = line.head(is_skipped)
         return seq
 
     def _too_many_tokens(self, seq: Sequence) -> int | None:
         """Those to compute, if they keep its first token from being there when it is wanted, even if it is begun now; once."""
         request = seq.request
-        if request.wanted_s is None or seq.late_tokens or seq.has_begun or request.deadline_s is not None:
+        if request.wanted_s is None or seq.overdue_tokens or seq.has_begun or request.deadline_s is not None:
             return None
         left_s = seq.arrived_s + request.wanted_s - self._now_s
         speed = self.preemptor.measured.compute_tokens_per_s
@@ -245,33 +245,33 @@ class Scheduler:
         num_uncached = seq.num_tokens - len(self.pool.match(seq.block_chain())) * self.block_size
         return num_uncached if num_uncached > possible else None
 
-    def _too_late(self, seq: Sequence) -> int | None:
+    def _is_past_target(self, seq: Sequence) -> int | None:
         """The tokens of a reservation if the time in which its first token is wanted has passed; once."""
         request = seq.request
-        if request.wanted_s is None or seq.late_tokens or request.deadline_s is not None:
+        if request.wanted_s is None or seq.overdue_tokens or request.deadline_s is not None:
             return None
         return seq.num_tokens if seq.arrived_s + request.wanted_s <= self._now_s else None
 
-    def _look_again(self) -> None:
+    def _return_ready(self) -> None:
         """Who waits for a store no longer has its turn."""
         if self.tiers is not None:
             for line in (self.waiting, self.reserving):
-                line.look_again(self.tiers.is_waiting)
+                line.return_ready(self.tiers.is_waiting)
 
-    def _admitted(self, seq: Sequence, line: Line, other_line: Line) -> None:
-        seq.standing = line.rank(seq)
+    def _admitted(self, seq: Sequence, line: WaitingQueue, other_line: WaitingQueue) -> None:
+        seq.queue_rank = line.rank(seq)
         line.take(seq)
-        other_line.passed_by()
+        other_line.count_admission()
         seq.has_begun = True
         self.shares.admit(seq)
 
     def grant_reservations(self) -> list[Sequence]:
         """Reserve blocks, in the line's order, for as many as there is room; returns them."""
         granted: list[Sequence] = []
-        self._look_again()
+        self._return_ready()
         while not self.swapped and (seq := self._first(self.reserving)) is not None:
-            seats, owed = self._owed(seq, self.reserving, self.waiting)
-            if not self._has_seat(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=False):
+            seats, owed = self._reserved_for(seq, self.reserving, self.waiting)
+            if not self._fits_running(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=False):
                 break
             self._admitted(seq, self.reserving, self.waiting)
             seq.num_held_blocks = seq.num_cached // self.block_size
@@ -292,40 +292,40 @@ class Scheduler:
         seq.num_computed = seq.num_tokens
         seq.move_to(State.RUNNING)
         if seq.load is None:
-            self.name_arrived(seq)
+            self.cache_received(seq)
         seq.token_ids.extend(token_ids)
-        self.seat(seq)
+        self.join_batch(seq)
         return seq
 
-    def name_arrived(self, seq: Sequence) -> None:
+    def cache_received(self, seq: Sequence) -> None:
         """The prompt's blocks can be found by others from now on."""
-        self._name_full_blocks(seq)
+        self._cache_full_blocks(seq)
         self._pin(seq)
 
-    def seat(self, seq: Sequence) -> None:
+    def join_batch(self, seq: Sequence) -> None:
         """It is in the batch from now on."""
         insort(self.running, seq, key=_arrival)
 
-    def _has_seat(self, owed: int, seq: Sequence) -> bool:
+    def _fits_running(self, owed: int, seq: Sequence) -> bool:
         """Whether `seq`, with its group, may join; so many of the last seats are left to whom they are owed."""
-        taken = len(self.running) + len(self.receiving) + self.groups.owed_seats
-        return taken + self._seats_of(seq) + owed <= self.limits.max_running
+        taken = len(self.running) + len(self.receiving) + self.groups.num_reserved
+        return taken + self._num_sequences_of(seq) + owed <= self.limits.max_running
 
     @staticmethod
-    def _seats_of(seq: Sequence) -> int:
-        return seq.group.num_seats if seq.group is not None and seq is seq.group.leader else 1
+    def _num_sequences_of(seq: Sequence) -> int:
+        return seq.group.num_sequences if seq.group is not None and seq is seq.group.leader else 1
 
-    def _owed(self, seq: Sequence, line: Line, other_line: Line) -> tuple[int, int]:
+    def _reserved_for(self, seq: Sequence, line: WaitingQueue, other_line: WaitingQueue) -> tuple[int, int]:
         """(seats, blocks) to leave for the head of the other line if it goes before `seq`: neither line starves the other."""
         other = self._first(other_line)
         if other is None or not goes_first(other_line, other, line, seq):
             return 0, 0
-        to_part = other.group.blocks_to_part() if other.group is not None and self._will_part(other) else 0
+        to_part = other.group.blocks_to_fork() if other.group is not None and self._will_fork(other) else 0
         blocks = self._blocks_at_most(other) + to_part + 1  # `seq` itself raises what must stay spare
-        return self._seats_of(other), blocks
+        return self._num_sequences_of(other), blocks
 
     @staticmethod
-    def _will_part(seq: Sequence) -> bool:
+    def _will_fork(seq: Sequence) -> bool:
         """Whether it leads a group whose members will go on here."""
         return seq.group is not None and seq is seq.group.leader and seq.output_limit is None
 
@@ -378,8 +378,8 @@ class Scheduler:
         spare = num_to_copy + owed
         if seq.group is not None or need + spare + self._most_headroom() > self.pool.num_available:
             spare += self._headroom(seq, need)
-        if seq.group is not None and self._will_part(seq):
-            spare = max(spare, min(spare + seq.group.blocks_to_part(), self.pool.num_blocks - need - len(hit)))
+        if seq.group is not None and self._will_fork(seq):
+            spare = max(spare, min(spare + seq.group.blocks_to_fork(), self.pool.num_blocks - need - len(hit)))
         is_short = need + spare > self.pool.num_available
         if is_short and not owed and not self._holds_blocks:  # pins alone are in the way: they end before their time
             is_short = not self.pool.unpin_for(need + spare)
@@ -420,7 +420,7 @@ class Scheduler:
     @property
     def _holds_blocks(self) -> bool:
         """Whether some blocks will come back without anything being done about it."""
-        return bool(self.running or self.receiving or self.held or self.quarantined or self.lent) or (
+        return bool(self.running or self.receiving or self.held or self.quarantined or self.probe_blocks) or (
             self.tiers is not None and bool(self.tiers.tiers.held_blocks())
         )
 
@@ -428,24 +428,24 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. Blocks are taken here; tokens are applied by `advance`."""
-        return self.schedule_beside(())
+        return self.schedule_without(())
 
-    def schedule_beside(self, asleep: Collection[Sequence]) -> StepPlan:
+    def schedule_without(self, parked: Collection[Sequence]) -> StepPlan:
         """The same for all but these, which run, just get a token and need nothing for it; their share of the budget is theirs.
 
         The caller knows that nobody has to give way in this step, if any sleeps: see leap.py.
         """
-        awake = [seq for seq in self.running if seq not in asleep] if asleep else self.running.copy()
-        budget = self.limits.token_budget - (len(self.running) - len(awake))
+        active = [seq for seq in self.running if seq not in parked] if parked else self.running.copy()
+        budget = self.limits.token_budget - (len(self.running) - len(active))
         singles: list[Scheduled] = []
         chunks: list[Scheduled] = []
         preempted: list[Sequence] = []
         self.copied()
-        self._look_again()
-        others = self._schedule_decodes(awake, budget, singles, preempted)
+        self._return_ready()
+        others = self._schedule_decodes(active, budget, singles, preempted)
         budget -= len(singles)
         if others or self.waiting:
-            budget = min(budget, self._gentle_tokens(len(asleep) + len(singles)))
+            budget = min(budget, self._itl_capped_tokens(len(parked) + len(singles)))
         num_passing = 0
         for seq in sorted(others, key=self._chunk_order):
             if seq.num_uncomputed > 1 and not preempted and not self.swapped and self.waiting.may_pass(seq):
@@ -457,7 +457,7 @@ class Scheduler:
                 continue
             if seq.state is State.RUNNING and seq.num_uncomputed and self._has_room(seq, preempted):
                 budget -= self._plan(seq, budget, singles, chunks)
-                if seq.late_tokens:
+                if seq.overdue_tokens:
                     seq.num_passed = 0  # it gives way between any two of its chunks
         if not preempted:
             budget = self._bring_back(budget, singles, chunks, preempted)
@@ -465,7 +465,7 @@ class Scheduler:
             self._admit(budget, singles, chunks, preempted)
         if not preempted:
             return StepPlan((*singles, *chunks), len(singles), (), tuple(self._copies))
-        assert not asleep, "somebody gave way in a step in which others were not looked at"
+        assert not parked, "somebody gave way in a step in which others were not looked at"
         gone = set(map(id, preempted))
         singles = [item for item in singles if id(item.seq) not in gone]
         work = (*singles, *(item for item in chunks if id(item.seq) not in gone))
@@ -485,18 +485,20 @@ class Scheduler:
             start = seq.num_computed
             if len(seq.token_ids) - start != 1:
                 others.append(seq)
-            elif budget > 0 and seq.state is running and (start < seq.own_until or self._has_block(seq, preempted)):
+            elif (
+                budget > 0 and seq.state is running and (start < seq.writable_until or self._has_block(seq, preempted))
+            ):
                 singles.append(work(seq, start, 1))
                 budget -= 1
         return others
 
-    def _gentle_tokens(self, num_decoding: int) -> int:
+    def _itl_capped_tokens(self, num_decoding: int) -> int:
         """Of prompts, in a step after which those that decode still have their next tokens as soon as they are wanted."""
         speed = self.preemptor.measured.compute_tokens_per_s
         wanted_s = min((seq.request.wanted_tpot_s or math.inf for seq in self.running), default=math.inf)
         if not num_decoding or wanted_s == math.inf or not speed:
             return self.limits.token_budget
-        return max(int(GENTLE_SHARE * wanted_s * speed) - num_decoding, self.limits.token_budget // GENTLE_CUT)
+        return max(int(ITL_SHARE * wanted_s * speed) - num_decoding, self.limits.token_budget // MIN_PREFILL_CUT)
 
     def _has_block(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """As `_has_room`; until that block is full the question need not be asked again.
@@ -505,10 +507,10 @@ class Scheduler:
         """
         if not self._has_room(seq, preempted):
             return False
-        seq.own_until = (seq.num_computed // self.block_size + 1) * self.block_size
+        seq.writable_until = (seq.num_computed // self.block_size + 1) * self.block_size
         return True
 
-    def have_block(self, seq: Sequence) -> None:
+    def ensure_block(self, seq: Sequence) -> None:
         """`_has_block` for a sequence that lacks one token. The caller knows that nobody has to give way for it."""
         preempted: list[Sequence] = []
         has_block = self._has_block(seq, preempted)
@@ -520,7 +522,7 @@ class Scheduler:
 
     def _chunk_order(self, seq: Sequence) -> tuple[bool, tuple[float, ...]]:
         """Of what has more than a token to compute: the order in which the line had it."""
-        return self.waiting.may_pass(seq), seq.standing
+        return self.waiting.may_pass(seq), seq.queue_rank
 
     def _admit(
         self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence],
@@ -530,10 +532,10 @@ class Scheduler:
         while budget > 0 and (seq := self._first(self.waiting)) is not None:
             if before is not None and not self.waiting.passes(seq, before):
                 break
-            seats, owed = self._owed(seq, self.waiting, self.reserving)
+            seats, owed = self._reserved_for(seq, self.waiting, self.reserving)
             if self._is_spared(seq, chunks):
                 break
-            if not self._has_seat(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
+            if not self._fits_running(seats, seq) or not self._take_prompt_blocks(seq, owed, leave_one=True):
                 break
             self._admitted(seq, self.waiting, self.reserving)
             budget -= self._join(seq, budget, singles, chunks, preempted)
@@ -559,7 +561,7 @@ class Scheduler:
     ) -> int:
         """It has its blocks, and is in the batch from now on; returns the tokens that it takes of this step."""
         seq.move_to(State.RUNNING)
-        self.seat(seq)
+        self.join_batch(seq)
         has_own = self._own_next(seq, preempted)
         assert has_own, "a block for the copy was left over"
         return self._plan(seq, budget, singles, chunks)
@@ -575,7 +577,7 @@ class Scheduler:
         self, budget: int, singles: list[Scheduled], chunks: list[Scheduled], preempted: list[Sequence]
     ) -> int:
         """Swapped sequences go on, those that came first before the others, and all of them before new ones."""
-        while budget > 0 and self.swapped and self._has_seat(0, self.swapped[0]):
+        while budget > 0 and self.swapped and self._fits_running(0, self.swapped[0]):
             seq = self.swapped[0]
             hit = self.preemptor.hit(seq)
             if hit is None:
@@ -638,35 +640,35 @@ class Scheduler:
             self.preempt_group((loser,))
             return [loser]
         members = tuple(one for one in group.members if one.state is State.RUNNING)
-        if group.search is None and self._way_for(members) is Way.SWAP and self._swap_out(members):
+        if group.search is None and self._mode_for(members) is PreemptionMode.SWAP and self._swap_out(members):
             return list(members)
-        leader, gone = self.groups.gather(group)
+        leader, gone = self.groups.merge(group)
         self.waiting.push(leader)
-        self._count(Way.RECOMPUTE, len(gone))
+        self._count(PreemptionMode.RECOMPUTE, len(gone))
         return gone
 
     def _runs_alone(self, group: Group) -> bool:
         """Whether no others' end will make room for it. Beams were admitted because they can all be held at once."""
         return group.search is None and not self.receiving and all(seq.group is group for seq in self.running)
 
-    def preempt_group(self, group: "tuple[Sequence, ...]") -> Way:
+    def preempt_group(self, group: "tuple[Sequence, ...]") -> PreemptionMode:
         """All or nothing: these running sequences give every block back, all of them in the way that costs the least."""
-        way = self._way_for(group)
-        if way is Way.SWAP:
+        way = self._mode_for(group)
+        if way is PreemptionMode.SWAP:
             if self._swap_out(group):
                 return way
-            way = Way.RECOMPUTE
+            way = PreemptionMode.RECOMPUTE
         for seq in group:
-            if way is Way.HAND_BACK:
+            if way is PreemptionMode.RETURN_TO_PREFILL:
                 self.finish(seq, FinishReason.ABORT)
-                self.handed_back.append(seq)
+                self.returned_to_prefill.append(seq)
             else:
                 self._take_out(seq, State.WAITING)
         self._count(way, len(group))
         return way
 
-    def _way_for(self, group: "tuple[Sequence, ...]") -> Way:
-        return self.preemptor.way_for(group, num_others=len(self.running) - len(group), tiers=self.tiers)
+    def _mode_for(self, group: "tuple[Sequence, ...]") -> PreemptionMode:
+        return self.preemptor.mode_for(group, num_others=len(self.running) - len(group), tiers=self.tiers)
 
     def _swap_out(self, group: "tuple[Sequence, ...]") -> bool:
         """Save their KV and take them off the batch. False, and nothing changed: there is no room for it."""
@@ -674,11 +676,11 @@ class Scheduler:
             return False
         for seq in group:
             self._take_out(seq, State.SWAPPED)
-        self._count(Way.SWAP, len(group))
+        self._count(PreemptionMode.SWAP, len(group))
         return True
 
-    def _count(self, way: Way, num_sequences: int) -> None:
-        self.preemptor.num_by_way[way] += num_sequences
+    def _count(self, way: PreemptionMode, num_sequences: int) -> None:
+        self.preemptor.num_by_mode[way] += num_sequences
         self.num_preemptions += num_sequences
 
     def _take_out(self, seq: Sequence, state: State) -> None:
@@ -687,7 +689,7 @@ class Scheduler:
         self._leave_below(seq)
         self.pool.release(seq.blocks)
         seq.blocks = array("i")
-        seq.own_until = seq.plain_until = 0
+        seq.writable_until = seq.plain_until = 0
         self.shares.give_back(seq)
         if state is State.WAITING:
             self._compute_anew(seq)
@@ -735,12 +737,12 @@ class Scheduler:
                 shares.advance(seq)
                 shares.computed(seq.request.tenant, count)
             if computed // size > seq.num_hashed_blocks:
-                self._name_full_blocks(seq)
+                self._cache_full_blocks(seq)
             if not seq.is_pinned:
                 self._pin(seq)
         shares.serve(outputs)
 
-    def _name_full_blocks(self, seq: Sequence) -> None:
+    def _cache_full_blocks(self, seq: Sequence) -> None:
         full = seq.num_computed // self.block_size
         if full <= seq.num_hashed_blocks:
             return
@@ -805,7 +807,7 @@ class Scheduler:
 
     # ---- blocks that no sequence holds
 
-    def lend(self, count: int) -> list[BlockId]:
+    def take_probe_blocks(self, count: int) -> list[BlockId]:
         """Up to `count` blocks without content worth keeping; none while a sequence is in line for blocks.
 
         Leaves one for each running sequence, so that a probe pre-empts nobody.
@@ -813,14 +815,14 @@ class Scheduler:
         spare = self.pool.counts().free - len(self.running) - len(self.receiving)
         count = max(0, min(count, spare))
         blocks = None if self.waiting or self.reserving or self.swapped else self.pool.allocate(count)
-        lent = [BlockId(block) for block in blocks or ()]
-        self.lent.update(lent)
-        return lent
+        probe_blocks = [BlockId(block) for block in blocks or ()]
+        self.probe_blocks.update(probe_blocks)
+        return probe_blocks
 
-    def take_back(self, blocks: Iterable[BlockId]) -> None:
+    def return_probe_blocks(self, blocks: Iterable[BlockId]) -> None:
         """The borrower is done with these."""
         returned = list(blocks)
-        self.lent.difference_update(returned)
+        self.probe_blocks.difference_update(returned)
         self.pool.release(returned)
 
     def _unqueue(self, seq: Sequence) -> None:
@@ -843,9 +845,9 @@ class Scheduler:
         begun = [len(seq.token_ids) - seq.num_computed for seq in self.running]
         return sum([seq.num_uncomputed for seq in self.waiting]) + sum([count for count in begun if count > 1])
 
-    def late(self) -> tuple[int, int]:
+    def overdue(self) -> tuple[int, int]:
         """(prompts, their uncached tokens) in line behind those that can still have a first token in time."""
-        late = [seq.late_tokens for seq in self.waiting if seq.late_tokens]
+        late = [seq.overdue_tokens for seq in self.waiting if seq.overdue_tokens]
         return len(late), sum(late)
 
     def ready_blocks(self, item: Scheduled) -> tuple[int, list[BlockId]]:
@@ -863,7 +865,7 @@ class Scheduler:
             holders.update(seq.blocks)
         for blocks in self.quarantined.values():
             holders.update(blocks)
-        holders.update(self.lent)
+        holders.update(self.probe_blocks)
         holders.update(self._sources)
         if self.tiers is not None:
             holders.update(self.tiers.tiers.held_blocks())

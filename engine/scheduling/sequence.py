@@ -5,7 +5,7 @@ import math
 from array import array
 from dataclasses import dataclass, field
 
-from kvrelay.engine.groups.beam import BeamSearch, Candidates
+from kvrelay.engine.groups.beam import BeamCandidates, BeamSearch
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.memory.swap import Swapped
@@ -63,12 +63,12 @@ class Sequence:
     slot: int = -1  # row in the runner's block table
     num_tabled_blocks: int = 0  # the runner's: that are in that row
     num_given: int = field(init=False)  # tokens that came with the request
-    own_until: int = 0  # up to this token, the block that is written next is known to be there, and nobody else's
+    writable_until: int = 0  # up to this token, the block that is written next is known to be there, and nobody else's
     plain_until: int = 0  # the engine's: with fewer tokens, what is not in `stop_ids` is just appended and sent
     stop_ids: frozenset[int] = frozenset()  # the engine's, while `plain_until` says something
     has_begun: bool = False  # it was admitted once; after a pre-emption it is in line again
-    standing: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
-    late_tokens: int = (
+    queue_rank: tuple[float, ...] = ()  # its rank in line when it was admitted: see line.py
+    overdue_tokens: int = (
         0  # uncached ones, when it was put behind those that can still have a first token in time; 0: it is not
     )
     num_passed: int = 0  # sequences that were begun while its prompt, which had begun, waited for its turn
@@ -167,19 +167,19 @@ class Group:
     members: list[Sequence] = field(default_factory=list)  # those that have not ended
     outputs: dict[int, list[int]] = field(default_factory=dict)  # while there is a leader: of each live choice
     num_paid: dict[int, int] = field(default_factory=dict)  # tokens of each of them that are paid for
-    candidates: dict[int, Candidates] = field(default_factory=dict)  # of beams that wait for the others, by rank
+    candidates: dict[int, BeamCandidates] = field(default_factory=dict)  # of beams that wait for the others, by rank
     unwanted: set[int] = field(default_factory=set)  # choices that nobody waits for any more
     num_forks: int = 0
 
     @property
-    def num_seats(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences that will run when the leader has parted; on a prefill worker it never does."""
         return len(self.outputs) if self.leader is not None and self.leader.output_limit is None else 1
 
-    def blocks_to_part(self) -> int:
+    def blocks_to_fork(self) -> int:
         """Blocks that the members will need at once, beside the leader's."""
         assert self.leader is not None
         blocks_for, prompt = self.leader.blocks_for, self.request.num_prompt_tokens
-        return sum(blocks_for(prompt + len(tokens) + 1) for tokens in self.outputs.values()) - self.num_seats * (
+        return sum(blocks_for(prompt + len(tokens) + 1) for tokens in self.outputs.values()) - self.num_sequences * (
             prompt // self.leader.block_size
         )

@@ -1,7 +1,7 @@
 """A line of sequences that wait for their turn: who is next. Pure.
 
 The order: who was begun and pre-empted, then deadlines, then tenants by what they were served, first come first served within a
-tenant, but who is late (see `put_behind`) behind those who are not; all that within a class of priority, lower numbers first. So that nobody is starved by any mix of these, every
+tenant, but who is late (see `mark_overdue`) behind those who are not; all that within a class of priority, lower numbers first. So that nobody is starved by any mix of these, every
 `oldest_every`-th admission is whoever came first: with E sequences before it in line when it comes, a sequence is
 admitted after at most `oldest_every` x (E + 1) admissions.
 """
@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvrelay.engine.scheduling.fair_share import TURNS_IN_CREDIT, Shares
+from kvrelay.engine.scheduling.fair_share import TURNS_IN_CREDIT, FairShare
 from kvrelay.engine.scheduling.sequence import Sequence
 
-StandsBack = Callable[[Sequence], bool]
-MOST_AMENDS = 15.0
+IsSkipped = Callable[[Sequence], bool]
+MAX_PENALTY = 15.0
 """Of an average one's tokens, that one who is late makes amends for at most."""
 _BEHIND = 1 << 50
 """More than anybody's arrival."""
@@ -59,7 +59,7 @@ class _Heap:
 class _Class:
     """Who waits within one class of priority."""
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._begun, self._urgent = _Heap(), _Heap()
         self._queues: dict[str, _Heap] = {}
@@ -78,7 +78,7 @@ class _Class:
         if (queue := self._queues.get(tenant)) is None:
             queue = self._queues[tenant] = _Heap()
             heapq.heappush(self._tenants, (self._shares.turn(tenant), place.seq.arrival, tenant))
-        queue.push(place.seq.arrival + _BEHIND * (place.seq.late_tokens > 0), place, num_live)
+        queue.push(place.seq.arrival + _BEHIND * (place.seq.overdue_tokens > 0), place, num_live)
         if len(self._tenants) > 64 + 2 * num_live:
             self._queues = {name: queue for name, queue in self._queues.items() if queue.first() is not None}
             self._tenants = [entry for entry in self._tenants if entry[2] in self._queues]
@@ -110,18 +110,18 @@ class _Class:
         return None
 
 
-class Line:
+class WaitingQueue:
     """Sequences in line, of all classes. Both lines of an engine share the tenants' counters.
 
     Getting in and leaving cost O(log n), looking who is next O(1), amortised.
     """
 
-    def __init__(self, shares: Shares) -> None:
+    def __init__(self, shares: FairShare) -> None:
         self._shares = shares
         self._members: dict[int, Sequence] = {}  # by id(): members of a group came at once
         self._places: dict[int, _Place] = {}  # of those who do not stand back
         self._due: dict[int, _Place] = {}  # of those with a deadline, while they are in line
-        self._standing_back: dict[int, Sequence] = {}
+        self._skipped: dict[int, Sequence] = {}
         self._classes: dict[int, _Class] = {}
         self._oldest, self._deadlines = _Heap(), _Heap()
         self._tickets = itertools.count()
@@ -165,7 +165,7 @@ class Line:
     def remove(self, seq: Sequence) -> None:
         """Leave the line, not admitted."""
         del self._members[id(seq)]
-        self._standing_back.pop(id(seq), None)
+        self._skipped.pop(id(seq), None)
         for places in (self._places, self._due):
             if (place := places.pop(id(seq), None)) is not None:
                 place.is_live = False
@@ -179,18 +179,18 @@ class Line:
         """It is admitted."""
         oldest = self._oldest.first()
         is_oldest = oldest is not None and oldest.seq is seq
-        self._since_oldest = -self._amends(seq) if is_oldest else self._since_oldest + 1
+        self._since_oldest = -self._penalty(seq) if is_oldest else self._since_oldest + 1
         self._mean_tokens += 0.05 * (seq.num_tokens - self._mean_tokens)
         self.remove(seq)
 
-    def _amends(self, seq: Sequence) -> int:
+    def _penalty(self, seq: Sequence) -> int:
         """Admissions that are owed to the others before the oldest's next turn, for one of many tokens that is late in any case."""
         every = self._shares.rules.oldest_every
-        if not seq.late_tokens or every is None:
+        if not seq.overdue_tokens or every is None:
             return 0
-        return int(every * min(max(0.0, seq.late_tokens / max(self._mean_tokens, 1.0) - 1.0), MOST_AMENDS))
+        return int(every * min(max(0.0, seq.overdue_tokens / max(self._mean_tokens, 1.0) - 1.0), MAX_PENALTY))
 
-    def passed_by(self) -> None:
+    def count_admission(self) -> None:
         """Somebody in the engine's other line was admitted."""
         self._since_oldest += 1
 
@@ -202,26 +202,26 @@ class Line:
         every = self._shares.rules.oldest_every
         return every is not None and self._since_oldest >= every - 1
 
-    def head(self, stands_back: StandsBack | None = None) -> Sequence | None:
-        """Whose turn it is. Who stands back is passed over until `look_again`."""
+    def head(self, is_skipped: IsSkipped | None = None) -> Sequence | None:
+        """Whose turn it is. Who stands back is passed over until `return_ready`."""
         while (place := self._first()) is not None:
-            if stands_back is None or not stands_back(place.seq):
+            if is_skipped is None or not is_skipped(place.seq):
                 return place.seq
             place.is_live = False
             del self._places[id(place.seq)]
-            self._standing_back[id(place.seq)] = place.seq
+            self._skipped[id(place.seq)] = place.seq
         return None
 
-    def put_behind(self, seq: Sequence, num_uncached: int) -> None:
+    def mark_overdue(self, seq: Sequence, num_uncached: int) -> None:
         """It is late in any case: from now on those of its tenant and class that are not go before it."""
         self._places[id(seq)].is_live = False
-        seq.late_tokens = max(1, num_uncached)
+        seq.overdue_tokens = max(1, num_uncached)
         self._stand(seq)
 
-    def look_again(self, stands_back: StandsBack) -> None:
+    def return_ready(self, is_skipped: IsSkipped) -> None:
         """Who stands back no longer is in its place again."""
-        for seq in [seq for seq in self._standing_back.values() if not stands_back(seq)]:
-            del self._standing_back[id(seq)]
+        for seq in [seq for seq in self._skipped.values() if not is_skipped(seq)]:
+            del self._skipped[id(seq)]
             self._stand(seq)
 
     def _first(self) -> _Place | None:
@@ -243,9 +243,9 @@ class Line:
 
         It does if it is of a class before its; or of the same, and it is owed much, or the other one is late and it is not.
         """
-        priority, _, _, turn, _ = begun.standing
+        priority, _, _, turn, _ = begun.queue_rank
         mine = self._shares.turn(seq.request.tenant) + TURNS_IN_CREDIT / 2
-        is_in_time = begun.late_tokens > 0 and not seq.late_tokens
+        is_in_time = begun.overdue_tokens > 0 and not seq.overdue_tokens
         return seq.request.priority < priority or (seq.request.priority == priority and (mine <= turn or is_in_time))
 
     def rank(self, seq: Sequence) -> tuple[float, ...]:
@@ -264,7 +264,7 @@ class Line:
         place = self._deadlines.first()
         return math.inf if place is None else place.seq.deadline_s
 
-    def late(self, now_s: float) -> list[Sequence]:
+    def past_deadline(self, now_s: float) -> list[Sequence]:
         """Who is in line, was never begun, and should have had its first token by now. They stay in line: see `remove`."""
         late: list[Sequence] = []
         while self.next_deadline_s() <= now_s:
@@ -272,7 +272,7 @@ class Line:
         return late
 
 
-def goes_first(line: Line, seq: Sequence, other_line: Line, other: Sequence) -> bool:
+def goes_first(line: WaitingQueue, seq: Sequence, other_line: WaitingQueue, other: Sequence) -> bool:
     """Whether the head of one line comes before the head of the other, for room that they both want."""
     if line.is_oldest_next and other_line.is_oldest_next:
         return seq.arrival < other.arrival
@@ -281,7 +281,7 @@ def goes_first(line: Line, seq: Sequence, other_line: Line, other: Sequence) -> 
     return line.rank(seq) < line.rank(other)
 
 
-def last_of(tenant: str, *lines: Line) -> Sequence | None:
+def last_of(tenant: str, *lines: WaitingQueue) -> Sequence | None:
     """Of a tenant's sequences in line that were never begun, the one of the lowest priority that came last."""
     own = (seq for line in lines for seq in line if seq.request.tenant == tenant and not seq.has_begun)
     return max(own, key=lambda seq: (seq.request.priority, seq.arrival), default=None)

@@ -18,25 +18,25 @@ from torch import Tensor
 
 from kvrelay import __version__
 from kvrelay.engine.checkpoints.checkpoint import model_digest
-from kvrelay.engine.groups.beam import Candidates
+from kvrelay.engine.groups.beam import BeamCandidates
 from kvrelay.engine.groups.beam_candidates import likeliest
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.models.decoder import DecoderModel, load_model
-from kvrelay.engine.scheduling.fair_share import LineRules
-from kvrelay.engine.scheduling.preemption_policy import Way
-from kvrelay.engine.scheduling.request_checks import request_fault, why_turned_away
+from kvrelay.engine.scheduling.fair_share import QueueRules
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.request_checks import rejection_message, request_fault
 from kvrelay.engine.scheduling.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.speculation_steps import DraftModel, DraftSteps
-from kvrelay.engine.step.in_flight import Flight, sampled
-from kvrelay.engine.step.layer_events import LayerHook, LayersOut
+from kvrelay.engine.step.in_flight import InFlightStep, sampled
+from kvrelay.engine.step.layer_events import LayerEvents, LayerHook
 from kvrelay.engine.step.load_report import load_report
 from kvrelay.engine.step.lookahead import Outlook, may_look_ahead
-from kvrelay.engine.step.outputs import Appender, with_first_token_facts
+from kvrelay.engine.step.outputs import OutputProcessor, with_first_token_facts
 from kvrelay.engine.step.runner import Runner
 from kvrelay.engine.step.sampler import Sampler, token_logprobs
-from kvrelay.engine.step.step_timing import Speed
+from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.engine.worker.memory import pool_bytes
 from kvrelay.engine.worker.preflight import num_blocks_for
 from kvrelay.hashing import HASH_SEED
@@ -82,8 +82,8 @@ class EngineConfig:
     max_model_len: int | None = None
     prefix_caching: bool = True
     policy: str = "lru"  # of eviction: see kvcache/eviction/registry.py
-    rules: LineRules = field(default_factory=LineRules)  # who is next in line
-    preemption: str = "auto"  # the cheapest way, or always that Way where it can be gone
+    rules: QueueRules = field(default_factory=QueueRules)  # who is next in line
+    preemption: str = "auto"  # the cheapest way, or always that PreemptionMode where it can be gone
     headroom: float = 0.0  # see SchedulerLimits
     cascade: bool = True  # decode rows read blocks that they share once, where it pays
     draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
@@ -113,7 +113,9 @@ class StepResult:
     outputs: list[TokenOutput] = field(default_factory=list)
     reservations: list[Reservation] = field(default_factory=list)
     refused: list[tuple[str, str, str]] = field(default_factory=list)  # out of the line: (request, reason, message)
-    handed_back: list[str] = field(default_factory=list)  # requests that end here, to go on from a prefill worker
+    returned_to_prefill: list[str] = field(
+        default_factory=list
+    )  # requests that end here, to go on from a prefill worker
     num_tokens: int = 0
     num_decode: int = 0
     seconds: float = 0.0
@@ -175,11 +177,13 @@ class Engine:
         limits = SchedulerLimits(config.token_budget, self.max_running, config.max_waiting, config.headroom)
         self.scheduler = Scheduler(self.pool, config.block_size, limits, config.rules)
         step = layers_per_hook or max(1, -(-spec.num_layers // 4))
-        self._layers_out = (
-            None if layer_hook is None else LayersOut(layer_hook, self.scheduler, num_layers=spec.num_layers, step=step)
+        self._layer_events = (
+            None
+            if layer_hook is None
+            else LayerEvents(layer_hook, self.scheduler, num_layers=spec.num_layers, step=step)
         )
         self.scheduler.preemptor.token_bytes = layout.block_bytes / config.block_size
-        self.scheduler.preemptor.only = None if config.preemption == "auto" else Way(config.preemption)
+        self.scheduler.preemptor.only = None if config.preemption == "auto" else PreemptionMode(config.preemption)
         self._runner = Runner(
             model, backend, self.storage.layers,
             block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
@@ -187,7 +191,9 @@ class Engine:
         )  # fmt: skip
         backend.share_prefixes(enabled=config.cascade)
         self._sampler = Sampler(backend, tuple(spec.eos_ids))
-        self._appender = Appender(self._end, clock, eos_ids=spec.eos_ids, max_model_len=self.max_model_len)
+        self._output_processor = OutputProcessor(
+            self._end, clock, eos_ids=spec.eos_ids, max_model_len=self.max_model_len
+        )
         self.scheduler.groups.eos_ids = tuple(spec.eos_ids)
         self._groups = GroupSteps(self.scheduler, self._end, self._runner.forget)
         self.drafts = DraftSteps(
@@ -195,11 +201,11 @@ class Engine:
             lookup=config.prompt_lookup,
         )  # fmt: skip
         self._events = EventLog()
-        self._speed = Speed()
+        self._speed = StepTiming()
         self._load_seq = 0
         self._unsent: list[TokenOutput] = []  # ends that no step brought about
         self._ahead = backend if isinstance(backend, AsyncBackend) else None
-        self._flight: Flight | None = None  # launched, to be collected
+        self._in_flight: InFlightStep | None = None  # launched, to be collected
         self._collected_s = -math.inf
         self.on_reserved: Callable[[list[Reservation]], object] | None = None  # told before the step is computed
 
@@ -244,7 +250,7 @@ class Engine:
             if self.tiers is not None:
                 self.tiers.tiers.close()
 
-    def patience_s(self) -> float | None:
+    def max_wait_s(self) -> float | None:
         """How long nothing need be done unless somebody acts on the engine; None: for ever."""
         fetched_s = self.tiers.tiers.fetches.next_deadline_s() if self.tiers is not None else None
         until_s = min(self.scheduler.next_deadline_s(), math.inf if fetched_s is None else fetched_s)
@@ -274,10 +280,10 @@ class Engine:
         """
         self.scheduler.add_reservation(request, self._clock()).prefill_tokens_per_s = prefill_tokens_per_s
 
-    def hop_measured(self, bytes_per_s: float, latency_s: float) -> None:
+    def note_transfer_speed(self, bytes_per_s: float, latency_s: float) -> None:
         """How fast KV comes from prefill workers: for the choice of what becomes of a pre-empted sequence."""
         measured = self.scheduler.preemptor.measured
-        measured.hop_bytes_per_s, measured.hop_latency_s = bytes_per_s, latency_s
+        measured.transfer_bytes_per_s, measured.transfer_latency_s = bytes_per_s, latency_s
 
     def activate(self, request_id: str, token_ids: list[int], candidates: Rows[tuple[int, float]] = ()) -> bool:
         """The reservation's blocks hold the prompt's KV. False when the sequence is no longer here.
@@ -294,7 +300,7 @@ class Engine:
         self._end_if_too_long([seq])
         return True
 
-    def _take_over(self, leader: Sequence, token_ids: list[int], candidates: Candidates) -> None:
+    def _take_over(self, leader: Sequence, token_ids: list[int], candidates: BeamCandidates) -> None:
         """A group's prompt has arrived. Its members begin at once, so what comes from below the pool is waited for here."""
         group, load = leader.group, leader.load
         assert group is not None
@@ -305,7 +311,7 @@ class Engine:
                 self._require_tiers().tiers.give_up(load)
                 return
             self._require_tiers().settle(leader)
-            self.scheduler.name_arrived(leader)
+            self.scheduler.cache_received(leader)
         if group.search is None:
             self._end_if_too_long(self._groups.take_over(leader, token_ids))
         else:
@@ -313,7 +319,7 @@ class Engine:
             self._unsent += [output for output in outputs if output.finish_reason is not None]
 
     def _end_if_too_long(self, seqs: list[Sequence]) -> None:
-        self._unsent += [end for seq in seqs if (end := self._appender.end_if_too_long(seq)) is not None]
+        self._unsent += [end for seq in seqs if (end := self._output_processor.end_if_too_long(seq)) is not None]
 
     def pin_ahead(self, seq: Sequence, num_in_pool: int, ttl_s: float) -> None:
         """Keep a prompt's first blocks, which are in the pool, for a request that is yet to come."""
@@ -330,7 +336,7 @@ class Engine:
         seqs = self._sequences_of(request_id)
         for seq in seqs:
             self._end(seq, FinishReason.ABORT)
-        if self._flight is not None and not self._flight.is_wanted:
+        if self._in_flight is not None and not self._in_flight.is_wanted:
             self.settle()
         return bool(seqs)
 
@@ -350,7 +356,7 @@ class Engine:
         for member in [member for member in group.members if member.choice == choice]:
             self._end(member, FinishReason.ABORT)
 
-    def preempt(self, group: tuple[Sequence, ...]) -> Way:
+    def preempt(self, group: tuple[Sequence, ...]) -> PreemptionMode:
         """Take these running sequences off the batch, between two steps; those that end with the last one apart."""
         self.settle()
         group = tuple(seq for seq in group if seq.state is State.RUNNING)
@@ -366,23 +372,23 @@ class Engine:
     def unquarantine(self, key: int) -> None:
         self.scheduler.unquarantine(key)
 
-    def lend(self, count: int) -> list[BlockId]:
-        """Up to `count` free blocks, filled with numbers that mean nothing; see Scheduler.lend."""
-        blocks = self.scheduler.lend(count)
+    def take_probe_blocks(self, count: int) -> list[BlockId]:
+        """Up to `count` free blocks, filled with numbers that mean nothing; see Scheduler.take_probe_blocks."""
+        blocks = self.scheduler.take_probe_blocks(count)
         try:
             self.storage.fill_with_noise(blocks)
         except BaseException:
-            self.scheduler.take_back(blocks)
+            self.scheduler.return_probe_blocks(blocks)
             raise
         return blocks
 
-    def take_back(self, blocks: Iterable[BlockId]) -> None:
+    def return_probe_blocks(self, blocks: Iterable[BlockId]) -> None:
         """Lent blocks may be used again."""
-        self.scheduler.take_back(blocks)
+        self.scheduler.return_probe_blocks(blocks)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        if self._flight is not None:
-            self._flight.keep(seq, self.scheduler)
+        if self._in_flight is not None:
+            self._in_flight.keep(seq, self.scheduler)
         self._forget(seq)
         self.scheduler.finish(seq, reason)
 
@@ -402,22 +408,22 @@ class Engine:
         now_s = self._clock()
         self.pool.tick(now_s)
         self._send_unsent(result)
-        is_under_way = self._flight is not None
+        is_under_way = self._in_flight is not None
         if is_under_way and not self._may_look_ahead():
             self._collect(result)
         self._begin(result, now_s)
-        with _NOTHING if self._flight is None else self._flight.shown(self._appender.is_last):
+        with _NOTHING if self._in_flight is None else self._in_flight.shown(self._output_processor.is_last):
             plan = self._plan(result)
             launched = self._launch(plan, now_s) if plan.work else None
         self._send_unsent(result)
-        if self._flight is not None:
+        if self._in_flight is not None:
             result.ahead_s = self._clock() - now_s
             self._collect(result, launched)
         if launched is None:
             self.scheduler.copied()
             result.is_stuck = not (is_under_way or plan.preempted or result.reservations or result.refused)
             return result
-        self._flight = launched
+        self._in_flight = launched
         self._advance(launched)
         if launched.pending is None or not launched.is_wanted:
             self._collect(result)
@@ -430,8 +436,8 @@ class Engine:
 
     def settle(self) -> None:
         """Collect the step that is under way, if any: the next one brings its outputs."""
-        if self._flight is not None:
-            self._flight.hide()
+        if self._in_flight is not None:
+            self._in_flight.hide()
             result = StepResult()
             self._collect(result)
             self._unsent += result.outputs
@@ -446,8 +452,8 @@ class Engine:
         """What is due before anything is planned."""
         if self.tiers is not None:
             self.tiers.tiers.poll()
-        self.scheduler.turn_late_away(now_s)
-        result.refused = self._turned_away(now_s)
+        self.scheduler.reject_overdue(now_s)
+        result.refused = self._rejections(now_s)
         if (area := self.scheduler.preemptor.area) is not None:
             area.poll()
         for seq in self.scheduler.grant_reservations():
@@ -457,18 +463,18 @@ class Engine:
 
     def _plan(self, result: StepResult) -> StepPlan:
         plan = self.scheduler.schedule()
-        assert self._flight is None or not plan.preempted, "what is being computed was taken away: see lookahead.py"
+        assert self._in_flight is None or not plan.preempted, "what is being computed was taken away: see lookahead.py"
         plan = self._verified(plan)
         for seq in plan.preempted:
             self._forget(seq)
-        result.handed_back = [seq.request_id for seq in self.scheduler.handed_back]
-        self.scheduler.handed_back.clear()
-        if plan.work and self.config.draft_tokens and self._flight is None and not self.scheduler.groups.by_id:
+        result.returned_to_prefill = [seq.request_id for seq in self.scheduler.returned_to_prefill]
+        self.scheduler.returned_to_prefill.clear()
+        if plan.work and self.config.draft_tokens and self._in_flight is None and not self.scheduler.groups.by_id:
             plan = self.drafts.widen(plan)
             self.drafts.note_plan(plan)
         return plan
 
-    def _launch(self, plan: StepPlan, now_s: float) -> Flight:
+    def _launch(self, plan: StepPlan, now_s: float) -> InFlightStep:
         """Have a plan computed, and its tokens drawn, too, where that needs nothing that is not known yet."""
         others = [item for item in plan.work if not item.seq.plain_until]
         for item in others:
@@ -476,38 +482,38 @@ class Engine:
             seq.num_chunks += 1
             if seq.scheduled_s is None:
                 seq.scheduled_s = now_s
-                if self._layers_out is not None:
-                    self._layers_out.announce_cached(item)
-        flight = Flight(plan, *sampled(plan), now_s)
+                if self._layer_events is not None:
+                    self._layer_events.announce_cached(item)
+        flight = InFlightStep(plan, *sampled(plan), now_s)
         try:
             self._copy_blocks(flight)
-            drawn = self._flight.drawn() if self._flight is not None else None
-            on_layer = None if self._layers_out is None else self._layers_out.on_layer(plan)
+            drawn = self._in_flight.drawn() if self._in_flight is not None else None
+            on_layer = None if self._layer_events is None else self._layer_events.on_layer(plan)
             hidden = self._runner.run(plan, on_layer, self._before_layer(plan), drawn)
             self._settle_loads(plan)
-            tells_prompt = any(item.seq.request.sampling.prompt_logprobs is not None for item in others)
-            if self._ahead is not None and not tells_prompt and self._draws_alone(flight):
+            wants_prompt_logprobs = any(item.seq.request.sampling.prompt_logprobs is not None for item in others)
+            if self._ahead is not None and not wants_prompt_logprobs and self._draws_alone(flight):
                 flight.pending = self._ahead.pending(self._draw(flight, hidden))
             else:
-                flight.hidden, flight.tells_prompt = hidden, tells_prompt
+                flight.hidden, flight.wants_prompt_logprobs = hidden, wants_prompt_logprobs
         except BaseException:
             flight.let_go(self.scheduler)
             raise
         return flight
 
-    def _draws_alone(self, flight: Flight) -> bool:
+    def _draws_alone(self, flight: InFlightStep) -> bool:
         """Whether its tokens are drawn from its logits alone, and nothing else is wanted of them."""
         if flight.plan.num_drafted or self.scheduler.groups.by_id:
             return False
         return self._sampler.wants_tokens_alone(flight.seqs)
 
-    def _draw(self, flight: Flight, hidden: Tensor) -> Tensor:
+    def _draw(self, flight: InFlightStep, hidden: Tensor) -> Tensor:
         """One token for each of its rows, [R] int64 on the device."""
         if not flight.rows:
             return _none_drawn(hidden)
         return self._sampler.draw(self._runner.logits(hidden, flight.rows), flight.seqs)
 
-    def _advance(self, flight: Flight) -> None:
+    def _advance(self, flight: InFlightStep) -> None:
         """The KV of a launched step is as good as there: what follows is computed after it. Its tokens are all known by now."""
         work = flight.plan.work
         if self._ahead is not None:  # some may have ended with the step before
@@ -516,9 +522,9 @@ class Engine:
             work = tuple(item for item in work if not item.drafts)
         self.scheduler.advance(*work)
 
-    def _collect(self, result: StepResult, launched: Flight | None = None) -> None:
+    def _collect(self, result: StepResult, launched: InFlightStep | None = None) -> None:
         """Take the tokens of the step that is under way. launched: the one behind it, which is under way from now on."""
-        flight, self._flight = self._flight, launched
+        flight, self._in_flight = self._in_flight, launched
         assert flight is not None
         num_outputs = len(result.outputs)
         try:
@@ -536,13 +542,13 @@ class Engine:
         result.waited_s += self._clock() - begin_s
         return tokens
 
-    def _take(self, flight: Flight, tokens: list[int], result: StepResult) -> None:
+    def _take(self, flight: InFlightStep, tokens: list[int], result: StepResult) -> None:
         """Tokens that were drawn at the step's launch. A sequence that has gone meanwhile is told nothing."""
         drawn = [pair for pair in zip(flight.seqs, tokens, strict=True) if pair[0].state is State.RUNNING]
         seqs = [seq for seq, _ in drawn]
-        self._appender.append_all(seqs, [token for _, token in drawn], [None] * len(seqs), result.outputs)
+        self._output_processor.append_all(seqs, [token for _, token in drawn], [None] * len(seqs), result.outputs)
 
-    def _note(self, flight: Flight, result: StepResult, num_outputs: int) -> None:
+    def _note(self, flight: InFlightStep, result: StepResult, num_outputs: int) -> None:
         """What a step took, for whoever wants to predict the next one."""
         plan, now_s = flight.plan, self._clock()
         seconds = now_s - max(flight.launched_s, self._collected_s)
@@ -563,9 +569,9 @@ class Engine:
             self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
             self.tiers.end_step(self.pool)
 
-    def _turned_away(self, now_s: float) -> list[tuple[str, str, str]]:
-        told, self.scheduler.turned_away = self.scheduler.turned_away, []
-        return [(seq.request_id, reason, why_turned_away(seq, reason, now_s)) for seq, reason in told]
+    def _rejections(self, now_s: float) -> list[tuple[str, str, str]]:
+        told, self.scheduler.rejected = self.scheduler.rejected, []
+        return [(seq.request_id, reason, rejection_message(seq, reason, now_s)) for seq, reason in told]
 
     def _verified(self, plan: StepPlan) -> StepPlan:
         """Without the sequences whose blocks below the pool turned out to be corrupt: those begin anew."""
@@ -619,7 +625,7 @@ class Engine:
         assert self.tiers is not None
         return self.tiers
 
-    def _copy_blocks(self, flight: Flight) -> None:
+    def _copy_blocks(self, flight: InFlightStep) -> None:
         if copies := flight.plan.copies:
             for copy in copies:
                 self._runner.forget(copy.seq)  # its row of the block table names the shared block
@@ -638,11 +644,11 @@ class Engine:
             now_s - seq.arrived_s,
         )
 
-    def _sample(self, flight: Flight, result: StepResult) -> None:
+    def _sample(self, flight: InFlightStep, result: StepResult) -> None:
         """Draw the tokens of a step that has waited for what came before it."""
         plan, rows, seqs, hidden = flight.plan, flight.rows, flight.seqs, flight.hidden
         assert hidden is not None
-        if flight.tells_prompt:
+        if flight.wants_prompt_logprobs:
             self._collect_prompt_logprobs(plan, hidden)
         if self._ahead is not None and not plan.num_drafted:  # some may have ended with the step before
             pairs = [pair for pair in zip(rows, seqs, strict=True) if pair[1].state is State.RUNNING]
@@ -658,7 +664,7 @@ class Engine:
             self._sample_groups(seqs, logits, result)
         else:
             tokens, logprobs = self._sampler.sample(logits, seqs)
-            self._appender.append_all(seqs, tokens, logprobs, result.outputs)
+            self._output_processor.append_all(seqs, tokens, logprobs, result.outputs)
 
     def _sample_groups(self, seqs: list[Sequence], logits: Tensor, result: StepResult) -> None:
         """Some of these sequences may be a group's."""
@@ -670,7 +676,7 @@ class Engine:
         if draws:
             members = [seq for _, seq in draws]
             tokens, logprobs = self._sampler.sample(drawn, members)
-            self._appender.append_all(members, tokens, logprobs, result.outputs)
+            self._output_processor.append_all(members, tokens, logprobs, result.outputs)
         now_s = self._clock()
         leaders = [seq for seq in seqs if seq.group is not None and seq is seq.group.leader]
         for output in self._groups.advance_beams(seqs, lambda rows, beams: likeliest(logits[rows], beams)):
@@ -692,7 +698,7 @@ class Engine:
             if item.drafts:
                 self.take_drafted(item, tokens[begin:end], logprobs[begin:end], result.outputs)
             else:
-                self._appender.append_all([item.seq], tokens[begin:end], logprobs[begin:end], result.outputs)
+                self._output_processor.append_all([item.seq], tokens[begin:end], logprobs[begin:end], result.outputs)
             begin = end
 
     def take_drafted(
@@ -702,7 +708,7 @@ class Engine:
         seq, num_accepted = item.seq, 0
         for index, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True)):
             self.scheduler.advance(Scheduled(seq, item.start + index, 1))
-            self._appender.append_all([seq], [token], [logprob], outputs)
+            self._output_processor.append_all([seq], [token], [logprob], outputs)
             if index == len(item.drafts) or token != item.drafts[index]:
                 break
             num_accepted += 1

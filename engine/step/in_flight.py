@@ -5,7 +5,7 @@ one; then this one's tokens are taken, which is the one wait of a step. To the s
 sequence that a token is being drawn for has one more token (`shown`): how many there are decides everything that it decides.
 Outside of that, sequences hold tokens that are known, and nothing else.
 
-What a flight may still write or read goes to nobody before it is collected: see `Flight.keep`.
+What a flight may still write or read goes to nobody before it is collected: see `InFlightStep.keep`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ _UNKNOWN = 0  # stands for a token that is being drawn; the device replaces it, 
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class InFlightStep:
     """One launched step. rows: of `hidden`, those that tokens are drawn from; seqs: whose they are, one for each.
 
     pending: the tokens; None: they are drawn when the step is collected, from `hidden`.
@@ -36,7 +36,7 @@ class Flight:
     launched_s: float
     hidden: Tensor | None = None
     pending: PendingTokens | None = None
-    tells_prompt: bool = False  # somebody wants log-probabilities of the prompt
+    wants_prompt_logprobs: bool = False  # somebody wants log-probabilities of the prompt
     _kept: list[int] = field(default_factory=list)  # keys for Scheduler.unquarantine
     _shown: dict[int, int] = field(default_factory=dict)  # row by id, of sequences that show a token more
 

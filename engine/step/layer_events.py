@@ -17,7 +17,7 @@ class LayerHook(Protocol):
     def __call__(self, request_id: str, first_index: int, blocks: list[BlockId], layers: range) -> None: ...
 
 
-class LayersOut:
+class LayerEvents:
     """One engine's. step: layers that are told of at once."""
 
     def __init__(self, hook: LayerHook, scheduler: Scheduler, *, num_layers: int, step: int) -> None:

@@ -4,33 +4,33 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvrelay.engine.scheduling.scheduler import Scheduler
-from kvrelay.engine.step.step_timing import Speed
+from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.kvcache.memory.swap import SwapArea
 from kvrelay.plane.messages import LoadReport
 
 
 def load_report(
-    seq: int, scheduler: Scheduler, speed: Speed, drafts: Mapping[str, Any], spared_kv_tokens: int = 0
+    seq: int, scheduler: Scheduler, speed: StepTiming, drafts: Mapping[str, Any], spared_kv_tokens: int = 0
 ) -> LoadReport:
     """The load now, as report number `seq`; the transfer fields are the worker's to fill. drafts: see `DraftSteps.load`."""
     pool, tiers, preemptor = scheduler.pool, scheduler.tiers, scheduler.preemptor
-    counts, by_way = pool.counts(), preemptor.num_by_way
-    late, late_tokens = scheduler.late()
+    counts, by_way = pool.counts(), preemptor.num_by_mode
+    num_overdue, overdue_tokens = scheduler.overdue()
     return LoadReport(
         seq=seq,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting) + len(scheduler.reserving),
         receiving=len(scheduler.receiving),
         queued_tokens=scheduler.queued_tokens,
-        late=late,
-        late_tokens=late_tokens,
+        overdue=num_overdue,
+        overdue_tokens=overdue_tokens,
         free_blocks=pool.num_available,
         cached_blocks=counts.cached,
         used_blocks=counts.used,
         total_blocks=pool.num_blocks,
         leased_blocks=sum([len(seq.blocks) for seq in scheduler.held.values()]),
         quarantined_blocks=sum(map(len, scheduler.quarantined.values())),
-        lent_blocks=len(scheduler.lent),
+        probe_blocks=len(scheduler.probe_blocks),
         step_s=speed.step_s,
         prefill_tokens_per_s=speed.prefill_tokens_per_s,
         decode_step_s=speed.decode_step_s,
@@ -45,7 +45,7 @@ def load_report(
         fetching=len(tiers.tiers.fetches) if tiers is not None else 0,
         waiting_by_priority=_sums(scheduler.waiting.num_by_priority, scheduler.reserving.num_by_priority),
         waiting_tenants=len(scheduler.shares.num_waiting),
-        deadline_refusals=scheduler.num_late,
+        deadline_refusals=scheduler.num_overdue,
         displaced=scheduler.num_displaced,
         tenant_tokens=dict(scheduler.shares.computed_tokens),
         other_tenant_tokens=scheduler.shares.other_tokens,

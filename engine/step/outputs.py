@@ -13,7 +13,7 @@ from kvrelay.plane.messages import Timings, TokenLogprob, TokenOutput
 from kvrelay.types import FinishReason
 
 
-class Appender:
+class OutputProcessor:
     """One engine's. max_model_len: tokens that a sequence may have."""
 
     def __init__(self, end: Ending, clock: Callable[[], float], *, eos_ids: Iterable[int], max_model_len: int) -> None:

@@ -8,7 +8,7 @@ PREFILL_KEEP = 0.95  # of what was measured, at each further step with prompts
 
 
 @dataclass(slots=True)
-class Speed:
+class StepTiming:
     """Moving averages of what steps took, for the router's predictions; 0: not known yet."""
 
     step_s: float = 0.0

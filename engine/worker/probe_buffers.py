@@ -22,7 +22,7 @@ class BlockLender:
         """Up to `count` blocks that nobody else holds, filled with noise; none while the pool is in demand."""
         if not self._thread.is_alive:
             return []
-        lent = self._thread.call(lambda engine: engine.lend(count))
+        lent = self._thread.call(lambda engine: engine.take_probe_blocks(count))
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return list(await asyncio.shield(lent))
@@ -36,7 +36,7 @@ class BlockLender:
     def give_back(self, blocks: Sequence[int]) -> None:
         """These may be re-used."""
         if blocks:
-            self._thread.post(lambda engine: engine.take_back(map(BlockId, blocks)))
+            self._thread.post(lambda engine: engine.return_probe_blocks(map(BlockId, blocks)))
 
     def _undo(self, lent: "asyncio.Future[list[BlockId]]") -> None:
         """The borrower has left before it was served."""

@@ -20,7 +20,7 @@ import torch
 
 from kvrelay.config import EngineSettings, Settings
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.scheduling.fair_share import line_rules
+from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.speculation.draft_model import DraftModel, make_draft_model
 from kvrelay.engine.step.engine import Engine, EngineConfig, StepResult, load_engine
 from kvrelay.engine.step.layer_events import LayerHook
@@ -282,7 +282,7 @@ class WorkerService:
             max_model_len=self.settings.model.max_model_len,
             prefix_caching=settings.prefix_caching,
             policy=self.settings.cache.policy,
-            rules=line_rules(self.settings.scheduler),
+            rules=queue_rules(self.settings.scheduler),
             preemption=settings.preemption,
             headroom=settings.headroom,
             cascade=settings.cascade == "auto",
@@ -630,7 +630,7 @@ class WorkerService:
                     self._forget(output.request_id)
         for refusal in result.refused:
             self._refused(*refusal)
-        for request_id in result.handed_back:
+        for request_id in result.returned_to_prefill:
             self._fail(request_id, PREEMPTED, "handed back to a prefill worker", retryable=True)
         self._on_reservations(result)
         if result.load is not None:

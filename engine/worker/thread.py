@@ -146,13 +146,13 @@ class EngineThread:
         while True:
             with self._wake:
                 while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
-                    if not self._wake.wait(_sooner(None if is_checked else _IDLE_S, engine.patience_s())):
+                    if not self._wake.wait(_sooner(None if is_checked else _IDLE_S, engine.max_wait_s())):
                         break
                 if self._stopping:
                     return
                 actions = list(self._inbox)
                 self._inbox.clear()
-            is_due = engine.patience_s() == 0.0
+            is_due = engine.max_wait_s() == 0.0
             if not actions and not is_due and (is_stuck or not engine.scheduler.has_work):
                 engine.check()
                 is_checked = True
@@ -169,7 +169,7 @@ class EngineThread:
             now_s = time.monotonic()
             if now_s - reported_s >= _LOAD_PERIOD_S or is_stuck or not engine.scheduler.has_work:
                 result.load, reported_s = engine.load(), now_s
-            news = (result.outputs, result.refused, result.handed_back, result.events, result.load)
+            news = (result.outputs, result.refused, result.returned_to_prefill, result.events, result.load)
             if any(news):
                 self._tell(loop, partial(self._on_step, result))
 

@@ -84,7 +84,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.beams.num_returned if self.beams is not None else len(self.seeds)
 
     @property
-    def num_seats(self) -> int:
+    def num_sequences(self) -> int:
         """Sequences that run at once."""
         return self.beams.width if self.beams is not None else len(self.seeds) - len(self.ended)
 
@@ -118,7 +118,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         None  # between two of its tokens on average: prompts beside it are cut so short; None: whatever
     )
     tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
-    num_hand_backs: int = 0  # times that a decode worker has given it back to be prefilled again
+    num_prefill_returns: int = 0  # times that a decode worker has returned it to prefill
     group: Group | None = None  # then `token_ids` is the prompt alone
 
     @property
@@ -215,8 +215,8 @@ class LoadReport(_Message, frozen=True, tag="load"):
     waiting: int = 0
     receiving: int = 0
     queued_tokens: int = 0  # prompt tokens not yet computed
-    late: int = 0  # prompts in line that let whoever comes go first: their first token is late in any case
-    late_tokens: int = 0  # of those, not cached
+    overdue: int = 0  # queued prompts past their TTFT target, which yield to prompts that can still meet theirs
+    overdue_tokens: int = 0  # uncached tokens of the overdue prompts
     output_tokens: float = 0.0  # mean of the outputs that ended here last; 0: not known
     free_blocks: int = 0  # free or cached and evictable: what pins or continuations keep is cached, too, but not here
     cached_blocks: int = 0
@@ -224,12 +224,12 @@ class LoadReport(_Message, frozen=True, tag="load"):
     total_blocks: int = 0
     leased_blocks: int = 0
     quarantined_blocks: int = 0
-    lent_blocks: int = 0  # to a probe of the KV plane
+    probe_blocks: int = 0  # used by a probe of the KV paths
     step_s: float = 0.0  # moving average of a step
     prefill_tokens_per_s: float = 0.0  # measured
     decode_step_s: float = 0.0
     preemptions: int = 0
-    preempted: dict[str, int] = {}  # of those, by what became of them: swap, recompute, hand-back
+    preempted: dict[str, int] = {}  # of those, by what became of them: swap, recompute, return-to-prefill
     swapped: int = 0  # sequences whose KV is in host memory now
     swapped_blocks: int = 0  # of theirs
     swapped_bytes: int = 0

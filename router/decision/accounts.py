@@ -234,8 +234,8 @@ class WorkerAccount:
         sequences = self._foreign_sequences + self.own_sequences
         free = report.free_blocks if self.report is not None else self.info.num_blocks
         return (
-            max(self._foreign_tokens + self.own_tokens - report.late_tokens, 0),  # those let whoever comes go first
-            max(self._foreign_prefills + self.own_prefills - report.late, 0),
+            max(self._foreign_tokens + self.own_tokens - report.overdue_tokens, 0),  # those let whoever comes go first
+            max(self._foreign_prefills + self.own_prefills - report.overdue, 0),
             sequences,
             max(report.waiting, sequences - self.info.max_running, 0),
             free - max(0, self.own_unconfirmed_blocks + (self._others or _UNTOLD).blocks - report.leased_blocks),
@@ -244,7 +244,7 @@ class WorkerAccount:
     @property
     def unreported_late_tokens(self) -> int:
         """Of the queue, those of our own late prompts that the worker does not count as such (yet): they give way all the same."""
-        return max(0, self.own_late_tokens - (self.report or _UNREPORTED).late_tokens)
+        return max(0, self.own_late_tokens - (self.report or _UNREPORTED).overdue_tokens)
 
     def _speeds(self) -> tuple[float, float, float]:
         """Prompt tokens/s, seconds of a decode step, KV bytes/s; 0: not measured."""

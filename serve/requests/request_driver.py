@@ -296,7 +296,7 @@ class SequenceLife:
             priority=original.priority,
             deadline_s=None if emitted else original.deadline_s,
             tenant=original.tenant,
-            num_hand_backs=self._retries.num_hand_backs,
+            num_prefill_returns=self._retries.num_prefill_returns,
         )
 
     def _group_continuation(self, order: GroupOrder) -> wire.SequenceRequest:
@@ -490,4 +490,4 @@ class SequenceLife:
 
 def num_sequences(request: wire.SequenceRequest) -> int:
     """How many sequences of a worker's batch it will be."""
-    return 1 if request.group is None else request.group.num_seats
+    return 1 if request.group is None else request.group.num_sequences

@@ -24,7 +24,7 @@ class Retries:
     num_faults: int = 0
     num_refusals: int = 0
     num_transfer_faults: int = 0
-    num_hand_backs: int = 0
+    num_prefill_returns: int = 0
     pause_s: float = 0.0  # before the next attempt
     excluded: frozenset[str] = frozenset()
     last_failure: AttemptFailed | None = None
@@ -47,7 +47,7 @@ class Retries:
 
     def error_of(self, refusal: Refusal) -> KvrelayError | AttemptFailed:
         """What the client is told when the router has no worker for it; AttemptFailed: nothing yet, for its stream has begun."""
-        if refusal.reason == "full" and self.num_hand_backs:
+        if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
         if refusal.reason not in ("misfit", "too_long", "full", "slo"):
             if self.num_refusals:
@@ -60,9 +60,9 @@ class Retries:
         """Another attempt is to be made; true: after a worker's fault. Raises the error that ends the sequence."""
         self.last_failure = failure
         if failure.code == wire.PREEMPTED:  # no fault: that worker may well be the next one, too
-            self.num_hand_backs += 1
+            self.num_prefill_returns += 1
             return False
-        if failure.code == "full" and self.num_hand_backs:  # the stream has begun: its turn comes again
+        if failure.code == "full" and self.num_prefill_returns:  # the stream has begun: its turn comes again
             self.pause_s = min(failure.retry_after_s, LONGEST_PAUSE_S)
             return False
         self.excluded |= {failure.worker_id}

@@ -91,7 +91,7 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         "used": load.used_blocks,
         "leased": load.leased_blocks,
         "quarantined": load.quarantined_blocks,
-        "lent": load.lent_blocks,
+        "probe": load.probe_blocks,
     }
     for state, count in blocks.items():
         table.add(metrics.KV_BLOCKS, "KV blocks by state.", {**who, "state": state}, count)
@@ -142,8 +142,8 @@ def _line(who: dict[str, str], load: LoadReport, table: _Table) -> None:
 
 
 def _preempted(who: dict[str, str], load: LoadReport, table: _Table) -> None:
-    for way, count in load.preempted.items():
-        labels = {**who, "way": way}
+    for mode, count in load.preempted.items():
+        labels = {**who, "mode": mode}
         table.add(metrics.WORKER_PREEMPTED_TOTAL, "Sequences pre-empted, by what became of them.", labels, count)
     table.add(
         metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens dropped with them, to be computed again.", who,

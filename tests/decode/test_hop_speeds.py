@@ -16,7 +16,7 @@ def pair(*paths: PathReport, ok: bool = True) -> PairReport:
 
 def told(*pairs: PairReport) -> list[tuple[float, float]]:
     heard: list[tuple[float, float]] = []
-    engine = SimpleNamespace(hop_measured=lambda speed, latency_s: heard.append((speed, latency_s)))
+    engine = SimpleNamespace(note_transfer_speed=lambda speed, latency_s: heard.append((speed, latency_s)))
     worker = SimpleNamespace(
         _told=None, _pairs=lambda: list(pairs), thread=SimpleNamespace(post=lambda action: action(engine))
     )

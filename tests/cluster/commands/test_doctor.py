@@ -138,7 +138,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
         assert len(set(moved.values())) == 1  # both ends have counted the same
         for worker_id in ("prefill-0", "decode-1"):
             status = json.loads(await here.dispatcher.status(worker_id))
-            assert status["load"]["kv_paths"][0]["num_bytes"] > 0 and status["load"]["lent_blocks"] == 0
+            assert status["load"]["kv_paths"][0]["num_bytes"] > 0 and status["load"]["probe_blocks"] == 0
             assert doctor.chosen(status["pairs"][0])["bytes_per_s"] > 0
 
 

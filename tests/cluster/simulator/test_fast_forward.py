@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.cluster.simulator.fast_forward import Leaps
-from kvrelay.engine.scheduling.fair_share import LineRules
+from kvrelay.cluster.simulator.fast_forward import FastForward
+from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from kvrelay.engine.step.outputs import Appender
+from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest
@@ -25,10 +25,10 @@ class Bench:
     def __init__(self, *, blocks=96, budget=32, running=8, headroom=1.0) -> None:
         self.sched = Scheduler(
             BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(budget, running, 64, headroom),
-            LineRules(tenant_weights={"gold": 2.0}),
+            QueueRules(tenant_weights={"gold": 2.0}),
         )  # fmt: skip
-        self.leaps = Leaps(self.sched, WORD)
-        self.appender = Appender(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
+        self.fast_forward = FastForward(self.sched, WORD)
+        self.appender = OutputProcessor(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
         self.ended, self.planned = [], []
 
     def add(self, name, prompt, output, tenant="", *, reserve=False):
@@ -42,14 +42,14 @@ class Bench:
     def grant(self):
         """As before each step: who has a reservation has its prompt at once."""
         if self.sched.reserving:
-            self.leaps.refresh()
+            self.fast_forward.refresh()
         for seq in self.sched.grant_reservations():
             self.sched.activate(seq.request_id, [WORD])
 
     def abort(self, name):
         seq = self.sched.sequences.get(name)
         if seq is not None:
-            self.leaps.wake()
+            self.fast_forward.wake()
             self.sched.finish(seq, FinishReason.ABORT)
 
     def step(self):
@@ -61,19 +61,19 @@ class Bench:
 
     def leap(self, steps):
         """Of what `look` says, at most so many; returns how many."""
-        count, wakes = self.leaps.look()
+        count, wakes = self.fast_forward.look()
         if count:
             wakes &= steps >= count
             count = min(count, steps)
-            self.leaps.passed(count - wakes)
+            self.fast_forward.passed(count - wakes)
             if not wakes:
                 return count
         before = count - wakes
-        plan = self.sched.schedule_beside(self.leaps.asleep)
-        if not plan.work and not self.leaps.asleep:
+        plan = self.sched.schedule_without(self.fast_forward.parked)
+        if not plan.work and not self.fast_forward.parked:
             return 0
         self.planned.append(len(plan.work))
-        self.leaps.advance(plan)
+        self.fast_forward.advance(plan)
         self._append(plan)
         return before + 1
 
@@ -87,7 +87,7 @@ class Bench:
     def state(self):
         """All that a step can change."""
         sched = self.sched
-        self.leaps.refresh()
+        self.fast_forward.refresh()
         return (
             [
                 (seq.request_id, list(seq.token_ids), seq.num_computed, seq.num_charged, list(seq.blocks), seq.num_hashed_blocks)
@@ -182,14 +182,14 @@ def test_who_decodes_sleeps_while_a_prompt_is_computed_beside_it():
 def test_nothing_is_leapt_over_while_somebody_is_in_line_or_has_a_prompt_to_compute():
     bench = Bench(running=2)
     bench.add("a", 40, 50)
-    assert bench.leaps.look()[0] == 0  # in line
+    assert bench.fast_forward.look()[0] == 0  # in line
     bench.step()
-    assert bench.leaps.look()[0] == 0  # of 40 prompt tokens, 32 are computed
+    assert bench.fast_forward.look()[0] == 0  # of 40 prompt tokens, 32 are computed
     for _ in range(3):
         bench.step()
-    assert bench.leaps.look()[0] > 0
+    assert bench.fast_forward.look()[0] > 0
     bench.add("b", 3, 5)
-    assert bench.leaps.look()[0] == 0
+    assert bench.fast_forward.look()[0] == 0
 
 
 def test_whoever_is_in_line_for_a_reservation_is_looked_at_between_any_two_steps():
@@ -197,9 +197,9 @@ def test_whoever_is_in_line_for_a_reservation_is_looked_at_between_any_two_steps
     bench.add("a", 5, 50)
     for _ in range(5):
         bench.step()
-    assert bench.leaps.look()[0] > 1
+    assert bench.fast_forward.look()[0] > 1
     bench.add("b", 5, 50, reserve=True)
-    assert bench.leaps.look() == (1, False)
+    assert bench.fast_forward.look() == (1, False)
 
 
 def test_where_somebody_may_have_to_give_way_nobody_sleeps():
@@ -209,8 +209,8 @@ def test_where_somebody_may_have_to_give_way_nobody_sleeps():
     slept = False
     while not bench.sched.num_preemptions:
         assert bench.leap(1000)
-        slept |= bool(bench.leaps.asleep)
-    assert slept and not bench.leaps.asleep
+        slept |= bool(bench.fast_forward.parked)
+    assert slept and not bench.fast_forward.parked
     while bench.sched.has_work:
         assert bench.leap(1000)
     assert sorted(bench.ended) == ["a", "b"]
@@ -223,9 +223,9 @@ def test_one_step_more_than_are_quiet_would_be_wrong():
         bench.add("r", 5, 100)
         bench.step()
         bench.step()
-    steps, wakes = one.leaps.look()
+    steps, wakes = one.fast_forward.look()
     assert steps > 1 and wakes
-    one.leaps.passed(steps)
+    one.fast_forward.passed(steps)
     for _ in range(steps):
         other.step()
     assert one.state() != other.state()

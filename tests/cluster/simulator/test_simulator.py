@@ -155,7 +155,7 @@ def test_leaps_change_no_figure(monkeypatch):
         "settings": {"router": {**SETTINGS["router"], "policy": "round_robin"}},
     }  # one way: joint could choose to compute locally, and hears of loads at other times where steps are leapt over
     leaped = simulate(load, **cluster)
-    monkeypatch.setattr(engines.Leaps, "look", lambda leaps: (0, False))
+    monkeypatch.setattr(engines.FastForward, "look", lambda fast_forward: (0, False))
     stepped = simulate(load, **cluster)
     assert leaped.clock.num_events < 0.6 * stepped.clock.num_events
     assert leaped.tally.outcomes == stepped.tally.outcomes

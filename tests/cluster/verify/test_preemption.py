@@ -9,7 +9,7 @@ from kvrelay.cluster.verify.oracle import Verifier, expected_tokens
 from kvrelay.cluster.verify.preemption import PreemptionRows
 from kvrelay.cluster.verify.rows import Row
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.plane.messages import LoadReport
 
 
@@ -61,7 +61,7 @@ class Idle:
 async def test_a_row_without_pre_emption_or_without_damage_fails_however_right_the_tokens_are(tmp_path, figures):
     served, worker = Served(), SimpleNamespace(thread=Idle(**figures))
     rows = PreemptionRows(served, tmp_path, "shm")
-    await rows._row(Way.SWAP, None, worker)
+    await rows._row(PreemptionMode.SWAP, None, worker)
     await rows._rotten_row(None, worker)
     await rows._control_row(None, worker)
     assert [row.ok for row in served.rows] == [False, False, False]

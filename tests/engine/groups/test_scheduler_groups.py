@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.engine.groups.group_steps import GroupSteps
-from kvrelay.engine.scheduling.fair_share import LineRules
+from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from kvrelay.engine.scheduling.sequence import State
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -21,7 +21,7 @@ class Run:
 
     def __init__(self, *, blocks=64, running=8, budget=32) -> None:
         limits = SchedulerLimits(budget, running, 64)
-        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, limits, LineRules(output_weight=3.0))
+        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, limits, QueueRules(output_weight=3.0))
         self.groups = GroupSteps(self.sched, self.sched.finish, lambda seq: None)
         self.count = 0
 
@@ -82,7 +82,7 @@ def test_what_a_group_said_is_not_charged_again_when_it_comes_back():
     for _ in range(4):
         run.step()
     members = list(run.sched.running)
-    leader, _ = run.sched.groups.gather(members[0].group)
+    leader, _ = run.sched.groups.merge(members[0].group)
     run.sched.waiting.push(leader)
     run.sched.pool.reset_cache()
     paid = run.sched.shares.counter("a")

@@ -5,11 +5,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from kvrelay.engine.scheduling.fair_share import LineRules
+from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.step.load_report import load_report
-from kvrelay.engine.step.step_timing import Speed
+from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.types import FinishReason
@@ -23,7 +23,7 @@ BLOCK = 4
 class Run:
     """A scheduler, and requests that have nothing in common."""
 
-    def __init__(self, blocks=64, *, budget=16, running=8, waiting=64, rules: LineRules | None = None) -> None:
+    def __init__(self, blocks=64, *, budget=16, running=8, waiting=64, rules: QueueRules | None = None) -> None:
         limits = SchedulerLimits(budget, running, waiting)
         self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, limits, rules)
         self.count = 0
@@ -82,7 +82,7 @@ def test_decoding_comes_first_in_a_step_then_chunks_by_priority():
 
 
 def test_a_prompt_that_has_begun_is_not_passed_by_its_own_class_but_for_a_tenant_that_is_owed_much():
-    rules = LineRules(credit_tokens=400)
+    rules = QueueRules(credit_tokens=400)
     run = Run(budget=16, rules=rules)
     for _ in range(60):
         run.add("greedy", tokens=16, max_tokens=1)
@@ -100,7 +100,7 @@ def test_a_prompt_that_has_begun_is_not_passed_by_its_own_class_but_for_a_tenant
     assert same.state is State.WAITING
 
 
-def steps_to_finish(rules: LineRules, limit: int) -> int | None:
+def steps_to_finish(rules: QueueRules, limit: int) -> int | None:
     """A long prompt of a low class has begun; two short ones of a higher class come in every step. None: not within `limit`."""
     run = Run(budget=8, running=64, rules=rules)
     begun = run.add(tokens=24, priority=1)
@@ -118,8 +118,8 @@ def steps_to_finish(rules: LineRules, limit: int) -> int | None:
 
 
 def test_a_prompt_that_has_begun_is_passed_a_few_times_and_then_no_more():
-    assert steps_to_finish(LineRules(oldest_every=8), 500) <= 8
-    assert steps_to_finish(LineRules(oldest_every=None), 500) is None
+    assert steps_to_finish(QueueRules(oldest_every=8), 500) <= 8
+    assert steps_to_finish(QueueRules(oldest_every=None), 500) is None
 
 
 def test_the_victim_is_of_the_lowest_priority_though_others_came_later():
@@ -143,7 +143,7 @@ def test_a_high_priority_one_is_never_preempted_for_a_low_one():
 
 
 def test_service_is_charged_once_for_each_computed_token_also_over_a_preemption():
-    run = Run(blocks=8, budget=32, rules=LineRules(output_weight=3.0))
+    run = Run(blocks=8, budget=32, rules=QueueRules(output_weight=3.0))
     seq = run.add("a", tokens=7)
     run.step()
     run.step()
@@ -170,7 +170,7 @@ def test_what_an_aborted_or_failed_sequence_did_not_use_is_not_charged_to_its_te
 
 
 def test_one_tenant_does_not_get_every_seat_of_one_step():
-    run = Run(budget=64, running=4, rules=LineRules(credit_tokens=0))
+    run = Run(budget=64, running=4, rules=QueueRules(credit_tokens=0))
     for tenant in "aaaabb":
         run.add(tenant)
     run.step()
@@ -186,9 +186,9 @@ def test_who_is_too_late_and_was_never_begun_is_turned_away():
     run.step()
     late, fine, late_too = run.add(deadline_s=2.0), run.add(deadline_s=9.0), run.reserve(deadline_s=0.5, now_s=1.0)
     assert run.sched.next_deadline_s() == 1.5
-    run.sched.turn_late_away(5.0)
-    assert [reason for _, reason in run.sched.turned_away] == ["deadline", "deadline"]
-    assert {seq for seq, _ in run.sched.turned_away} == {late, late_too} and run.sched.num_late == 2
+    run.sched.reject_overdue(5.0)
+    assert [reason for _, reason in run.sched.rejected] == ["deadline", "deadline"]
+    assert {seq for seq, _ in run.sched.rejected} == {late, late_too} and run.sched.num_overdue == 2
     assert begun.state is State.RUNNING and fine.state is State.WAITING and late.state is State.FINISHED
     run.sched.check()
 
@@ -198,8 +198,8 @@ def test_who_was_preempted_is_never_too_late():
     seq = run.add(deadline_s=1.0)
     run.step()
     run.sched.rewind(seq)
-    run.sched.turn_late_away(100.0)
-    assert not run.sched.turned_away and seq.state is State.WAITING
+    run.sched.reject_overdue(100.0)
+    assert not run.sched.rejected and seq.state is State.WAITING
 
 
 # ---- a full line
@@ -212,7 +212,7 @@ def test_a_tenant_with_few_places_displaces_one_with_many_from_a_full_line():
     wanted = run.request("modest")
     assert run.sched.refusal(wanted) is None
     modest = run.sched.add(wanted, 0.0)
-    assert run.sched.turned_away == [(greedy[-1], "full")] and run.sched.num_displaced == 1
+    assert run.sched.rejected == [(greedy[-1], "full")] and run.sched.num_displaced == 1
     assert len(run.sched.waiting) == 4 and modest in run.sched.waiting
     run.sched.add(run.request("modest"), 0.0)  # three places against one: one more
     assert run.sched.refusal(run.request("modest"))[0] == "full"
@@ -235,7 +235,7 @@ NEWCOMER = st.tuples(
 )  # fmt: skip
 
 
-def steps_until_admitted(rules: LineRules, own, newcomers, *, limit: int) -> int | None:
+def steps_until_admitted(rules: QueueRules, own, newcomers, *, limit: int) -> int | None:
     """Memory is tight, newcomers never end, and transfers come in as soon as they are granted. None: not within `limit`."""
     run = Run(blocks=12, budget=8, running=3, waiting=12, rules=rules)
     sched = run.sched
@@ -269,7 +269,7 @@ def steps_until_admitted(rules: LineRules, own, newcomers, *, limit: int) -> int
 @given(own=NEWCOMER, newcomers=st.lists(NEWCOMER, min_size=1, max_size=4))
 @settings(max_examples=40, deadline=None)
 def test_no_stream_of_newcomers_starves_anybody(own, newcomers):
-    rules = LineRules(oldest_every=4, credit_tokens=50)
+    rules = QueueRules(oldest_every=4, credit_tokens=50)
     assert steps_until_admitted(rules, own, newcomers, limit=1500) is not None
 
 
@@ -277,15 +277,15 @@ def test_no_stream_of_newcomers_starves_anybody(own, newcomers):
 @pytest.mark.parametrize("other", ["add", "reserve"])
 def test_a_stream_of_higher_priority_would_starve_without_the_oldests_turn(how, other):
     own, newcomers = (how, 2, None, "a", 28), [(other, -2, None, "b", 12), (other, -2, None, "c", 12)]
-    assert steps_until_admitted(LineRules(oldest_every=None), own, newcomers, limit=400) is None
-    assert steps_until_admitted(LineRules(oldest_every=4), own, newcomers, limit=400) is not None
+    assert steps_until_admitted(QueueRules(oldest_every=None), own, newcomers, limit=400) is None
+    assert steps_until_admitted(QueueRules(oldest_every=4), own, newcomers, limit=400) is not None
 
 
 def in_order(run: Run, now_s: float) -> list[str]:
     """Who is begun first, one at a time, if all of it happened at this moment."""
     order = []
     while run.sched.waiting:
-        run.sched.turn_late_away(now_s)
+        run.sched.reject_overdue(now_s)
         [item] = run.step().work
         order.append(item.seq.request_id)
         run.sched.finish(item.seq, FinishReason.ABORT)
@@ -325,7 +325,7 @@ def test_a_reservation_that_has_outlived_its_time_gives_way():
             run.sched.add_reservation(msgspec.structs.replace(request, wanted_s=wanted_s[name]), 0.0)
         order = []
         for _ in range(3):
-            run.sched.turn_late_away(1.0)
+            run.sched.reject_overdue(1.0)
             [seq] = run.sched.grant_reservations()
             order.append(seq.request_id)
             run.sched.finish(seq, FinishReason.ABORT)
@@ -345,7 +345,7 @@ def test_who_wants_nothing_or_has_a_deadline_is_never_late():
     assert in_order(run, 50.0) == ["r1", "r2", "r3", "r4"]
     run = wanting(wanted_s=0.1)
     run.add(tokens=90, wanted_s=0.1, deadline_s=60.0)
-    run.sched.turn_late_away(0.5)
+    run.sched.reject_overdue(0.5)
     run.sched.waiting.head()
     assert in_order(run, 0.5)[0] == "r5"
 
@@ -369,13 +369,13 @@ def test_what_is_cached_takes_no_time():
 
 def test_a_report_tells_what_stands_behind_whoever_comes():
     run = wanting()
-    run.sched.turn_late_away(0.2)
+    run.sched.reject_overdue(0.2)
     for _ in range(3):
         run.step()
         for seq in list(run.sched.running):
             run.sched.finish(seq, FinishReason.ABORT)
-    assert run.sched.late() == (1, 90)
-    assert load_report(1, run.sched, Speed(), {}).late_tokens == 90
+    assert run.sched.overdue() == (1, 90)
+    assert load_report(1, run.sched, StepTiming(), {}).overdue_tokens == 90
 
 
 def with_decoding(*wanted_tpot_s: float | None, speed=1000.0) -> Run:

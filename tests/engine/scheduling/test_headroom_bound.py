@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
-from kvrelay.engine.step.outputs import Appender
+from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Sampling, SequenceRequest
@@ -21,7 +21,7 @@ BLOCK, WORD = 8, 7
 class Bench:
     def __init__(self, blocks, *, always_looks):
         self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(32, 6, 64, 1.0))
-        self.appender = Appender(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
+        self.appender = OutputProcessor(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
         self.num_looks, self.admitted = 0, []
         self.sched.before_headroom = self._look
         if always_looks:

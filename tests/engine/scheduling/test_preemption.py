@@ -159,16 +159,16 @@ def test_a_handed_back_sequence_goes_on_from_another_engine_and_leaves_nothing(m
     undisturbed = make(blocks=64)
     undisturbed.add(request("a", prompt, temperature=1.0, seed=3))
     expected = drain(undisturbed)["a"]
-    engine = make(blocks=64, mode="hand-back")
+    engine = make(blocks=64, mode="return-to-prefill")
     engine.add(request("a", prompt, temperature=1.0, seed=3))
     engine.scheduler.sequences["a"].prefill_tokens_per_s = 1.0
     tokens = [token for _ in range(5) for output in engine.step().outputs for token in output.token_ids]
     engine.scheduler.preempt_group((engine.scheduler.sequences["a"],))
-    assert engine.step().handed_back == ["a"] and engine.step().handed_back == []
-    assert engine.load().used_blocks == 0 and engine.load().preempted == {"hand-back": 1}
+    assert engine.step().returned_to_prefill == ["a"] and engine.step().returned_to_prefill == []
+    assert engine.load().used_blocks == 0 and engine.load().preempted == {"return-to-prefill": 1}
     rest = SequenceRequest(
         request_id="a~2", token_ids=prompt + tokens, num_prompt_tokens=len(prompt),
-        block_hashes=list(block_hashes(prompt + tokens, BLOCK)), num_hand_backs=1,
+        block_hashes=list(block_hashes(prompt + tokens, BLOCK)), num_prefill_returns=1,
         sampling=Sampling(max_tokens=24, ignore_eos=True, temperature=1.0, seed=3),
     )  # fmt: skip
     other = make(blocks=64)

@@ -7,7 +7,14 @@ import pytest
 from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.headroom import OutputLengths, growth_blocks
-from kvrelay.engine.scheduling.preemption_policy import Rates, Stake, Way, choose, costs, crossover_tokens
+from kvrelay.engine.scheduling.preemption_policy import (
+    PreemptionMode,
+    PreemptionRates,
+    VictimGroup,
+    choose,
+    costs,
+    crossover_tokens,
+)
 from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.hashing import block_hashes
@@ -20,9 +27,9 @@ pytestmark = pytest.mark.pure
 
 
 BLOCK = 4
-RATES = Rates(
-    save_bytes_per_s=1e9, load_bytes_per_s=1e9, compute_tokens_per_s=1e4, remote_tokens_per_s=1e4, hop_bytes_per_s=1e9,
-    hop_latency_s=0.01,
+RATES = PreemptionRates(
+    save_bytes_per_s=1e9, load_bytes_per_s=1e9, compute_tokens_per_s=1e4, remote_tokens_per_s=1e4, transfer_bytes_per_s=1e9,
+    transfer_latency_s=0.01,
 )  # fmt: skip
 
 
@@ -30,46 +37,49 @@ RATES = Rates(
 
 
 def test_a_swap_that_moves_little_beats_computing_much_and_the_other_way_round():
-    little = Stake(1000, swap_bytes=1 << 20, can_swap=True)
-    much = Stake(1000, swap_bytes=1 << 30, can_swap=True)
-    assert (choose(little, RATES), choose(much, RATES)) == (Way.SWAP, Way.RECOMPUTE)
+    little = VictimGroup(1000, swap_bytes=1 << 20, can_swap=True)
+    much = VictimGroup(1000, swap_bytes=1 << 30, can_swap=True)
+    assert (choose(little, RATES), choose(much, RATES)) == (PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)
 
 
 def test_what_others_hold_or_a_tier_has_need_not_be_computed():
-    stake = Stake(1000, swap_bytes=40 << 20, can_swap=True)
-    found_again = Stake(
+    stake = VictimGroup(1000, swap_bytes=40 << 20, can_swap=True)
+    found_again = VictimGroup(
         1000, shared_tokens=500, tier_tokens=480, tier_bytes=1 << 20, swap_bytes=40 << 20, can_swap=True
     )
-    assert (choose(stake, RATES), choose(found_again, RATES)) == (Way.SWAP, Way.RECOMPUTE)
+    assert (choose(stake, RATES), choose(found_again, RATES)) == (PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)
 
 
 def test_a_hand_back_pays_when_many_would_wait_for_the_computing_here():
-    def way(num_others: int) -> Way:
-        return choose(Stake(1000, hop_bytes=1 << 20, num_others=num_others, can_hand_back=True), RATES)
+    def way(num_others: int) -> PreemptionMode:
+        return choose(VictimGroup(1000, transfer_bytes=1 << 20, num_others=num_others, can_return=True), RATES)
 
-    assert (way(0), way(8)) == (Way.RECOMPUTE, Way.HAND_BACK)
+    assert (way(0), way(8)) == (PreemptionMode.RECOMPUTE, PreemptionMode.RETURN_TO_PREFILL)
 
 
 def test_an_unmeasured_way_is_not_chosen_over_a_measured_one_and_without_any_swap_comes_first():
-    stake = Stake(100, swap_bytes=1 << 20, hop_bytes=1 << 20, can_swap=True, can_hand_back=True)
-    assert choose(stake, Rates(compute_tokens_per_s=1.0)) is Way.RECOMPUTE
-    assert choose(stake, Rates(save_bytes_per_s=1.0, load_bytes_per_s=1.0)) is Way.SWAP
-    assert choose(stake, Rates()) is Way.SWAP
+    stake = VictimGroup(100, swap_bytes=1 << 20, transfer_bytes=1 << 20, can_swap=True, can_return=True)
+    assert choose(stake, PreemptionRates(compute_tokens_per_s=1.0)) is PreemptionMode.RECOMPUTE
+    assert choose(stake, PreemptionRates(save_bytes_per_s=1.0, load_bytes_per_s=1.0)) is PreemptionMode.SWAP
+    assert choose(stake, PreemptionRates()) is PreemptionMode.SWAP
 
 
-@pytest.mark.parametrize("only", list(Way))
+@pytest.mark.parametrize("only", list(PreemptionMode))
 def test_a_way_that_is_asked_for_is_gone_where_it_can_be(only):
-    assert choose(Stake(10, swap_bytes=1, hop_bytes=1, can_swap=True, can_hand_back=True), RATES, only=only) is only
-    assert choose(Stake(10), RATES, only=only) is Way.RECOMPUTE
+    assert (
+        choose(VictimGroup(10, swap_bytes=1, transfer_bytes=1, can_swap=True, can_return=True), RATES, only=only)
+        is only
+    )
+    assert choose(VictimGroup(10), RATES, only=only) is PreemptionMode.RECOMPUTE
 
 
 @given(
     tokens=st.integers(1, 10**6), others=st.integers(0, 500), swap_bytes=st.integers(0, 10**11),
-    hop_bytes=st.integers(0, 10**11),
+    transfer_bytes=st.integers(0, 10**11),
 )  # fmt: skip
-def test_no_other_way_costs_less_than_the_chosen_one(tokens, others, swap_bytes, hop_bytes):
-    stake = Stake(
-        tokens, swap_bytes=swap_bytes, hop_bytes=hop_bytes, num_others=others, can_swap=True, can_hand_back=True
+def test_no_other_way_costs_less_than_the_chosen_one(tokens, others, swap_bytes, transfer_bytes):
+    stake = VictimGroup(
+        tokens, swap_bytes=swap_bytes, transfer_bytes=transfer_bytes, num_others=others, can_swap=True, can_return=True
     )
     chosen, found = choose(stake, RATES), costs(stake, RATES)
     assert all(found[chosen].total_s(others) <= cost.total_s(others) for cost in found.values())
@@ -77,7 +87,7 @@ def test_no_other_way_costs_less_than_the_chosen_one(tokens, others, swap_bytes,
 
 def test_the_crossover_is_where_the_choice_turns():
     """A swap copies whole blocks: of a few tokens computing is quicker."""
-    rates = Rates(save_bytes_per_s=1e6, load_bytes_per_s=1e6, compute_tokens_per_s=100.0)
+    rates = PreemptionRates(save_bytes_per_s=1e6, load_bytes_per_s=1e6, compute_tokens_per_s=100.0)
     at = crossover_tokens(rates, bytes_per_token=1000.0, block_tokens=16)
     assert at == 4  # 16 kB there and back: 32 ms; 4 tokens: 40 ms
     assert crossover_tokens(rates, bytes_per_token=1e6, block_tokens=16) is None
@@ -172,7 +182,15 @@ class ByHand:
 class Swapping:
     """A scheduler with a swap area whose copies are made by hand; blocks' contents are numbers."""
 
-    def __init__(self, blocks: int, *, slots: int = 64, only: Way | None = Way.SWAP, headroom: float = 0.0, **limits):
+    def __init__(
+        self,
+        blocks: int,
+        *,
+        slots: int = 64,
+        only: PreemptionMode | None = PreemptionMode.SWAP,
+        headroom: float = 0.0,
+        **limits,
+    ):
         chosen = {"token_budget": 64, "max_running": 32, "max_waiting": 256, **limits}
         self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(headroom=headroom, **chosen))
         self.slab = FakeSlab(slots)
@@ -284,19 +302,19 @@ def test_a_swap_for_which_there_is_no_room_is_a_recompute():
         if young.state is State.WAITING:
             break
     assert young.state is State.WAITING and world.area.num_held == 0
-    assert world.sched.preemptor.num_by_way == {Way.RECOMPUTE: 1}
+    assert world.sched.preemptor.num_by_mode == {PreemptionMode.RECOMPUTE: 1}
 
 
 def test_a_group_goes_all_together_or_not_at_all():
-    for slots, way in ((64, Way.SWAP), (3, Way.RECOMPUTE)):
+    for slots, way in ((64, PreemptionMode.SWAP), (3, PreemptionMode.RECOMPUTE)):
         world = Swapping(16, slots=slots)
         group = tuple(world.add(name, 7) for name in ("a", "b"))
         world.step()
         assert world.sched.preempt_group(group) is way
-        assert {seq.state for seq in group} == {State.SWAPPED if way is Way.SWAP else State.WAITING}
-        line = world.sched.swapped if way is Way.SWAP else world.sched.waiting
+        assert {seq.state for seq in group} == {State.SWAPPED if way is PreemptionMode.SWAP else State.WAITING}
+        line = world.sched.swapped if way is PreemptionMode.SWAP else world.sched.waiting
         assert tuple(line) == group
-        assert world.area.num_held == (4 if way is Way.SWAP else 0)
+        assert world.area.num_held == (4 if way is PreemptionMode.SWAP else 0)
         world.sched.check()
 
 
@@ -356,21 +374,21 @@ def test_blocks_that_others_hold_are_not_copied_and_when_they_are_gone_all_is_co
 
 
 def test_a_handed_back_sequence_ends_here_and_only_so_often():
-    world = Swapping(8, only=Way.HAND_BACK)
+    world = Swapping(8, only=PreemptionMode.RETURN_TO_PREFILL)
     seq = world.add("a", 7)
     seq.prefill_tokens_per_s = 1.0
     world.step()
-    assert world.sched.preempt_group((seq,)) is Way.HAND_BACK
-    assert seq.state is State.FINISHED and world.sched.handed_back == [seq] and not world.sched.sequences
+    assert world.sched.preempt_group((seq,)) is PreemptionMode.RETURN_TO_PREFILL
+    assert seq.state is State.FINISHED and world.sched.returned_to_prefill == [seq] and not world.sched.sequences
     again = world.add("b", 7)
     world.step()
-    assert world.sched.preempt_group((again,)) is Way.RECOMPUTE  # no prefill worker computed it
+    assert world.sched.preempt_group((again,)) is PreemptionMode.RECOMPUTE  # no prefill worker computed it
 
 
 # ---- at twice what fits
 
 
-@pytest.mark.parametrize("only", [None, Way.SWAP, Way.RECOMPUTE])
+@pytest.mark.parametrize("only", [None, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE])
 @pytest.mark.parametrize("headroom", [0.0, 1.0])
 @pytest.mark.parametrize("slots", [64, 5])
 def test_twice_what_fits_completes_and_each_step_makes_progress(only, headroom, slots):
@@ -411,7 +429,7 @@ def test_headroom_makes_pre_emption_rare():
 
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 16)), min_size=2, max_size=12),
-    aborted=st.sets(st.integers(0, 11), max_size=3), only=st.sampled_from([None, Way.SWAP]), slots=st.integers(0, 40),
+    aborted=st.sets(st.integers(0, 11), max_size=3), only=st.sampled_from([None, PreemptionMode.SWAP]), slots=st.integers(0, 40),
     headroom=st.sampled_from([0.0, 1.0]),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
@@ -433,7 +451,7 @@ def test_whatever_comes_ends_with_its_tokens_and_nothing_leaks(lengths, aborted,
 
 
 def test_the_latency_of_a_swap_leaves_short_sequences_to_be_computed():
-    rates = Rates(save_bytes_per_s=1e9, load_bytes_per_s=1e9, compute_tokens_per_s=1e4, swap_latency_s=0.01)
+    rates = PreemptionRates(save_bytes_per_s=1e9, load_bytes_per_s=1e9, compute_tokens_per_s=1e4, swap_latency_s=0.01)
     at = crossover_tokens(rates, bytes_per_token=1000.0, block_tokens=16)
     assert at is not None and at > 100  # 100 tokens take 10 ms
 
@@ -470,7 +488,7 @@ def test_a_prefill_workers_sequence_whose_blocks_a_transfer_reads_is_not_moved()
     seq = world.add("a", 7)
     seq.hold = True
     world.step()
-    assert world.sched.preempt_group((seq,)) is Way.RECOMPUTE
+    assert world.sched.preempt_group((seq,)) is PreemptionMode.RECOMPUTE
 
 
 def test_nothing_is_lent_while_a_sequence_is_swapped():
@@ -478,7 +496,7 @@ def test_nothing_is_lent_while_a_sequence_is_swapped():
     world.until_swapped(young)
     world.sched.preempt_group((old,))
     world.sched.pool.reset_cache()
-    assert world.sched.pool.counts().free > 2 and world.sched.lend(1) == []
+    assert world.sched.pool.counts().free > 2 and world.sched.take_probe_blocks(1) == []
 
 
 def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is():

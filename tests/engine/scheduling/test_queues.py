@@ -8,9 +8,9 @@ import torch
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.scheduling.fair_share import LineRules
+from kvrelay.engine.scheduling.fair_share import QueueRules
 from kvrelay.engine.step.engine import EngineConfig, load_engine
-from kvrelay.engine.worker.service import line_rules
+from kvrelay.engine.worker.service import queue_rules
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import DeadlinePassed
 from kvrelay.hashing import block_hashes, tenant_of
@@ -59,7 +59,7 @@ def test_the_order_changes_who_is_first_and_no_token(folder):
 
 
 def test_the_load_tells_of_the_line_and_the_service(folder):
-    engine = engine_of(folder, max_running=1, rules=LineRules(tenant_weights={"gold": 2.0}))
+    engine = engine_of(folder, max_running=1, rules=QueueRules(tenant_weights={"gold": 2.0}))
     for number, tenant in enumerate(("gold", "b", "b")):
         engine.add(request(number, tenant=tenant, priority=number // 2))
     load = engine.load()
@@ -78,12 +78,14 @@ async def test_a_stuck_engine_wakes_for_a_deadline_and_refuses(folder):
     )  # fmt: skip
     await thread.start()
     try:
-        blocks = await thread.call(lambda engine: engine.lend(10**6))  # nothing can be admitted, nothing will happen
+        blocks = await thread.call(
+            lambda engine: engine.take_probe_blocks(10**6)
+        )  # nothing can be admitted, nothing will happen
         await thread.call(lambda engine: engine.add(request(0, deadline_s=0.05)))
         async with asyncio.timeout(20):
             request_id, reason, message = await refused.get()
         assert (request_id, reason) == ("r0", "deadline") and "0.05 s" in message
-        await thread.call(lambda engine: engine.take_back(blocks))
+        await thread.call(lambda engine: engine.return_probe_blocks(blocks))
         assert await thread.call(lambda engine: (engine.check(), len(engine.scheduler.sequences))) == (None, 0)
     finally:
         await thread.aclose()
@@ -112,7 +114,7 @@ async def test_a_worker_refuses_what_is_too_late_and_goes_on(folder):
 
 def test_weights_go_by_the_digest_of_the_name_that_clients_send():
     settings = settings_from({"scheduler": {"tenant_weights": {"alice": 3}, "oldest_every": 5, "output_weight": 1.5}})
-    rules = line_rules(settings.scheduler)
+    rules = queue_rules(settings.scheduler)
     assert rules.tenant_weights == {tenant_of("alice"): 3.0} and (rules.oldest_every, rules.output_weight) == (5, 1.5)
 
 

@@ -208,31 +208,31 @@ def test_only_free_blocks_are_lent_and_one_is_left_for_each_running_sequence():
     run(sched)
     before = sched.pool.counts()
     assert (before.cached, before.free) == (2, 4)
-    lent = sched.lend(100)
+    lent = sched.take_probe_blocks(100)
     assert len(lent) == 3 and sched.pool.counts().cached == 2
     sched.check()
     for _ in range(5):
         run(sched)  # "a" grows into the block that was left
     assert sched.num_preemptions == 0
-    sched.take_back(lent)
+    sched.return_probe_blocks(lent)
     assert sched.pool.counts().free == 3
     sched.check()
 
 
 def test_nothing_is_lent_while_a_sequence_is_in_line_and_what_is_back_admits_it():
     sched = scheduler(blocks=4)
-    lent = sched.lend(2)
+    lent = sched.take_probe_blocks(2)
     sched.add_reservation(request("a", 12), 0.0)
-    assert sched.grant_reservations() == [] and sched.lend(1) == []
-    sched.take_back(lent)
+    assert sched.grant_reservations() == [] and sched.take_probe_blocks(1) == []
+    sched.return_probe_blocks(lent)
     assert [seq.request_id for seq in sched.grant_reservations()] == ["a"]
 
 
 def test_a_lent_block_that_is_lost_is_noticed():
     sched = scheduler(blocks=4)
-    sched.lend(2)
+    sched.take_probe_blocks(2)
     sched.check()
-    sched.lent.pop()
+    sched.probe_blocks.pop()
     with pytest.raises(AssertionError):
         sched.check()
 
@@ -289,13 +289,13 @@ class Life(RuleBasedStateMachine):
     @rule(count=st.integers(1, 4))
     def lend(self, count):
         before = self.sched.pool.counts()
-        self.lent.append(self.sched.lend(count))
+        self.lent.append(self.sched.take_probe_blocks(count))
         assert self.sched.pool.counts().cached == before.cached
 
     @precondition(lambda self: self.lent)
     @rule()
     def take_back(self):
-        self.sched.take_back(self.lent.pop())
+        self.sched.return_probe_blocks(self.lent.pop())
 
     @precondition(lambda self: self.sched.sequences)
     @rule(data=st.data())
@@ -311,7 +311,7 @@ class Life(RuleBasedStateMachine):
         for key in self.keys:
             self.sched.unquarantine(key)
         for blocks in self.lent:
-            self.sched.take_back(blocks)
+            self.sched.return_probe_blocks(blocks)
         for _ in range(400):
             if not self.sched.sequences:
                 break

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvrelay.engine.groups.groups import Groups
-from kvrelay.engine.scheduling.fair_share import LineRules, Shares
+from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
 from kvrelay.engine.scheduling.scheduler import Scheduled, Scheduler, SchedulerLimits
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
@@ -33,7 +33,7 @@ def request(name: str, tenant: str = "", *, tokens: int = 6, num_prompt: int | N
 
 def scheduler(kind: type[Scheduler] = Scheduler, *, blocks: int = 24) -> Scheduler:
     return kind(
-        BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(16, 6, 64), LineRules(tenant_weights=WEIGHTS)
+        BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(16, 6, 64), QueueRules(tenant_weights=WEIGHTS)
     )
 
 
@@ -46,11 +46,11 @@ class TokenByToken(Scheduler):
             seq.num_computed += item.num_tokens
             self.shares.advance(seq)
             self.shares.computed(seq.request.tenant, item.num_tokens)
-            self._name_full_blocks(seq)
+            self._cache_full_blocks(seq)
             self._pin(seq)
 
 
-class PaysNothing(Shares):
+class PaysNothing(FairShare):
     """The mistake that this would show: tokens that are told together are forgotten."""
 
     def serve(self, num_outputs) -> None:
@@ -128,7 +128,7 @@ def decoding(count: int) -> tuple[Scheduler, list[Sequence]]:
         sched.advance(*plan.work)
         for seq in seqs:
             seq.token_ids.append(99)
-    assert [seq.own_until for seq in seqs] == [8] * count
+    assert [seq.writable_until for seq in seqs] == [8] * count
     return sched, seqs
 
 
@@ -167,9 +167,9 @@ def _group(asked, seq):
 
 def _fork_that_keeps(fork):
     def forked(self, group, parent, rank):
-        until = parent.own_until
+        until = parent.writable_until
         child = fork(self, group, parent, rank)
-        parent.own_until = child.own_until = until
+        parent.writable_until = child.writable_until = until
         return child
 
     return forked
@@ -179,8 +179,8 @@ def test_a_sequence_that_left_the_batch_asks_anew():
     sched, seqs = decoding(2)
     seqs[0].plain_until = 30
     sched.preempt_group((seqs[0],))
-    assert (seqs[0].state, seqs[0].own_until, seqs[0].plain_until) == (State.WAITING, 0, 0)
-    assert seqs[1].own_until == 8
+    assert (seqs[0].state, seqs[0].writable_until, seqs[0].plain_until) == (State.WAITING, 0, 0)
+    assert seqs[1].writable_until == 8
 
 
 # ---- news of the cache

@@ -6,23 +6,23 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from kvrelay.engine.scheduling.fair_share import MAX_IDLE, MAX_NAMED, LineRules, Shares
+from kvrelay.engine.scheduling.fair_share import MAX_IDLE, MAX_NAMED, FairShare, QueueRules
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.engine.scheduling.waiting_queue import Line, goes_first, last_of, victim
+from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, goes_first, last_of, victim
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
 pytestmark = pytest.mark.pure
 
 
-NEVER = LineRules(oldest_every=None, credit_tokens=0)
+NEVER = QueueRules(oldest_every=None, credit_tokens=0)
 
 
 class Door:
     """One line, and sequences in order of arrival."""
 
-    def __init__(self, rules: LineRules = NEVER) -> None:
-        self.shares = Shares(rules)
-        self.line, self.other = Line(self.shares), Line(self.shares)
+    def __init__(self, rules: QueueRules = NEVER) -> None:
+        self.shares = FairShare(rules)
+        self.line, self.other = WaitingQueue(self.shares), WaitingQueue(self.shares)
         self.arrivals = 0
 
     def new(self, tenant="", *, priority=0, deadline_s=None, tokens=100, now_s=0.0) -> Sequence:
@@ -82,7 +82,7 @@ def test_within_a_tenant_it_is_first_come_first_served():
 
 
 def test_a_tenant_with_twice_the_weight_gets_twice_the_tokens():
-    door = Door(LineRules(oldest_every=None, credit_tokens=0, tenant_weights={"gold": 2.0}))
+    door = Door(QueueRules(oldest_every=None, credit_tokens=0, tenant_weights={"gold": 2.0}))
     for _ in range(30):
         door.come("gold")
         door.come("plain")
@@ -102,7 +102,7 @@ def test_tokens_count_not_requests():
 
 @pytest.mark.parametrize(("credit", "ahead"), [(0, 0), (400, 4), (10**9, 10)])
 def test_who_comes_back_from_idle_has_saved_up_the_credit_and_no_more(credit, ahead):
-    door = Door(LineRules(oldest_every=None, credit_tokens=credit))
+    door = Door(QueueRules(oldest_every=None, credit_tokens=credit))
     for _ in range(20):
         door.come("busy")
     for _ in range(10):
@@ -116,7 +116,7 @@ def test_who_comes_back_from_idle_has_saved_up_the_credit_and_no_more(credit, ah
 
 def test_newcomers_with_savings_do_not_come_before_one_another():
     """Each lifted to less than the one before it, they would be served last come first."""
-    door = Door(LineRules(oldest_every=None, credit_tokens=400))
+    door = Door(QueueRules(oldest_every=None, credit_tokens=400))
     for _ in range(20):
         door.come("busy")
     for _ in range(10):
@@ -126,7 +126,7 @@ def test_newcomers_with_savings_do_not_come_before_one_another():
 
 
 def test_tenants_that_were_served_about_alike_come_first_come_first_served():
-    door = Door(LineRules(oldest_every=None, credit_tokens=4000))
+    door = Door(QueueRules(oldest_every=None, credit_tokens=4000))
     seqs = [door.come(tenant, tokens=100) for tenant in "abbbba"]
     assert door.order() == seqs
 
@@ -181,7 +181,7 @@ def test_who_was_begun_stands_before_its_class_but_not_before_a_higher_one():
 
 
 def test_deadlines_of_a_tenant_that_leads_by_too_much_are_heeded_no_more():
-    door = Door(LineRules(oldest_every=None, credit_tokens=250))
+    door = Door(QueueRules(oldest_every=None, credit_tokens=250))
     for _ in range(8):
         door.come("pushy", deadline_s=5.0)
     for _ in range(8):
@@ -194,11 +194,11 @@ def test_who_stands_back_is_passed_over_and_then_has_its_place_again():
     away, next_one = door.come(), door.come()
     back = {away}
     assert door.line.head(back.__contains__) is next_one
-    door.line.look_again(back.__contains__)
+    door.line.return_ready(back.__contains__)
     assert door.line.head(back.__contains__) is next_one
     back.clear()
     assert door.line.head(back.__contains__) is next_one  # nobody has looked again
-    door.line.look_again(back.__contains__)
+    door.line.return_ready(back.__contains__)
     assert door.line.head(back.__contains__) is away and len(door.line) == 2
 
 
@@ -212,8 +212,8 @@ def test_late_are_those_never_begun_in_line_even_if_they_stand_back():
     door.line.remove(gone)
     door.line.head(lambda seq: seq is away)
     assert door.line.next_deadline_s() == 2.0
-    assert door.line.late(3.0) == [away, early]
-    assert door.line.late(3.0) == [] and door.line.next_deadline_s() == 9.0
+    assert door.line.past_deadline(3.0) == [away, early]
+    assert door.line.past_deadline(3.0) == [] and door.line.next_deadline_s() == 9.0
     door.line.remove(fine)
     assert door.line.next_deadline_s() == math.inf
 
@@ -260,7 +260,7 @@ def lives(draw):
     return before, own, later
 
 
-def admissions_until(rules: LineRules, before, own, later, limit: int, *, elsewhere: int = 0) -> int:
+def admissions_until(rules: QueueRules, before, own, later, limit: int, *, elsewhere: int = 0) -> int:
     """How many others are admitted before `own`, with `later` coming again and again; at most `limit`."""
     door = Door(rules)
 
@@ -276,7 +276,7 @@ def admissions_until(rules: LineRules, before, own, later, limit: int, *, elsewh
             if len(door.line) < 40:
                 come(facts)
         for _ in range(elsewhere):
-            door.line.passed_by()
+            door.line.count_admission()
         admitted = door.admit()
         if admitted is waiting:
             return count
@@ -291,21 +291,21 @@ def admissions_until(rules: LineRules, before, own, later, limit: int, *, elsewh
 def test_whoever_has_e_before_it_is_admitted_within_oldest_every_times_e_plus_one(life, every, elsewhere):
     before, own, later = life
     bound = every * (len(before) + 1)
-    rules = LineRules(oldest_every=every, credit_tokens=300)
+    rules = QueueRules(oldest_every=every, credit_tokens=300)
     assert admissions_until(rules, before, own, later, bound + 1, elsewhere=elsewhere) < bound
 
 
 def test_without_the_oldests_turn_a_stream_of_higher_priority_starves_the_others():
     own, later = (1, None, "a", 100), [(0, None, "b", 1)]
     assert admissions_until(NEVER, [], own, later, 5000) == 5000
-    assert admissions_until(LineRules(oldest_every=16), [], own, later, 5000) == 15
+    assert admissions_until(QueueRules(oldest_every=16), [], own, later, 5000) == 15
 
 
 @given(life=lives())
 @settings(max_examples=40, deadline=None)
 def test_with_the_oldests_turn_every_time_it_is_first_come_first_served(life):
     before, own, later = life
-    assert admissions_until(LineRules(oldest_every=1), before, own, later, 1000) == len(before)
+    assert admissions_until(QueueRules(oldest_every=1), before, own, later, 1000) == len(before)
 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 300)), min_size=30, max_size=60))
@@ -334,7 +334,7 @@ STEP = st.tuples(st.sampled_from(["come", "come", "admit", "leave", "again"]), s
 @given(st.lists(STEP, max_size=60), st.sampled_from([None, 1, 3, 7]))
 @settings(max_examples=100, deadline=None)
 def test_the_head_is_what_a_sorted_list_says(steps, every):
-    door = Door(LineRules(oldest_every=every, credit_tokens=math.inf))
+    door = Door(QueueRules(oldest_every=every, credit_tokens=math.inf))
     members, begun, since = [], [], 0
     for what, draw, (priority, deadline_s, tenant, tokens) in steps:
         if what == "come":
@@ -365,13 +365,13 @@ def test_the_head_is_what_a_sorted_list_says(steps, every):
 
 
 def test_between_two_lines_the_oldests_turn_comes_before_every_rank():
-    door = Door(LineRules(oldest_every=2))
+    door = Door(QueueRules(oldest_every=2))
     low, high = door.come(priority=5), door.new(priority=-5)
     door.other.push(high)
     assert goes_first(door.other, high, door.line, low) and not goes_first(door.line, low, door.other, high)
-    door.line.passed_by()
+    door.line.count_admission()
     assert goes_first(door.line, low, door.other, high) and not goes_first(door.other, high, door.line, low)
-    door.other.passed_by()
+    door.other.count_admission()
     assert goes_first(door.line, low, door.other, high)  # both have it: who came first
 
 
@@ -395,7 +395,7 @@ def test_tenants_that_come_and_go_are_forgotten_and_counted_together():
 
 @pytest.mark.parametrize("every", [None, 16])
 def test_a_line_of_sequences_that_leave_keeps_no_entries_of_them(every):
-    door = Door(LineRules(oldest_every=every))
+    door = Door(QueueRules(oldest_every=every))
     first = door.come("a", priority=-1)
     for _ in range(3000):
         door.line.remove(door.come("a", deadline_s=5.0))
@@ -408,16 +408,16 @@ def test_who_is_late_stands_behind_the_others_of_its_tenant_and_class():
     door = Door()
     late, one, other = door.come(), door.come(), door.come()
     lower = door.come(priority=1)
-    door.line.put_behind(late, 70)
+    door.line.mark_overdue(late, 70)
     assert door.line.head() is one
     newest = door.come()
     assert door.order() == [one, other, newest, late, lower]
 
 
 def test_the_late_ones_turn_comes_while_others_keep_coming():
-    door = Door(LineRules(oldest_every=4))
+    door = Door(QueueRules(oldest_every=4))
     late = door.come()
-    door.line.put_behind(late, 70)
+    door.line.mark_overdue(late, 70)
     admitted = []
     for _ in range(4):
         door.come()
@@ -428,6 +428,6 @@ def test_the_late_ones_turn_comes_while_others_keep_coming():
 def test_who_is_late_can_leave_the_line():
     door = Door()
     late, one = door.come(), door.come()
-    door.line.put_behind(late, 70)
+    door.line.mark_overdue(late, 70)
     door.line.remove(late)
     assert door.order() == [one] and door.admit() is None

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.profiling.step_profile import StepProfiler, Workload
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
-from kvrelay.engine.step.in_flight import Flight
+from kvrelay.engine.step.in_flight import InFlightStep
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest
@@ -92,7 +92,7 @@ def drain(
 
 
 def assert_clean(engine: Engine) -> None:
-    assert not engine.scheduler.sequences and not engine.scheduler.quarantined and engine._flight is None
+    assert not engine.scheduler.sequences and not engine.scheduler.quarantined and engine._in_flight is None
     assert engine.pool.counts().used == 0 and len(engine._runner._free_slots) == engine.max_running
 
 
@@ -219,7 +219,7 @@ def running(make, *, blocks: int = 20) -> Engine:
     engine.add(request("other", prompt_of(12, 41), max_tokens=40))
     for _ in range(3):
         engine.step()
-    assert engine._flight is not None and engine.scheduler.sequences["ends"].num_output == 2
+    assert engine._in_flight is not None and engine.scheduler.sequences["ends"].num_output == 2
     return engine
 
 
@@ -231,7 +231,7 @@ def alone_with(make, name: str) -> Engine:
 
 def write_into_what_is_free(engine: Engine) -> tuple[list[int], torch.Tensor]:
     """As a transfer does it, beside the device's stream: every block that nobody holds."""
-    lent = engine.lend(99)
+    lent = engine.take_probe_blocks(99)
     assert lent
     return lent, engine.storage.tensor[:, lent].clone()
 
@@ -241,7 +241,7 @@ def leave(engine: Engine, how: str) -> None:
         assert engine.abort("ends")
     else:
         assert any(out.stop_token is not None for out in engine.step().outputs)
-    assert "ends" not in engine.scheduler.sequences and engine._flight is not None
+    assert "ends" not in engine.scheduler.sequences and engine._in_flight is not None
     engine.check()
 
 
@@ -254,14 +254,14 @@ def test_blocks_of_who_has_gone_are_nobodys_until_the_step_is_collected(make, ho
     for _ in range(2):
         engine.step()
     assert torch.equal(engine.storage.tensor[:, lent], written)
-    engine.take_back(lent)
+    engine.return_probe_blocks(lent)
     drain(engine)
     assert_clean(engine)
 
 
 @pytest.mark.parametrize("how", ["abort", "stop"])
 def test_blocks_that_are_given_away_at_once_are_written_by_the_late_step(make, how, monkeypatch):
-    monkeypatch.setattr(Flight, "keep", lambda self, seq, scheduler: None)
+    monkeypatch.setattr(InFlightStep, "keep", lambda self, seq, scheduler: None)
     engine = running(make)
     leave(engine, how)
     lent, written = write_into_what_is_free(engine)
@@ -278,7 +278,7 @@ def test_a_copied_block_is_kept_until_it_was_copied(make):
         if name == "first":
             drain(engine)
     engine.step()
-    [flight] = [engine._flight]
+    [flight] = [engine._in_flight]
     [copy] = flight.plan.copies
     assert [list(blocks) for blocks in engine.scheduler.quarantined.values()] == [[copy.source]]
     drain(engine)
@@ -346,7 +346,7 @@ def test_a_step_that_fails_leaves_nothing_behind(make, part, monkeypatch):
 def test_closing_waits_for_the_step_under_way(make):
     engine = running(make)
     engine.close()
-    assert engine._flight is None and engine.backend.stream.num_done == engine.backend.stream.num_launched
+    assert engine._in_flight is None and engine.backend.stream.num_done == engine.backend.stream.num_launched
     engine.check()
 
 
@@ -380,16 +380,16 @@ def live(engine: Engine, rng: random.Random, expected: dict[str, list[tuple]], n
         elif event == "preempt" and engine.scheduler.running and rng.random() < 0.4:
             engine.preempt((rng.choice(engine.scheduler.running),))
         elif event == "lend" and not lent:
-            lent = engine.lend(3)
+            lent = engine.take_probe_blocks(3)
             written = engine.storage.tensor[:, lent].clone()
         elif event == "take back" and lent:
             assert torch.equal(engine.storage.tensor[:, lent], written), "a late step wrote into lent blocks"
-            engine.take_back(lent)
+            engine.return_probe_blocks(lent)
             lent = []
         elif event == "step":
             drain(engine, streams, 1)
         engine.check()
-    engine.take_back(lent)
+    engine.return_probe_blocks(lent)
     drain(engine, streams)
     for name, stream in streams.items():
         whole = expected[name]
@@ -404,7 +404,7 @@ def test_whatever_happens_between_steps_each_stream_is_its_own(make, expected, s
 
 
 def tokens_of_other_rows(monkeypatch):
-    real = Flight.drawn
+    real = InFlightStep.drawn
 
     def drawn(self):
         found = real(self)
@@ -413,7 +413,7 @@ def tokens_of_other_rows(monkeypatch):
             found.rows.update(zip(found.rows, rows[1:] + rows[:1], strict=True))
         return found
 
-    monkeypatch.setattr(Flight, "drawn", drawn)
+    monkeypatch.setattr(InFlightStep, "drawn", drawn)
 
 
 def who_may_have_to_give_way_is_looked_past(monkeypatch):

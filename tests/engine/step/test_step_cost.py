@@ -7,7 +7,7 @@ import torch
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.step.in_flight import sampled
-from kvrelay.engine.step.outputs import Appender
+from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.engine.step.sampler import Sampler, uniform, uniforms
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
@@ -90,10 +90,12 @@ def _without_times(output) -> tuple[object, ...]:
 
 def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
     closer_looks: list[str] = []
-    real = Appender._append
-    monkeypatch.setattr(Appender, "_append", lambda self, seq, *rest: closer_looks.append("") or real(self, seq, *rest))
+    real = OutputProcessor._append
+    monkeypatch.setattr(
+        OutputProcessor, "_append", lambda self, seq, *rest: closer_looks.append("") or real(self, seq, *rest)
+    )
     short, num_short = serve(make()), len(closer_looks)
-    monkeypatch.setattr(Appender, "_note_plain", lambda self, seq: None)
+    monkeypatch.setattr(OutputProcessor, "_note_plain", lambda self, seq: None)
     assert serve(make()) == short
     assert num_short < len(short) / 2, "the short way was not taken"
     assert len(closer_looks) - num_short == len(short)
@@ -101,7 +103,7 @@ def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
 
 def test_a_plain_stream_that_does_not_look_at_its_end_is_found_out(make, monkeypatch):
     right = serve(make())
-    monkeypatch.setattr(Appender, "_note_plain", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
+    monkeypatch.setattr(OutputProcessor, "_note_plain", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
     engine = make()
     for number, sampling in enumerate(ASKED[:3]):
         engine.add(request(str(number), number, 5 + 7 * number, **sampling))

@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvrelay.engine.step.step_timing import FIRST_STEPS, Speed
+from kvrelay.engine.step.step_timing import FIRST_STEPS, StepTiming
 
 pytestmark = pytest.mark.pure
 
 
 def test_a_first_step_that_is_far_slower_says_nothing():
-    speed = Speed()
+    speed = StepTiming()
     speed.observe(1, 1, 1.4)
     assert speed.decode_step_s == speed.step_s == 0.0
     speed.observe(1, 1, 0.01)
@@ -16,14 +16,14 @@ def test_a_first_step_that_is_far_slower_says_nothing():
 
 
 def test_of_the_next_ones_the_fastest_counts():
-    speed = Speed()
+    speed = StepTiming()
     for seconds in (1.4, 0.3, 0.01):
         speed.observe(1, 1, seconds)
     assert speed.decode_step_s == 0.01
 
 
 def test_a_first_prompt_that_is_far_slower_says_nothing():
-    speed = Speed()
+    speed = StepTiming()
     speed.observe(512, 0, 5.12)
     assert speed.prefill_tokens_per_s == 0.0
     speed.observe(512, 0, 0.256)
@@ -31,7 +31,7 @@ def test_a_first_prompt_that_is_far_slower_says_nothing():
 
 
 def test_later_ones_are_averaged_whichever_way_they_go():
-    speed = Speed()
+    speed = StepTiming()
     for _ in range(FIRST_STEPS):
         speed.observe(1, 1, 0.02)
     speed.observe(1, 1, 0.01)
@@ -41,7 +41,7 @@ def test_later_ones_are_averaged_whichever_way_they_go():
 
 
 def test_a_first_step_that_is_fast_is_no_more_than_a_beginning():
-    speed = Speed()
+    speed = StepTiming()
     speed.observe(1, 1, 0.001)
     speed.observe(1, 1, 0.001)
     for _ in range(60):
@@ -50,7 +50,7 @@ def test_a_first_step_that_is_fast_is_no_more_than_a_beginning():
 
 
 def test_many_equal_steps_at_once_are_as_many_one_by_one():
-    one, other = Speed(), Speed()
+    one, other = StepTiming(), StepTiming()
     one.observe(4, 4, 0.02, 10)
     for _ in range(10):
         other.observe(4, 4, 0.02)
@@ -58,7 +58,7 @@ def test_many_equal_steps_at_once_are_as_many_one_by_one():
 
 
 def test_a_prompts_short_last_chunk_says_little_of_its_speed():
-    speed = Speed()
+    speed = StepTiming()
     for _ in range(40):
         speed.observe(2000, 0, 0.1)
         speed.observe(100, 0, 0.02)

@@ -46,10 +46,10 @@ class Busy:
         self._may_end.set()
 
 
-async def lent_blocks(thread):
+async def probe_blocks(thread):
     def look(engine):
         engine.check()
-        return len(engine.scheduler.lent), engine.pool.counts().used, engine.load().lent_blocks
+        return len(engine.scheduler.probe_blocks), engine.pool.counts().used, engine.load().probe_blocks
 
     return await thread.call(look)
 
@@ -58,11 +58,11 @@ async def test_lent_blocks_hold_noise_and_show_as_lent_until_they_are_back(threa
     lender = BlockLender(thread)
     blocks = await lender.borrow(3)
     assert len(set(blocks)) == 3
-    assert await lent_blocks(thread) == (3, 3, 3)
+    assert await probe_blocks(thread) == (3, 3, 3)
     tensor = thread.engine.storage.tensor
     assert all(tensor[:, block].abs().sum() > 0 for block in blocks) and torch.isfinite(tensor).all()
     lender.give_back(blocks)
-    assert await lent_blocks(thread) == (0, 0, 0)
+    assert await probe_blocks(thread) == (0, 0, 0)
 
 
 async def test_a_borrower_that_leaves_while_the_engine_is_busy_leaves_nothing_lent(thread):
@@ -74,7 +74,7 @@ async def test_a_borrower_that_leaves_while_the_engine_is_busy_leaves_nothing_le
         await borrowing
     busy.release()
     async with asyncio.timeout(10):
-        while await lent_blocks(thread) != (0, 0, 0):
+        while await probe_blocks(thread) != (0, 0, 0):
             await asyncio.sleep(0)
 
 
@@ -84,7 +84,7 @@ async def test_a_busy_engine_lends_nothing_and_takes_back_what_it_lends_too_late
     assert await BlockLender(thread).borrow(3) == []
     busy.release()
     async with asyncio.timeout(10):
-        while await lent_blocks(thread) != (0, 0, 0):
+        while await probe_blocks(thread) != (0, 0, 0):
             await asyncio.sleep(0)
 
 
@@ -95,7 +95,7 @@ async def test_blocks_that_cannot_be_filled_are_not_lent(thread, monkeypatch):
     monkeypatch.setattr(thread.engine.storage, "fill_with_noise", fail)
     with pytest.raises(MemoryError):
         await BlockLender(thread).borrow(3)
-    assert await lent_blocks(thread) == (0, 0, 0)
+    assert await probe_blocks(thread) == (0, 0, 0)
 
 
 async def test_a_stopped_engine_lends_nothing_and_takes_what_comes_back(thread):

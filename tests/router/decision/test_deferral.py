@@ -159,7 +159,7 @@ def test_short_late_prompts_go_together():
 def test_who_is_in_time_goes_past_them():
     router = cluster()
     asked(router, "r1"), asked(router, "r2")
-    load(router, "p1", free_blocks=BLOCKS, prefill_tokens_per_s=2000.0, late=1, late_tokens=LONG)
+    load(router, "p1", free_blocks=BLOCKS, prefill_tokens_per_s=2000.0, overdue=1, overdue_tokens=LONG)
     decided(asked(router, "short", tokens=300))
     assert router.num_deferred == 1
 

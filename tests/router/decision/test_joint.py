@@ -189,7 +189,7 @@ def test_a_decision_says_how_soon_the_first_token_is_wanted():
 
 def test_who_is_late_at_a_worker_is_ahead_of_nobody_who_comes():
     router = cluster(["p1", "p2"], ["d1"])
-    load(router, "p1", queued_tokens=9000, waiting=9, late=8, late_tokens=8500)
+    load(router, "p1", queued_tokens=9000, waiting=9, overdue=8, overdue_tokens=8500)
     load(router, "p2", queued_tokens=2000, waiting=2)
     choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
     assert choice.prefill == "p1"

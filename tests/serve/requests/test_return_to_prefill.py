@@ -16,7 +16,7 @@ async def until_paused(cluster, request):
     return reading
 
 
-def hand_back(decode, request):
+def return_to_prefill(decode, request):
     decode.end(request.request_id)
     decode.pause_at = None
     decode.say_raw(wire.Failed(request_id=request.request_id, code=wire.PREEMPTED, message="x", retryable=True))
@@ -26,11 +26,11 @@ async def test_a_sequence_that_is_handed_back_is_prefilled_again_and_goes_on(mak
     cluster = await make_cluster(router={"retry_budget": 0})
     request = sequence(seed=3)
     reading = await until_paused(cluster, request)
-    hand_back(cluster.decode[0], request)
+    return_to_prefill(cluster.decode[0], request)
     tokens, reason = await reading
     assert (tokens, reason) == (expected_tokens(alphabet, request), "length")
     first, second = [m for m in cluster.decode[0].received if isinstance(m, wire.Reserve)]
-    assert (first.request.num_hand_backs, second.request.num_hand_backs) == (0, 1)
+    assert (first.request.num_prefill_returns, second.request.num_prefill_returns) == (0, 1)
     assert second.request.num_output_tokens == 3 and second.prefill_tokens_per_s > 0
     assert cluster.prefill[0].count(wire.Prefill) == 2 and cluster.dispatcher.stats.retries == 0
     await cluster.all_released()
@@ -44,7 +44,7 @@ async def test_its_turn_comes_again_however_often_there_is_no_room(make_cluster)
     ]
     decode, reading = cluster.decode[0], await until_paused(cluster, request)
     decode.answers = full
-    hand_back(decode, request)
+    return_to_prefill(decode, request)
     assert (await reading)[0] == expected_tokens(alphabet, request)
     assert decode.count(wire.Reserve) + decode.count(wire.Generate) == 6 and not decode.answers
     await cluster.all_released()
@@ -57,7 +57,7 @@ async def test_without_a_prefill_worker_left_it_is_computed_where_it_can_be(make
     await cluster.prefill[0].kill()
     async with asyncio.timeout(10):
         await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 1)
-    hand_back(decode, request)
+    return_to_prefill(decode, request)
     assert (await reading)[0] == expected_tokens(alphabet, request)
     assert decode.count(wire.Generate) == 1
 
@@ -66,7 +66,7 @@ async def test_metrics_tell_what_became_of_pre_empted_sequences(make_cluster):
     cluster = await make_cluster()
     cluster.decode[0].say_raw(
         wire.LoadReport(
-            seq=2, preempted={"swap": 3, "hand-back": 1}, swapped=2, swapped_blocks=5, swapped_bytes=640, swap_out_s=0.5,
+            seq=2, preempted={"swap": 3, "return-to-prefill": 1}, swapped=2, swapped_blocks=5, swapped_bytes=640, swap_out_s=0.5,
             recomputed_tokens=7,
         )
     )  # fmt: skip
@@ -81,8 +81,8 @@ async def test_metrics_tell_what_became_of_pre_empted_sequences(make_cluster):
         ]
         return float(line.rpartition(" ")[2])
 
-    assert value("kvrelay_worker_preempted_total", 'way="swap"') == 3
-    assert value("kvrelay_worker_preempted_total", 'way="hand-back"') == 1
+    assert value("kvrelay_worker_preempted_total", 'mode="swap"') == 3
+    assert value("kvrelay_worker_preempted_total", 'mode="return-to-prefill"') == 1
     assert value("kvrelay_worker_swapped") == 2 and value("kvrelay_worker_swapped_blocks") == 5
     assert value("kvrelay_worker_swapped_bytes") == 640
     assert value("kvrelay_worker_swap_seconds_total", 'direction="out"') == 0.5

@@ -2,7 +2,7 @@
 
 import random
 
-from kvrelay.engine.groups.beam import Candidates, Hypothesis
+from kvrelay.engine.groups.beam import BeamCandidates, Hypothesis
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.groups.groups import search_of
 from kvrelay.engine.scheduling.scheduler import Scheduler
@@ -29,7 +29,7 @@ class GroupLife:
         """It is in line."""
         if (asked := request.group) is not None:
             self.requests[request.request_id] = request
-            emitted = asked.emitted or [[] for _ in range(asked.num_seats)]
+            emitted = asked.emitted or [[] for _ in range(asked.num_sequences)]
             self.said[request.request_id] = {k: list(one) for k, one in enumerate(emitted) if k not in asked.ended}
 
     # ---- tokens
@@ -48,12 +48,12 @@ class GroupLife:
         assert member.token_ids[prompt:] == said, f"{member.request_id} does not go on where choice {member.choice} was"
         said.append(token)
 
-    def candidates(self, rows: list[int], beams: list[Sequence]) -> list[Candidates]:
+    def candidates(self, rows: list[int], beams: list[Sequence]) -> list[BeamCandidates]:
         """What may follow each beam depends on its tokens alone."""
         return [self._after(keys_of("", beam.token_ids)[-1]) for beam in beams]
 
     @staticmethod
-    def _after(key: int) -> Candidates:
+    def _after(key: int) -> BeamCandidates:
         """Every token of a vocabulary that ends with END_TOKEN."""
         scored = [(token, -(hash((key, token)) % 997 + 1) / 100) for token in range(END_TOKEN + 1)]
         return sorted(scored, key=lambda one: (-one[1], one[0]))

@@ -44,7 +44,7 @@ class World:
         setup = self.setup = self.setup or draw(self.rng)
         self.rules = self.rules or (by_classes(setup.line.oldest_every) if setup.has_classes else Rules())
         self.pool = BlockPool(setup.num_blocks, block_size=SIZE, pin_share=0.3)
-        limits = SchedulerLimits(BUDGET, setup.num_seats, WAITING, setup.headroom)
+        limits = SchedulerLimits(BUDGET, setup.num_sequences, WAITING, setup.headroom)
         self.sched = Scheduler(self.pool, SIZE, limits, setup.line)
         self.content = [[GARBAGE] * SIZE for _ in range(setup.num_blocks)]
         self.swaps = Swaps(self.sched, setup, self.content, self.rng)
@@ -55,7 +55,7 @@ class World:
         self.seen: deque[list[int]] = deque(maxlen=6)  # tokens of those that ended last
         self.records: dict[str, Record] = {}
         self.quarantined: dict[int, array] = {}
-        self.lent: list[list[int]] = []
+        self.probe_blocks: list[list[int]] = []
         self.now_s, self.count = 0.0, 0
 
     # ---- sequences
@@ -251,18 +251,18 @@ class World:
 
     # ---- others that take blocks, and time
 
-    def lend(self) -> None:
+    def take_probe_blocks(self) -> None:
         before = self.pool.counts()
-        blocks = self.sched.lend(self.rng.randint(0, 5))
+        blocks = self.sched.take_probe_blocks(self.rng.randint(0, 5))
         assert not blocks or not (self.sched.waiting or self.sched.reserving or self.sched.swapped)
-        assert self.pool.counts().cached == before.cached, "something cached was lent"
-        self.lent.append(blocks)
+        assert self.pool.counts().cached == before.cached, "a cached block was used by a probe"
+        self.probe_blocks.append(blocks)
 
-    def take_back(self) -> None:
-        if self.lent:
-            blocks = self.lent.pop(self.rng.randrange(len(self.lent)))
+    def return_probe_blocks(self) -> None:
+        if self.probe_blocks:
+            blocks = self.probe_blocks.pop(self.rng.randrange(len(self.probe_blocks)))
             self.scribble(blocks)
-            self.sched.take_back(blocks)
+            self.sched.return_probe_blocks(blocks)
 
     def tick(self) -> None:
         self.now_s += self.rng.randrange(4)
@@ -291,8 +291,8 @@ class World:
         for record in self.records.values():
             in_state[record.state] -= 1
         assert not any(in_state.values()), "a line has somebody in another state"
-        seats = len(sched.running) + len(sched.receiving) + sched.groups.owed_seats
-        assert seats <= self.setup.num_seats, "more seats than there are"
+        seats = len(sched.running) + len(sched.receiving) + sched.groups.num_reserved
+        assert seats <= self.setup.num_sequences, "more seats than there are"
         assert self.rows <= set(sched.running), "a row has nobody"
         self.bills.never_fall()
         if self.setup.has_groups:
@@ -305,8 +305,8 @@ class World:
         sched.check()
         self.bills.are_right(self.records.values())
         assert [seq.arrival for seq in sched.swapped] == sorted(seq.arrival for seq in sched.swapped)
-        held = [set(blocks) for blocks in self.lent] + [set(sched.quarantined[key]) for key in self.quarantined]
-        assert sched.lent == {block for blocks in self.lent for block in blocks}
+        held = [set(blocks) for blocks in self.probe_blocks] + [set(sched.quarantined[key]) for key in self.quarantined]
+        assert sched.probe_blocks == {block for blocks in self.probe_blocks for block in blocks}
         for record in self.records.values():
             fresh = set(record.seq.blocks[record.seq.num_held_blocks :]) if record.state is V else set()
             assert not any(fresh & blocks for blocks in held), "a block has two writers"
@@ -315,8 +315,8 @@ class World:
         sched, counts = self.sched, self.pool.counts()
         self.looks_closer()
         assert not (sched.sequences or sched.waiting or sched.reserving or sched.running or sched.receiving)
-        assert not (sched.held or sched.swapped or sched.groups.by_id or sched.handed_back or sched.turned_away)
-        assert not (sched.quarantined or sched.lent or sched.has_work or sched.queued_tokens or self.rows)
+        assert not (sched.held or sched.swapped or sched.groups.by_id or sched.returned_to_prefill or sched.rejected)
+        assert not (sched.quarantined or sched.probe_blocks or sched.has_work or sched.queued_tokens or self.rows)
         assert not sched.shares.num_waiting and sched.next_deadline_s() == float("inf")
         assert counts.used == 0 and counts.free + counts.cached == self.setup.num_blocks
         self.swaps.nothing_is_left()

@@ -31,7 +31,7 @@ class Record:
     def tokens_left(self) -> int:
         """Upper bound of what is still to be computed, from nothing, to its end; a leader's for all its members."""
         group = self.seq.group
-        count = group.request.group.num_seats if group is not None and self.seq is group.leader else 1
+        count = group.request.group.num_sequences if group is not None and self.seq is group.leader else 1
         return self.seq.request.num_prompt_tokens + count * (self.seq.max_output + 3)
 
 
@@ -85,8 +85,8 @@ _COMMON = {
     "abort_choice": 2,
     "preempt": 4,
     "rot": 3,
-    "lend": 2,
-    "take_back": 4,
+    "take_probe_blocks": 2,
+    "return_probe_blocks": 4,
     "tick": 3,
     "end_pins": 0.2,
     "siege": 0.6,

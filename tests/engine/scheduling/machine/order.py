@@ -76,19 +76,19 @@ class Order:
 
     # ---- who has to go
 
-    def turned_away(self, records: dict[str, Record], now_s: float) -> None:
+    def rejected(self, records: dict[str, Record], now_s: float) -> None:
         """Whoever is late and was never begun is gone, nobody else is."""
         late = {one for one in records.values() if one.state is W and is_late(one, now_s)}
-        before = self.sched.num_late
+        before = self.sched.num_overdue
         assert (self.sched.next_deadline_s() <= now_s) == bool(late)
-        self.sched.turn_late_away(now_s)
-        told, self.sched.turned_away = self.sched.turned_away, []
+        self.sched.reject_overdue(now_s)
+        told, self.sched.rejected = self.sched.rejected, []
         assert {(records[seq.request_id], reason) for seq, reason in told} == {(one, "deadline") for one in late}
-        assert self.sched.num_late == before + len(late)
+        assert self.sched.num_overdue == before + len(late)
 
     def displaced(self, records: dict[str, Record], newcomer: Sequence, *, was_full: bool) -> None:
         """A newcomer to a full line takes the place of the last one, of the lowest class, of who has far more places."""
-        told, self.sched.turned_away = self.sched.turned_away, []
+        told, self.sched.rejected = self.sched.rejected, []
         assert len(told) == was_full, "a full line lets nobody in but for another"
         for seq, reason in told:
             tenant = seq.request.tenant
@@ -106,10 +106,10 @@ class Order:
     def victims(self, gone: list[Sequence], *, was_others: bool) -> None:
         """Only the last by class and arrival give way; nobody for whom nothing is in the way."""
         staying = self.sched.running
-        first = min(standing(seq) for seq in gone)
+        first = min(queue_rank(seq) for seq in gone)
         for seq in staying:
-            is_part = standing(seq) == first and seq.group is not None
-            assert standing(seq) < first or is_part, "the wrong ones gave way"
+            is_part = queue_rank(seq) == first and seq.group is not None
+            assert queue_rank(seq) < first or is_part, "the wrong ones gave way"
         assert staying or was_others, "the first of all gave way, and nobody was in its way"
 
 
@@ -122,7 +122,7 @@ def is_late(record: Record, now_s: float) -> bool:
     return not record.was_admitted and record.seq.deadline_s <= now_s
 
 
-def standing(seq: Sequence) -> tuple[int, int]:
+def queue_rank(seq: Sequence) -> tuple[int, int]:
     return seq.request.priority, seq.arrival
 
 

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass, field
 
-from kvrelay.engine.scheduling.fair_share import LineRules
-from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.fair_share import QueueRules
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Beams, Group, KvHints, Sampling, SequenceRequest
 
@@ -21,13 +21,13 @@ class Setup:
     """Drawn when a life begins; all of it may come together."""
 
     num_blocks: int = 11
-    num_seats: int = 4
+    num_sequences: int = 4
     has_classes: bool = False  # priorities, tenants, weights, deadlines
-    line: LineRules = field(default_factory=LineRules)
+    line: QueueRules = field(default_factory=QueueRules)
     has_groups: bool = False
     num_slots: int | None = None  # of the swap area
     is_checked: bool = True
-    only: Way | None = None
+    only: PreemptionMode | None = None
     headroom: float = 0.0
 
     @property
@@ -38,18 +38,18 @@ class Setup:
 
 def draw(rng: random.Random) -> Setup:
     has_classes, has_groups = rng.random() < 0.5, rng.random() < 0.6
-    rules = LineRules(
+    rules = QueueRules(
         oldest_every=rng.choice((1, 3, 3, 16)), credit_tokens=rng.choice((0.0, 40.0, FOR_EVER)), tenant_weights={"a": 2.0}
     )  # fmt: skip
     return Setup(
         num_blocks=11 if has_groups else rng.choice((8, 11)),
-        num_seats=rng.choice((2, 4, 4, 6)),
+        num_sequences=rng.choice((2, 4, 4, 6)),
         has_classes=has_classes,
-        line=rules if has_classes else LineRules(),
+        line=rules if has_classes else QueueRules(),
         has_groups=has_groups,
         num_slots=rng.choice((None, None, 3, 8, 40)),
         is_checked=rng.random() < 0.8,
-        only=rng.choice((None, Way.SWAP, Way.SWAP, Way.RECOMPUTE)),
+        only=rng.choice((None, PreemptionMode.SWAP, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)),
         headroom=rng.choice((0.0, 0.0, 1.0)),
     )
 
@@ -95,7 +95,7 @@ class Requests:
         }
 
     def _group(self, rng: random.Random) -> Group:
-        most = min(3, self.setup.num_seats)
+        most = min(3, self.setup.num_sequences)
         if rng.random() < 0.4:
             width = rng.randint(1, most)
             return Group(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from kvrelay.engine.scheduling.preemption_policy import Way
-from kvrelay.engine.scheduling.preemptor import MOST_HAND_BACKS
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.preemptor import MAX_RETURNS
 from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
@@ -36,7 +36,7 @@ class Life(World):
 
     def compute(self) -> None:
         """Schedule, copy, write, sample, end what is done."""
-        self.order.turned_away(self.records, self.now_s)
+        self.order.rejected(self.records, self.now_s)
         self.moved(frozenset({(W, F)}))
         self.swaps.begin_step()
         heads = self.order.heads(self.records.values())
@@ -100,7 +100,9 @@ class Life(World):
         for record in list(self.records.values()):
             seq = record.seq
             if seq.state is F:
-                assert is_gathered(seq) or seq in self.sched.handed_back, f"{seq.request_id} ended in the middle"
+                assert is_gathered(seq) or seq in self.sched.returned_to_prefill, (
+                    f"{seq.request_id} ended in the middle"
+                )
                 if is_gathered(seq):
                     self.counts["gathered"] += 1
                     self.bills.gathered(record)
@@ -134,7 +136,7 @@ class Life(World):
         for seq in gone:
             assert seq.state in (W, S, F) and not len(seq.blocks) and seq not in work
             assert seq.state is not S or seq.swapped is not None
-        is_held = is_held or bool(sched.receiving or sched.held or sched.quarantined or any(self.lent))
+        is_held = is_held or bool(sched.receiving or sched.held or sched.quarantined or any(self.probe_blocks))
         self.order.victims(list(gone), was_others=is_held)
         for group in {seq.group for seq in gone if seq.group is not None}:
             staying = [seq for seq in sched.running if seq.group is group]
@@ -143,19 +145,19 @@ class Life(World):
 
     def take_handed_back(self) -> None:
         """The ingress has a prefill worker compute them again."""
-        for seq in self.sched.handed_back:
+        for seq in self.sched.returned_to_prefill:
             request = seq.request
-            assert seq.prefill_tokens_per_s > 0 and request.num_hand_backs < MOST_HAND_BACKS and not seq.hold
+            assert seq.prefill_tokens_per_s > 0 and request.num_prefill_returns < MAX_RETURNS and not seq.hold
             assert seq.num_tokens > len(request.token_ids), "handed back without a token more"
             self.counts["handed back"] += 1
             if self.rng.random() < 0.8:
                 again = msgspec.structs.replace(
-                    request, token_ids=list(seq.token_ids), num_hand_backs=request.num_hand_backs + 1,
+                    request, token_ids=list(seq.token_ids), num_prefill_returns=request.num_prefill_returns + 1,
                     block_hashes=list(block_hashes(seq.token_ids, SIZE, request.salt)),
                 )  # fmt: skip
-                self.sched.handed_back = [one for one in self.sched.handed_back if one is not seq]
+                self.sched.returned_to_prefill = [one for one in self.sched.returned_to_prefill if one is not seq]
                 self.submit(again, 1.0)
-        self.sched.handed_back.clear()
+        self.sched.returned_to_prefill.clear()
 
     def verified(self, plan: StepPlan) -> list[Scheduled]:
         """Without those that begin anew, since what was brought up for them, or back, is corrupt."""
@@ -221,7 +223,7 @@ class Life(World):
         seqs = tuple(record.seq for record in chosen)
         self.rows.difference_update(seqs)
         way = self.sched.preempt_group(seqs)
-        state = {Way.SWAP: S, Way.RECOMPUTE: W, Way.HAND_BACK: F}[way]
+        state = {PreemptionMode.SWAP: S, PreemptionMode.RECOMPUTE: W, PreemptionMode.RETURN_TO_PREFILL: F}[way]
         assert {seq.state for seq in seqs} == {state}
         self.moved(frozenset({(R, state)}))
         self.take_handed_back()
@@ -229,13 +231,13 @@ class Life(World):
     # ---- bounds
 
     def others_behave(self) -> None:
-        """Transfers end, what is held or lent comes back."""
+        """Transfers end, held blocks and probe blocks come back."""
         while any(record.state is H for record in self.records.values()):
             self.transfer_out_ends()
         while self.quarantined:
             self.transport_lets_go()
-        while self.lent:
-            self.take_back()
+        while self.probe_blocks:
+            self.return_probe_blocks()
         while any(record.state is V for record in self.records.values()):
             self.transfer_lands()
 

@@ -87,7 +87,7 @@ class Swaps:
         preemptor = sched.preemptor
         preemptor.only, preemptor.token_bytes = setup.only, Slab.block_bytes / 6
         preemptor.measured.compute_tokens_per_s = speed()
-        preemptor.measured.hop_bytes_per_s = speed()
+        preemptor.measured.transfer_bytes_per_s = speed()
         if setup.num_slots is None:
             return
         self.slab = Slab(setup.num_slots, content)

@@ -29,7 +29,7 @@ BURST = 40
 
 
 happened: Counter = Counter()  # in all lives of this process
-WAYS = {
+PREEMPTION_MODES = {
     (W, V), (V, R), (W, R), (R, H), (R, W), (R, S), (S, R), (S, F), (V, F), (W, F), "handed back", "gathered", "corrupt", "planned ahead",
 }  # fmt: skip
 
@@ -84,7 +84,9 @@ def test_a_sequence_that_gives_way_after_its_block_was_copied_is_saved_as_it_is(
 @pytest.mark.slow
 def test_any_life_of_the_scheduler():
     machine_steps.live("scheduler", SchedulerMachine, examples=40, rules_each=60)
-    assert all(happened[way] for way in WAYS), f"these never happened: {[way for way in WAYS if not happened[way]]}"
+    assert all(happened[way] for way in PREEMPTION_MODES), (
+        f"these never happened: {[way for way in PREEMPTION_MODES if not happened[way]]}"
+    )
 
 
 def test_the_lives_of_the_scheduler_take_enough_steps():
@@ -148,7 +150,7 @@ def admission_ignores_the_budget(monkeypatch):
 
 
 def admission_ignores_the_seats(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_has_seat", lambda self, owed, seq: True)
+    monkeypatch.setattr(Scheduler, "_fits_running", lambda self, owed, seq: True)
 
 
 def the_last_is_served_first(monkeypatch):
@@ -156,7 +158,7 @@ def the_last_is_served_first(monkeypatch):
 
 
 def one_line_starves_the_other(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_owed", lambda self, seq, line, other_line: (0, 0))
+    monkeypatch.setattr(Scheduler, "_reserved_for", lambda self, seq, line, other_line: (0, 0))
 
 
 def shared_blocks_are_written(monkeypatch):
@@ -189,7 +191,7 @@ def blocks_in_quarantine_are_handed_out(monkeypatch):
 
 
 def lent_blocks_stay_away(monkeypatch):
-    monkeypatch.setattr(Scheduler, "take_back", lambda self, blocks: self.lent.difference_update(blocks))
+    monkeypatch.setattr(Scheduler, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks))
 
 
 def a_block_is_named_before_it_is_full(monkeypatch):
@@ -198,7 +200,7 @@ def a_block_is_named_before_it_is_full(monkeypatch):
     def advance(self, item):
         real(self, item)
         item.seq.num_computed += 1
-        self._name_full_blocks(item.seq)
+        self._cache_full_blocks(item.seq)
         item.seq.num_computed -= 1
 
     monkeypatch.setattr(Scheduler, "advance", advance)

@@ -8,12 +8,12 @@ import pytest
 from kvrelay.engine.groups.group_steps import GroupSteps
 from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling import scheduler
-from kvrelay.engine.scheduling.fair_share import Shares
-from kvrelay.engine.scheduling.preemption_policy import Way
+from kvrelay.engine.scheduling.fair_share import FairShare
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
 from kvrelay.engine.scheduling.preemptor import Preemptor
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import State
-from kvrelay.engine.scheduling.waiting_queue import Line
+from kvrelay.engine.scheduling.waiting_queue import WaitingQueue
 from kvrelay.kvcache.memory.swap import SwapArea
 from tests.engine.scheduling.machine import step as scheduler_step
 from tests.engine.scheduling.machine.setup import Setup
@@ -26,11 +26,11 @@ MOST_STEPS = 40_000
 
 
 def swaps(setup: Setup) -> bool:
-    return setup.num_slots is not None and setup.only is not Way.RECOMPUTE
+    return setup.num_slots is not None and setup.only is not PreemptionMode.RECOMPUTE
 
 
 def recomputes(setup: Setup) -> bool:
-    return setup.num_slots is None or setup.only is Way.RECOMPUTE
+    return setup.num_slots is None or setup.only is PreemptionMode.RECOMPUTE
 
 
 def has_groups(setup: Setup) -> bool:
@@ -129,7 +129,7 @@ def what_comes_back_ignores_the_budget(monkeypatch):
 
 
 def a_hand_back_is_not_told(monkeypatch):
-    after(monkeypatch, Scheduler, "preempt_group", lambda self, way, group: (self.handed_back.clear(), way)[1])
+    after(monkeypatch, Scheduler, "preempt_group", lambda self, way, group: (self.returned_to_prefill.clear(), way)[1])
 
 
 def who_came_last_gives_way_whatever_its_class(monkeypatch):
@@ -144,7 +144,7 @@ def members_give_way_one_by_one(monkeypatch):
 
 
 def a_member_is_lost_when_they_gather(monkeypatch):
-    after(monkeypatch, Groups, "gather", lambda self, result, group: (group.outputs.popitem(), result)[1])
+    after(monkeypatch, Groups, "merge", lambda self, result, group: (group.outputs.popitem(), result)[1])
 
 
 def the_last_word_of_a_member_is_lost_when_they_gather(monkeypatch):
@@ -157,7 +157,7 @@ def the_last_word_of_a_member_is_lost_when_they_gather(monkeypatch):
 
 
 def what_was_said_before_is_charged_again(monkeypatch):
-    before(monkeypatch, Groups, "part", lambda self, group, members: group.num_paid.clear())
+    before(monkeypatch, Groups, "fork", lambda self, group, members: group.num_paid.clear())
 
 
 def beams_fork_without_a_reference(monkeypatch):
@@ -178,27 +178,27 @@ def a_beam_goes_on_from_another_ones_parent(monkeypatch):
 
 
 def seats_are_not_kept_for_members(monkeypatch):
-    monkeypatch.setattr(Groups, "owed_seats", 0)
+    monkeypatch.setattr(Groups, "num_reserved", 0)
 
 
 def a_choice_that_nobody_wants_goes_on(monkeypatch):
-    before(monkeypatch, GroupSteps, "_part", lambda self, group, *rest: group.unwanted.clear())
+    before(monkeypatch, GroupSteps, "_fork_members", lambda self, group, *rest: group.unwanted.clear())
 
 
 def a_member_has_no_standing(monkeypatch):
-    after(monkeypatch, Groups, "_use_cached", lambda self, result, member: setattr(member, "standing", ()))
+    after(monkeypatch, Groups, "_use_cached", lambda self, result, member: setattr(member, "queue_rank", ()))
 
 
 # ---- line and shares
 
 
 def the_oldest_never_has_its_turn(monkeypatch):
-    monkeypatch.setattr(Line, "is_oldest_next", False)
+    monkeypatch.setattr(WaitingQueue, "is_oldest_next", False)
 
 
 def the_oldest_waits_for_one_more(monkeypatch):
     monkeypatch.setattr(
-        Line, "is_oldest_next", property(lambda self: self._since_oldest >= self._shares.rules.oldest_every)
+        WaitingQueue, "is_oldest_next", property(lambda self: self._since_oldest >= self._shares.rules.oldest_every)
     )
 
 
@@ -211,19 +211,19 @@ def classes_count_the_other_way_round(monkeypatch):
             None,
         )
 
-    monkeypatch.setattr(Line, "_first", first)
+    monkeypatch.setattr(WaitingQueue, "_first", first)
 
 
 def who_was_begun_is_refused_when_it_is_late(monkeypatch):
     def turn_away(self, now_s):
         for seq in [seq for seq in self.waiting if seq.has_begun and seq.deadline_s <= now_s]:
-            self._turn_away(seq, "deadline")
+            self._reject(seq, "deadline")
 
-    before(monkeypatch, Scheduler, "turn_late_away", turn_away)
+    before(monkeypatch, Scheduler, "reject_overdue", turn_away)
 
 
 def who_is_late_stays(monkeypatch):
-    after(monkeypatch, Line, "late", lambda self, late, now_s: late[:1])
+    after(monkeypatch, WaitingQueue, "past_deadline", lambda self, late, now_s: late[:1])
 
 
 def a_newcomer_displaces_the_first(monkeypatch):
@@ -241,14 +241,14 @@ def what_was_paid_for_is_charged_again(monkeypatch):
     def forget(self, seq):
         seq.num_paid = 0
 
-    before(monkeypatch, Shares, "admit", forget)
+    before(monkeypatch, FairShare, "admit", forget)
 
 
 def what_is_not_computed_is_not_credited(monkeypatch):
     def forget(self, seq):
         seq.num_charged = seq.num_paid = min(seq.num_computed, seq.num_charged)
 
-    before(monkeypatch, Shares, "give_back", forget)
+    before(monkeypatch, FairShare, "give_back", forget)
 
 
 def a_credit_lowers_the_counter(monkeypatch):
@@ -256,7 +256,7 @@ def a_credit_lowers_the_counter(monkeypatch):
         if seq.num_charged > seq.num_computed and seq.state is State.RUNNING:
             self._counters[seq.request.tenant] -= 1.0
 
-    before(monkeypatch, Shares, "give_back", lower)
+    before(monkeypatch, FairShare, "give_back", lower)
 
 
 def steps_are_planned_ahead_without_room(monkeypatch):
