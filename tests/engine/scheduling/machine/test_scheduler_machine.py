@@ -191,7 +191,9 @@ def blocks_in_quarantine_are_handed_out(monkeypatch):
 
 
 def lent_blocks_stay_away(monkeypatch):
-    monkeypatch.setattr(Scheduler, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks))
+    monkeypatch.setattr(
+        Scheduler, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks)
+    )
 
 
 def a_block_is_named_before_it_is_full(monkeypatch):
