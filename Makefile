@@ -49,7 +49,7 @@ test-fast: $(STAMP)
 # on a machine without a registry, with what kvrelay needs on PYTHONPATH: make test-gpu GPU_PY=python3
 GPU_PY ?= $(PY)
 test-gpu: $(if $(filter $(PY),$(GPU_PY)),$(STAMP))
-	@$(GPU_PY) bench/gpu.py $(if $(MODEL),--model $(MODEL)) $(ARGS)
+	@$(GPU_PY) -m bench.gpu.gpu $(if $(MODEL),--model $(MODEL)) $(ARGS)
 
 clean:
 	@rm -rf $(VENV) .imports build dist *.egg-info

@@ -1,18 +1,21 @@
-"""The processes that bench/pool.py and bench/scheduler.py compare: each answers jobs, JSON lines both ways."""
+"""The processes that bench/kvcache/pool.py and bench/engine/scheduler.py compare: each answers jobs, JSON lines both ways."""
 
 import json
 import shlex
 import subprocess
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parents[1]
+
 
 class Contender:
     """One process that answers jobs."""
 
-    def __init__(self, name: str, command: str, script: Path) -> None:
+    def __init__(self, name: str, command: str, module: str) -> None:
         self.name = name
         self._process = subprocess.Popen(
-            [*shlex.split(command), str(script), name],
+            [*shlex.split(command), "-m", module, name],
+            cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 

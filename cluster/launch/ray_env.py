@@ -1,7 +1,7 @@
 """Ray's switches for a quiet, frugal local cluster, set in the environment before Ray is imported.
 
 Ray, Serve and the dashboard read them in every process, so they are inherited from `kvrelay serve`.
-What the user has set stays. `bench/footprint.py` measures what a cluster takes with them. A Ray that
+What the user has set stays. `bench/serving/footprint.py` measures what a cluster takes with them. A Ray that
 others have started (`serve deploy`) keeps its own.
 """
 

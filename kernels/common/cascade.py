@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 PART_TOKENS, TILE_TOKENS = 512, 64  # PART and TILE of cascade.h
-WORTH = 256  # tokens of KV that a step must spare, summed over its rows: measured, see bench/cascade.py
+WORTH = 256  # tokens of KV that a step must spare, summed over its rows: measured, see bench/results/2026-11-22-scheduling.md
 _HEADER_WORDS = 8
 _UNITS, _MEMBERS, _ROWS, _PARTS, _SAVED = range(5)  # of the header
 

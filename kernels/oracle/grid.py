@@ -1,6 +1,6 @@
 """Every kernel of a backend against its definition in float64, over a grid of dtypes, shapes, blocks and lengths.
 
-A family is one kernel. Its cases are made here, once for all who ask: the tests on CPUs, bench/gpu.py on GPUs, and `kvrelay
+A family is one kernel. Its cases are made here, once for all who ask: the tests on CPUs, bench/gpu/gpu.py on GPUs, and `kvrelay
 verify` before it trusts a backend with a 16-bit model. Deterministic; nothing here is measured.
 """
 

@@ -131,7 +131,7 @@ def _batch(case: Case, tables: Tensor) -> AttentionBatch:
 
 # ---- the grid
 
-HEADS: dict[str, dict[str, int]] = {  # sizes that a CPU does quickly; a GPU's are in bench/gpu_parts/kernels_part.py
+HEADS: dict[str, dict[str, int]] = {  # sizes that a CPU does quickly; a GPU's are in bench/gpu/kernels.py
     "MHA": {"heads": 3, "kv_heads": 3, "head_dim": 20},
     "GQA": {"heads": 6, "kv_heads": 2, "head_dim": 32},
     "MQA": {"heads": 4, "kv_heads": 1, "head_dim": 32},

@@ -66,7 +66,7 @@ class LosslessCodec:
     """Exponents are Huffman-coded, one byte of each number; signs and mantissas, which are noise, stay as they are.
 
     Nothing repeats in KV that a search for matches would find: plain Huffman codes are smaller, and faster to make, than
-    what zstd or LZ4 make of the same bytes (bench/disk.py).
+    what zstd or LZ4 make of the same bytes (bench/results/2026-11-22-kv-cache.md).
     """
 
     name = "lossless"

@@ -3,7 +3,7 @@
 Pure: never imports torch, Ray, sockets, a clock or a random source. Rules:
 - The cheapest way decides who computes the prompt; other decode workers for it are tried, cheapest first, `MAX_TRIED` in all.
   Other prefill workers are not: they are dearer to everybody, and beyond capacity each that is let in there costs
-  several others (bench/slo.py: goodput fell by 5 to 7 % on the conversation trace). But where a decode worker was to compute the
+  several others (bench/results/2026-11-22-scheduling.md: goodput fell by 5 to 7 % on the conversation trace). But where a decode worker was to compute the
   prompt itself and only its batch is in the way, whoever comes next is tried.
 - A batch for which one way misses is not tried again.
 - Who would be refused is served without a promise while that holds up nobody: another prefill worker stays idle. What it

@@ -1,4 +1,4 @@
-"""bench/cpu.py's parts: rates from arrival times, goals from rates, and that no process of a server is left."""
+"""bench/serving/cpu.py's parts: rates from arrival times, goals from rates, and that no process of a server is left."""
 
 import argparse
 import asyncio
@@ -6,22 +6,15 @@ import contextlib
 import json
 import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 from aiohttp import web
 
-pytestmark = pytest.mark.alone
-
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-import cpu  # noqa: E402
-import processes  # noqa: E402
-from cpu_parts import goals, load, servers  # noqa: E402
-from cpu_parts.load import Arrivals, Wave  # noqa: E402
-
-sys.path.remove(str(BENCH))  # bench/kernels.py would stand in for a package of that name
+from bench.serving import cpu, processes
+from bench.serving import cpu_goals as goals
+from bench.serving import cpu_load as load
+from bench.serving import cpu_servers as servers
+from bench.serving.cpu_load import Arrivals, Wave
 
 
 def steady(first_s, gap_s, tokens, per_chunk=1):
@@ -184,6 +177,9 @@ async def test_a_wave_is_cut_off_at_its_limit():
 
 SERVER = """
 import http.server, os, signal, subprocess, sys
+
+pytestmark = pytest.mark.alone
+
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})

@@ -1,8 +1,7 @@
-"""bench/gpu.py without a GPU: every section's own code over tiny shapes, what fails is told, and nothing stops the rest."""
+"""bench/gpu/gpu.py without a GPU: every section's own code over tiny shapes, what fails is told, and nothing stops the rest."""
 
 import argparse
 import importlib
-import importlib.util
 import json
 import subprocess
 import sys
@@ -10,16 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from bench.gpu import gpu
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cpu.graphs import DecodeGraphs
 
 pytestmark = pytest.mark.alone
 
 
-SCRIPT = Path(__file__).resolve().parents[2] / "bench" / "gpu.py"
-_spec = importlib.util.spec_from_file_location("kvrelay_bench_gpu", SCRIPT)
-gpu = sys.modules["kvrelay_bench_gpu"] = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gpu)
+ROOT = Path(__file__).resolve().parents[2]
 LIMITS = {"read_gb_s": 10.0, "copy_gb_s": 10.0, "gemm_gflop_s": 100.0}
 
 
@@ -30,11 +27,11 @@ def scratch(tmp_path_factory):
 
 def rows_of(name, scratch, tmp_path):
     """A section's rows, run in this process."""
-    from gpu_parts.section import Context
+    from bench.gpu.section import Context
 
     section = next(one for one in gpu.SECTIONS if one.name == name)
     context = Context("cpu", True, scratch, tmp_path / "rows", LIMITS)
-    getattr(importlib.import_module(f"gpu_parts.{section.module}"), section.function)(context)
+    getattr(importlib.import_module(f"bench.gpu.{section.module}"), section.function)(context)
     return gpu._rows(context.rows_file)
 
 
@@ -49,8 +46,8 @@ def test_a_section_runs_here_and_all_that_it_checks_holds(name, scratch, tmp_pat
 def test_a_kernel_that_is_wrong_fails_its_row_alone(scratch, tmp_path, monkeypatch):
     right = CpuBackend.gated_activation
     monkeypatch.setattr(CpuBackend, "gated_activation", lambda self, x, kind: right(self, x, kind) + 0.5)
-    from gpu_parts.kernels_part import Grid
-    from gpu_parts.section import Context
+    from bench.gpu.kernels import Grid
+    from bench.gpu.section import Context
 
     Grid(Context("cpu", True, scratch, tmp_path / "rows")).elementwise()
     rows = gpu._rows(tmp_path / "rows")
@@ -67,15 +64,15 @@ def test_a_graph_that_replays_something_else_fails(scratch, tmp_path, monkeypatc
 
 
 def test_what_needs_a_gpu_is_left_out_without_one(scratch, tmp_path):
-    from gpu_parts.section import LeftOut
+    from bench.gpu.section import LeftOut
 
     with pytest.raises(LeftOut, match="need a GPU"):
         rows_of("tests", scratch, tmp_path)
 
 
 def test_weights_that_do_not_fit_the_disk_are_left_out(scratch, tmp_path):
-    from gpu_parts.models import folder_of
-    from gpu_parts.section import Context, LeftOut
+    from bench.gpu.models import folder_of
+    from bench.gpu.section import Context, LeftOut
 
     usage = argparse.Namespace(free=1 << 20)
     with pytest.MonkeyPatch.context() as patch:
@@ -106,8 +103,8 @@ def test_a_child_that_takes_too_long_is_ended_and_without_time_none_begins(tmp_p
 
 def test_the_whole_writes_json_and_prints_markdown(tmp_path):
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--only", "limits", "--out", str(tmp_path / "out")],
-        capture_output=True, text=True, timeout=120,
+        [sys.executable, "-m", "bench.gpu.gpu", "--device", "cpu", "--tiny", "--only", "limits", "--out", str(tmp_path / "out")],
+        capture_output=True, text=True, cwd=ROOT, timeout=120,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     (file,) = (tmp_path / "out").glob("*-tiny.json")
@@ -133,5 +130,7 @@ def test_a_row_that_does_not_hold_fails_the_section_and_a_slow_one_is_only_told(
 
 
 def test_real_shapes_on_a_cpu_are_refused_at_once():
-    done = subprocess.run([sys.executable, str(SCRIPT), "--device", "cpu"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.gpu.gpu", "--device", "cpu"], capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
     assert done.returncode == 2 and "--tiny" in done.stderr

@@ -1,10 +1,9 @@
-"""bench/live_routing.py: what it calls a fault of the index is one, what it calls late is not, and its oracle is what pools could give."""
-
-import sys
-from pathlib import Path
+"""bench/router/live_routing.py: what it calls a fault of the index is one, what it calls late is not, and its oracle is what pools could give."""
 
 import pytest
 
+from bench.router.hit_figures import Recent, Tally, looked
+from bench.router.index_watch import IndexWatch
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
@@ -14,13 +13,6 @@ from kvrelay.router.decision.types import RouteRequest
 
 pytestmark = pytest.mark.alone
 
-
-BENCH = Path(__file__).resolve().parents[2] / "bench"
-sys.path.insert(0, str(BENCH))
-from hit_figures import Recent, Tally, looked  # noqa: E402
-from index_watch import IndexWatch  # noqa: E402
-
-sys.path.remove(str(BENCH))  # bench/kernels.py would stand in for a package of that name
 
 BLOCK = 16
 PROMPT = [3 + index * 7 % 50 for index in range(100)]

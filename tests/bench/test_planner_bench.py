@@ -1,14 +1,14 @@
-"""bench/planner.py: how the best static split and the clairvoyant plan are searched for."""
+"""bench/planner/planner.py: how the best static split and the clairvoyant plan are searched for."""
 
 import math
 from itertools import product
 
 import pytest
 
-from bench.planner import summary_of
-from bench.planner_loads import made_days
-from bench.planner_runs import Outcome
-from bench.planner_search import KEPT, best_clairvoyant, best_of, better, static_splits
+from bench.planner.loads import made_days
+from bench.planner.planner import summary_of
+from bench.planner.runs import Outcome
+from bench.planner.search import KEPT, best_clairvoyant, best_of, better, static_splits
 from kvrelay.router.planning.types import Counts
 
 pytestmark = pytest.mark.alone

@@ -1,11 +1,11 @@
-"""bench/router.py: what it measures is there, and two indexes would be given the same."""
+"""bench/router/decision.py: what it measures is there, and two indexes would be given the same."""
 
 import time
 
 import pytest
 
-from bench import router as bench
-from bench.router_contents import MAX_TOTAL, contents
+from bench.router import decision as bench
+from bench.router.contents import MAX_TOTAL, contents
 
 pytestmark = pytest.mark.alone
 

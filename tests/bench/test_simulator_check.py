@@ -1,13 +1,13 @@
-"""bench/simulator_check.py: what it compares is the same load, its errors are what they say, and a wrong profile makes them large."""
+"""bench/simulator/check.py: what it compares is the same load, its errors are what they say, and a wrong profile makes them large."""
 
 import math
 from dataclasses import replace
 
 import pytest
 
-from bench import simulator_check as bench
-from bench.simulator_check_figures import Answer, Outcome, as_markdown, compare, per_request, said, worst
-from bench.simulator_check_real import Ways
+from bench.simulator import check as bench
+from bench.simulator.check_figures import Answer, Outcome, as_markdown, compare, per_request, said, worst
+from bench.simulator.check_real import Ways
 from kvrelay.cluster.profiles.fit import StepSampler
 from kvrelay.cluster.profiles.neighbours import profiled_engine, slowdowns
 from kvrelay.config import settings_from

@@ -1,6 +1,6 @@
 """One picture of simulations: goodput, hits and TTFT over the load; distributions and the course at one load. Owns matplotlib.
 
-Takes what `kvrelay simulate --json` and bench/policies.py write, also by itself; without distributions and course (the latter does
+Takes what `kvrelay simulate --json` and bench/router/policies.py write, also by itself; without distributions and course (the latter does
 not write them), those panels stay empty:
 
     python -m kvrelay.cluster.simulator.reporting.plots FIGURES.json PICTURE.png
@@ -44,7 +44,7 @@ def runs_of(document: Any) -> list[Run]:
 
 
 def _runs(one: dict[str, Any]) -> list[Run]:
-    if "runs" in one:  # bench/policies.py: a contender's
+    if "runs" in one:  # bench/router/policies.py: a contender's
         return [Run(one["contender"], float(load), summary) for load, summary in one["runs"].items()]
     name = one["scenario"].get("settings", {}).get("router", {}).get("policy", "default policy")
     return [Run(name, one["offered_per_s"], one)]
@@ -166,7 +166,7 @@ def _draw_course(axes: Any, title: str, chosen: dict[str, Run], looks: dict[str,
 
 
 def main(
-    figures: Annotated[Path, typer.Argument(help="JSON of kvrelay simulate or bench/policies.py")],
+    figures: Annotated[Path, typer.Argument(help="JSON of kvrelay simulate or bench/router/policies.py")],
     picture: Annotated[Path, typer.Argument(help="PNG, SVG, PDF")],
 ) -> None:
     """Draw a file of figures."""

@@ -1,6 +1,6 @@
 """Every kernel, on every CPU backend and in every dtype, within bounds that follow from rounding; and the bounds can be missed.
 
-The grid is kernels/oracle/grid.py's, the one that a GPU is held against, too (bench/gpu.py). What it is held against is held against
+The grid is kernels/oracle/grid.py's, the one that a GPU is held against, too (bench/gpu/gpu.py). What it is held against is held against
 torch and Hugging Face here.
 """
 

@@ -1,0 +1,102 @@
+"""An engine in this process, and sequences that decode behind a context that nobody computed: as on a decode worker."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from bench.gpu.section import FA3_IS_BUILT, Context
+from kvrelay.engine.step.engine import Engine, EngineConfig, StepResult, load_engine
+from kvrelay.hashing import block_hashes
+from kvrelay.kernels.select import select_backend
+from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.types import BlockId
+
+BLOCK_SIZE = 16
+
+
+def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 8192, max_running: int = 256) -> Engine:
+    """bf16, on the section's device."""
+    backend = select_backend("cuda" if context.is_cuda else "cpu", context.device)
+    config = EngineConfig(
+        block_size=BLOCK_SIZE, kv_memory_bytes=kv_bytes, token_budget=token_budget, max_running=max_running,
+        max_waiting=4 * max_running, prefix_caching=False,
+    )  # fmt: skip
+    engine = load_engine(folder, backend, torch.bfloat16, config)
+    if (context.scratch / FA3_IS_BUILT).exists():
+        engine._runner.choose_kernels()
+    engine.storage.tensor.uniform_(-1.0, 1.0)  # what a context that nobody computed consists of: no zeros
+    return engine
+
+
+def free_bytes(context: Context) -> int:
+    """Memory that a KV pool may take once the weights are loaded; on the CPU a little."""
+    if not context.is_cuda:
+        return 32 << 20
+    free, _ = torch.cuda.mem_get_info()
+    return free - (6 << 30)  # activations, workspaces, graphs
+
+
+def random_prompt(index: int, length: int, vocab_size: int) -> list[int]:
+    draw = torch.Generator().manual_seed(index)
+    tokens: list[int] = torch.randint(min(1000, vocab_size // 2), vocab_size, (length,), generator=draw).tolist()
+    return tokens
+
+
+def request(index: int, prompt: list[int], output_tokens: int) -> SequenceRequest:
+    """Greedy, exactly `output_tokens` long."""
+    return SequenceRequest(
+        request_id=f"gpu-{index}", token_ids=prompt, num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK_SIZE)), tokens_per_hash=BLOCK_SIZE,
+        sampling=Sampling(max_tokens=output_tokens, temperature=0.0, ignore_eos=True),
+    )  # fmt: skip
+
+
+@contextmanager
+def decoding(
+    engine: Engine,
+    batch: int,
+    context_tokens: int,
+    output_tokens: int,
+    fill: Callable[[list[BlockId]], None] | None = None,
+) -> Iterator[Callable[[], StepResult]]:
+    """So many sequences that decode behind `context_tokens`: blocks are reserved and taken for arrived.
+
+    `fill` may write their blocks, which it is given sequence by sequence. Yields what runs one step. Raises RuntimeError: the pool has no room for them.
+    """
+    vocab = engine.model.spec.vocab_size
+    names: list[str] = []
+    for index in range(batch):
+        wanted = request(index, random_prompt(index, context_tokens, vocab), output_tokens)
+        if (refusal := engine.refusal(wanted)) is not None:
+            raise RuntimeError(f"the engine refuses: {refusal}")
+        engine.reserve(wanted)
+        names.append(wanted.request_id)
+    try:
+        granted: dict[str, tuple[BlockId, ...]] = {}
+        while new := engine.step().reservations:
+            granted |= {reservation.request_id: reservation.target_blocks for reservation in new}
+        if len(granted) != batch:
+            raise RuntimeError(f"room for {len(granted)} of {batch} sequences of {context_tokens} tokens")
+        if fill is not None:
+            fill([block for name in names for block in granted[name]])
+        for name in names:
+            engine.activate(name, [7])
+        yield engine.step
+    finally:
+        for name in names:
+            engine.abort(name)
+
+
+def seconds_of(context: Context, action: Callable[[], object], repeats: int) -> list[float]:
+    """Each run's seconds, the device waited for."""
+    found: list[float] = []
+    for _ in range(repeats):
+        context.synchronize()
+        begin_s = time.perf_counter()
+        action()
+        context.synchronize()
+        found.append(time.perf_counter() - begin_s)
+    return found

@@ -1,0 +1,84 @@
+"""A layer of experts in Qwen3-30B-A3B's sizes, bf16: equal to the loop over experts, captured, and against the limits."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from bench.gpu.engines import seconds_of
+from bench.gpu.section import Context
+from kvrelay.kernels.backend import Backend, Experts
+from kvrelay.kernels.common.expert_choice import ExpertChoice
+from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.kernels.select import select_backend
+
+TOLERANCE = 2e-2  # of the largest number
+_HIDDEN, _FFN, _CHOICE = 2048, 768, ExpertChoice(128, 8, normalise=True)
+_TINY = (64, 32, ExpertChoice(8, 2, normalise=True))
+
+
+def run(context: Context) -> None:
+    backend = select_backend("cuda" if context.is_cuda else "cpu", context.device)
+    hidden, ffn, choice = _TINY if context.tiny else (_HIDDEN, _FFN, _CHOICE)
+    generator = torch.Generator(backend.device).manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=dtype, device=backend.device)
+
+    weights = [
+        (random(2 * ffn, hidden) * hidden**-0.5, random(hidden, ffn) * ffn**-0.5) for _ in range(choice.num_experts)
+    ]
+    experts = backend.pack_experts(iter(weights), "silu", torch.bfloat16)
+    loop = ReferenceBackend(backend.device).pack_experts(iter(weights), "silu", torch.bfloat16)
+    for tokens in (1, 3, 40) if context.tiny else (1, 4, 16, 64, 256, 2048, 8192):
+        x, logits = random(tokens, hidden), 3 * random(tokens, choice.num_experts, dtype=torch.float32)
+        measure(context, backend, experts, loop, choice, x, logits, ffn)
+
+
+def measure(
+    context: Context, backend: Backend, experts: Experts, loop: Experts, choice: ExpertChoice, x: Tensor, logits: Tensor,
+    ffn: int,
+) -> None:  # fmt: skip
+    def layer() -> Tensor:
+        return experts(x, *backend.choose_experts(logits, None, choice))
+
+    tokens, hidden = x.shape
+    shares, chosen = backend.choose_experts(logits, None, choice)
+    found, expected = layer(), loop(x, shares, chosen)
+    off = error(found, expected)
+    control = error(loop(x, shares, (chosen + 1) % choice.num_experts), expected)  # each token's experts' neighbours
+    replay = captured(layer) if context.is_cuda and getattr(experts, "is_grouped", False) else None
+    seconds = min(seconds_of(context, replay or layer, 3 if context.tiny else 20))
+    if replay is not None:
+        off = max(off, error(replay(), expected))
+    read = 2 * 3 * hidden * ffn * int(torch.unique(chosen).numel())
+    flops = 2.0 * 3 * hidden * ffn * tokens * choice.num_chosen
+    context.add(
+        tokens=tokens, ms=1e3 * seconds, captured=replay is not None, relative_error=off, control=control,
+        loop_ms=1e3 * min(seconds_of(context, lambda: loop(x, shares, chosen), 3)),
+        share_of_memory_limit=context.share_of("read_gb_s", read / seconds / 1e9),
+        share_of_gemm_peak=context.share_of("gemm_gflop_s", flops / seconds / 1e9),
+        ok=off <= TOLERANCE < control,
+    )  # fmt: skip
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def captured(layer: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The layer as a graph; its result is overwritten by the next call."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        layer()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay

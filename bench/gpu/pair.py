@@ -1,0 +1,121 @@
+"""One prefill and one decode worker on the same device, end to end: real weights where there are any, and random ones."""
+
+import asyncio
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.gpu.engines import BLOCK_SIZE, random_prompt, request
+from bench.gpu.models import folder_of
+from bench.gpu.section import Context, LeftOut
+from kvrelay.cluster.launch.local import LocalCluster, local_cluster
+from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.errors import KvrelayError, UnsupportedModel
+
+RANDOM = ("llama-8b", "qwen3-moe, 8 of 48 layers", "deepseek-v2-lite, 4 of 27 layers")
+
+
+def run(context: Context) -> None:
+    if context.model is not None:
+        measure(context, f"real weights: {Path(context.model).name}", Path(context.model))
+    else:
+        context.add(model="real weights", left_out="no folder given: --model PATH")
+    for name in RANDOM:
+        try:
+            folder = folder_of(context, name)
+        except (LeftOut, UnsupportedModel) as error:
+            context.add(model=name, left_out=str(error))
+            continue
+        measure(context, f"random weights: {name}", folder)
+
+
+def settings_of(context: Context, folder: Path) -> Settings:
+    kv_memory = (8 << 20) if context.tiny else (6 << 30)
+    return Settings(
+        model=ModelSettings(source=str(folder), dtype="bfloat16"),
+        engine=EngineSettings.model_validate({
+            "backend": "cuda" if context.is_cuda else "cpu", "device": context.device, "block_size": BLOCK_SIZE,
+            "kv_memory": kv_memory, "token_budget": 64 if context.tiny else 4096, "num_threads": None if context.is_cuda else 1,
+        }),
+        transfer=TransferSettings.model_validate({"transport": "nixl" if context.is_cuda else "auto"}),
+        router=RouterSettings(retry_budget=0, local_prefill_tokens=0),
+    )  # fmt: skip
+
+
+def measure(context: Context, name: str, folder: Path) -> None:
+    try:
+        asyncio.run(one_pair(context, name, folder))
+    except KvrelayError as error:
+        context.add(model=name, ok=False, note=f"{type(error).__name__}: {error}")
+
+
+async def one_pair(context: Context, name: str, folder: Path) -> None:
+    began = time.perf_counter()
+    async with local_cluster(settings_of(context, folder), folder) as cluster:
+        start_s = time.perf_counter() - began
+        spec = ModelSpec.from_folder(folder)
+        for length in (40, 100) if context.tiny else (512, 4096):
+            await one_length(context, cluster, spec, name, min(length, spec.max_position - 64), start_s)
+        leaks = await cluster.pool_leaks()
+        context.add(model=name, note=leaks[0] if leaks else "every block given back", ok=not leaks)
+
+
+async def one_length(
+    context: Context, cluster: LocalCluster, spec: ModelSpec, name: str, length: int, start_s: float
+) -> None:
+    """TTFT over both ways, what of the transfer was not hidden, and the decode's pace."""
+    num_output, repeats = (8, 2) if context.tiny else (48, 4)
+    times: dict[str, list[tuple[float, float]]] = {"local": [], "remote": []}
+    tokens: dict[str, list[int]] = {}
+    before = transfers(cluster)
+    for repeat in range(repeats + 1):
+        for way in times:
+            prompt = random_prompt(length + repeat, length, spec.vocab_size)
+            tokens[way], ttft_s, tpot_s = await ask(cluster, request(next_id(), prompt, num_output), way)
+            await reset(cluster)
+            if repeat:  # the first of each way warms up
+                times[way].append((ttft_s, tpot_s))
+    after = transfers(cluster)
+    count = after["transfers"] - before["transfers"]
+    same = next(
+        (i for i, (a, b) in enumerate(zip(tokens["local"], tokens["remote"], strict=True)) if a != b), num_output
+    )
+    median = {
+        way: [1e3 * statistics.median(column) for column in zip(*rows, strict=True)] for way, rows in times.items()
+    }
+    context.add(
+        model=name, prompt=length, local_ttft_ms=median["local"][0], remote_ttft_ms=median["remote"][0],
+        tpot_ms=median["remote"][1], exposed_ms=1e3 * (after["exposed_s"] - before["exposed_s"]) / max(count, 1),
+        kv_mib=(after["num_bytes"] - before["num_bytes"]) / max(count, 1) / (1 << 20), over=after["transport"],
+        same_tokens=f"{same} of {num_output}", start_s=start_s,
+        ok=count == repeats + 1 and len(tokens["remote"]) == num_output,
+    )  # fmt: skip
+
+
+_ids = iter(range(1_000_000, 2_000_000))
+
+
+def next_id() -> int:
+    return next(_ids)
+
+
+async def ask(cluster: LocalCluster, wanted: Any, way: str) -> tuple[list[int], float, float]:
+    """(tokens, TTFT, TPOT)."""
+    began, first, tokens = time.perf_counter(), 0.0, []
+    async for output in cluster.dispatcher.generate(wanted, force=way):
+        first = first or time.perf_counter()
+        tokens += output.token_ids
+    return tokens, first - began, (time.perf_counter() - first) / max(1, len(tokens) - 1)
+
+
+async def reset(cluster: LocalCluster) -> None:
+    for member in cluster.members:
+        await cluster.dispatcher.reset_cache(member.worker_id)
+
+
+def transfers(cluster: LocalCluster) -> dict[str, Any]:
+    """The decode worker's sums over its KV transfers."""
+    found: dict[str, Any] = cluster.inside[0].status()["transfer"]
+    return found

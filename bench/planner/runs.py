@@ -1,0 +1,269 @@
+"""A day of load, the workers that meet it, and what comes of a way to choose their numbers. For bench/planner/planner.py.
+
+All run production's router, schedulers, pools and planner in virtual time (docs/simulator.md). Profiles are of whole machines; so that a
+day has few enough requests to simulate, and still needs several workers, each step takes `slow` times as long as the profile says.
+"""
+
+import json
+import sys
+import time
+import zlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.planner.loads import bursty_days, made_days, stretched_days
+from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
+from kvrelay.cluster.simulator.reporting.results import Tally
+from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
+from kvrelay.cluster.simulator.simulation import Simulation
+from kvrelay.cluster.workloads.trace import TraceEntry
+from kvrelay.router.planning.types import Counts, scaled
+
+WINDOW_S = 600.0
+KEPT = 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """A load and the targets that it is to keep, at `slow` times the profile's steps."""
+
+    ttft_s: float
+    tpot_s: float = 0.4
+
+
+KINDS = {"made": Kind(25.0), "agents": Kind(25.0), "bursty": Kind(25.0), "azure": Kind(50.0)}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What all runs of a day share."""
+
+    load: str
+    seed: int
+    profile: str
+    slow: float
+    hours: float
+    start_s: float
+    drain_s: float
+    most: int  # workers of a role
+    traces: Path | None
+
+    @property
+    def kind(self) -> Kind:
+        return KINDS[self.load]
+
+    @property
+    def day_s(self) -> float:
+        return self.hours * 3600
+
+    @property
+    def num_windows(self) -> int:
+        return round(self.day_s / WINDOW_S)
+
+
+def entries_of(setting: Setting, num_days: int) -> list[TraceEntry]:
+    """The days' requests."""
+    many: dict[str, Any] = {"num_days": num_days, "seed": setting.seed, "day_s": setting.day_s}
+    if setting.load == "made":
+        return made_days(chat_per_s=0.9, agents_per_s=0.4, **many)
+    if setting.load == "agents":
+        return made_days(chat_per_s=0.0, agents_per_s=0.8, **many)
+    if setting.load == "bursty":
+        return bursty_days(per_s=1.6, **many)
+    if setting.traces is None:
+        raise SystemExit("--traces: the folder of conversation_trace.jsonl and the AzureLLMInferenceTrace files")
+    rates = [setting.traces / f"AzureLLMInferenceTrace_{name}.csv" for name in ("conv", "code")]
+    per_day = round(20_000 * setting.hours / 24)
+    return stretched_days(setting.traces / "conversation_trace.jsonl", rates, per_day=per_day, **many)
+
+
+def slowed(profile: SimulatorProfile, factor: float) -> SimulatorProfile:
+    """Each step takes so many times as long; memory and network are as they are."""
+    curves = {"prefill": scaled(profile.prefill, factor), "decode": scaled(profile.decode, factor)}
+    return profile.model_copy(update={**curves, "name": f"{profile.name}, {factor:g} times slower"})
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One run from `from_s` on. By window of WINDOW_S: requests that came, and those within both targets, TTFT's, TPOT's."""
+
+    requests: int
+    good: int
+    worker_hours: float
+    hit_ratio: float
+    changes: tuple[int, int]
+    turns: tuple[int, int]
+    most: tuple[int, int]
+    came: tuple[int, ...]
+    kept: tuple[int, ...]
+    kept_ttft: tuple[int, ...]
+    kept_tpot: tuple[int, ...]
+
+    @property
+    def kept_share(self) -> float:
+        return self.good / max(self.requests, 1)
+
+    @property
+    def per_hour(self) -> float:
+        """Good requests per worker-hour."""
+        return self.good / self.worker_hours
+
+
+class WindowTally(Tally):
+    """Also when those arrived that kept one of the targets."""
+
+    def __init__(self, like: Tally) -> None:
+        super().__init__(like.from_s, like.ttft_slo_s, like.tpot_slo_s)
+        self.ttft_kept_at_s: list[float] = []
+        self.tpot_kept_at_s: list[float] = []
+
+    def add(self, job: Job) -> None:
+        super().add(job)
+        if job.arrival_s >= self.from_s and job.outcome == "done":
+            if job.ttft_s <= self.ttft_slo_s:
+                self.ttft_kept_at_s.append(job.arrival_s)
+            if job.tpot_s <= self.tpot_slo_s:
+                self.tpot_kept_at_s.append(job.arrival_s)
+
+
+def outcome(sim: Simulation, from_s: float, until_s: float) -> Outcome:
+    """Worker-hours are paid from a worker's beginning to its end, as far as they are within the span."""
+    paid_s = sum(
+        max(0.0, min(one.stopped_s, until_s) - max(one.paid_from_s, from_s))
+        for one in sim.workers
+        if one.paid_from_s < until_s
+    )
+    tally = sim.tally
+    assert isinstance(tally, WindowTally)
+    counts = [[count for _, count in course_of(sim, role, from_s)] for role in ("prefill", "decode")]
+    by_window = (
+        _by_window(times, from_s, until_s)
+        for times in (tally.arrival_s, tally.kept_at_s, tally.ttft_kept_at_s, tally.tpot_kept_at_s)
+    )
+    return Outcome(
+        len(tally.arrival_s), tally.num_kept, paid_s / 3600, sim.summary()["hit_ratio"],
+        _both(sum(a != b for a, b in pairwise(each)) for each in counts), _both(map(num_turns, counts)),
+        _both(map(max, counts)), *by_window,
+    )  # fmt: skip
+
+
+def _both(values: Any) -> tuple[int, int]:
+    prefill, decode = values
+    return prefill, decode
+
+
+def course_of(sim: Simulation, role: str, from_s: float = 0.0) -> list[tuple[float, int]]:
+    """(time, count) of each change from then on, behind the count at that time."""
+    first = getattr(sim.scenario, role)
+    changes = [(at_s, wanted) for at_s, name, wanted in sim.fleet.changes if name == role]
+    before = [first, *(wanted for at_s, wanted in changes if at_s < from_s)][-1]
+    return [(from_s, before), *((at_s, wanted) for at_s, wanted in changes if at_s >= from_s)]
+
+
+def num_turns(counts: Sequence[int]) -> int:
+    """Changes that go the other way than the one before."""
+    steps = [b - a for a, b in pairwise(counts) if a != b]
+    return sum((a > 0) != (b > 0) for a, b in pairwise(steps))
+
+
+def _by_window(times: Sequence[float], from_s: float, until_s: float) -> tuple[int, ...]:
+    edges = np.arange(from_s, until_s + WINDOW_S / 2, WINDOW_S)
+    return tuple(int(count) for count in np.histogram(np.asarray(times), edges)[0])
+
+
+class Runs:
+    """Outcomes by name, kept in a file: what was run once is not run again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        found = json.loads(path.read_text()) if path.exists() else {}
+        self.outcomes = {name: Outcome(**{k: _frozen(v) for k, v in one.items()}) for name, one in found.items()}
+
+    def __setitem__(self, name: str, one: Outcome) -> None:
+        self.outcomes[name] = one
+        self._path.write_text(json.dumps({key: asdict(value) for key, value in self.outcomes.items()}) + "\n")
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+class Day:
+    """One day of one load; ways to choose the workers' numbers are run on it."""
+
+    def __init__(self, setting: Setting, runs: Runs) -> None:
+        self.setting, self._runs = setting, runs
+        self.profile = slowed(load_profile(setting.profile), setting.slow)
+        self._entries: dict[int, list[TraceEntry]] = {}
+
+    def entries(self, num_days: int) -> list[TraceEntry]:
+        """The last of them is always the same one, shifted."""
+        if not self._entries:
+            both, day_s = entries_of(self.setting, 2), self.setting.day_s
+            last = [replace(one, arrival_s=one.arrival_s - day_s) for one in both if one.arrival_s >= day_s]
+            self._entries = {1: last, 2: both}
+        return self._entries[num_days]
+
+    def scenario(self, counts: Counts, **fields: Any) -> Scenario:
+        own, kind = self.setting, self.setting.kind
+        settings = {
+            "router": {"reserve_timeout_s": 2 * kind.ttft_s, "max_inflight": 10_000},
+            "serve": {"request_timeout_s": 600 * own.slow},
+            **fields.pop("settings", {}),
+        }
+        return scenario_from(
+            {
+                "prefill": counts.prefill, "decode": counts.decode, "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s,
+                "start_s": own.start_s, "drain_s": own.drain_s, "seed": own.seed, "report_s": 0.5,
+                "settings": settings, **fields,
+            }
+        )  # fmt: skip
+
+    def run(self, name: str, scenario: Scenario, num_days: int = 1) -> Outcome:
+        name = f"{self.setting.load} {self.setting.seed}: {name}"
+        if name not in self._runs.outcomes:
+            began_s, from_s = time.process_time(), (num_days - 1) * self.setting.day_s
+            entries = self.entries(num_days)
+            profile = self.profile
+            if entries[0].hash_ids and entries[0].block_tokens != profile.block_size:
+                profile = profile.with_block_size(entries[0].block_tokens)
+            sim = Simulation(scenario.model_copy(update={"warm_up_s": from_s}), profile, entries)
+            sim.tally = WindowTally(sim.tally)
+            found = outcome(sim.run(), from_s, num_days * self.setting.day_s)
+            self._runs[name] = found
+            told = (
+                f"{100 * found.kept_share:.1f} %, {found.per_hour:.1f} good per worker-hour, {found.worker_hours:.0f} h"
+            )
+            print(f"{name}: {told}; {time.process_time() - began_s:.0f} s", file=sys.stderr, flush=True)
+        return self._runs.outcomes[name]
+
+    # ---- ways to choose counts
+
+    def planner(self, name: str, num_days: int, **rules: Any) -> Outcome:
+        own, kind = self.setting, self.setting.kind
+        settings = {
+            "mode": "auto", "max_prefill": own.most, "max_decode": own.most, "horizon_s": own.start_s,
+            "ttft_s": kind.ttft_s, "tpot_s": kind.tpot_s, "period_s": 0.0, **rules,
+        }  # fmt: skip
+        return self.run(name, self.scenario(Counts(1, 1), settings={"planner": settings}), num_days)
+
+    def static(self, counts: Counts) -> Outcome:
+        return self.run(f"static {counts.prefill} + {counts.decode}", self.scenario(counts))
+
+    def followed(self, plan: Sequence[Counts]) -> Outcome:
+        """So many in each window; more are begun a start ahead of it, at the earliest at once."""
+        steps: list[dict[str, Any]] = []
+        for window, (before, now) in enumerate(pairwise(plan), start=1):
+            for role in ("prefill", "decode"):
+                old, new = getattr(before, role), getattr(now, role)
+                if new != old:
+                    at_s = window * WINDOW_S - (self.setting.start_s if new > old else 0.0)
+                    steps.append({"at_s": at_s, role: new})
+        name = f"plan {zlib.crc32(repr(list(map(tuple, plan))).encode()):08x}"
+        return self.run(name, self.scenario(plan[0], scale=sorted(steps, key=lambda one: one["at_s"])))

@@ -1,0 +1,116 @@
+"""Memory and idle CPU of a running cluster, process by process.
+
+    python -m bench.serving.footprint [--pid PID-of-kvrelay-serve] [--seconds 30] [--json FILE]
+    python -m bench.serving.footprint --bare    # what Ray takes alone: started as by `kvrelay serve`, three empty deployments
+
+Counts the given process (default: the one whose command line runs `kvrelay serve`), its descendants, and
+every process of the same Ray session. Memory is PSS: shared pages are divided among their users, so the
+sum is what the cluster takes. Leave the cluster idle meanwhile. Goals: 4 GiB, 2 % of one core in all.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.figures import show
+from bench.serving import processes
+from kvrelay.cluster.launch.ray_session import RaySession, free_port
+from kvrelay.config import Settings
+
+GOAL_BYTES, GOAL_CPU_SHARE = 4 << 30, 0.02
+_SESSION = re.compile(r"session_\d{4}-\d{2}-\d{2}_[\d_-]+")
+
+
+def is_serve(line: list[str]) -> bool:
+    """Whether a command line is `kvrelay serve` or `python -m kvrelay.cluster.commands.cli serve`."""
+    starts = any(Path(part).name == "kvrelay" or part == "kvrelay.cluster.commands.cli" for part in line[:4])
+    return starts and "serve" in line
+
+
+def find_root() -> int:
+    """The one process that runs `kvrelay serve`. Exits when there is none or more than one."""
+    found = processes.find(is_serve)
+    found = [pid for pid in found if processes.parent(pid) not in found]
+    if len(found) != 1:
+        raise SystemExit(f"{len(found)} processes run `kvrelay serve` ({found}): name one with --pid")
+    return found[0]
+
+
+def members(root: int) -> set[int]:
+    """The cluster's processes: descendants, and whoever names the same Ray session."""
+    family = processes.descendants(root)
+    sessions = {name for pid in family for name in _SESSION.findall(" ".join(processes.command_line(pid)))}
+    if sessions:
+        family |= set(processes.find(lambda line: any(name in " ".join(line) for name in sessions)))
+    return family
+
+
+@contextlib.contextmanager
+def bare_ray(settle_s: float = 20.0) -> Iterator[int]:
+    """Ray and Serve as kvrelay starts them, with as many actors that do nothing. Yields the driver's pid."""
+    session = RaySession(Settings())
+    session.check_ports()
+    try:
+        session.start_ray()
+        import ray
+        from ray import serve
+
+        class Nothing:
+            """Keeps a process."""
+
+        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": free_port("127.0.0.1")})
+        for name in ("ingress", "prefill", "decode"):
+            deployment = serve.deployment(Nothing, name=name, ray_actor_options={"num_cpus": 0})
+            serve.run(deployment.bind(), name=name, route_prefix=f"/{name}")
+        registry = ray.remote(num_cpus=0)(Nothing).remote()
+        ray.get(registry.__ray_ready__.remote())
+        time.sleep(settle_s)
+        yield os.getpid()
+    finally:
+        session.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pid", type=int)
+    parser.add_argument("--bare", action="store_true", help="start and measure Ray and Serve with empty deployments")
+    parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.bare:
+        with bare_ray() as root:
+            measure(root, options)
+    else:
+        measure(options.pid or find_root(), options)
+
+
+def measure(root: int, options: argparse.Namespace) -> None:
+    """Show what the cluster of process `root` takes while `options.seconds` pass."""
+    before = {pid: found for pid in members(root) if (found := processes.usage(pid)) is not None}
+    start_s = time.monotonic()
+    time.sleep(options.seconds)
+    seconds = time.monotonic() - start_s
+    after = {pid: found for pid in members(root) if (found := processes.usage(pid)) is not None}
+
+    rows: list[dict[str, Any]] = []
+    for pid, now in sorted(after.items(), key=lambda item: -item[1].pss_bytes):
+        begun_s = before[pid].cpu_s if pid in before else 0.0
+        share = 100 * (now.cpu_s - begun_s) / seconds
+        rows.append({"process": now.name, "pid": pid, "PSS MiB": now.pss_bytes / (1 << 20), "CPU %": share})
+    total_bytes = sum(now.pss_bytes for now in after.values())
+    total_cpu = sum(row["CPU %"] for row in rows)
+    rows.append({"process": "all", "pid": len(after), "PSS MiB": total_bytes / (1 << 20), "CPU %": total_cpu})
+    show(f"footprint of {root} over {seconds:.0f} s", rows, options.json)
+    print(f"memory goal {'met' if total_bytes <= GOAL_BYTES else 'missed'}: {total_bytes / (1 << 30):.2f} of 4 GiB")
+    print(f"idle CPU goal {'met' if total_cpu <= 100 * GOAL_CPU_SHARE else 'missed'}: {total_cpu:.1f} of 2 %")
+    if gone := before.keys() - after.keys():
+        print(f"{len(gone)} processes ended meanwhile; their CPU is not counted")
+
+
+if __name__ == "__main__":
+    main()

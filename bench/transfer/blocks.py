@@ -1,0 +1,161 @@
+"""What is moved in bench/transfer/transfer.py: shapes, pools, which blocks go where. Every end works them out alike."""
+
+import ctypes
+import hashlib
+import mmap
+import os
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import repeat
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvrelay.types import Fingerprint, KvLayout, KvMemory
+
+KIB, MIB = 1 << 10, 1 << 20
+HEAD_BYTES = 2 * 16 * 64 * 2  # of one region: K and V of 16 tokens x 64 values in bfloat16
+ENDS = ("source", "target")
+SEEDS = (1, 2)  # of the permutations: where blocks come from, where they go
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """`num_blocks` blocks of `num_layers` regions each in one transfer; `repeat` such transfers after each other."""
+
+    name: str
+    region_bytes: int
+    num_blocks: int
+    num_layers: int = 1
+    repeat: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Of one transfer."""
+        return self.region_bytes * self.num_blocks * self.num_layers
+
+    @property
+    def is_latency(self) -> bool:
+        return self.num_blocks == 1
+
+
+def shapes(num_blocks: int) -> dict[str, Shape]:
+    """The figures' shapes by name; `num_blocks` of 32 KiB in the first. "layers" is as much, as a model has it."""
+    every = (
+        Shape("many", 32 * KIB, num_blocks),
+        Shape("layers", 32 * KIB, max(num_blocks // 16, 1), num_layers=16),
+        Shape("few", 64 * KIB, 16),
+        Shape("large", MIB, 64),
+        Shape("one", 32 * KIB, 1, repeat=20),
+    )
+    return {shape.name: shape for shape in every}
+
+
+def pool_bytes(num_blocks: int) -> int:
+    """Room for twice the blocks of each shape, so that they can lie scattered."""
+    wanted = max(2 * shape.num_bytes * shape.repeat for shape in shapes(num_blocks).values())
+    return -(-wanted // MIB) * MIB
+
+
+def layout_of(shape: Shape, num_bytes: int) -> KvLayout:
+    """The whole pool as such blocks."""
+    num_blocks = num_bytes // (shape.region_bytes * shape.num_layers)
+    return KvLayout(shape.num_layers, num_blocks, 16, shape.region_bytes // HEAD_BYTES, 64, "bfloat16")
+
+
+def fingerprint_of(layout: KvLayout) -> Fingerprint:
+    return Fingerprint(
+        protocol=1, model="bench", dtype=layout.dtype, block_size=layout.block_size, num_layers=layout.num_layers,
+        num_kv_heads=layout.num_kv_heads, head_dim=layout.head_dim, hash_seed="bench",
+    )  # fmt: skip
+
+
+def block_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
+    """(source blocks, target blocks) of each of the shape's transfers: scattered, the same in every process."""
+    total, wanted = layout_of(shape, num_bytes).num_blocks, shape.num_blocks * shape.repeat
+    sources, targets = (np.random.default_rng(seed).permutation(total)[:wanted].tolist() for seed in SEEDS)
+    step = shape.num_blocks
+    return [(sources[i : i + step], targets[i : i + step]) for i in range(0, wanted, step)]
+
+
+def region_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
+    """The same as numbers of regions, counted through the whole pool: for whoever knows nothing of layers."""
+    total = layout_of(shape, num_bytes).num_blocks
+
+    def regions(blocks: list[int]) -> list[int]:
+        return [layer * total + block for layer in range(shape.num_layers) for block in blocks]
+
+    return [(regions(sources), regions(targets)) for sources, targets in block_lists(shape, num_bytes)]
+
+
+class Pool:
+    """Memory like a worker's: a shared mapping. Every page is there before a clock runs."""
+
+    def __init__(self, num_bytes: int, *, is_filled: bool) -> None:
+        self.num_bytes = num_bytes
+        self.memfd = os.memfd_create("kvrelay-bench", os.MFD_CLOEXEC)
+        os.ftruncate(self.memfd, num_bytes)
+        mapping = mmap.mmap(self.memfd, num_bytes)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mapping, dtype=np.uint8)
+        self.view = memoryview(mapping)
+        words = self.bytes.view(np.uint64)
+        words[:] = np.random.default_rng(3).integers(0, 1 << 63, len(words), dtype=np.uint64) if is_filled else 0
+
+    @property
+    def address(self) -> int:
+        return int(self.bytes.ctypes.data)
+
+    def memory(self, shape: Shape) -> KvMemory:
+        layout = layout_of(shape, self.num_bytes)
+        return KvMemory(layout, self.address, "cpu", self.memfd, self.view, self.bytes)
+
+    def regions(self, shape: Shape) -> NDArray[np.uint8]:
+        """[num_regions, region_bytes]."""
+        used = self.num_bytes // shape.region_bytes * shape.region_bytes
+        return self.bytes[:used].reshape(-1, shape.region_bytes)
+
+    def slices(self, shape: Shape, regions: list[int]) -> list[memoryview]:
+        size = shape.region_bytes
+        return [self.view[region * size : (region + 1) * size] for region in regions]
+
+    def clear(self, shape: Shape) -> None:
+        """Zero what the shape's transfers will land in."""
+        for _, regions in region_lists(shape, self.num_bytes):
+            self.regions(shape)[regions] = 0
+
+    def digest(self, shape: Shape, end: str) -> str:
+        """Of the blocks of one end ("source", "target"), in the order in which they are sent."""
+        found = hashlib.blake2b()
+        for pair in region_lists(shape, self.num_bytes):
+            found.update(self.regions(shape)[pair[ENDS.index(end)]].tobytes())
+        return found.hexdigest()
+
+
+class Memcpy:
+    """The limit: the same blocks copied inside one process by libc, as they come and sorted by source."""
+
+    def __init__(self, num_blocks: int) -> None:
+        size = pool_bytes(num_blocks)
+        self._source, self._target = Pool(size, is_filled=True), Pool(size, is_filled=False)
+
+    def _addresses(self, shape: Shape) -> list[list[tuple[int, int]]]:
+        """(target, source) addresses of each of the shape's transfers."""
+        size = shape.region_bytes
+        return [
+            [(self._target.address + j * size, self._source.address + i * size) for i, j in zip(*pair, strict=True)]
+            for pair in region_lists(shape, self._source.num_bytes)
+        ]
+
+    def seconds(self, shape: Shape) -> list[float]:
+        """Of each of the shape's transfers, in the faster of the two orders."""
+        plans = self._addresses(shape)
+        in_order = [sorted(plan, key=lambda pair: pair[1]) for plan in plans]
+        return min(([_copy(plan, shape.region_bytes) for plan in way] for way in (plans, in_order)), key=sum)
+
+
+def _copy(plan: list[tuple[int, int]], num_bytes: int) -> float:
+    to, from_ = zip(*plan, strict=True)
+    began = time.perf_counter()
+    deque(map(ctypes.memmove, to, from_, repeat(num_bytes)), maxlen=0)
+    return time.perf_counter() - began

@@ -1,0 +1,187 @@
+"""Who takes part in bench/transfer/transfer.py: kvrelay over every transport that it has, and the peers; processes for both ends."""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import tempfile
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.transfer.side import Row
+from kvrelay.config import ChecksMode
+from kvrelay.kvtransfer.paths import selection
+from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+
+ROOT = Path(__file__).resolve().parents[2]
+ANSWER_TIMEOUT_S = 120.0
+OVER_TCP = {"UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"}  # makes UCX use TCP though both ends are on one host
+CHECKS = sorted(typing.get_args(ChecksMode), key=("off", "sampled", "full").index)
+# TCP in other ways than its default, where this version can
+TCP_VARIANTS = ({"tcp_streams": 4}, {"tls": True}) if hasattr(selection, "transports_for") else ()
+
+
+class ContenderFailed(Exception):
+    """It cannot take part (any more); the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """`roles`: the processes it consists of. `rows`: what is measured with them. The first role acts."""
+
+    name: str
+    kind: str
+    rows: tuple[Row, ...]
+    roles: tuple[str, ...] = ("target", "source")
+    config: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    install: str = ""
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind == "kvrelay"
+
+
+def row(name: str, table: dict[str, Any] | None = None, **settings: Any) -> Row:
+    """`table`: how a transport differs from its default. `settings`: kvrelay's, or the peer's own."""
+    return {"name": name, "settings": settings, "table": table or {}}
+
+
+def _ours(transport: str) -> Contender:
+    rows = [row(f"{transport}, checks {checks}", checks=checks) for checks in CHECKS]
+    for table in TCP_VARIANTS if transport == "tcp" else ():
+        how = ", ".join(f"{key} {value}" for key, value in table.items())
+        rows += [row(f"tcp, {how}, checks {checks}", table, checks=checks) for checks in ("off", "full")]
+    roles = ("both",) if transport == "loopback" else ("source", "target")
+    return Contender(transport, "kvrelay", tuple(rows), roles, {"transport": transport})
+
+
+def contenders(transports: list[str] | None, peers: list[str] | None) -> list[Contender]:
+    """Everyone who is wanted; None: everyone there is."""
+    ours = [_ours(name) for name in TRANSPORTS if transports is None or name in transports]
+    if transports is None or "nixl" in transports:
+        rows = (row("nixl over UCX's TCP, checks off", checks="off"),)
+        ours.append(Contender("nixl-tcp", "kvrelay", rows, ("source", "target"), {"transport": "nixl"}, OVER_TCP))
+    return [*ours, *(peer for peer in PEERS if peers is None or peer.kind in peers)]
+
+
+_NIXL = "pip install nixl-cu13"
+PEERS = (
+    Contender("raw-nixl", "nixl", (row("NIXL alone"),), install=_NIXL),
+    Contender("raw-nixl-tcp", "nixl", (row("NIXL alone over TCP"),), config={"spins": True}, env=OVER_TCP, install=_NIXL),
+    Contender(
+        "mooncake", "mooncake", (row("Mooncake over TCP"),),
+        install="pip install mooncake-transfer-engine-non-cuda, and the system's libibverbs1",
+    ),
+    Contender(
+        "zeromq", "zeromq",
+        (row("ZeroMQ, a frame per block", frames="single"), row("ZeroMQ, 1 MiB frames", frames="gathered")),
+        install="pip install pyzmq",
+    ),
+)  # fmt: skip
+
+
+class Child:
+    """One process of a contender. Its errors go to a file, of which the end is told when it fails."""
+
+    def __init__(self, contender: Contender, role: str) -> None:
+        self._contender, self._role = contender, role
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 (closed by aclose)
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, num_blocks: int) -> None:
+        config = {"blocks": num_blocks, **self._contender.config}
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "bench.transfer.child", self._contender.kind, self._role, json.dumps(config),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=self._errors, cwd=ROOT,
+            env={**os.environ, **self._contender.env}, limit=1 << 24,
+        )  # fmt: skip
+
+    async def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+        """Raises ContenderFailed."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        with contextlib.suppress(ConnectionError):  # it has gone: the answer will be empty
+            self._process.stdin.write(json.dumps({"op": op, **fields}).encode() + b"\n")
+            await self._process.stdin.drain()
+        try:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                line = await self._process.stdout.readline()
+        except TimeoutError as error:
+            raise ContenderFailed(f"its {self._role} did not answer within {ANSWER_TIMEOUT_S:g} s") from error
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._last_words()}
+        if "error" in answer:
+            raise ContenderFailed(f"{self._role}: {answer['error']}")
+        return answer
+
+    def _last_words(self) -> str:
+        self._errors.seek(0)
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return lines[-1] if lines else "it ended"
+
+    async def aclose(self) -> None:
+        """Ask it to end; kill it if it does not."""
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            try:
+                async with asyncio.timeout(15.0):
+                    await self._process.wait()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+        self._errors.close()
+
+
+class Pair:
+    """A contender's running processes."""
+
+    def __init__(self, contender: Contender) -> None:
+        self.contender = contender
+        self._children = {role: Child(contender, role) for role in contender.roles}
+        self._actor = self._children[contender.roles[0]]
+        self._other = self._children[contender.roles[-1]]
+
+    async def start(self, num_blocks: int) -> None:
+        """Raises ContenderFailed."""
+        for child in self._children.values():
+            await child.start(num_blocks)
+        given = await self._other.ask("start")
+        if self._actor is not self._other:
+            back = await self._actor.ask("start")
+            await self._other.ask("connect", peer=back)
+            await self._actor.ask("connect", peer=given)
+
+    async def visit(self, measured: Row, shape: str) -> dict[str, Any]:
+        """The shape's transfers once: seconds of each as "read" and (ours) "whole", CPU seconds by end as "cpu_s"."""
+        order = await self._other.ask("begin", row=measured, shape=shape)
+        if self._actor is not self._other:
+            await self._actor.ask("begin", row=measured, shape=shape)
+        await self._actor.ask("move", row=measured, shape=shape, order=order)
+        figures = await self._actor.ask("end")
+        if self._actor is self._other:
+            return figures
+        others = await self._other.ask("end")
+        return {**others, **figures, "cpu_s": figures["cpu_s"] | others["cpu_s"]}
+
+    async def prove(self, measured: Row, shape: str) -> None:
+        """Warm up, and see that the target has the source's bytes afterwards. Raises ContenderFailed."""
+        ends = {
+            "source": self._children.get("source", self._actor),
+            "target": self._children.get("target", self._actor),
+        }
+        await ends["target"].ask("clear", shape=shape)
+        await self.visit(measured, shape)
+        sent, came = [(await child.ask("digest", shape=shape, end=end))["digest"] for end, child in ends.items()]
+        if sent != came:
+            raise ContenderFailed(f"{measured['name']}: the target does not have the source's bytes")
+
+    async def cpu_s(self) -> dict[str, float]:
+        spent: dict[str, float] = {}
+        for child in self._children.values():
+            spent |= (await child.ask("cpu"))["cpu_s"]
+        return spent
+
+    async def aclose(self) -> None:
+        await asyncio.gather(*(child.aclose() for child in self._children.values()))

@@ -1,0 +1,264 @@
+"""Ends of the peers for bench/transfer/transfer.py: NIXL without anything of ours, Mooncake's transfer engine, ZeroMQ.
+
+Each as it is used well: lists prepared once, blocks sorted by where they lie in the source, one call for
+one transfer. None of them verifies what came.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from bench.transfer.blocks import MIB, Pool, Shape, region_lists
+from bench.transfer.side import Row, Side
+
+HOST = "127.0.0.1"
+
+
+def by_source(pair: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
+    """(source blocks, target blocks) in the order of the source's memory."""
+    sources, targets = zip(*sorted(zip(*pair, strict=True)), strict=True)
+    return list(sources), list(targets)
+
+
+class PullingSide(Side):
+    """A target that fetches; `_fetch` moves one transfer's blocks."""
+
+    def __init__(self, pools: dict[str, Pool]) -> None:
+        super().__init__(pools)
+        self._pool = next(iter(pools.values()))
+        self._read: list[float] = []
+
+    async def begin(self, row: Row, shape: Shape) -> dict[str, Any]:
+        self._read = []
+        return {}
+
+    async def move(self, row: Row, shape: Shape, order: dict[str, Any]) -> None:
+        for index, pair in enumerate(region_lists(shape, self._pool.num_bytes)):
+            began = time.perf_counter()
+            self._fetch(row, shape, index, *pair)
+            self._read.append(time.perf_counter() - began)
+
+    def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
+        raise NotImplementedError
+
+    async def end(self) -> dict[str, list[float]]:
+        return {"read": self._read}
+
+
+# ---- NIXL
+
+
+def nixl_agent(name: str, pool: Pool) -> Any:
+    """An agent without a progress thread (the stock one spins a core), with the pool registered."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    from kvrelay.kvtransfer.transports.nixl.agent import import_nixl
+
+    api = import_nixl()
+    agent = api.nixl_agent(name, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+    agent.register_memory([(pool.address, pool.num_bytes, 0, "")], "DRAM", backends=["UCX"])
+    return agent
+
+
+class NixlSource(Side):
+    """Makes progress during visits: all the time over TCP, where reads need it, else for the first connection only."""
+
+    def __init__(self, pools: dict[str, Pool], *, spins: bool) -> None:
+        super().__init__(pools)
+        self._pool, self._pause_s = pools["source"], 0.0 if spins else 1e-3
+        self._agent: Any = None
+        self._is_visited = threading.Event()
+        self._is_over = False
+        self._thread = threading.Thread(target=self._progress, daemon=True)
+
+    async def start(self) -> dict[str, Any]:
+        self._agent = nixl_agent("source", self._pool)
+        self._thread.start()
+        return {"metadata": self._agent.get_agent_metadata().hex(), "address": self._pool.address}
+
+    def _progress(self) -> None:
+        while self._is_visited.wait() and not self._is_over:
+            self._agent.get_new_notifs()
+            if self._pause_s:
+                time.sleep(self._pause_s)
+
+    async def begin(self, row: Row, shape: Shape) -> dict[str, Any]:
+        self._is_visited.set()
+        return {}
+
+    async def end(self) -> dict[str, list[float]]:
+        self._is_visited.clear()
+        return {}
+
+    async def aclose(self) -> None:
+        self._is_over = True
+        self._is_visited.set()
+        self._thread.join()
+
+
+class NixlTarget(PullingSide):
+    """Rows for every block prepared once; a transfer names rows, is posted once and polled."""
+
+    def __init__(self, pools: dict[str, Pool], every: dict[str, Shape]) -> None:
+        super().__init__(pools)
+        self._sizes = {shape.region_bytes for shape in every.values()}
+        self._agent: Any = None
+        self._rows: dict[int, tuple[Any, Any]] = {}
+
+    async def start(self) -> dict[str, Any]:
+        self._agent = nixl_agent("target", self._pool)
+        return {}
+
+    async def connect(self, peer: dict[str, Any]) -> None:
+        source = self._agent.add_remote_agent(bytes.fromhex(peer["metadata"]))
+        for size in self._sizes:
+            mine = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", self._table(self._pool.address, size), "DRAM")
+            theirs = self._agent.prep_xfer_dlist(source, self._table(peer["address"], size), "DRAM")
+            self._rows[size] = (mine, theirs)
+
+    def _table(self, address: int, size: int) -> Any:
+        starts = np.arange(address, address + self._pool.num_bytes // size * size, size, dtype=np.uint64)
+        return np.stack([starts, np.full_like(starts, size), np.zeros_like(starts)], axis=1)
+
+    def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
+        sources, targets = by_source((sources, targets))
+        mine, theirs = self._rows[shape.region_bytes]
+        handle = self._agent.make_prepped_xfer(
+            "READ", mine, np.array(targets, dtype=np.int32), theirs, np.array(sources, dtype=np.int32)
+        )
+        state = self._agent.transfer(handle)
+        while state == "PROC":
+            state = self._agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise RuntimeError(f"NIXL: {state}")
+        handle.release()
+
+
+# ---- Mooncake
+
+
+class MooncakeSide(PullingSide):
+    """Mooncake's transfer engine over TCP; one batched synchronous read for each transfer."""
+
+    def __init__(self, pools: dict[str, Pool]) -> None:
+        super().__init__(pools)
+        self._engine: Any = None
+        self._peer: dict[str, Any] = {}
+
+    async def start(self) -> dict[str, Any]:
+        from mooncake.engine import TransferEngine  # type: ignore[import-not-found]
+
+        self._engine = TransferEngine()
+        if self._engine.initialize(HOST, "P2PHANDSHAKE", "tcp", "") != 0:
+            raise RuntimeError("Mooncake's engine did not start")
+        if self._engine.register_memory(self._pool.address, self._pool.num_bytes) != 0:
+            raise RuntimeError("Mooncake did not register the pool")
+        return {"session": f"{HOST}:{self._engine.get_rpc_port()}", "address": self._pool.address}
+
+    async def connect(self, peer: dict[str, Any]) -> None:
+        self._peer = peer
+
+    def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
+        sources, targets = by_source((sources, targets))
+        size = shape.region_bytes
+        status = self._engine.batch_transfer_sync_read(
+            self._peer["session"],
+            [self._pool.address + block * size for block in targets],
+            [self._peer["address"] + block * size for block in sources],
+            [size] * len(sources),
+        )
+        if status != 0:
+            raise RuntimeError(f"Mooncake: {status}")
+
+
+# ---- ZeroMQ
+
+
+class ZeroMqSource(Side):
+    """Answers a request for one transfer with its blocks: a frame each, or gathered into frames of 1 MiB."""
+
+    def __init__(self, pools: dict[str, Pool], every: dict[str, Shape]) -> None:
+        super().__init__(pools)
+        self._pool, self._shapes = pools["source"], every
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._context: Any = None
+        self._socket: Any = None
+
+    async def start(self) -> dict[str, Any]:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.copy_threshold = 0
+        port = self._socket.bind_to_random_port(f"tcp://{HOST}")
+        self._thread.start()
+        return {"port": port}
+
+    def _serve(self) -> None:
+        import zmq
+
+        with contextlib.suppress(zmq.ContextTerminated), self._socket:
+            while True:
+                name, index, frames = self._socket.recv_json()
+                shape = self._shapes[name]
+                sources, _ = by_source(region_lists(shape, self._pool.num_bytes)[index])
+                if frames == "gathered":
+                    for start in range(0, len(sources), step := max(MIB // shape.region_bytes, 1)):
+                        gathered = self._pool.regions(shape)[sources[start : start + step]]
+                        self._socket.send(gathered, copy=False)
+                else:
+                    for block in self._pool.slices(shape, sources):
+                        self._socket.send(block, copy=False)
+
+    async def aclose(self) -> None:
+        self._context.term()  # ends the thread, which closes its socket
+
+
+class ZeroMqTarget(PullingSide):
+    """Asks, then copies every frame to where its blocks belong."""
+
+    def __init__(self, pools: dict[str, Pool]) -> None:
+        super().__init__(pools)
+        self._context: Any = None
+        self._socket: Any = None
+
+    async def connect(self, peer: dict[str, Any]) -> None:
+        import zmq
+
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.linger = 0
+        self._socket.connect(f"tcp://{HOST}:{peer['port']}")
+
+    def _fetch(self, row: Row, shape: Shape, index: int, sources: list[int], targets: list[int]) -> None:
+        frames = row["settings"]["frames"]
+        self._socket.send_json((shape.name, index, frames))
+        _, targets = by_source((sources, targets))
+        step = max(MIB // shape.region_bytes, 1) if frames == "gathered" else 1
+        blocks = self._pool.regions(shape)
+        for start in range(0, len(targets), step):
+            frame = np.frombuffer(self._socket.recv(copy=False).buffer, dtype=np.uint8)
+            blocks[targets[start : start + step]] = frame.reshape(-1, shape.region_bytes)
+
+    async def aclose(self) -> None:
+        self._socket.close()
+        self._context.term()
+
+
+def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> Side:
+    ends: dict[tuple[str, str], Callable[[], Side]] = {
+        ("nixl", "source"): lambda: NixlSource(pools, spins=config.get("spins", False)),
+        ("nixl", "target"): lambda: NixlTarget(pools, every),
+        ("mooncake", "source"): lambda: MooncakeSide(pools),
+        ("mooncake", "target"): lambda: MooncakeSide(pools),
+        ("zeromq", "source"): lambda: ZeroMqSource(pools, every),
+        ("zeromq", "target"): lambda: ZeroMqTarget(pools),
+    }
+    return ends[kind, role]()

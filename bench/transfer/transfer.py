@@ -1,0 +1,185 @@
+"""Moving KV blocks between two processes of this host: every transport of ours and the peers, in one run.
+
+    python -m bench.transfer.transfer [--rounds 9] [--transports shm,tcp] [--peers nixl,mooncake] [--json F] [--plot F.png]
+    pip install -r bench/requirements-transfer.txt    # the peers
+
+Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (where sampled checks leave
+something out); 16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first
+read to its last byte verified; in it, "busy" is the time with a read under way (the source's checksums may be what the
+target waits for); "whole" runs from open to commit. A peer has no protocol around its read. The limit is libc's memcpy of the same blocks inside one process, measured
+in every round too. Everybody takes a turn in every round, in changing order, and the best round counts, so that
+foreign load hits all alike; a latency is the median of a round's twenty. What the target has is compared
+with what the source had before anything is timed. Handshakes are not counted. CPU is process time of either end.
+"""
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from bench.figures import machine
+from bench.transfer.blocks import Memcpy, Shape, shapes
+from bench.transfer.contenders import Contender, ContenderFailed, Pair, contenders
+from bench.transfer.report import plot, print_report
+from bench.transfer.side import Row
+
+IDLE_S = 10.0
+KINDS = ("read", "busy", "whole")
+
+
+class Figures:
+    """What was measured, by row and shape."""
+
+    def __init__(self, every: dict[str, Shape]) -> None:
+        self._shapes = every
+        self._best: dict[tuple[str, str, str], float] = {}  # (row, shape, kind) -> seconds
+        self._cpu: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        self._moved: dict[str, int] = defaultdict(int)
+
+    def add(self, name: str, shape: Shape, visit: dict[str, Any]) -> None:
+        for kind in KINDS:
+            if kind in visit:
+                key, seconds = (name, shape.name, kind), statistics.median(visit[kind])
+                self._best[key] = min(self._best.get(key, seconds), seconds)
+        if shape.name == "many" and "cpu_s" in visit:
+            self._moved[name] += shape.num_bytes
+            for end, seconds in visit["cpu_s"].items():
+                self._cpu[name][end] += seconds
+
+    def of(self, name: str) -> dict[str, Any]:
+        """One row: GB/s or, for one block, microseconds; CPU seconds per GB by end."""
+        row: dict[str, Any] = {}
+        for shape in self._shapes.values():
+            for kind in KINDS:
+                seconds = self._best.get((name, shape.name, kind))
+                if seconds is not None:
+                    row[f"{shape.name} {kind}"] = seconds * 1e6 if shape.is_latency else shape.num_bytes / seconds / 1e9
+        row["cpu_s_per_gb"] = {end: s / (self._moved[name] / 1e9) for end, s in self._cpu[name].items()}
+        return row
+
+
+async def start(wanted: list[Contender], num_blocks: int, every: dict[str, Shape]) -> list[tuple[Pair, list[Row]]]:
+    """Those that start and deliver, with the rows that they can fill; the others are told."""
+    ready = []
+    for contender in wanted:
+        pair = Pair(contender)
+        try:
+            await pair.start(num_blocks)
+        except ContenderFailed as error:
+            hint = f"; {contender.install}" if contender.install else ""
+            print(f"left out: {contender.name}: {error}{hint}", flush=True)
+            await pair.aclose()
+            continue
+        ready.append((pair, await proven(pair, every)))
+    return ready
+
+
+async def proven(pair: Pair, every: dict[str, Shape]) -> list[Row]:
+    rows = []
+    for row in pair.contender.rows:
+        try:
+            for shape in every:
+                await pair.prove(row, shape)
+        except ContenderFailed as error:
+            print(f"left out: {row['name']}: {error}", flush=True)
+        else:
+            rows.append(row)
+    return rows
+
+
+async def measure(ready: list[tuple[Pair, list[Row]]], rounds: int, seed: int, num_blocks: int) -> Figures:
+    every, memcpy, order = shapes(num_blocks), Memcpy(num_blocks), random.Random(seed)
+    found = Figures(every)
+
+    def limit() -> None:
+        for shape in every.values():
+            found.add("memcpy", shape, {"read": memcpy.seconds(shape)})
+
+    turns = [(pair, row) for pair, rows in ready for row in rows]
+    limit()
+    for index in range(rounds):
+        order.shuffle(turns)
+        limit()
+        for pair, row in turns:
+            for shape in every.values():
+                found.add(row["name"], shape, await pair.visit(row, shape.name))
+        print(f"round {index + 1} of {rounds}", file=sys.stderr, flush=True)
+    limit()
+    return found
+
+
+async def idle(wanted: list[Contender], num_blocks: int, seconds: float) -> dict[str, dict[str, float]]:
+    """Share of a core that each end takes with one finished transfer behind it and nothing to do."""
+    pairs = [Pair(contender) for contender in wanted if contender.is_ours]
+    try:
+        for pair in pairs:
+            await pair.start(num_blocks)
+            await pair.prove(pair.contender.rows[0], "many")
+        await asyncio.sleep(1.0)
+        before = [await pair.cpu_s() for pair in pairs]
+        await asyncio.sleep(seconds)
+        after = [await pair.cpu_s() for pair in pairs]
+    finally:
+        await asyncio.gather(*(pair.aclose() for pair in pairs))
+    return {
+        pair.contender.name: {end: (late[end] - early[end]) / seconds for end in late}
+        for pair, early, late in zip(pairs, before, after, strict=True)
+    }
+
+
+async def run(options: argparse.Namespace) -> dict[str, Any]:
+    wanted, every = contenders(options.transports, options.peers), shapes(options.blocks)
+    ready = await start(wanted, options.blocks, every)
+    try:
+        found = await measure(ready, options.rounds, options.seed, options.blocks)
+    finally:
+        await asyncio.gather(*(pair.aclose() for pair, _ in ready))
+    able = [pair.contender for pair, rows in ready if rows]
+    return {
+        "machine": machine(),
+        "rounds": options.rounds,
+        "blocks": options.blocks,
+        "memcpy": found.of("memcpy"),
+        "rows": [
+            {
+                **row,
+                "contender": pair.contender.name,
+                **found.of(row["name"]),
+            }
+            for pair, rows in ready
+            for row in rows
+        ],
+        "idle": await idle(able, options.blocks, options.idle_s) if options.idle_s else {},
+    }
+
+
+def names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=2048, help="scattered blocks of 32 KiB")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seed", type=int, default=1, help="of the order within rounds")
+    parser.add_argument("--transports", type=names, help="default: all that kvrelay has")
+    parser.add_argument("--peers", type=names, help="nixl, mooncake, zeromq; default: all")
+    parser.add_argument("--idle-s", type=float, default=IDLE_S, help="how long idle ends are watched; 0: not at all")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    options = parser.parse_args()
+    figures = asyncio.run(run(options))
+    figures["goals"] = print_report(figures)
+    if options.json:
+        options.json.write_text(json.dumps(figures, indent=1) + "\n")
+    if options.plot:
+        plot(figures, options.plot)
+
+
+if __name__ == "__main__":
+    main()
