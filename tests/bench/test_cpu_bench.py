@@ -16,6 +16,8 @@ from bench.serving import cpu_load as load
 from bench.serving import cpu_servers as servers
 from bench.serving.cpu_load import Arrivals, Wave
 
+pytestmark = pytest.mark.alone
+
 
 def steady(first_s, gap_s, tokens, per_chunk=1):
     """A request sent at 0 whose chunks come at equal gaps."""
@@ -177,9 +179,6 @@ async def test_a_wave_is_cut_off_at_its_limit():
 
 SERVER = """
 import http.server, os, signal, subprocess, sys
-
-pytestmark = pytest.mark.alone
-
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env={})
