@@ -22,7 +22,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
 BackendName = Literal["auto", "reference", "cpu", "cuda"]
-TransportName = Literal["auto", "nixl", "shm", "vmread", "unix", "tcp"]
+TransportName = Literal["auto", "nixl", "shm", "tcp"]
 KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
 PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost", "survival"]
@@ -336,7 +336,7 @@ class TransferSettings(_Settings):
 
     transport: TransportName = Field(
         "auto",
-        description="shm, vmread, unix, nixl or tcp; auto: the fastest of the first three on one host, nixl for CUDA, else tcp",
+        description="shm, nixl or tcp; auto: shm on one host, nixl for CUDA, else tcp",
     )
     checks: ChecksMode = Field(
         "full", description="checksums of KV regions, verified before commit: of all, of a random sample, or of none"
@@ -517,7 +517,7 @@ class ClusterSettings(_Settings):
     tls: bool = Field(
         False,
         description="TLS 1.3 between workers and ingresses, requests and KV over tcp alike; both ends show certificates. "
-        "Not for nixl, and not needed for what never leaves the host (shm, unix)",
+        "Not for nixl, and not needed for what never leaves the host (shm)",
     )
     tls_cert: str | None = Field(
         None,

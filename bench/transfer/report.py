@@ -8,7 +8,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-SOCKETS = ("unix", "tcp")
 COLOURS = {"off": "#2a7f62", "sampled": "#63b59a", "full": "#a8d8c8", "": "#8a8f98"}
 
 
@@ -111,17 +110,15 @@ def goals_of(figures: dict[str, Any]) -> list[Goal]:
     goals = [
         share("shm >= 0.9 x memcpy, checks off", ours("shm", "off"), limit, 0.9, "x"),
         share("shm >= 0.6 x memcpy, checks full", ours("shm", "full"), limit, 0.6, "x"),
-        share("Unix socket >= 4 GB/s, checks off", ours("unix", "off"), 1.0, 4.0, "GB/s"),
         share("TCP >= 2.2 GB/s, checks off", ours("tcp", "off"), 1.0, 2.2, "GB/s"),
         share("NIXL path >= 0.95 x NIXL alone", ours("nixl", "off"), raw and raw["many read"], 0.95, "x"),
     ]
     for title, contender in (("Mooncake over TCP", "mooncake"), ("NIXL over TCP", "raw-nixl-tcp")):
         other = peer(contender)
         goals.append(share(f"TCP ahead of {title}", ours("tcp", "off"), other and other["many read"], 1.0, "x"))
-    for transport in SOCKETS:
-        found = ours(transport, "off")
-        figure = "-" if found is None else f"{found['one read']:.0f} us, open to commit {found['one whole']:.0f} us"
-        goals.append(Goal(f"one block <= 50 us over {transport}", figure, found and found["one read"] <= 50))
+    found = ours("tcp", "off")
+    figure = "-" if found is None else f"{found['one read']:.0f} us, open to commit {found['one whole']:.0f} us"
+    goals.append(Goal("one block <= 50 us over tcp", figure, found and found["one read"] <= 50))
     idle = [share for ends in (figures["idle"].get("nixl", {}),) for share in ends.values()]
     met = max(idle) <= 0.03 if idle else None
     goals.append(Goal("idle NIXL agents <= 3 % of a core", f"{max(idle):.2%}" if idle else "-", met))

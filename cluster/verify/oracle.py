@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 
 BLOCK_SIZE = 16
 DTYPES = ("float32", "bfloat16", "float16")
-TRANSPORTS = ("shm", "vmread", "unix", "tcp", "nixl")
+TRANSPORTS = ("shm", "tcp", "nixl")
 CUDA_NOTE = (
     "float32 on cuda: attention, norms and cache writes run in torch here, FlashInfer's kernels exist in half precision "
     "only. This proves paging, scheduling and transfer in GPU memory; `pytest -m gpu` compares FlashInfer's kernels "
@@ -480,9 +480,7 @@ def command(
     model: Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id; default: the built-in model.")] = None,
     transport: Annotated[
         list[str] | None,
-        typer.Option(
-            help="shm, vmread, unix, tcp, nixl; may be given several times; default: all that the device's pool can use."
-        ),
+        typer.Option(help="shm, tcp, nixl; may be given several times; default: all that the device's pool can use."),
     ] = None,
     max_model_len: Annotated[int, typer.Option(min=192, help="Context limit to verify up to, tokens.")] = 512,
     tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,

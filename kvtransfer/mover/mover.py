@@ -1,15 +1,15 @@
 """Moves scattered bytes into this process's memory and hashes them as they land.
 
-In C (native/) where a compiler is, else in Python: the same bytes, the same hashes. Bytes come from this process's
-memory or straight from another's (process_vm_readv). Neither way holds the interpreter's lock while bytes move.
+In C (native/) where there is a compiler, else in Python: the same bytes, the same hashes. Neither holds the interpreter's
+lock while bytes move.
 """
 
 import ctypes
 import functools
 import logging
-import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.mover.process_memory import NONCE_BYTES, NotTheSource, Place, bytes_at, copy_from_process
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
 from kvrelay.native.build import XXH3_HEADERS, XXH3_SOURCES, load_native
@@ -30,9 +29,17 @@ _FOLDER = Path(__file__).parent / "native"
 _SHORT_BYTES = 240  # XXH3 hashes up to this in another way, which the C does not have
 _STEP_BYTES = 256 << 10  # in Python: copied, then hashed
 _YIELD_BYTES = 1 << 20  # xxhash holds the interpreter's lock below 64 KiB: others get it this often
-_NOT_THE_SOURCE, _OUT_OF_BOUNDS, _CANCELLED, _ALL = -1, -2, -3, -1  # of native/move.h
+_OUT_OF_BOUNDS, _CANCELLED, _ALL = -1, -2, -1  # of native/move.h
 _NOTHING = np.empty((0, 1), np.int64)
 _NO_ROWS = CopyList(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Memory of this process that bytes come from or go to. Whoever uses it keeps its owner alive."""
+
+    address: int
+    num_bytes: int
 
 
 class Receipt:
@@ -73,9 +80,7 @@ class _Job(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("source", "target")),
-        *((name, ctypes.c_int64) for name in ("source_bytes", "target_bytes", "pid")),
-        ("nonce_address", ctypes.c_uint64),
-        ("nonce", ctypes.c_uint8 * NONCE_BYTES),
+        *((name, ctypes.c_int64) for name in ("source_bytes", "target_bytes")),
         *((name, ctypes.c_int64) for name in ("num_rows", "repeats", "source_stride", "target_stride")),
         *((name, ctypes.c_char_p) for name in ("source_offset", "target_offset", "num_bytes")),
         *((name, ctypes.c_int64) for name in ("num_atoms", "pieces_per_atom", "piece_bytes")),
@@ -120,10 +125,10 @@ class NativeMove:
     def __init__(self, lib: Any, source: Place, target: Place, copies: CopyList, receipt: Receipt) -> None:
         chosen = receipt.is_checked
         self._scratch = _scratch(receipt.pieces, receipt.piece_bytes)
-        self._lib, self._pid, self._receipt = lib, source.pid, receipt
+        self._lib, self._receipt = lib, receipt
         self._job = _Job(
             source=source.address, target=target.address, source_bytes=source.num_bytes, target_bytes=target.num_bytes,
-            pid=source.pid, nonce_address=source.nonce_address, num_rows=len(copies.num_bytes),
+            num_rows=len(copies.num_bytes),
             repeats=copies.repeats, source_stride=copies.source_stride, target_stride=copies.target_stride,
             source_offset=_packed(copies.source_offset), target_offset=_packed(copies.target_offset),
             num_bytes=_packed(copies.num_bytes), num_atoms=len(receipt.pieces),
@@ -131,11 +136,9 @@ class NativeMove:
             is_checked=None if chosen is None else chosen.tobytes(), scratch=ctypes.addressof(self._scratch),
             found=ctypes.addressof(receipt.hashes), landed=ctypes.addressof(receipt.landed),
         )  # fmt: skip
-        if source.pid:
-            self._job.nonce[:] = source.nonce
 
     def run(self, until: int = _ALL) -> None:
-        """Go on until the first `until` bytes have landed. Raises TransportError, OSError."""
+        """Go on until the first `until` bytes have landed. Raises TransportError."""
         self._job.problem = self._lib.kt_move(self.address, until)
         self.result()
 
@@ -154,17 +157,13 @@ class NativeMove:
         self._job.is_cancelled = 1
 
     def result(self) -> None:
-        """How it went. Raises TransportError, OSError."""
+        """How it went. Raises TransportError."""
         self._receipt.hash_s = self._job.hash_ns / 1e9
         problem = self._job.problem
-        if problem == _NOT_THE_SOURCE:
-            raise NotTheSource(self._pid)
         if problem == _OUT_OF_BOUNDS:
             raise TransportError("a copy lies outside the pool")
         if problem == _CANCELLED:
             raise TransportError("abandoned")
-        if problem:
-            raise OSError(problem, os.strerror(problem))
 
 
 class PythonMove:
@@ -178,18 +177,14 @@ class PythonMove:
         self._row = self._inside = self._num_hashed = 0
 
     def run(self, until: int = _ALL) -> None:
-        """Go on until the first `until` bytes have landed. Raises TransportError, OSError."""
+        """Go on until the first `until` bytes have landed. Raises TransportError."""
         until = self._total if until == _ALL else until
         if until > self._total:
             raise TransportError("a copy lies outside the pool")
         while (landed := self._receipt.num_landed) < until:
             size = min(max(_STEP_BYTES, self._receipt.atom_bytes), until - landed)
-            spans = list(self._take(size))
-            if self._source.pid:
-                copy_from_process(self._source, spans)
-            else:
-                for source, target, num_bytes in spans:
-                    ctypes.memmove(target, source, num_bytes)
+            for source, target, num_bytes in self._take(size):
+                ctypes.memmove(target, source, num_bytes)
             self._receipt.landed.value = landed + size
             self._hash()
 
@@ -215,10 +210,14 @@ class PythonMove:
             if receipt.is_checked is None or receipt.is_checked[i]:
                 atom = xxhash.xxh3_64()
                 for offset in receipt.pieces[i].tolist():
-                    atom.update(bytes_at(self._target.address + offset, receipt.piece_bytes))
+                    atom.update(_bytes_at(self._target.address + offset, receipt.piece_bytes))
                 receipt.hashes[i] = atom.intdigest()
         self._num_hashed = stop
         receipt.hash_s += time.perf_counter() - began
+
+
+def _bytes_at(address: int, num_bytes: int) -> memoryview:
+    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
 
 
 def move(source: Place, target: Place, copies: CopyList, receipt: Receipt) -> NativeMove | PythonMove:

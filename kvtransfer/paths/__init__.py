@@ -1,4 +1,4 @@
 """Which transports connect a pair of workers, in what order they are tried, and how fast they are.
 
-May import kvrelay, kvtransfer/protocol, kvtransfer/transports, kvtransfer/transports/nixl, kvtransfer/transports/sockets.
+May import kvrelay, kvtransfer/protocol, kvtransfer/transports, kvtransfer/transports/nixl, kvtransfer/transports/tcp.
 """

@@ -8,13 +8,11 @@ from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.kvtransfer.transports.loopback import LOOPBACK
 from kvrelay.kvtransfer.transports.nixl.reader import NIXL
 from kvrelay.kvtransfer.transports.shm import SHM
-from kvrelay.kvtransfer.transports.sockets.tcp import TCP, tcp
-from kvrelay.kvtransfer.transports.sockets.unix import UNIX
-from kvrelay.kvtransfer.transports.vmread import VMREAD
+from kvrelay.kvtransfer.transports.tcp.transport import TCP, tcp
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvMemory
 
-TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, VMREAD, UNIX, NIXL, TCP)})
+TRANSPORTS: Mapping[str, Transport] = MappingProxyType({t.name: t for t in (LOOPBACK, SHM, NIXL, TCP)})
 
 
 def transports_for(tcp_streams: int, tls: ClusterTls | None) -> Mapping[str, Transport]:

@@ -9,8 +9,7 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.kvtransfer.mover.mover import NativeMove, PythonMove, Receipt, move
-from kvrelay.kvtransfer.mover.process_memory import Place
+from kvrelay.kvtransfer.mover.mover import NativeMove, Place, PythonMove, Receipt, move
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.reads.arrivals import Arrival
 from kvrelay.kvtransfer.transports.base import Landed
@@ -44,7 +43,7 @@ def _nothing() -> None:
 
 
 def copy_all(source: Place, target: Place, copies: CopyList, landed: Landed | None = None) -> None:
-    """Carry out `copies` and verify them. Raises TransportError (CorruptRead, NotTheSource), OSError."""
+    """Carry out `copies` and verify them. Raises TransportError (CorruptRead)."""
     one = as_one(source, target, copies, landed)
     if one is not None:
         moving, settle = one

@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from kvrelay.errors import BackendUnavailable
+from kvrelay.kvtransfer.transports.authenticated_socket import Door, knock
 from kvrelay.kvtransfer.transports.base import Transport, TransportError, host_id, open_off_loop
 from kvrelay.kvtransfer.transports.copying import Bytes, place_of
-from kvrelay.kvtransfer.transports.sockets.authenticated_socket import Door, knock
 from kvrelay.kvtransfer.transports.threaded import FetchingReader
 from kvrelay.types import KvMemory
 

@@ -8,9 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from kvrelay.kvtransfer.mover.mover import NativeMove
+from kvrelay.kvtransfer.mover.mover import NativeMove, Place
 from kvrelay.kvtransfer.mover.mover_thread import MoverThread
-from kvrelay.kvtransfer.mover.process_memory import Place
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES, Bytes, as_one, copy_all, place_of
@@ -69,7 +68,7 @@ class ReadThread:
 
 
 class FetchingReader:
-    """A Reader that fetches by itself, from a pool that this process can address or read: `connect` sets `_source`.
+    """A Reader that copies from a pool that this process can address: `connect` sets `_source`.
 
     Tiny reads run on the loop; others on the mover's thread; on one of Python's where there is no compiler, or where
     `landed` must be called as pieces come.
@@ -93,22 +92,12 @@ class FetchingReader:
         return self._thread.submit(partial(self._copy, landed), copies)
 
     def _finish(self, moving: NativeMove, settle: Callable[[], None]) -> None:
-        try:
-            moving.result()
-        except OSError as error:
-            raise TransportError(self._explained(error)) from error
+        moving.result()
         settle()
 
     def _copy(self, landed: Landed | None, copies: CopyList) -> None:
         assert self._source is not None
-        try:
-            copy_all(self._source, self._target, copies, landed)
-        except OSError as error:
-            raise TransportError(self._explained(error)) from error
-
-    def _explained(self, error: OSError) -> str:
-        """What the kernel's refusal means."""
-        return str(error)
+        copy_all(self._source, self._target, copies, landed)
 
     def abandon(self, read: "asyncio.Future[None]") -> None:
         self._mover.cancel(read)  # others end by themselves within milliseconds

@@ -1,22 +1,16 @@
-/* One read: scattered rows out of this process's memory, or another's, hashed as they land.
+/* One read: scattered rows copied and hashed as they land.
  *
  * Bytes land in the order of the rows, repeat after repeat; atom i is the i-th pieces_per_atom * piece_bytes
  * of them. It is hashed where it landed, in the target, while the caches still hold it. Called without the
  * interpreter's lock; another thread may look at `landed`.
  */
 #define _GNU_SOURCE
-#include <errno.h>
 #include <time.h>
-#if defined(__linux__)
-#include <sys/uio.h>
-#endif
 #include "lanes.h"
 #include "move.h"
 #include "xxh3.h"
 
-#define MAX_ROWS 500         /* in one system call; two more are the nonce's; the kernel's limit is 1,024 */
 #define NEAR (64 << 10)      /* bytes copied before they are hashed: the second-level cache keeps them */
-#define FAR (256 << 10)      /* the same where each piece is a system call */
 #define TICK (1 << 20)       /* bytes copied between two counts where nothing is hashed */
 #define STREAM (1 << 20)     /* reads from here on go past the caches, but for what is hashed there */
 
@@ -65,7 +59,7 @@ INLINE void place(uint8_t *to, const uint8_t *from, int64_t size, int is_streame
     memcpy(to, from, size);
 }
 
-static int copy_here(struct move *m, int64_t size, int is_streamed)
+static void copy_rows(struct move *m, int64_t size, int is_streamed)
 {
     while (size > 0) {
         struct span span = take(m, size);
@@ -75,53 +69,7 @@ static int copy_here(struct move *m, int64_t size, int is_streamed)
 #if HAS_STREAM
     if (is_streamed) stream_fence();
 #endif
-    return 0;
 }
-
-#if defined(__linux__)
-/* Every call brings the nonce too, before and after the rows. One call reads one process: where the nonce
- * is right, so is the process, even if the pid has been given to another one since the last call. */
-static int copy_from_process(struct move *m, int64_t size)
-{
-    struct iovec from[MAX_ROWS + 2], to[MAX_ROWS + 2];
-    while (size > 0) {
-        uint8_t before[NONCE], behind[NONCE];
-        int64_t wanted = 0, n = 1;
-        int64_t repeat = m->repeat, row = m->row, inside = m->inside;
-        from[0] = (struct iovec){(void *)m->nonce_address, NONCE};
-        to[0] = (struct iovec){before, NONCE};
-        while (wanted < size && n <= MAX_ROWS) {
-            struct span span = take(m, size - wanted);
-            from[n] = (struct iovec){(void *)span.from, span.size};
-            to[n++] = (struct iovec){(void *)span.to, span.size};
-            wanted += span.size;
-        }
-        from[n] = (struct iovec){(void *)m->nonce_address, NONCE};
-        to[n++] = (struct iovec){behind, NONCE};
-        ssize_t got = process_vm_readv((pid_t)m->pid, to, n, from, n, 0);
-        if (got < 0 && errno != EINTR) return errno;
-        if (got >= NONCE && memcmp(before, m->nonce, NONCE)) return NOT_THE_SOURCE;
-        if (got == wanted + 2 * NONCE) {
-            if (memcmp(behind, m->nonce, NONCE)) return NOT_THE_SOURCE;
-            size -= wanted;
-            continue;
-        }
-        /* Interrupted, or short: go on behind what came. A fault shows as an error once nothing comes any more. */
-        int64_t part = smaller(got < NONCE ? 0 : got - NONCE, wanted);
-        if (got >= 0 && part == 0) return EFAULT;
-        if (part == wanted) return EFAULT; /* all but the nonce behind it */
-        m->repeat = repeat, m->row = row, m->inside = inside;
-        for (int64_t left = part; left > 0;) left -= take(m, left).size;
-        size -= part;
-    }
-    return 0;
-}
-#else
-static int copy_from_process(struct move *m, int64_t size)
-{
-    return ENOSYS;
-}
-#endif
 
 INLINE int64_t atom_bytes(const struct move *m) { return m->pieces_per_atom * m->piece_bytes; }
 INLINE int needs_hash(const struct move *m, int64_t atom) { return !m->is_checked || m->is_checked[atom]; }
@@ -182,7 +130,7 @@ static int64_t measure(const struct move *m)
 }
 
 /* Go on until the first `until` bytes have landed. Without rows: hash what lies in the target already.
- * Returns 0, an errno, NOT_THE_SOURCE, OUT_OF_BOUNDS or CANCELLED. */
+ * Returns 0, OUT_OF_BOUNDS or CANCELLED. */
 int kt_move(struct move *m, int64_t until)
 {
     int64_t total = measure(m), landed = *m->landed;
@@ -190,15 +138,14 @@ int kt_move(struct move *m, int64_t until)
     if (total < 0 || until > total) return OUT_OF_BOUNDS;
     if (!m->num_rows) hash_to(m, m->num_atoms);
     int64_t atom = m->num_atoms ? atom_bytes(m) : 1;
-    int64_t step = m->pid ? FAR : m->num_atoms ? NEAR : TICK;
+    int64_t step = m->num_atoms ? NEAR : TICK;
     step = step < atom ? atom : step - step % atom;
     while (landed < until) {
         if (__atomic_load_n(&m->is_cancelled, __ATOMIC_RELAXED)) return CANCELLED;
         int64_t size = smaller(step - landed % atom, until - landed);
         int64_t complete = smaller((landed + size) / atom, m->num_atoms);
         int is_hashed = is_any_checked(m, m->hashed, complete);
-        int problem = m->pid ? copy_from_process(m, size) : copy_here(m, size, total >= STREAM && !is_hashed);
-        if (problem) return problem;
+        copy_rows(m, size, total >= STREAM && !is_hashed);
         landed += size;
         __atomic_store_n(m->landed, landed, __ATOMIC_RELEASE);
         if (is_hashed) hash_to(m, complete);

@@ -3,19 +3,14 @@
 
 #include <stdint.h>
 
-#define NONCE 16
 #define ALL (-1)
-#define NOT_THE_SOURCE (-1) /* results of kt_move, beside 0 and errno */
-#define OUT_OF_BOUNDS (-2)
-#define CANCELLED (-3)
+#define OUT_OF_BOUNDS (-1) /* results of kt_move, beside 0 */
+#define CANCELLED (-2)
 
 /* The same as _Job in mover.py. */
 struct move {
-    uint64_t source, target; /* addresses; the source's is in process `pid` unless that is 0 */
+    uint64_t source, target; /* addresses */
     int64_t source_bytes, target_bytes;
-    int64_t pid;
-    uint64_t nonce_address;
-    uint8_t nonce[NONCE];
     int64_t num_rows, repeats, source_stride, target_stride;
     const int64_t *source_offset, *target_offset, *num_bytes; /* [num_rows] */
     int64_t num_atoms, pieces_per_atom, piece_bytes;

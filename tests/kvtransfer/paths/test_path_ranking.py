@@ -15,7 +15,7 @@ pytestmark = pytest.mark.pure
 
 
 def table(*names):
-    return PathTable([(name, f"why {name}") for name in names or ("shm", "unix", "tcp")])
+    return PathTable([(name, f"why {name}") for name in names or ("shm", "nixl", "tcp")])
 
 
 def test_the_best_ranked_path_is_taken():

@@ -14,7 +14,7 @@ from kvrelay.errors import ChecksumMismatch, TransferRefused
 from kvrelay.kvtransfer.protocol.tickets import Reason, reason_of
 from kvrelay.prefill.source_link import TargetAddress
 
-TRANSPORTS = ["loopback", "shm", "vmread", "unix", "tcp", "nixl"]
+TRANSPORTS = ["loopback", "shm", "tcp", "nixl"]
 NUM_TOKENS = 100
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -312,7 +312,7 @@ async def test_granting_a_request_twice_is_our_own_bug(kv):
             target.grant("r2", 0, blocks, 2)
 
 
-@pytest.mark.parametrize("transport", ["shm", "unix", "tcp"])
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_sides_that_ran_out_of_file_descriptors_take_connections_again(kv, transport, monkeypatch):
     failures = [OSError(errno.EMFILE, "Too many open files")]
     accept = socket.socket.accept

@@ -8,7 +8,7 @@ import pytest
 from kvrelay.errors import ChecksumMismatch, TransferRefused
 from kvrelay.kvtransfer.protocol.tickets import Reason, reason_of
 
-TRANSPORTS = ["loopback", "shm", "vmread", "unix", "tcp", "tcp x3", "tcp+tls", "tcp x3+tls", "nixl"]
+TRANSPORTS = ["loopback", "shm", "tcp", "tcp x3", "tcp+tls", "tcp x3+tls", "nixl"]
 
 
 def assert_moved(kv, source, target, source_blocks, target_blocks):
@@ -104,7 +104,7 @@ async def test_one_flipped_bit_is_refused_on_both_sides(kv, transport):
     assert target.kinds("r1") == ["failed", "released"]
 
 
-@pytest.mark.parametrize("transport", ["loopback", "shm", "vmread"])
+@pytest.mark.parametrize("transport", ["loopback", "shm"])
 async def test_without_a_compiler_blocks_arrive_and_a_flipped_bit_is_refused(kv, transport, monkeypatch):
     monkeypatch.setattr("kvrelay.kvtransfer.mover.mover.library", lambda: None)
     source, target = await kv.pair(transport)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvrelay.kvtransfer.plans.copy_plan import CopyList
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
-from kvrelay.kvtransfer.transports.sockets.progress import Landing
-from kvrelay.kvtransfer.transports.sockets.protocol import (
+from kvrelay.kvtransfer.transports.tcp.progress import Landing
+from kvrelay.kvtransfer.transports.tcp.protocol import (
     MAX_ROWS,
     PIECE_BYTES,
     Inbox,
@@ -141,7 +141,7 @@ def test_a_request_is_understood_however_it_is_cut_on_its_way(reads, step):
         wanted = inbox.next()
         assert wanted.number == number
         assert wanted.num_bytes == sum(size for _, size in rows)
-        assert wanted.iovecs(0).tolist() == [list(row) for row in rows]
+        assert wanted.rows == rows
     with pytest.raises(TimeoutError):
         inbox.next()
 

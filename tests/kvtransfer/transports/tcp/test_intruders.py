@@ -14,17 +14,16 @@ import pytest
 
 from kvrelay.kvtransfer.plans.copy_plan import plan_copies
 from kvrelay.kvtransfer.transports.base import TransportError
-from kvrelay.kvtransfer.transports.sockets import channels, unix
-from kvrelay.kvtransfer.transports.sockets import exporter as stream_exporter
-from kvrelay.kvtransfer.transports.sockets import protocol as streams
-from kvrelay.kvtransfer.transports.sockets.protocol import MAX_ROWS, greet_source
-from kvrelay.kvtransfer.transports.sockets.tcp import tcp
-from kvrelay.kvtransfer.transports.sockets.unix import UNIX
+from kvrelay.kvtransfer.transports.tcp import channels
+from kvrelay.kvtransfer.transports.tcp import exporter as stream_exporter
+from kvrelay.kvtransfer.transports.tcp import protocol as streams
+from kvrelay.kvtransfer.transports.tcp.protocol import MAX_ROWS, greet_source
+from kvrelay.kvtransfer.transports.tcp.transport import tcp
 from kvrelay.plane.tls import ClusterTls
 
 SECRET = b"the cluster's secret"
 SOON_S = 20.0
-TRANSPORTS = {"unix": UNIX, "tcp": tcp(), "tcp+tls": tcp(tls=ClusterTls.derived(SECRET))}
+TRANSPORTS = {"tcp": tcp(), "tcp+tls": tcp(tls=ClusterTls.derived(SECRET))}
 
 
 class Port:
@@ -43,11 +42,7 @@ class Port:
 
     def visit(self):
         """A connection that has said nothing yet."""
-        if "address" in self.fields:
-            sock = socket.socket(socket.AF_UNIX)
-            sock.connect(self.fields["address"])
-        else:
-            sock = socket.create_connection((self.fields["host"], self.fields["port"]))
+        sock = socket.create_connection((self.fields["host"], self.fields["port"]))
         sock.settimeout(SOON_S)
         return sock
 
@@ -319,37 +314,3 @@ async def test_a_source_of_another_authority_is_not_read_from(kv):
     finally:
         await reader.aclose()
         await exporter.aclose()
-
-
-@pytest.mark.parametrize("who", ["source", "target"])
-async def test_a_process_of_another_user_is_refused(kv, who, monkeypatch, caplog):
-    exporter = UNIX.make_exporter(kv.lib.allocate(), SECRET, "127.0.0.1")
-    reader = UNIX.make_reader(kv.lib.allocate(), SECRET, "127.0.0.1")
-    await exporter.start()
-    mine = os.geteuid()
-
-    def user():
-        is_source = threading.current_thread().name.endswith("-serve")
-        return mine + 1 if is_source == (who == "source") else mine
-
-    monkeypatch.setattr(unix.os, "geteuid", user)
-    try:
-        with pytest.raises(TransportError):
-            await reader.connect(exporter.describe())
-    finally:
-        await reader.aclose()
-        await exporter.aclose()
-    assert who == "target" or f"runs as user {mine}" in caplog.text
-
-
-async def test_a_killed_source_leaves_no_address_behind(kv):
-    def addresses():
-        """Inode of each listening socket of this kind, other tests' included -> its name."""
-        with open("/proc/net/unix") as table:
-            return {line.split()[6]: line.split()[7] for line in table if "@kvrelay-kv-" in line}
-
-    peer = await kv.process("source", transport="unix")
-    files = [os.readlink(entry.path) for entry in os.scandir(f"/proc/{peer.pid}/fd")]
-    (ours,) = [name for inode, name in addresses().items() if f"socket:[{inode}]" in files]
-    await peer.aclose()  # by SIGKILL
-    assert ours not in addresses().values()

@@ -5,7 +5,6 @@ Blocking, for one thread at a time; `shut` alone may come from another one. Know
 
 import contextlib
 import ctypes
-import logging
 import select
 import socket
 import ssl
@@ -14,16 +13,10 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvrelay.kvtransfer.transports.sockets.splice import Iovecs, SplicePipe
-
-logger = logging.getLogger(__name__)
-
 LOOK_S = 0.25  # a receive call that gets nothing comes back after this, so that whoever waits can be told to stop
 STALL_S = 15.0  # a peer that takes no byte for so long is given up
 _USER_TIMEOUT_MS = 8_000  # unacknowledged bytes mean a dead host after this
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 3), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4))  # seconds, seconds, probes
-_UNIX_BUFFER_BYTES = 4 << 20  # with the default of 208 KiB each side sleeps after every other region
-_SO_SNDBUFFORCE = 32
 _VECTOR = 1024  # buffers of one call: UIO_MAXIOV
 
 
@@ -37,9 +30,6 @@ class Channel(Protocol):
 
     def send_answer(self, header: bytes, views: Sequence[memoryview], num_bytes: int) -> None:
         """The header, then the `num_bytes` that `views` show. Raises OSError when the peer took nothing for STALL_S."""
-
-    def send_pages(self, header: bytes, pieces: Iovecs) -> bool:
-        """The same for much memory, without a copy; False where that cannot be, and nothing was sent."""
 
     def land(self, views: Sequence[memoryview], *, may_wait: bool = True) -> int:
         """Receive into `views`, in order, until they are full or LOOK_S passed; the number of bytes that came.
@@ -62,21 +52,11 @@ class Channel(Protocol):
 
 def tune(sock: socket.socket) -> None:
     """A dead host shows within seconds, and small messages are not held back."""
-    if sock.family == socket.AF_UNIX:
-        _grow_send_buffer(sock)
-        return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
     for option, value in _KEEPALIVE:
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _grow_send_buffer(sock: socket.socket) -> None:
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, _SO_SNDBUFFORCE, _UNIX_BUFFER_BYTES)
-    except OSError:  # not privileged: up to net.core.wmem_max
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _UNIX_BUFFER_BYTES)
 
 
 def shut(sock: socket.socket) -> None:
@@ -86,18 +66,17 @@ def shut(sock: socket.socket) -> None:
 
 
 class PlainChannel:
-    """Over the socket itself: vectored, and sent without a copy where `can_splice`."""
+    """Over the socket itself, vectored."""
 
     can_look = True
 
-    def __init__(self, sock: socket.socket, *, receive_s: float | None, can_splice: bool = False) -> None:
+    def __init__(self, sock: socket.socket, *, receive_s: float | None) -> None:
         """`receive_s`: what a receive call waits for at most; None: for ever."""
         sock.settimeout(None)
         for option, seconds in ((socket.SO_RCVTIMEO, receive_s), (socket.SO_SNDTIMEO, STALL_S)):
             whole, part = divmod(seconds or 0.0, 1)
             sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", int(whole), int(part * 1e6)))
-        self._sock, self._can_splice = sock, can_splice
-        self._pipe: SplicePipe | None = None
+        self._sock = sock
 
     def send(self, data: bytes) -> None:
         self._sock.sendall(data)
@@ -108,20 +87,6 @@ class PlainChannel:
             sent = self._sock.sendmsg(left[:_VECTOR])
             num_left -= sent
             left = rest(left, sent) if num_left else []
-
-    def send_pages(self, header: bytes, pieces: Iovecs) -> bool:
-        if self._pipe is None:
-            if not self._can_splice:
-                return False
-            try:
-                self._pipe = SplicePipe()
-            except OSError as error:  # out of file descriptors, or of this user's share of pipe pages
-                logger.debug("KV is copied on its way out: %s", error)
-                self._can_splice = False
-                return False
-        self._sock.sendall(header, socket.MSG_MORE)
-        self._pipe.send_all(self._sock, pieces)
-        return True
 
     def land(self, views: Sequence[memoryview], *, may_wait: bool = True) -> int:
         try:
@@ -143,9 +108,6 @@ class PlainChannel:
 
     def close(self) -> None:
         self._sock.close()
-        if self._pipe is not None:
-            self._pipe.close()
-            self._pipe = None
 
 
 class TlsChannel:
@@ -164,9 +126,6 @@ class TlsChannel:
         self.send(header)
         for view in views:
             self._sock.sendall(view)
-
-    def send_pages(self, header: bytes, pieces: Iovecs) -> bool:
-        return False
 
     def land(self, views: Sequence[memoryview], *, may_wait: bool = True) -> int:
         self._sock.settimeout(self._receive_s)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvrelay.kvtransfer.transports.base import Landed, TransportError
-from kvrelay.kvtransfer.transports.sockets.channels import Channel, rest
-from kvrelay.kvtransfer.transports.sockets.progress import Landing
-from kvrelay.kvtransfer.transports.sockets.protocol import ANSWER, MAX_OUTSTANDING, Piece, Request
+from kvrelay.kvtransfer.transports.tcp.channels import Channel, rest
+from kvrelay.kvtransfer.transports.tcp.progress import Landing
+from kvrelay.kvtransfer.transports.tcp.protocol import ANSWER, MAX_OUTSTANDING, Piece, Request
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The stream protocol, which Unix and TCP sockets share: the target asks for regions, the source streams them.
+"""The stream protocol over TCP: the target asks for regions, the source streams them.
 
     both       magic, nonce, and proof of the cluster's secret over both nonces
     target →   request: number, rows, bytes in all; then each row's offset in the source's pool and length
@@ -10,14 +10,10 @@ outstanding is small enough that sending it cannot block (`MAX_ROWS`, `MAX_OUTST
 Receiver-owned landing: no address of the target's is ever sent; only its own receive call writes its pool. To stop a
 read is to shut the connection and leave that call: from then on nothing of the read can land, however late it comes.
 
-Zero-copy sending (`SplicePipe`) puts pages of the live pool on their way, not their contents at that moment. Why no
-byte of another sequence can be decoded from, even with checksums off: the source lets a block be re-used only once
-its transfer has ended at its side. Until then the page holds what was announced, so whatever is received until then
-is right. After that nothing confirms the transfer: the target commits only on Confirmed, which it asks for when it
-has *received* every byte, and which the source sends only while the transfer is open and every block's generation
-is that of its announcement. TCP keeps pages for sending them again until the peer's kernel has them, and the peer
-never uses a second copy. So a page that changes in flight belongs to a transfer that can no longer be committed; with
-checksums on it shows as a mismatch besides.
+Why no byte of another sequence can be decoded from, even with checksums off: the source re-uses a block only once its
+transfer has ended at its side, so whatever is sent until then is what was announced. After that nothing confirms the
+transfer: the target commits only on Confirmed, which it asks for when it has received every byte, and which the source
+sends only while the transfer is open and every block's generation is that of its announcement.
 """
 
 import hashlib
@@ -34,8 +30,7 @@ import numpy as np
 
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, Offsets
 from kvrelay.kvtransfer.transports.base import TransportError, check_bounds
-from kvrelay.kvtransfer.transports.sockets.channels import Channel
-from kvrelay.kvtransfer.transports.sockets.splice import Iovecs
+from kvrelay.kvtransfer.transports.tcp.channels import Channel
 
 MAX_ROWS = 1000  # of one request: 16 KiB
 MAX_OUTSTANDING = 2  # requests sent and not yet answered in full: any socket's buffers hold them
@@ -196,24 +191,18 @@ def requests_for(pieces: Sequence[Piece]) -> list[Request]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A request as the source has it. Good until the next one is asked for."""
+    """A request as the source received it."""
 
     number: int
     num_bytes: int
-    _rows: memoryview
+    rows: list[tuple[int, int]]  # offset in the pool, length
 
     @property
     def header(self) -> bytes:
         return ANSWER.pack(self.number, self.num_bytes)
 
     def views(self, pool: memoryview) -> list[memoryview]:
-        return [pool[start : start + size] for start, size in _ROW.iter_unpack(self._rows)]
-
-    def iovecs(self, base: int) -> Iovecs:
-        """As addresses in a pool at `base`."""
-        rows = np.frombuffer(self._rows, dtype="<u8").reshape(-1, 2).astype(np.uint64)
-        rows[:, 0] += np.uint64(base)
-        return rows
+        return [pool[start : start + size] for start, size in self.rows]
 
 
 class Inbox:
@@ -241,7 +230,7 @@ class Inbox:
                 self._move_to_front()
             self._stop += self._channel.receive_some(memoryview(self._buffer)[self._stop :], left_s)
         number, _, num_bytes = _REQUEST.unpack_from(self._buffer, self._first)
-        rows = memoryview(self._buffer)[self._first + _REQUEST.size : self._first + size]
+        rows = list(_ROW.iter_unpack(memoryview(self._buffer)[self._first + _REQUEST.size : self._first + size]))
         self._first += size
         self._check(rows, num_bytes)
         return Wanted(number, num_bytes, rows)
@@ -260,9 +249,9 @@ class Inbox:
         self._buffer[: len(waiting)] = waiting
         self._first, self._stop = 0, len(waiting)
 
-    def _check(self, rows: memoryview, num_bytes: int) -> None:
+    def _check(self, rows: list[tuple[int, int]], num_bytes: int) -> None:
         total = 0
-        for start, size in _ROW.iter_unpack(rows):
+        for start, size in rows:
             total += size
             if start + size > self._pool_bytes:
                 raise PermissionError("it asked for bytes outside the pool")

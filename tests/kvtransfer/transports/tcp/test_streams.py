@@ -1,10 +1,8 @@
 """The stream protocol between an exporter and a reader, with a gate in between that can hold bytes back."""
 
 import asyncio
-import errno
 import gc
 import os
-import secrets
 import socket
 import threading
 from contextlib import AsyncExitStack
@@ -15,19 +13,17 @@ import pytest
 
 from kvrelay.kvtransfer.plans.copy_plan import CopyList, plan_copies
 from kvrelay.kvtransfer.transports.base import CorruptRead, TransportError
-from kvrelay.kvtransfer.transports.sockets import reader as stream_reader
-from kvrelay.kvtransfer.transports.sockets.channels import shut
-from kvrelay.kvtransfer.transports.sockets.connection import Stream
-from kvrelay.kvtransfer.transports.sockets.protocol import PIECE_BYTES
-from kvrelay.kvtransfer.transports.sockets.splice import SplicePipe
-from kvrelay.kvtransfer.transports.sockets.tcp import tcp
-from kvrelay.kvtransfer.transports.sockets.unix import UNIX
+from kvrelay.kvtransfer.transports.tcp import reader as stream_reader
+from kvrelay.kvtransfer.transports.tcp.channels import shut
+from kvrelay.kvtransfer.transports.tcp.connection import Stream
+from kvrelay.kvtransfer.transports.tcp.protocol import PIECE_BYTES
+from kvrelay.kvtransfer.transports.tcp.transport import tcp
 from kvrelay.plane.connection import connections
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvLayout
 
-KINDS = ["unix", "tcp", "tcp x3", "tcp+tls"]
-PLAIN = ["unix", "tcp"]
+KINDS = ["tcp", "tcp x3", "tcp+tls"]
+PLAIN = ["tcp"]
 LAYOUT = KvLayout(num_layers=2, num_blocks=64, block_size=16, num_kv_heads=8, head_dim=64, dtype="bfloat16")  # 32 KiB
 SECRET = b"the cluster's secret"
 
@@ -35,8 +31,8 @@ SECRET = b"the cluster's secret"
 class Gate:
     """Passes connections on; of what the source sends over each, no more than `budget` bytes until it is opened."""
 
-    def __init__(self, family, address):
-        self._family, self._address = family, address
+    def __init__(self, address):
+        self._address = address
         self.budget = 1 << 60
         self._opened = asyncio.Event()
         self.is_full = asyncio.Event()  # bytes are held back
@@ -45,11 +41,10 @@ class Gate:
         self._others, self._sockets = set(), []
 
     async def start(self):
-        self._listener = socket.socket(self._family)
+        self._listener = socket.socket()
         self._listener.setblocking(False)
         self._sockets.append(self._listener)
-        unused = b"\0kvrelay-gate-" + secrets.token_hex(8).encode()
-        self._listener.bind(("127.0.0.1", 0) if self._family == socket.AF_INET else unused)
+        self._listener.bind(("127.0.0.1", 0))
         self._listener.listen()
         self._others.add(asyncio.create_task(self._accept()))
         return self._listener.getsockname()
@@ -59,7 +54,7 @@ class Gate:
 
     async def _accept(self):
         async for here in connections(self._listener):
-            there = socket.socket(self._family)
+            there = socket.socket()
             there.setblocking(False)
             self._sockets += [here, there]
             await asyncio.get_running_loop().sock_connect(there, self._address)
@@ -97,10 +92,10 @@ class Pair:
     """An exporter and a connected reader, and their pools."""
 
     def __init__(self, kv, kind, pools=None):
-        name, _, number = kind.removesuffix("+tls").partition(" x")
+        _, _, number = kind.removesuffix("+tls").partition(" x")
         own = ClusterTls.derived(SECRET) if kind.endswith("+tls") else None
-        transport = UNIX if name == "unix" else tcp(int(number or 0), own)
-        self.lib, self.family = kv.lib, socket.AF_UNIX if name == "unix" else socket.AF_INET
+        transport = tcp(int(number or 0), own)
+        self.lib = kv.lib
         self.source, self.target = pools or (kv.lib.allocate(LAYOUT, fill=5), kv.lib.allocate(LAYOUT))
         self.exporter = transport.make_exporter(self.source, SECRET, "127.0.0.1")
         self.reader = transport.make_reader(self.target, SECRET, "127.0.0.1")
@@ -114,11 +109,9 @@ class Pair:
         await self.reader.connect(descriptor)
 
     async def _through_gate(self, fields, held_after):
-        is_unix = self.family == socket.AF_UNIX
-        self.gate = Gate(self.family, fields["address"] if is_unix else (fields["host"], fields["port"]))
+        self.gate = Gate((fields["host"], fields["port"]))
         self.gate.budget = held_after
-        address = await self.gate.start()
-        fields |= {"address": address} if is_unix else {"port": address[1]}
+        fields["port"] = (await self.gate.start())[1]
         return msgspec.msgpack.encode(fields)
 
     def read(self, source_blocks, target_blocks, landed=None):
@@ -221,7 +214,7 @@ async def test_a_checker_with_a_bug_fails_its_read_alone(pair, kind):
 
 async def test_a_small_read_is_done_at_once_where_the_answer_is_soon_there(pair, monkeypatch):
     monkeypatch.setattr(stream_reader, "INLINE_S", 30.0)
-    streams = await pair("unix")
+    streams = await pair("tcp")
     read = streams.reader.read(plan_copies(LAYOUT, LAYOUT, [1], [2], range(1)))
     assert read.done() and read.exception() is None
     assert np.array_equal(streams.landed([2])[0], streams.sent([1])[0])
@@ -356,7 +349,7 @@ async def test_reads_from_a_closed_source_fail(pair, kind, blocks):
 
 
 async def test_a_small_read_fails_at_once_when_the_source_has_gone(pair):
-    streams = await pair("unix")
+    streams = await pair("tcp")
     await streams.exporter.aclose()
     one = plan_copies(LAYOUT, LAYOUT, [1], [2], range(1))
     for _ in range(3):
@@ -414,56 +407,6 @@ def kv_threads():
 def descriptors():
     gc.collect()  # of earlier tests' pools
     return len(os.listdir("/proc/self/fd"))
-
-
-# ---- how bytes leave
-
-
-@pytest.fixture
-def spliced(monkeypatch):
-    """Bytes sent without a copy."""
-    counts, send_all = [], SplicePipe.send_all
-
-    def count(self, sock, pieces):
-        counts.append(int(pieces[:, 1].sum()))
-        send_all(self, sock, pieces)
-
-    monkeypatch.setattr(SplicePipe, "send_all", count)
-    return counts
-
-
-def no_pipe(*_):
-    raise OSError(errno.EMFILE, "Too many open files")
-
-
-@pytest.mark.parametrize("kind", PLAIN)
-async def test_large_answers_leave_without_a_copy_where_that_can_be(pair, kind, spliced, monkeypatch):
-    streams = await pair(kind)
-    spliced.clear()  # of the test of the kernel
-    assert await ends(streams.read(MANY, OTHERS)) is None
-    assert sum(spliced) == 2 * len(MANY) * LAYOUT.region_bytes
-    assert np.array_equal(streams.landed(OTHERS), streams.sent(MANY))
-
-
-@pytest.mark.parametrize("kind", PLAIN)
-async def test_a_kernel_without_splice_is_seen_at_the_start_and_copies(pair, kind, spliced, monkeypatch, caplog):
-    monkeypatch.setattr(SplicePipe, "__init__", no_pipe)
-    with caplog.at_level("INFO"):
-        streams = await pair(kind)
-    assert "copied on its way out" in caplog.text
-    assert await ends(streams.read(MANY, OTHERS)) is None
-    assert spliced == []
-    assert np.array_equal(streams.landed(OTHERS), streams.sent(MANY))
-
-
-@pytest.mark.parametrize("kind", PLAIN)
-async def test_a_connection_that_gets_no_pipe_copies(pair, kind, spliced, monkeypatch):
-    streams = await pair(kind)
-    spliced.clear()
-    monkeypatch.setattr(SplicePipe, "__init__", no_pipe)
-    assert await ends(streams.read(MANY, OTHERS)) is None
-    assert spliced == []
-    assert np.array_equal(streams.landed(OTHERS), streams.sent(MANY))
 
 
 async def test_a_dead_host_shows_within_seconds(pair):

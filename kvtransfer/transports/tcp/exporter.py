@@ -11,11 +11,14 @@ import threading
 import time
 from dataclasses import dataclass, field
 
+import msgspec
+
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kvtransfer.transports.sockets.channels import Channel, PlainChannel, shut, tune
-from kvrelay.kvtransfer.transports.sockets.protocol import HANDSHAKE_S, Inbox, bytes_of, greet_target
-from kvrelay.kvtransfer.transports.sockets.splice import why_not_splice
+from kvrelay.kvtransfer.transports.base import host_id
+from kvrelay.kvtransfer.transports.tcp.channels import Channel, PlainChannel, TlsChannel, shut, tune
+from kvrelay.kvtransfer.transports.tcp.protocol import HANDSHAKE_S, Inbox, bytes_of, greet_target
 from kvrelay.plane.connection import connections
+from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -23,7 +26,17 @@ logger = logging.getLogger(__name__)
 _MAX_CONNECTIONS = 512
 _MAX_STRANGERS = 32  # in the middle of their handshake; one more and the oldest has to go
 _JOIN_S = 2.0
-_COPIED_BYTES = 64 << 10  # an answer up to this is sent with one call; not copying it pays above
+_REQUEST_BUFFER_BYTES = 256 << 10  # for requests not read yet: sending one never blocks the target
+
+
+class TcpDescriptor(msgspec.Struct, frozen=True):
+    """What a reader needs to connect."""
+
+    host_id: str
+    host: str
+    port: int
+    num_bytes: int
+    is_tls: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -34,35 +47,18 @@ class Peer:
     since: float = field(default_factory=time.monotonic)
 
 
-class StreamExporter:
-    """Base of the socket transports' exporters: they listen, and may have more to ask of a peer (`_admit`)."""
+class TcpExporter:
+    """Serves the pool's bytes on a port of this host."""
 
-    name: str
-
-    def __init__(self, memory: KvMemory, secret: bytes, host: str) -> None:
+    def __init__(self, memory: KvMemory, secret: bytes, host: str, tls: ClusterTls | None = None) -> None:
         assert memory.view is not None
         self._memory, self._pool = memory, bytes_of(memory.view).toreadonly()
-        self._secret, self._host = secret, host
+        self._secret, self._host, self._tls = secret, host, tls
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._peers: dict[int, Peer] = {}  # by their number; a thread takes itself out
         self._num_accepted = 0
         self._is_closing = False
-        self._can_splice = False
-
-    # ---- what a kind of socket adds
-
-    def _listen(self) -> socket.socket:
-        """Raises OSError."""
-        raise NotImplementedError
-
-    def _admit(self, peer: Peer, until: float) -> Channel:
-        """The channel to a peer that has proved itself. Raises PermissionError, OSError."""
-        greet_target(peer.sock, self._secret, until)
-        return PlainChannel(peer.sock, receive_s=None, can_splice=self._can_splice)
-
-    def describe(self) -> bytes:
-        raise NotImplementedError
 
     # ---- the life of the listener
 
@@ -70,13 +66,9 @@ class StreamExporter:
         try:
             self._listener = self._listen()
         except OSError as error:
-            raise BackendUnavailable(self.name, f"cannot listen: {error}") from error
-        why_not = why_not_splice()
-        if why_not is not None:
-            logger.info("KV is copied on its way out over %s: %s", self.name, why_not)
-        self._can_splice = why_not is None
+            raise BackendUnavailable("tcp", f"cannot listen: {error}") from error
         self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept(self._listener), name=f"kv-{self.name}-accept")
+        self._accepting = asyncio.create_task(self._accept(self._listener), name="kv-tcp-accept")
 
     async def _accept(self, listener: socket.socket) -> None:
         async for sock in connections(listener):
@@ -90,9 +82,7 @@ class StreamExporter:
 
     def _begin(self, number: int, peer: Peer) -> None:
         self._peers[number] = peer
-        peer.thread = threading.Thread(
-            target=self._serve, args=(number, peer), name=f"kv-{self.name}-serve", daemon=True
-        )
+        peer.thread = threading.Thread(target=self._serve, args=(number, peer), name="kv-tcp-serve", daemon=True)
         try:
             peer.thread.start()
         except RuntimeError as error:  # no more threads
@@ -104,6 +94,19 @@ class StreamExporter:
         strangers = [peer for peer in list(self._peers.values()) if not peer.is_proven]
         if len(strangers) >= _MAX_STRANGERS:
             shut(min(strangers, key=lambda peer: peer.since).sock)
+
+    def _listen(self) -> socket.socket:
+        """Raises OSError."""
+        family = socket.getaddrinfo(self._host, 0, type=socket.SOCK_STREAM)[0][0]
+        listener = socket.create_server((self._host, 0), family=family, backlog=64)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _REQUEST_BUFFER_BYTES)
+        return listener
+
+    def describe(self) -> bytes:
+        assert self._listener is not None
+        port = self._listener.getsockname()[1]
+        is_tls, num_bytes = self._tls is not None, self._memory.layout.num_bytes
+        return msgspec.msgpack.encode(TcpDescriptor(host_id(), self._host, port, num_bytes, is_tls))
 
     def set_busy(self, num_open: int) -> None:
         """Needs no progress."""
@@ -143,11 +146,21 @@ class StreamExporter:
             (channel or peer.sock).close()
             self._peers.pop(number, None)
 
+    def _admit(self, peer: Peer, until: float) -> Channel:
+        """The channel to a peer that has proved itself. Raises PermissionError, OSError."""
+        if self._tls is None:
+            greet_target(peer.sock, self._secret, until)
+            return PlainChannel(peer.sock, receive_s=None)
+        peer.sock = sock = self._tls.server().wrap_socket(peer.sock, server_side=True, do_handshake_on_connect=False)
+        if self._is_closing:  # aclose() may have shut the socket that was wrapped
+            raise ConnectionError("the exporter is closing")
+        sock.settimeout(max(until - time.monotonic(), 0.0))
+        sock.do_handshake()
+        greet_target(sock, self._secret, until)
+        return TlsChannel(sock, receive_s=None)
+
     def _answer_all(self, channel: Channel) -> None:
         inbox = Inbox(channel, len(self._pool))
         while not self._is_closing:
             wanted = inbox.next()
-            if wanted.num_bytes <= _COPIED_BYTES or not channel.send_pages(
-                wanted.header, wanted.iovecs(self._memory.address)
-            ):
-                channel.send_answer(wanted.header, wanted.views(self._pool), wanted.num_bytes)
+            channel.send_answer(wanted.header, wanted.views(self._pool), wanted.num_bytes)
