@@ -4,8 +4,6 @@ import enum
 from dataclasses import dataclass
 from typing import NewType
 
-RequestId = NewType("RequestId", str)
-WorkerId = NewType("WorkerId", str)
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)  # 16 bytes, chained: see hashing.py
 
