@@ -151,7 +151,7 @@ class SourceLink:
         if not isinstance(hello, Hello):
             await self._reject(Reason.MALFORMED, "the first message must be a hello")
             return False
-        if misfit := self._misfit(hello):
+        if misfit := self._incompatibility(hello):
             await self._reject(*misfit)
             return False
         try:
@@ -187,7 +187,7 @@ class SourceLink:
         """Drop the connection: its transfers fail, and the source connects anew."""
         self._connection.abort()
 
-    def _misfit(self, hello: Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
+    def _incompatibility(self, hello: Hello) -> tuple[Reason, str, str] | tuple[Reason, str] | None:
         me = self._owner.identity
         if hello.protocol != TRANSFER_PROTOCOL:
             return (
@@ -195,7 +195,7 @@ class SourceLink:
                 f"transfer protocol: {me.worker_id} has {TRANSFER_PROTOCOL}, not {hello.protocol}",
             )
         convert_dtype = self._owner.settings.convert_dtype
-        if difference := me.fingerprint.misfit(hello.fingerprint, convert_dtype=convert_dtype):
+        if difference := me.fingerprint.incompatibility(hello.fingerprint, convert_dtype=convert_dtype):
             return Reason.FINGERPRINT, str(difference), difference.remedy
         if me.checksums not in ("off", hello.checksums):
             return (

@@ -22,7 +22,7 @@ KvrelayError
 ├── LayoutMismatch         two pools between which no block can travel
 ├── StoreError             a place for KV blocks (disk, remote) that cannot be used
 └── TransferError          the KV plane's
-    ├── TransferRefused    stale, foreign, used, expired, misfit: carries the reason
+    ├── TransferRefused    stale, foreign, used, expired, incompatible: carries the reason
     ├── TransferTimeout
     ├── LeaseExpired
     ├── ChecksumMismatch
@@ -178,7 +178,7 @@ class TransferError(KvrelayError):
 
 
 class TransferRefused(TransferError):
-    """The target refused: unknown, stale, foreign, used, expired or misfitting ticket."""
+    """The target refused: unknown, stale, foreign, used, expired or incompatible ticket."""
 
 
 class TransferTimeout(TransferError):

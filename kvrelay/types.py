@@ -178,7 +178,7 @@ class Fingerprint:
                 return f"{name}: {mine!r} != {theirs!r}"
         return None
 
-    def misfit(self, other: "Fingerprint", *, convert_dtype: bool) -> Difference | None:
+    def incompatibility(self, other: "Fingerprint", *, convert_dtype: bool) -> Difference | None:
         """The first field that forbids that KV goes between the two, or None."""
         for name, remedy in _MUST_BE_EQUAL.items():
             if getattr(self, name) != getattr(other, name):

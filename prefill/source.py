@@ -346,7 +346,7 @@ class KvSource:
     def _pair_with(self, ticket: Ticket) -> Pairing:
         """Raises TransferRefused (fingerprint) naming the field that forbids the transfer."""
         convert_dtype = self.settings.convert_dtype
-        if difference := self._fingerprint.misfit(ticket.fingerprint, convert_dtype=convert_dtype):
+        if difference := self._fingerprint.incompatibility(ticket.fingerprint, convert_dtype=convert_dtype):
             raise refusal(ticket.request_id, Reason.FINGERPRINT, f"{difference}; {difference.remedy}")
         layout = self.memory.layout
         try:

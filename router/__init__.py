@@ -1,4 +1,4 @@
-"""Which workers a request goes to, and how many workers there should be.
+"""Routing: which workers serve a request, and how many workers a load needs.
 
-May import kvrelay.
+`types` and `objectives` are the records that all rooms share. May import kvrelay.
 """

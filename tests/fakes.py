@@ -215,7 +215,7 @@ class FakeWorker:
             source=self.worker_id, target=message.worker_id, target_epoch=message.epoch, ok=True, paths=[path]
         )
 
-    def misfits(self, message: wire.Pair, *, reason: str = "fingerprint") -> wire.PairReport:
+    def incompatible(self, message: wire.Pair, *, reason: str = "fingerprint") -> wire.PairReport:
         """The report of a pair that cannot."""
         return wire.PairReport(
             source=self.worker_id, target=message.worker_id, target_epoch=message.epoch, ok=False, reason=reason,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.types import Decision
+from kvrelay.router.types import Decision
 from kvrelay.serve.telemetry.explain import Explain
 
 

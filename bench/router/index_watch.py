@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from bench.router.hit_figures import Looked, looked
 from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.types import Decision, Refusal, RouteRequest
 from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.serve.workers.worker_link import WorkerLink
 

@@ -57,7 +57,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
-from kvrelay.router.decision.types import Decision, IndexState, Refusal, RouteRequest
+from kvrelay.router.types import Decision, IndexState, Refusal, RouteRequest
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.workers.dispatcher import Dispatcher
 

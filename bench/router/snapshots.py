@@ -15,8 +15,8 @@ from collections.abc import Callable
 from kvrelay.kvcache.tiers.events import parts_of
 from kvrelay.plane.frame_reader import FrameReader
 from kvrelay.plane.messages import KvSnapshot, decode_from_worker, encode
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.types import IndexState
 from kvrelay.serve.workers.snapshot_slices import Intake
 
 NUM_CHANGED = 1000

@@ -51,9 +51,9 @@ from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.router.decision.types import Decision, Refusal, RouteRequest
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.speed_fit import StepSample, errors_of
+from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.types import Role
 
 BLOCK = 16

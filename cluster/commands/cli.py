@@ -115,7 +115,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="measure every path anew")] = False,
 ) -> None:
-    """Show between which workers KV can travel, how fast, and what to do where it cannot; exit code 1 on a misfit."""
+    """Show between which workers KV can travel, how fast, and what to do where it cannot; exit code 1 on an incompatible pair."""
     from kvrelay.cluster.commands import doctor as doctors
     from kvrelay.cluster.launch.endpoints import endpoints
     from kvrelay.config import environment_api_key

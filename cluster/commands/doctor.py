@@ -18,7 +18,7 @@ from kvrelay.cluster.launch.probe import auth_headers, request_json
 TIMEOUT_S = 10.0
 SETTLE_S = 90.0  # a prefill worker gives a pair up within a minute
 POLL_S = 0.2
-_STYLES = {"ok": "green", "misfit": "red", "failing": "yellow", "unknown": "dim"}
+_STYLES = {"ok": "green", "incompatible": "red", "failing": "yellow", "unknown": "dim"}
 
 
 def fetch(api_url: str, api_key: str | None, *, is_probe: bool = False) -> dict[str, Any]:
@@ -51,9 +51,9 @@ def settled(
         time.sleep(POLL_S)
 
 
-def misfits(view: dict[str, Any]) -> list[str]:
+def incompatible(view: dict[str, Any]) -> list[str]:
     """What has to be put right before KV can travel everywhere, a line for each pair, and for each worker without any."""
-    return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "misfit"), *view["turned_away"]]
+    return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "incompatible"), *view["turned_away"]]
 
 
 def summary(view: dict[str, Any]) -> str:
@@ -96,9 +96,9 @@ def chosen(pair: dict[str, Any]) -> dict[str, Any]:
 
 
 def show(console: Console, api_url: str, api_key: str | None, *, as_json: bool, is_probe: bool) -> int:
-    """Print the table; the exit status: 1 when a pair misfits or nothing is there to look at."""
+    """Print the table; the exit status: 1 when a pair is incompatible or nothing is there to look at."""
     view = settled(api_url, api_key, is_probe=is_probe)
-    wrong = misfits(view)
+    wrong = incompatible(view)
     is_fine = not wrong and view["decode"] > 0
     if as_json:
         print(json.dumps({**view, "ok": is_fine}, indent=2))

@@ -138,7 +138,7 @@ def _check_pairs(settings: Settings, console: Console) -> str:
     cluster = settings.cluster
     view = doctor.settled(api_url(settings), settings.serve.api_key, prefill=cluster.prefill, decode=cluster.decode)
     console.print(doctor.render(view))
-    if wrong := doctor.misfits(view):
+    if wrong := doctor.incompatible(view):
         raise ClusterError(f"KV cannot travel everywhere: {'; '.join(wrong)}")
     for pair in view["pairs"]:
         if pair["verdict"] != "ok":

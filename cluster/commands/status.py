@@ -98,8 +98,8 @@ def _tiers_table(workers: list[dict[str, Any]]) -> Table:
 def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
     """The paths that this worker's KV takes now, and the speed of the slowest; which pair has which, `doctor` tells."""
     mine = [pair for pair in pairs if worker_id in (pair["source"], pair["target"])]
-    if any(pair["verdict"] == "misfit" for pair in mine):
-        return "[red]misfit[/red]"
+    if any(pair["verdict"] == "incompatible" for pair in mine):
+        return "[red]incompatible[/red]"
     paths = [path for pair in mine if (path := chosen(pair))]
     names = "/".join(sorted({path["path"] for path in paths}))
     slowest = min((path["bytes_per_s"] for path in paths if path["bytes_per_s"]), default=0.0)

@@ -6,7 +6,7 @@ from kvrelay.cluster.simulator.requests import Ending
 from kvrelay.cluster.simulator.resources.clock import Event
 from kvrelay.cluster.simulator.resources.network import Flow
 from kvrelay.plane.messages import TokenOutput
-from kvrelay.router.decision.types import Decision
+from kvrelay.router.types import Decision
 
 
 class Owner(Protocol):

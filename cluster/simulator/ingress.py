@@ -20,8 +20,8 @@ from kvrelay.errors import KvrelayError
 from kvrelay.pacing import Paced
 from kvrelay.plane.messages import AssignedByOthers, KvEvents, KvSnapshot, LoadReport, TokenOutput
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, Deferred, Refusal, RouteRequest
-from kvrelay.router.slo.promises import SloAsk
+from kvrelay.router.objectives import SloRequirement
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.requests.attempt import AttemptFailed
 from kvrelay.serve.requests.refusals import outcome_of
 from kvrelay.serve.requests.retries import Retries
@@ -74,7 +74,7 @@ class Life:
         if isinstance(choice, Refusal):
             self._not_routed(choice)
             return
-        request = msgspec.structs.replace(request, wanted_tpot_s=choice.wanted_tpot_s)
+        request = msgspec.structs.replace(request, tpot_target_s=choice.tpot_target_s)
         attempt = self._attempt = Attempt(self, request, choice, ingress.bytes_per_token)
         self._say_when(attempt)
         ingress.attach(attempt)
@@ -88,10 +88,10 @@ class Life:
 
     def _say_when(self, attempt: Attempt) -> None:
         """How soon its first token is wanted from now on."""
-        wanted_s = attempt.decision.wanted_s
-        if wanted_s is not None and not self._num_emitted:
-            left_s = self.job.arrival_s + wanted_s - self._ingress.clock.now_s
-            attempt.request = msgspec.structs.replace(attempt.request, wanted_s=left_s)
+        ttft_target_s = attempt.decision.ttft_target_s
+        if ttft_target_s is not None and not self._num_emitted:
+            left_s = self.job.arrival_s + ttft_target_s - self._ingress.clock.now_s
+            attempt.request = msgspec.structs.replace(attempt.request, ttft_target_s=left_s)
 
     def _send(self, attempt: Attempt, worker_id: str | None, call: Callable[[Worker], None]) -> None:
         assert worker_id is not None
@@ -200,7 +200,7 @@ class Ingress:
         block_size: int,
         bytes_per_token: int,
         max_tokens: int,
-        ask: SloAsk | None,
+        ask: SloRequirement | None,
         ended: Callable[[Job], object],
     ) -> None:
         """max_tokens: what every client allows its output to have. ended: is told of every request that is over."""

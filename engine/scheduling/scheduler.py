@@ -233,9 +233,9 @@ class Scheduler:
     def _too_many_tokens(self, seq: Sequence) -> int | None:
         """Those to compute, if they keep its first token from being there when it is wanted, even if it is begun now; once."""
         request = seq.request
-        if request.wanted_s is None or seq.overdue_tokens or seq.has_begun or request.deadline_s is not None:
+        if request.ttft_target_s is None or seq.overdue_tokens or seq.has_begun or request.deadline_s is not None:
             return None
-        left_s = seq.arrived_s + request.wanted_s - self._now_s
+        left_s = seq.arrived_s + request.ttft_target_s - self._now_s
         speed = self.preemptor.measured.compute_tokens_per_s
         if left_s > 0 and not speed:
             return None
@@ -248,9 +248,9 @@ class Scheduler:
     def _is_past_target(self, seq: Sequence) -> int | None:
         """The tokens of a reservation if the time in which its first token is wanted has passed; once."""
         request = seq.request
-        if request.wanted_s is None or seq.overdue_tokens or request.deadline_s is not None:
+        if request.ttft_target_s is None or seq.overdue_tokens or request.deadline_s is not None:
             return None
-        return seq.num_tokens if seq.arrived_s + request.wanted_s <= self._now_s else None
+        return seq.num_tokens if seq.arrived_s + request.ttft_target_s <= self._now_s else None
 
     def _return_ready(self) -> None:
         """Who waits for a store no longer has its turn."""
@@ -495,10 +495,10 @@ class Scheduler:
     def _itl_capped_tokens(self, num_decoding: int) -> int:
         """Of prompts, in a step after which those that decode still have their next tokens as soon as they are wanted."""
         speed = self.preemptor.measured.compute_tokens_per_s
-        wanted_s = min((seq.request.wanted_tpot_s or math.inf for seq in self.running), default=math.inf)
-        if not num_decoding or wanted_s == math.inf or not speed:
+        target_s = min((seq.request.tpot_target_s or math.inf for seq in self.running), default=math.inf)
+        if not num_decoding or target_s == math.inf or not speed:
             return self.limits.token_budget
-        return max(int(ITL_SHARE * wanted_s * speed) - num_decoding, self.limits.token_budget // MIN_PREFILL_CUT)
+        return max(int(ITL_SHARE * target_s * speed) - num_decoding, self.limits.token_budget // MIN_PREFILL_CUT)
 
     def _has_block(self, seq: Sequence, preempted: list[Sequence]) -> bool:
         """As `_has_room`; until that block is full the question need not be asked again.

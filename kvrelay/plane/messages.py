@@ -108,15 +108,13 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
     hints: KvHints = KvHints()
     priority: int = 0  # its class in line, as vLLM has it: a lower number is served earlier; not that of `hints`
-    deadline_s: float | None = (
-        None  # the first token is wanted so long after the request came here; None: no matter when
-    )
-    wanted_s: float | None = (
-        None  # the like, but nobody is refused for it: who cannot have it then gives way to who can
-    )
-    wanted_tpot_s: float | None = (
-        None  # between two of its tokens on average: prompts beside it are cut so short; None: whatever
-    )
+    deadline_s: float | None = None
+    """Seconds from arrival to the first token, at most; after that the request is refused."""
+    ttft_target_s: float | None = None
+    """Soft target, seconds from arrival to the first token. A request past its target yields to requests that can still
+    meet theirs; none is refused."""
+    tpot_target_s: float | None = None
+    """Target for the mean time between two tokens, seconds: prefill chunks in the same batch are sized to keep it."""
     tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
     num_prefill_returns: int = 0  # times that a decode worker has returned it to prefill
     group: Group | None = None  # then `token_ids` is the prompt alone

@@ -188,7 +188,7 @@ def atoms_wanted(pairing: Pairing, ticket: Ticket) -> tuple[int, int]:
 
 
 def check_ticket(ticket: Ticket, fingerprint_difference: str | None, epoch: str, num_blocks: int) -> None:
-    """Raises TransferRefused for another incarnation's, a misfitting or an impossible ticket."""
+    """Raises TransferRefused for another incarnation's, an incompatible or an impossible ticket."""
     if ticket.target_epoch != epoch:
         raise refusal(ticket.request_id, Reason.STALE_EPOCH, f"granted by {ticket.target_epoch}, this is {epoch}")
     if fingerprint_difference:

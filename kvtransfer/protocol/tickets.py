@@ -125,7 +125,7 @@ def seal(ticket: Ticket, secret: bytes) -> bytes:
     return _mac(body, secret) + body
 
 
-def _misfit(ticket: Ticket) -> str | None:
+def _incompatibility(ticket: Ticket) -> str | None:
     missing = ticket.num_blocks - ticket.first_block
     if not 0 <= ticket.first_block <= ticket.num_blocks:
         return "first_block is beyond num_blocks"
@@ -153,6 +153,6 @@ def open_ticket(data: bytes, secret: bytes) -> Ticket:
         ticket = _decoder.decode(body)
     except msgspec.DecodeError as error:
         raise refusal("?", Reason.BAD_MAC, f"not a ticket of this version: {error}") from error
-    if why := _misfit(ticket):
+    if why := _incompatibility(ticket):
         raise refusal(ticket.request_id, Reason.OUT_OF_RANGE, why)
     return ticket

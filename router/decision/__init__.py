@@ -1,4 +1,4 @@
-"""One routing decision: worker tables, cost, placement or refusal.
+"""One routing decision: candidates, their cost, the choice, and the load that it adds.
 
-May import kvrelay, router/index, router/policies, router/slo.
+May import kvrelay, router, router/fleet, router/index, router/policies, router/slo.
 """

@@ -2,9 +2,9 @@
 
 On a worker such a prompt gives way to all others, in a long overload for minutes, and the decode worker keeps blocks for it all that
 time: newcomers find none, are late in their turn, and in the end nobody is in time. Here it keeps nothing, and workers are chosen
-by what is cached when its turn comes. That is only when it has to: while late prompts keep less than `LATE_SHARE` of the decode
+by what is cached when its turn comes. That is only when it has to: while late prompts keep less than `OVERDUE_SHARE` of the decode
 workers' blocks they may wait in the lines, for nobody may have said how soon tokens are wanted. Beyond that one goes
-- when a worker will soon have nothing else to do (`IDLE_S`), and has not more of late prompts than `LATE_TOKENS` or one prompt;
+- when a worker will soon have nothing else to do (`IDLE_S`), and has not more of late prompts than `OVERDUE_TOKENS` or one prompt;
 - when the others have had `OLDEST_EVERY` turns since one of them went, or as many times more as it was longer than theirs.
 
 The order: priorities, lower numbers first; within one, the tenant that had the fewest tokens called; within a tenant, first come first
@@ -14,11 +14,11 @@ served. Every `OLDEST_EVERY`-th is whoever came first. So nobody is starved.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvrelay.router.decision.types import RouteRequest
+from kvrelay.router.types import RouteRequest
 
-LATE_SHARE = 0.1
+OVERDUE_SHARE = 0.1
 """Of all decode workers' blocks, that may be kept for late prompts which are not computed yet."""
-LATE_TOKENS = 8192
+OVERDUE_TOKENS = 8192
 """Of late prompts, to be computed at one worker; the last of them may exceed it."""
 IDLE_S = 0.5
 """Of prompts that are in time, to be computed at a worker: with less than that it takes late ones."""
@@ -68,9 +68,9 @@ class Deferral:
         """Whether one of them goes now even though workers are busy."""
         return self._num_passed >= self._num_owed
 
-    def went(self, num_tokens: int, *, is_late: bool) -> None:
+    def went(self, num_tokens: int, *, is_overdue: bool) -> None:
         """A request with so many prompt tokens to compute was sent to workers."""
-        if not is_late:
+        if not is_overdue:
             self._num_passed += 1
             self._mean_tokens += _SMOOTHING * (num_tokens - self._mean_tokens)
             return

@@ -13,31 +13,31 @@ import numpy as np
 
 from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
-from kvrelay.router.decision.accounts import Assignment, Ledger, WorkerAccount
-from kvrelay.router.decision.columns import NUM_BLOCKS, Held
-from kvrelay.router.decision.cost import CostModel
-from kvrelay.router.decision.deferral import IDLE_S, LATE_SHARE, LATE_TOKENS, Deferral
-from kvrelay.router.decision.fleet import Fleet
-from kvrelay.router.decision.misfits import Misfits
-from kvrelay.router.decision.policy import MAX_RETRY_S, MIN_RETRY_S, Scene, refusal
-from kvrelay.router.decision.types import (
+from kvrelay.router.decision.deferral import IDLE_S, OVERDUE_SHARE, OVERDUE_TOKENS, Deferral
+from kvrelay.router.decision.snapshot import MAX_RETRY_S, MIN_RETRY_S, RoutingSnapshot, refusal
+from kvrelay.router.fleet.accounts import Assignment, Ledger, WorkerAccount
+from kvrelay.router.fleet.columns import NUM_BLOCKS, PrefixHits
+from kvrelay.router.fleet.compatibility import IncompatiblePairs
+from kvrelay.router.fleet.fleet import Fleet
+from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.index.prefix_popularity import Heat
+from kvrelay.router.objectives import Prediction
+from kvrelay.router.policies.base import Floats, OrdersLines, Policy, RoutingContext, WorkerTable
+from kvrelay.router.policies.cost import CostModel
+from kvrelay.router.policies.registry import policy_of
+from kvrelay.router.slo.admission import refusal_message
+from kvrelay.router.slo.candidate_choice import choose_candidate
+from kvrelay.router.slo.forecast import Forecast
+from kvrelay.router.types import (
     Decision,
     Deferred,
+    IncompatiblePair,
     IndexState,
-    LeftOut,
     Ranking,
     Refusal,
     RouteRequest,
     WorkerView,
 )
-from kvrelay.router.index.prefix_index import PrefixIndex
-from kvrelay.router.index.prefix_popularity import Heat
-from kvrelay.router.policies.base import Ask, Floats, OrdersLines, Policy, Side
-from kvrelay.router.policies.registry import policy_of
-from kvrelay.router.slo.admission import why_refused
-from kvrelay.router.slo.candidate_choice import choose_way
-from kvrelay.router.slo.forecast import Forecast
-from kvrelay.router.slo.promises import Prediction
 from kvrelay.types import Role
 
 HASHES_PER_BLOCK = 16
@@ -136,9 +136,9 @@ class Router:
             worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered, part=snapshot.part, is_last=snapshot.is_last
         )
 
-    def set_misfits(self, misfits: Misfits) -> None:
+    def set_incompatible_pairs(self, incompatible: IncompatiblePairs) -> None:
         """From now on these pairs of live workers are not chosen; any other may be."""
-        self._fleet.set_misfits(misfits)
+        self._fleet.set_incompatible_pairs(incompatible)
 
     # ---- what requests do
 
@@ -154,15 +154,17 @@ class Router:
         if not was_called:
             self._heat.observe(request.block_hashes, now_s)
         choice: Decision | Refusal | Deferred = best
-        is_late = isinstance(best, Decision) and self._is_late(request, best)
-        if isinstance(best, Decision) and is_late:
-            choice = self._later(request, best, now_s, was_called=was_called)
+        is_overdue = isinstance(best, Decision) and self._is_overdue(request, best)
+        if isinstance(best, Decision) and is_overdue:
+            choice = self._place_overdue(request, best, now_s, was_called=was_called)
         if isinstance(choice, Decision):
-            if misfits := self._fleet.misfits:
-                choice = replace(choice, left_out=tuple(LeftOut(*pair, why) for pair, why in misfits.items()))
+            if incompatible := self._fleet.incompatible:
+                choice = replace(
+                    choice, incompatible_pairs=tuple(IncompatiblePair(*pair, why) for pair, why in incompatible.items())
+                )
             if self.forecast is not None:
                 self.forecast.assign(request, choice, now_s)
-            self._reserve(request, choice, now_s, is_late=is_late)
+            self._reserve(request, choice, now_s, is_overdue=is_overdue)
         return choice
 
     def take_ready(self) -> str | None:
@@ -172,11 +174,11 @@ class Router:
         """
         if not self._deferral:
             return None
-        role = self._late_role()
+        role = self._overdue_role()
         if len(self._fleet.columns(role)):  # with no worker at all everybody may come and hear that
             queued_s = self._queued_s(role)
             is_owed = self._deferral.is_owed and bool((queued_s < np.inf).any())
-            num_open = np.count_nonzero(queued_s < IDLE_S) or int(is_owed or self._has_room_for_late())
+            num_open = np.count_nonzero(queued_s < IDLE_S) or int(is_owed or self._has_room_for_overdue())
             if self._deferral.num_called >= num_open:
                 return None
         return self._deferral.call()
@@ -188,49 +190,56 @@ class Router:
 
     def _choose(self, request: RouteRequest, now_s: float) -> Decision | Refusal:
         """The best way as things are. Nothing is counted yet."""
-        misfits, lonely = self._fleet.misfits, self._fleet.lonely if self._fleet.misfits else frozenset()
-        if lonely and lonely.issuperset(self._fleet.columns(Role.DECODE).names):
-            return Refusal("misfit", "; ".join(sorted(misfits.values())), MIN_RETRY_S)
+        incompatible, unpaired = (
+            self._fleet.incompatible,
+            self._fleet.unpaired if self._fleet.incompatible else frozenset(),
+        )
+        if unpaired and unpaired.issuperset(self._fleet.columns(Role.DECODE).names):
+            return Refusal("incompatible", "; ".join(sorted(incompatible.values())), MIN_RETRY_S)
         held = self._held(request)
-        scene = Scene(
-            self._ask(request, held, now_s),
-            self._side(Role.PREFILL, request, held, now_s, lonely),
-            self._side(Role.DECODE, request, held, now_s, lonely),
+        snapshot = RoutingSnapshot(
+            self._context(request, held, now_s),
+            self._worker_table(Role.PREFILL, request, held, now_s, unpaired),
+            self._worker_table(Role.DECODE, request, held, now_s, unpaired),
             self._policy,
             self._model,
             self._wanted(request) if self._wanted is not None else None,
         )
-        ranking = scene.ranking(misfits)
-        if not ranking.ways:
-            wants_prefill = request.force == "remote" and (not request.needs_decode or len(scene.decodes) > 0)
+        ranking = snapshot.ranking(incompatible)
+        if not ranking.candidates:
+            wants_prefill = request.force == "remote" and (not request.needs_decode or len(snapshot.decodes) > 0)
             role = Role.PREFILL if wants_prefill else Role.DECODE
-            return refusal(scene, role, self._fleet.columns(role), lonely, held[role], self._fleet.prefill_rate)
-        return scene.decision(ranking) if self.forecast is None else self._admit(self.forecast, scene, ranking, now_s)
+            return refusal(snapshot, role, self._fleet.columns(role), unpaired, held[role], self._fleet.prefill_rate)
+        return (
+            snapshot.decision(ranking)
+            if self.forecast is None
+            else self._admit(self.forecast, snapshot, ranking, now_s)
+        )
 
     # ---- who is late in any case
 
-    def _is_late(self, request: RouteRequest, decision: Decision) -> bool:
+    def _is_overdue(self, request: RouteRequest, decision: Decision) -> bool:
         """Whether its first token will be, and nobody has promised otherwise. Only policies that say what is wanted tell.
 
         The wait for blocks is left out: it is predicted without knowing when outputs end, many times too long where blocks are scarce.
         """
-        if decision.wanted_s is None or not request.may_wait or not self._settings.max_deferred:
+        if decision.ttft_target_s is None or not request.may_wait or not self._settings.max_deferred:
             return False
         if decision.verdict is not None:
             is_queued = decision.verdict.kind == "queued" and request.slo is not None and request.slo.on_miss == "queue"
             return is_queued and "ttft" in decision.verdict.missed
         compute = self._workers_of(decision)[0]
-        passed_s = compute.unreported_late_tokens / self.prefill_tokens_per_s(compute.info.worker_id)
+        passed_s = compute.unreported_overdue_tokens / self.prefill_tokens_per_s(compute.info.worker_id)
         queue_s, blocks_s = decision.terms["prefill_queue"], decision.terms["decode_wait"]
-        return decision.predicted_ttft_s - min(queue_s, passed_s) - blocks_s > decision.wanted_s
+        return decision.predicted_ttft_s - min(queue_s, passed_s) - blocks_s > decision.ttft_target_s
 
-    def _later(
+    def _place_overdue(
         self, request: RouteRequest, decision: Decision, now_s: float, *, was_called: bool
     ) -> Decision | Refusal | Deferred:
         """It goes where it holds nobody up, or waits here, behind those that wait; who was called goes in any case."""
-        if self._has_room_for_late() and (was_called or not self._deferral):
+        if self._has_room_for_overdue() and (was_called or not self._deferral):
             return decision
-        role = self._late_role()
+        role = self._overdue_role()
         queued_s = self._queued_s(role)
         rows = np.flatnonzero(queued_s < IDLE_S)
         if was_called and not len(rows):
@@ -248,16 +257,16 @@ class Router:
             return decision
         if self._deferral.defer(request):
             return Deferred(decision.predicted_ttft_s)
-        late_s = decision.predicted_ttft_s - (decision.wanted_s or 0.0)
+        overdue_s = decision.predicted_ttft_s - (decision.ttft_target_s or 0.0)
         waiting = f"{len(self._deferral)} requests wait already whose first tokens will be late"
-        return Refusal("full", waiting, min(max(late_s, MIN_RETRY_S), MAX_RETRY_S))
+        return Refusal("full", waiting, min(max(overdue_s, MIN_RETRY_S), MAX_RETRY_S))
 
-    def _has_room_for_late(self) -> bool:
+    def _has_room_for_overdue(self) -> bool:
         """Whether late prompts keep so few of the decode workers' blocks that they may wait in the workers' lines."""
         columns = self._fleet.columns(Role.DECODE)
-        return self._ledger.late_blocks < LATE_SHARE * int(columns.ints[NUM_BLOCKS].sum())
+        return self._ledger.overdue_blocks < OVERDUE_SHARE * int(columns.ints[NUM_BLOCKS].sum())
 
-    def _late_role(self) -> Role:
+    def _overdue_role(self) -> Role:
         """Who computes late prompts."""
         return Role.PREFILL if len(self._fleet.columns(Role.PREFILL)) else Role.DECODE
 
@@ -265,12 +274,12 @@ class Router:
         """By row, seconds of prompts at each worker that a late one would hold up; infinite: it has enough late ones."""
         columns = self._fleet.columns(role)
         seconds = columns.queued_s(self._fleet.prefill_rate)
-        for account in self._ledger.with_late:
+        for account in self._ledger.with_overdue:
             worker_id, row = account.info.worker_id, account.row
             if account.role is not role or self._fleet.accounts.get(worker_id) is not account:
                 continue
-            passed_s = account.unreported_late_tokens / self.prefill_tokens_per_s(worker_id)
-            seconds[row] = np.inf if account.own_late_tokens >= LATE_TOKENS else max(0.0, seconds[row] - passed_s)
+            passed_s = account.unreported_overdue_tokens / self.prefill_tokens_per_s(worker_id)
+            seconds[row] = np.inf if account.own_overdue_tokens >= OVERDUE_TOKENS else max(0.0, seconds[row] - passed_s)
         return seconds
 
     # ---- what becomes of them
@@ -321,27 +330,32 @@ class Router:
         """Every live worker, by id."""
         return [self._view(worker_id) for worker_id in sorted(self._fleet.accounts)]
 
-    def _ask(self, request: RouteRequest, held: dict[Role, Held], now_s: float) -> Ask:
+    def _context(self, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float) -> RoutingContext:
         hashes = request.block_hashes
-        most = max(int(one.coming[one.coming.argmax()]) if len(one.coming) else 0 for one in held.values())
+        most = max(int(one.expected[one.expected.argmax()]) if len(one.expected) else 0 for one in held.values())
         arrivals = self._heat.arrivals_per_s(hashes, most // self._tokens_per_hash, now_s)
-        stored = max((int(one.below.max(initial=0)) for one in held.values()), default=0) if self._has_store else 0
-        return Ask(
+        stored = (
+            max((int(one.in_any_tier.max(initial=0)) for one in held.values()), default=0) if self._has_store else 0
+        )
+        return RoutingContext(
             request, _draw(request.request_id, self._settings.seed), now_s,
             others=self._fleet.others(), arrivals_per_s=arrivals, excess=self._ledger.excess(request.tenant), stored=stored,
         )  # fmt: skip
 
-    def _side(
-        self, role: Role, request: RouteRequest, held: dict[Role, Held], now_s: float, lonely: frozenset[str]
-    ) -> Side:
+    def _worker_table(
+        self, role: Role, request: RouteRequest, held: dict[Role, PrefixHits], now_s: float, unpaired: frozenset[str]
+    ) -> WorkerTable:
         """Those of a role that can take it now."""
         columns = self._fleet.columns(role)
         rows = columns.usable(
-            request, max_waiting=self._max_waiting, needs_output=role is Role.DECODE, excluded=request.excluded | lonely
+            request,
+            max_waiting=self._max_waiting,
+            needs_output=role is Role.DECODE,
+            excluded=request.excluded | unpaired,
         )
-        return columns.side(rows, held[role], self._fleet.prefill_rate, now_s)
+        return columns.table(rows, held[role], self._fleet.prefill_rate, now_s)
 
-    def _held(self, request: RouteRequest) -> dict[Role, Held]:
+    def _held(self, request: RouteRequest) -> dict[Role, PrefixHits]:
         """What all live workers hold, and will hold, of the prompt."""
         found = self._index.table(request.block_hashes)
         found *= self._tokens_per_hash
@@ -352,13 +366,13 @@ class Router:
         on_the_way = self._on_the_way(request)
         for role, columns in tables.items():
             tokens = found[columns.index_rows]
-            in_pool, below = tokens[:, 1], tokens[:, 0]
-            coming = in_pool
+            in_pool, in_any_tier = tokens[:, 1], tokens[:, 0]
+            expected = in_pool
             if there := on_the_way.get(role):
-                rows, coming = list(there), in_pool.copy()
-                coming[rows] = np.maximum(coming[rows], list(there.values()))
-                below = np.maximum(below, coming)
-            held[role] = Held(in_pool, coming, below)
+                rows, expected = list(there), in_pool.copy()
+                expected[rows] = np.maximum(expected[rows], list(there.values()))
+                in_any_tier = np.maximum(in_any_tier, expected)
+            held[role] = PrefixHits(in_pool, expected, in_any_tier)
         return held
 
     def _on_the_way(self, request: RouteRequest) -> dict[Role, dict[int, int]]:
@@ -372,15 +386,17 @@ class Router:
                 found.setdefault(account.role, {})[account.row] = tokens - tokens % info.block_size
         return found
 
-    def _admit(self, forecast: Forecast, scene: Scene, ranking: Ranking, now_s: float) -> Decision | Refusal:
+    def _admit(
+        self, forecast: Forecast, snapshot: RoutingSnapshot, ranking: Ranking, now_s: float
+    ) -> Decision | Refusal:
         """The decision with what is predicted of it, or the refusal of a request whose SLO would be missed."""
-        request = scene.request
+        request = snapshot.request
         decisions: dict[int, Decision] = {}
-        pairs = [ranking.workers(way) for way in ranking.ways]
+        pairs = [ranking.workers(candidate) for candidate in ranking.candidates]
 
         def decision_at(index: int) -> Decision:
             if index not in decisions:
-                decisions[index] = scene.decision(ranking, index)
+                decisions[index] = snapshot.decision(ranking, index)
             return decisions[index]
 
         def predict(index: int) -> Prediction:
@@ -393,9 +409,11 @@ class Router:
         if request.slo is None:
             decision = replace(decision_at(0), forecast=predict(0))
         else:
-            chosen, verdict = choose_way(request.slo, pairs, predict, clears_in_s, _spare(ranking, scene.prefills))
+            chosen, verdict = choose_candidate(
+                request.slo, pairs, predict, clears_in_s, _spare(ranking, snapshot.prefills)
+            )
             if verdict.kind == "refused":
-                return Refusal("slo", why_refused(verdict), verdict.retry_after_s, verdict)
+                return Refusal("slo", refusal_message(verdict), verdict.retry_after_s, verdict)
             decision = replace(decision_at(chosen), forecast=verdict.prediction, verdict=verdict)
         return decision
 
@@ -414,12 +432,12 @@ class Router:
         compute = self._fleet.accounts[decision.prefill or decision.decode or ""]
         return compute, self._fleet.accounts[decision.decode] if decision.decode is not None else None
 
-    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float, *, is_late: bool) -> None:
+    def _reserve(self, request: RouteRequest, decision: Decision, now_s: float, *, is_overdue: bool) -> None:
         compute, decode = self._workers_of(decision)
         size = decode.info.block_size if decode is not None else 1
         held = decision.cached_tokens_decode // size
         compute_tokens = request.num_tokens - decision.cached_tokens_prefill - decision.loaded_tokens_prefill
-        self._deferral.went(compute_tokens, is_late=is_late)
+        self._deferral.went(compute_tokens, is_overdue=is_overdue)
         self._ledger.assign(
             Assignment(
                 request_id=request.request_id,
@@ -432,7 +450,7 @@ class Router:
                 predicted_ttft_s=decision.predicted_ttft_s,
                 tenant=request.tenant,
                 width=request.width,
-                is_late=is_late,
+                is_overdue=is_overdue,
             )
         )
 
@@ -451,13 +469,15 @@ class Router:
         )
 
 
-def _spare(ranking: Ranking, prefills: Side) -> int | None:
+def _spare(ranking: Ranking, prefills: WorkerTable) -> int | None:
     """The best way by a prefill worker that has nothing to do, if another one stays idle beside it; None: there is none."""
     is_idle = prefills.queued_requests == 0
     if np.count_nonzero(is_idle) < 2:
         return None
-    ways = enumerate(ranking.ways)
-    return next((index for index, way in ways if way.prefill is not None and is_idle[way.prefill]), None)
+    candidates = enumerate(ranking.candidates)
+    return next(
+        (index for index, candidate in candidates if candidate.prefill is not None and is_idle[candidate.prefill]), None
+    )
 
 
 def _draw(request_id: str, seed: int) -> float:

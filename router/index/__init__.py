@@ -1,4 +1,4 @@
 """The prefix index over workers: which worker holds which block, fed by KV events.
 
-May import kvrelay, router/decision.
+May import kvrelay, router.
 """

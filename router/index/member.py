@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.bits import anywhere_bit, both_bits
 from kvrelay.router.index.holders import Holders
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.snapshot_ingest import Filling, Sweep
+from kvrelay.router.types import IndexState
 
 REASK_EVERY = 256
 """While a snapshot is awaited, every so many further events it is asked for again."""

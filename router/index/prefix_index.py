@@ -19,7 +19,6 @@ from typing import Literal
 import numpy as np
 
 from kvrelay.native.hash_index import distinct
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
@@ -28,6 +27,7 @@ from kvrelay.router.index.holders import CHUNK, Holders
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.member import REASK_EVERY, Member, Word
 from kvrelay.router.index.snapshot_ingest import SLICE, Filling, Sweep
+from kvrelay.router.types import IndexState
 
 __all__ = ["REASK_EVERY", "Depths", "PrefixIndex"]
 

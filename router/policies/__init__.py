@@ -1,4 +1,4 @@
-"""Routing policies, one class each.
+"""Routing policies, one class each, and the cost model.
 
-May import kvrelay, router/decision.
+May import kvrelay, router.
 """

@@ -1,7 +1,7 @@
 """What every policy sees and what it answers. Pure: no torch, Ray, sockets, clock or random source.
 
 A policy is a function of what it is shown: it keeps nothing between two calls and changes nothing. What seems to need memory is
-in the columns (`turn`: when a worker was last chosen) or drawn from the request (`Ask.draw`), so that a decision can be told
+in the columns (`turn`: when a worker was last chosen) or drawn from the request (`RoutingContext.draw`), so that a decision can be told
 again from its inputs, and the simulator runs the very same code.
 """
 
@@ -11,46 +11,31 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.router.decision.types import RouteRequest, Way
-
-__all__ = [
-    "MAX_WAYS",
-    "Ask",
-    "Bools",
-    "Floats",
-    "Ints",
-    "Options",
-    "OrdersLines",
-    "Policy",
-    "Side",
-    "Way",
-    "any_of",
-    "taken",
-]
+from kvrelay.router.types import Candidate, RouteRequest
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-MAX_WAYS = 16
+MAX_CANDIDATES = 16
 """Ways that a policy lists, best first."""
 
 
 @dataclass(slots=True, eq=False)
-class Side:
+class WorkerTable:
     """The workers of one role that may take a request, as columns: row i is `names[i]`. Not to be written into.
 
     Two are made for each decision; not frozen, since making one of 19 fields then takes ten times as long (1.4 us).
 
-    Token counts of the prompt (`held`, `coming`, `below`) are whole blocks. Speeds are measured ones, else what is assumed of a
+    Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured ones, else what is assumed of a
     worker that has not measured: never 0.
     """
 
     names: tuple[str, ...]
     nodes: Ints  # equal numbers: the same machine
     held: Ints  # of this prompt's tokens, in the worker's pool, for certain
-    coming: Ints  # at least `held`: and with prompts that are on their way there
-    below: Ints  # at least `held`: and with its own lower tiers
+    expected: Ints  # at least `held`: and with prompts that are on their way there
+    in_any_tier: Ints  # at least `held`: and with its own lower tiers
     queued_tokens: Ints  # of prompts, not yet computed
     queued_requests: Ints
     sequences: Ints  # running, waiting or receiving
@@ -60,7 +45,7 @@ class Side:
     block_size: Ints  # tokens
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
-    pace_s: Floats  # between two tokens of a sequence there of late, whatever else its steps computed; at least decode_step_s
+    recent_step_s: Floats  # between two tokens of a sequence there of late, whatever else its steps computed; at least decode_step_s
     kv_bytes_per_s: Floats  # at which KV arrives there from another process of its machine
     kv_bytes_per_token: Ints
     turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
@@ -76,14 +61,19 @@ def any_of(bools: Bools) -> bool:
     return len(bools) > 0 and bool(bools[bools.argmax()])
 
 
-def taken(side: Side, rows: Ints) -> Side:
+def only(column: Ints) -> int | None:
+    """The one value of a column that is stored once; None: it has several, or has them in as many places."""
+    return int(column[0]) if column.strides == (0,) and len(column) else None
+
+
+def select_rows(table: WorkerTable, rows: Ints) -> WorkerTable:
     """Only these rows of it, in that order."""
-    columns = (getattr(side, field.name)[rows] for field in fields(side) if field.name != "names")
-    return Side(tuple(side.names[row] for row in rows), *columns)
+    columns = (getattr(table, field.name)[rows] for field in fields(table) if field.name != "names")
+    return WorkerTable(tuple(table.names[row] for row in rows), *columns)
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingContext:
     """What is the same for every worker. draw: in [0, 1), made of the request's id and the settings' seed."""
 
     request: RouteRequest
@@ -103,7 +93,7 @@ class Policy(Protocol):
     name: ClassVar[str]
     term_names: ClassVar[tuple[str, ...]]
 
-    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+    def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """The best ways, best first, at most MAX_WAYS; empty where there is none.
 
         Where the request forces it (`request.force`), all are local (prefill None) or all remote; where it needs no decode and

@@ -14,7 +14,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Ask, Floats, Options, Side
+from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import (
     DECODE_STREAM,
@@ -56,20 +56,25 @@ class Dynamo(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._options = checked(DynamoOptions, self.name, options)
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        return self._least(ask, (*self._prefill_terms(ask, side), 0.0, 0.0), PREFILL_STREAM)
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self._least(context, (*self._prefill_terms(context, table), 0.0, 0.0), PREFILL_STREAM)
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        return self._least(ask, (0.0, 0.0, *self._decode_terms(ask, side)), DECODE_STREAM)
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self._least(context, (0.0, 0.0, *self._decode_terms(context, table)), DECODE_STREAM)
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self._least(ask, (*self._prefill_terms(ask, side), *self._decode_terms(ask, side)), DECODE_STREAM)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self._least(
+            context, (*self._prefill_terms(context, table), *self._decode_terms(context, table)), DECODE_STREAM
+        )
 
     def _least(
-        self, ask: Ask, terms: tuple[Floats | float, Floats | float, Floats | float, Floats | float], stream: int
+        self,
+        context: RoutingContext,
+        terms: tuple[Floats | float, Floats | float, Floats | float, Floats | float],
+        stream: int,
     ) -> Ranked:
         cost = np.asarray(sum(terms))
-        keys = draws(ask.draw, len(cost), stream)
+        keys = draws(context.draw, len(cost), stream)
         noise: Floats | float = 0.0
         if self._options.temperature:
             gumbel = -np.log(-np.log(unit(keys)))
@@ -77,31 +82,31 @@ class Dynamo(TwoChoices):
         score = cost + noise
         return ranked(best_rows(score, keys), score, (*terms, noise))
 
-    def _prefill_terms(self, ask: Ask, side: Side) -> tuple[Floats, Floats]:
+    def _prefill_terms(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats]:
         """The work there, and what is taken off it for what is cached."""
-        options, num_tokens = self._options, ask.request.num_tokens
-        device = side.coming if options.predicted else side.held
-        host = np.maximum(side.below - device, 0)
-        shared = np.maximum(ask.stored - device, 0)
+        options, num_tokens = self._options, context.request.num_tokens
+        device = table.expected if options.predicted else table.held
+        host = np.maximum(table.in_any_tier - device, 0)
+        shared = np.maximum(context.stored - device, 0)
         credit = (
-            self._credit(side, num_tokens) * device
+            self._credit(table, num_tokens) * device
             + options.host_cache_hit_weight * host
             + options.shared_cache_multiplier * shared
         )
-        work = options.prefill_load_scale * (side.queued_tokens + num_tokens) / side.block_size
-        return work, -np.minimum(work, options.prefill_load_scale * credit / side.block_size)
+        work = options.prefill_load_scale * (table.queued_tokens + num_tokens) / table.block_size
+        return work, -np.minimum(work, options.prefill_load_scale * credit / table.block_size)
 
-    def _credit(self, side: Side, num_tokens: int) -> Floats | float:
+    def _credit(self, table: WorkerTable, num_tokens: int) -> Floats | float:
         """For a cached token; less where the queue is longer than the shortest, if it is to decay."""
         options = self._options
         if not options.credit_decay:
             return options.credit
-        request_blocks = -(-num_tokens // side.block_size)
-        excess = (side.queued_tokens - side.queued_tokens.min()) / side.block_size / request_blocks
+        request_blocks = -(-num_tokens // table.block_size)
+        excess = (table.queued_tokens - table.queued_tokens.min()) / table.block_size / request_blocks
         credit: Floats = options.credit / (1 + options.credit_decay * excess)
         return credit
 
-    def _decode_terms(self, ask: Ask, side: Side) -> tuple[Floats, Floats]:
-        blocks = side.num_blocks - side.free_blocks + ask.request.num_tokens // side.block_size
+    def _decode_terms(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats]:
+        blocks = table.num_blocks - table.free_blocks + context.request.num_tokens // table.block_size
         weight = self._options.decode_active_request_weight
-        return blocks.astype(np.float64), weight * side.sequences.astype(np.float64)
+        return blocks.astype(np.float64), weight * table.sequences.astype(np.float64)

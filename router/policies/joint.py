@@ -19,11 +19,11 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.decision.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel, Rows, targets
-from kvrelay.router.decision.types import TERM_NAMES, TTFT_TERMS, RouteRequest
-from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Options, Side, Way
+from kvrelay.router.policies.base import MAX_CANDIDATES, Floats, Ints, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
+from kvrelay.router.policies.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel, Rows, targets
 from kvrelay.router.policies.shortlist import cheapest, whole_units
+from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6
 """Workers of each role that are paired in full."""
@@ -64,27 +64,27 @@ class Joint:
         chosen = checked(JointOptions, self.name, options).model_dump(exclude_none=True)
         self._model = replace(model or CostModel(), **chosen)
 
-    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+    def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """See base.Policy."""
-        scene = _Scene(ask, prefills, decodes, self._model)
-        may_send = len(prefills) > 0 and ask.request.force != "local"
-        if may_send and not ask.request.needs_decode:
-            return _listed(scene, scene.prefill_only())
+        scorer = _JointScorer(context, prefills, decodes, self._model)
+        may_send = len(prefills) > 0 and context.request.force != "local"
+        if may_send and not context.request.needs_decode:
+            return _listed(scorer, scorer.prefill_only())
         if not len(decodes):
             return []
-        ways = []
+        candidates = []
         if may_send:
-            ways.append(scene.pairs())
-        if ask.request.force != "remote":
-            ways.append(scene.local())
-        return _listed(scene, _Ways.join(ways)) if ways else []
+            candidates.append(scorer.pairs())
+        if context.request.force != "remote":
+            candidates.append(scorer.local())
+        return _listed(scorer, _CandidateColumns.join(candidates)) if candidates else []
 
     def wanted(self, request: RouteRequest) -> tuple[float, float]:
         """See base.OrdersLines."""
         return targets(request, self._model)
 
 
-class _Ways:
+class _CandidateColumns:
     """Ways as columns: who computes the prompt (by number, see CommonCost), the row of who decodes (NONE: nobody), [terms, ways]."""
 
     __slots__ = ("computing", "decode", "parts")
@@ -93,46 +93,46 @@ class _Ways:
         self.computing, self.decode, self.parts = computing, decode, parts
 
     @classmethod
-    def join(cls, several: list["_Ways"]) -> "_Ways":
+    def join(cls, several: list["_CandidateColumns"]) -> "_CandidateColumns":
         if len(several) == 1:
             return several[0]
         return cls(
-            np.concatenate([ways.computing for ways in several]),
-            np.concatenate([ways.decode for ways in several]),
-            np.concatenate([ways.parts for ways in several], axis=1),
+            np.concatenate([candidates.computing for candidates in several]),
+            np.concatenate([candidates.decode for candidates in several]),
+            np.concatenate([candidates.parts for candidates in several], axis=1),
         )
 
 
-class _Scene:
+class _JointScorer:
     """One request before all workers."""
 
-    def __init__(self, ask: Ask, prefills: Side, decodes: Side, model: CostModel) -> None:
-        self.ask, self.model = ask, model
-        self.cost = CommonCost(ask, prefills, decodes, model, num_more=len(OWN_TERMS))
+    def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
+        self.context, self.model = context, model
+        self.cost = CommonCost(context, prefills, decodes, model, num_more=len(OWN_TERMS))
         self.prefills, self.decodes = prefills, decodes
         self._spreads: Floats | None = None
 
-    def prefill_only(self) -> _Ways:
+    def prefill_only(self) -> _CandidateColumns:
         rows = self._senders()
-        return _Ways(rows, np.full(len(rows), NONE), self.cost.prefill_only(rows))
+        return _CandidateColumns(rows, np.full(len(rows), NONE), self.cost.prefill_only(rows))
 
-    def pairs(self) -> _Ways:
+    def pairs(self) -> _CandidateColumns:
         """The cheapest of each role, each with each; not with decode workers that need nobody."""
         senders, targets = self._senders(), self._targets()
-        if self.ask.request.force != "remote" and self.cost.has_near:
+        if self.context.request.force != "remote" and self.cost.has_near:
             targets = targets[~self.cost.is_near[targets]]
         first, second = _crossed(len(senders), len(targets))
         computing, decode = senders[first], targets[second]
-        return _Ways(computing, decode, self.cost.pairs(computing, decode))
+        return _CandidateColumns(computing, decode, self.cost.pairs(computing, decode))
 
-    def local(self) -> _Ways:
+    def local(self) -> _CandidateColumns:
         """The cheapest decode workers that compute the prompt themselves."""
         rows, parts = np.arange(len(self.decodes)), self.cost.local()
         if len(rows) > SHORTLIST:
             score = np.add.reduce(self.judged(parts, self.cost.decode_numbers, slice(0, len(rows))), axis=0)
             rows = cheapest(score, self.decodes.turn, SHORTLIST)
             parts = parts[:, rows]
-        return _Ways(rows + self.cost.num_prefills, rows, parts)
+        return _CandidateColumns(rows + self.cost.num_prefills, rows, parts)
 
     def _senders(self) -> Ints:
         if len(self.prefills) <= SHORTLIST:
@@ -142,32 +142,32 @@ class _Scene:
         return cheapest(score, self.prefills.turn, SHORTLIST)
 
     def _targets(self) -> Ints:
-        side, cost = self.decodes, self.cost
-        if len(side) <= SHORTLIST:
-            return np.arange(len(side))
-        late = chance_of_missing(side.pace_s / cost.tpot_s)
+        table, cost = self.decodes, self.cost
+        if len(table) <= SHORTLIST:
+            return np.arange(len(table))
+        late = chance_of_missing(table.recent_step_s / cost.tpot_s)
         score = (
             np.add.reduce(cost.decode, axis=0)
             + self.model.unhidden_share * cost.arriving_s
             + self.model.missed_s * late
         )
-        return cheapest(score, side.turn, SHORTLIST)
+        return cheapest(score, table.turn, SHORTLIST)
 
     def judged(self, parts: Floats, computing: Rows, decode: Rows | None) -> Floats:
         """The common terms of some ways, with ours written below them. `computing`: by number, see CommonCost."""
-        ask, cost = self.ask, self.cost
+        context, cost = self.context, self.cost
         share = parts[_TTFT[0]] + parts[_TTFT[1]]
         for term in _TTFT[2:]:
             share += parts[term]
         share *= 1.0 / cost.ttft_s
         if decode is not None:
-            share = np.maximum(share, self.decodes.pace_s[decode] * (1.0 / cost.tpot_s))
+            share = np.maximum(share, self.decodes.recent_step_s[decode] * (1.0 / cost.tpot_s))
         np.multiply(chance_of_missing(share), self.model.missed_s, out=parts[MISS])
-        if ask.arrivals_per_s:
+        if context.arrivals_per_s:
             self._replicate(parts, computing)
-        if ask.excess:
-            np.multiply(parts[PRESSURE] + parts[STALL], min(ask.excess, MAX_EXCESS), out=parts[TENANT])
-        if ask.others:
+        if context.excess:
+            np.multiply(parts[PRESSURE] + parts[STALL], min(context.excess, MAX_EXCESS), out=parts[TENANT])
+        if context.others:
             parts[SPREAD] = self._spread()[computing]
         return parts
 
@@ -177,9 +177,9 @@ class _Scene:
         Prompts that begin like this one keep `load` workers busy; as far as those are more than hold the prefix, others will have
         to compute it anyway, and the sooner the better.
         """
-        work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.ask.request.num_tokens
+        work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.context.request.num_tokens
         least = int(uncached.argmin())
-        load = self.ask.arrivals_per_s * float(work[least])
+        load = self.context.arrivals_per_s * float(work[least])
         if load <= 1.0:
             return
         most_held = num_tokens - int(uncached[least])
@@ -195,8 +195,8 @@ class _Scene:
         """By number, at most the work that other routers can have sent since the worker's last report: a second each second, of all."""
         if self._spreads is None:
             age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))
-            drawn = (self.ask.draw + np.arange(1, len(age_s) + 1) * _GOLDEN) % 1.0
-            self._spreads = self.ask.others * np.minimum(age_s, FRESH_S) * drawn
+            drawn = (self.context.draw + np.arange(1, len(age_s) + 1) * _GOLDEN) % 1.0
+            self._spreads = self.context.others * np.minimum(age_s, FRESH_S) * drawn
         return self._spreads
 
 
@@ -214,18 +214,18 @@ def chance_of_missing(share: Floats) -> Floats:
     return np.minimum(chance, 1.0, out=chance)
 
 
-def _listed(scene: _Scene, ways: _Ways) -> list[Way]:
+def _listed(scorer: _JointScorer, candidates: _CandidateColumns) -> list[Candidate]:
     """The best of them in order."""
-    computing, decode, num_prefills = ways.computing, ways.decode, scene.cost.num_prefills
+    computing, decode, num_prefills = candidates.computing, candidates.decode, scorer.cost.num_prefills
     has_decode = len(decode) > 0 and decode[0] != NONE  # then all have
     prefill = np.where(computing < num_prefills, computing, NONE)
-    judged = scene.judged(ways.parts, computing, decode if has_decode else None)
+    judged = scorer.judged(candidates.parts, computing, decode if has_decode else None)
     scores = np.add.reduce(judged, axis=0)
-    source_turn = np.concatenate((scene.prefills.turn, scene.decodes.turn))[computing]
-    target_turn = scene.decodes.turn[decode] if has_decode else decode
+    source_turn = np.concatenate((scorer.prefills.turn, scorer.decodes.turn))[computing]
+    target_turn = scorer.decodes.turn[decode] if has_decode else decode
     keys = (decode, prefill, target_turn, source_turn, whole_units(scores))
-    order = np.lexsort(keys)[:MAX_WAYS]
+    order = np.lexsort(keys)[:MAX_CANDIDATES]
     prefills = [None if row == NONE else row for row in prefill[order].tolist()]
     decodes = [None if row == NONE else row for row in decode[order].tolist()]
     parts = map(tuple, judged[:, order].T.tolist())
-    return list(map(Way, prefills, decodes, scores[order].tolist(), parts))
+    return list(map(Candidate, prefills, decodes, scores[order].tolist(), parts))

@@ -7,7 +7,7 @@ router mode `least-loaded`: the fewest requests in both pools (`by: requests`).
 
 from typing import ClassVar, Literal
 
-from kvrelay.router.policies.base import Ask, Options, Side
+from kvrelay.router.policies.base import Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked
 
@@ -27,12 +27,12 @@ class LeastLoaded(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._by = checked(LeastLoadedOptions, self.name, options).by
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        load = side.queued_tokens if self._by == "tokens" else side.sequences
-        return ranked(best_rows(load, side.turn), load, (load, 0.0))
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        load = table.queued_tokens if self._by == "tokens" else table.sequences
+        return ranked(best_rows(load, table.turn), load, (load, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        return ranked(best_rows(side.sequences, side.turn), side.sequences, (0.0, side.sequences))
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return ranked(best_rows(table.sequences, table.turn), table.sequences, (0.0, table.sequences))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.decode(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.decode(context, table)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Options, Side, Way
+from kvrelay.router.policies.base import MAX_CANDIDATES, Floats, Ints, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import (
     DECODE_STREAM,
@@ -25,10 +25,11 @@ from kvrelay.router.policies.picking import (
     best_rows,
     draws,
     is_local,
-    local_ways,
+    local_candidates,
     prefill_only,
     ranked,
 )
+from kvrelay.router.types import Candidate
 
 
 class LlmDOptions(Checked):
@@ -58,61 +59,65 @@ class LlmD:
     def __init__(self, options: Options) -> None:
         self._options = checked(LlmDOptions, self.name, options)
 
-    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+    def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """See base.Policy."""
-        if is_local(ask, prefills):
-            return local_ways(self._decode(ask, decodes)) if len(decodes) else []
-        if not len(prefills) or (ask.request.needs_decode and not len(decodes)):
+        if is_local(context, prefills):
+            return local_candidates(self._decode(context, decodes)) if len(decodes) else []
+        if not len(prefills) or (context.request.needs_decode and not len(decodes)):
             return []
-        if not ask.request.needs_decode:
-            return prefill_only(self._prefill(ask, prefills))
-        return self._staged(ask, self._prefill(ask, prefills), self._decode(ask, decodes), decodes)
+        if not context.request.needs_decode:
+            return prefill_only(self._prefill(context, prefills))
+        return self._staged(context, self._prefill(context, prefills), self._decode(context, decodes), decodes)
 
-    def _staged(self, ask: Ask, prefill: Ranked, decode: Ranked, decodes: Side) -> list[Way]:
+    def _staged(
+        self, context: RoutingContext, prefill: Ranked, decode: Ranked, decodes: WorkerTable
+    ) -> list[Candidate]:
         """Of each decode worker in turn: local, or with each of the best prefill workers."""
-        is_remote = np.full(len(decodes), True) if ask.request.force == "remote" else self._is_remote(ask, decodes)
-        each = max(EACH, MAX_WAYS // len(decode.rows))
-        ways = []
-        for own in local_ways(decode):
+        is_remote = (
+            np.full(len(decodes), True) if context.request.force == "remote" else self._is_remote(context, decodes)
+        )
+        each = max(EACH, MAX_CANDIDATES // len(decode.rows))
+        candidates = []
+        for own in local_candidates(decode):
             if not is_remote[own.decode]:
-                ways.append(own)
+                candidates.append(own)
                 continue
             for row, parts in zip(prefill.rows[:each], prefill.parts[:each], strict=True):
                 both = np.add(parts, own.parts).tolist()
-                ways.append(own._replace(prefill=row, parts=tuple(both)))
-        return ways[:MAX_WAYS]
+                candidates.append(own._replace(prefill=row, parts=tuple(both)))
+        return candidates[:MAX_CANDIDATES]
 
-    def _is_remote(self, ask: Ask, side: Side) -> NDArray[np.bool_]:
+    def _is_remote(self, context: RoutingContext, table: WorkerTable) -> NDArray[np.bool_]:
         """Of each decode worker: whether a prefill worker computes the prompt for it."""
         least = self._options.non_cached_tokens
-        lacking = ask.request.num_tokens - self._matched_blocks(ask, side) * side.block_size
+        lacking = context.request.num_tokens - self._matched_blocks(context, table) * table.block_size
         return (lacking >= least) & (least > 0)
 
-    def _decode(self, ask: Ask, side: Side) -> Ranked:
-        short = self._short(ask, side)
+    def _decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        short = self._short(context, table)
         score = short[0] + short[1] + short[2]
-        rows = best_rows(score, draws(ask.draw, len(side), DECODE_STREAM))
+        rows = best_rows(score, draws(context.draw, len(table), DECODE_STREAM))
         return ranked(rows, score, (*short, 0.0, 0.0, 0.0))
 
-    def _prefill(self, ask: Ask, side: Side) -> Ranked:
-        short = self._short(ask, side)
+    def _prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        short = self._short(context, table)
         score = short[0] + short[1] + short[2]
-        rows = best_rows(score, draws(ask.draw, len(side), PREFILL_STREAM))
+        rows = best_rows(score, draws(context.draw, len(table), PREFILL_STREAM))
         return ranked(rows, score, (0.0, 0.0, 0.0, *short))
 
-    def _short(self, ask: Ask, side: Side) -> tuple[Floats, Floats, Floats]:
+    def _short(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
         """What each worker falls short of the best by: prefix, queue and memory, weighted."""
         options = self._options
-        blocks = -(-ask.request.num_tokens // side.block_size)
+        blocks = -(-context.request.num_tokens // table.block_size)
         total = blocks if options.precise else np.minimum(blocks, options.max_prefix_blocks)
-        line = side.waiting - side.waiting.min()
+        line = table.waiting - table.waiting.min()
         return (
-            options.prefix_weight * (1 - self._matched_blocks(ask, side) / total),
+            options.prefix_weight * (1 - self._matched_blocks(context, table) / total),
             options.queue_weight * line / max(int(line.max()), 1),
-            options.kv_utilization_weight * (1 - side.free_blocks / side.num_blocks),
+            options.kv_utilization_weight * (1 - table.free_blocks / table.num_blocks),
         )
 
-    def _matched_blocks(self, ask: Ask, side: Side) -> Ints:
+    def _matched_blocks(self, context: RoutingContext, table: WorkerTable) -> Ints:
         """Of the prompt's, as this setting of llm-d would know them."""
-        matched: Ints = (side.held if self._options.precise else side.coming) // side.block_size
+        matched: Ints = (table.held if self._options.precise else table.expected) // table.block_size
         return matched if self._options.precise else np.minimum(matched, self._options.max_prefix_blocks)

@@ -14,9 +14,10 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Ask, Floats, Options, Side, Way
+from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked, uncached
+from kvrelay.router.types import Candidate
 
 
 class MooncakeOptions(Checked):
@@ -37,48 +38,48 @@ class Mooncake(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._options = checked(MooncakeOptions, self.name, options)
 
-    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+    def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """See base.Policy. Empty, too, where the chosen way is predicted to miss a limit."""
-        ways = super().rank(ask, prefills, decodes)
-        return [] if ways and self._is_late(ways[0], decodes) else ways
+        candidates = super().rank(context, prefills, decodes)
+        return [] if candidates and self._is_overdue(candidates[0], decodes) else candidates
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        terms = self._ttft_terms(ask, side)
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        terms = self._ttft_terms(context, table)
         ttft = terms[0] + terms[1] + terms[2]
-        return ranked(best_rows(ttft, side.turn), ttft, (*terms, 0.0))
+        return ranked(best_rows(ttft, table.turn), ttft, (*terms, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        share = _share(ask, side)
-        return ranked(best_rows(share, side.turn), share, (0.0, 0.0, 0.0, share))
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        share = _share(context, table)
+        return ranked(best_rows(share, table.turn), share, (0.0, 0.0, 0.0, share))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        terms, share = self._ttft_terms(ask, side), _share(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        terms, share = self._ttft_terms(context, table), _share(context, table)
         score = terms[0] + terms[1] + terms[2] + share
-        return ranked(best_rows(score, side.turn), score, (*terms, share))
+        return ranked(best_rows(score, table.turn), score, (*terms, share))
 
-    def _ttft_terms(self, ask: Ask, side: Side) -> tuple[Floats, Floats, Floats]:
+    def _ttft_terms(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
         """Seconds: to fetch what others have more of, in the queue, to compute the rest."""
-        own = side.below
-        longest = max(int(own.max()), ask.stored)
+        own = table.in_any_tier
+        longest = max(int(own.max()), context.stored)
         is_fetched = own < longest / self._options.balancing_threshold
         prefix = np.where(is_fetched, longest, own)
-        holders = side.nodes[own == longest]
-        share = np.where(np.isin(side.nodes, holders), 1.0, self._options.other_node_share)
-        transfer_s = (prefix - own) * side.kv_bytes_per_token / (side.kv_bytes_per_s * share)
-        rate = side.prefill_tokens_per_s
-        return transfer_s, side.queued_tokens / rate, uncached(ask, side, prefix) / rate
+        holders = table.nodes[own == longest]
+        share = np.where(np.isin(table.nodes, holders), 1.0, self._options.other_node_share)
+        transfer_s = (prefix - own) * table.kv_bytes_per_token / (table.kv_bytes_per_s * share)
+        rate = table.prefill_tokens_per_s
+        return transfer_s, table.queued_tokens / rate, uncached(context, table, prefix) / rate
 
-    def _is_late(self, way: Way, decodes: Side) -> bool:
+    def _is_overdue(self, candidate: Candidate, decodes: WorkerTable) -> bool:
         options = self._options
-        if options.ttft_slo_s is not None and sum(way.parts[:3]) > options.ttft_slo_s:
+        if options.ttft_slo_s is not None and sum(candidate.parts[:3]) > options.ttft_slo_s:
             return True
-        if options.tbt_slo_s is None or way.decode is None:
+        if options.tbt_slo_s is None or candidate.decode is None:
             return False
-        return bool(decodes.decode_step_s[way.decode] > options.tbt_slo_s)
+        return bool(decodes.decode_step_s[candidate.decode] > options.tbt_slo_s)
 
 
-def _share(ask: Ask, side: Side) -> Floats:
+def _share(context: RoutingContext, table: WorkerTable) -> Floats:
     """Of the pool's blocks, in use when the prompt is there; above 1: it does not fit now."""
-    needed = -(-ask.request.num_tokens // side.block_size)
-    share: Floats = (side.num_blocks - side.free_blocks + needed) / side.num_blocks
+    needed = -(-context.request.num_tokens // table.block_size)
+    share: Floats = (table.num_blocks - table.free_blocks + needed) / table.num_blocks
     return share

@@ -10,7 +10,8 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.router.policies.base import MAX_WAYS, Ask, Floats, Ints, Side, Way
+from kvrelay.router.policies.base import MAX_CANDIDATES, Floats, Ints, RoutingContext, WorkerTable
+from kvrelay.router.types import Candidate
 
 Words = NDArray[np.uint64]
 Column = Floats | Ints | Words
@@ -47,11 +48,11 @@ def unit(words: Words) -> Floats:
 
 def best_rows(score: Column, tie: Column) -> Ints:
     """Rows of the least scores, least first, at most MAX_WAYS; equal ones by `tie`, then by row."""
-    if len(score) <= MAX_WAYS:
+    if len(score) <= MAX_CANDIDATES:
         return np.lexsort((tie, score))
-    bound = np.partition(score, MAX_WAYS - 1)[MAX_WAYS - 1]
+    bound = np.partition(score, MAX_CANDIDATES - 1)[MAX_CANDIDATES - 1]
     sure, equal = np.flatnonzero(score < bound), np.flatnonzero(score == bound)
-    room = MAX_WAYS - len(sure)
+    room = MAX_CANDIDATES - len(sure)
     if len(equal) > room:
         equal = equal[np.argpartition(tie[equal], room - 1)[:room]]
     rows = np.sort(np.concatenate((sure, equal)))
@@ -74,35 +75,35 @@ def ranked(rows: Ints, score: Column, columns: Sequence[Column | float]) -> Rank
     return Ranked(rows.tolist(), score[rows].astype(np.float64), parts)
 
 
-def pairs(prefill: Ranked, decode: Ranked) -> list[Way]:
+def pairs(prefill: Ranked, decode: Ranked) -> list[Candidate]:
     """Each of the best prefill workers with each of the best decode workers, by the sum of their scores."""
-    num_decodes = min(len(decode.rows), max(EACH, MAX_WAYS // len(prefill.rows)))
-    num_prefills = min(len(prefill.rows), max(EACH, MAX_WAYS // num_decodes))
+    num_decodes = min(len(decode.rows), max(EACH, MAX_CANDIDATES // len(prefill.rows)))
+    num_prefills = min(len(prefill.rows), max(EACH, MAX_CANDIDATES // num_decodes))
     total = np.add.outer(prefill.scores[:num_prefills], decode.scores[:num_decodes]).ravel()
-    ways = []
-    for place in np.argsort(total, kind="stable")[:MAX_WAYS].tolist():
+    candidates = []
+    for place in np.argsort(total, kind="stable")[:MAX_CANDIDATES].tolist():
         p, d = divmod(place, num_decodes)
         parts = tuple((prefill.parts[p] + decode.parts[d]).tolist())
-        ways.append(Way(prefill.rows[p], decode.rows[d], float(total[place]), parts))
-    return ways
+        candidates.append(Candidate(prefill.rows[p], decode.rows[d], float(total[place]), parts))
+    return candidates
 
 
-def local_ways(decode: Ranked) -> list[Way]:
+def local_candidates(decode: Ranked) -> list[Candidate]:
     """The prompt computed by the decode worker itself."""
     listed = zip(decode.rows, decode.scores.tolist(), decode.parts.tolist(), strict=True)
-    return [Way(None, row, score, tuple(parts)) for row, score, parts in listed]
+    return [Candidate(None, row, score, tuple(parts)) for row, score, parts in listed]
 
 
-def prefill_only(prefill: Ranked) -> list[Way]:
+def prefill_only(prefill: Ranked) -> list[Candidate]:
     """One token is all that is wanted."""
     listed = zip(prefill.rows, prefill.scores.tolist(), prefill.parts.tolist(), strict=True)
-    return [Way(row, None, score, tuple(parts)) for row, score, parts in listed]
+    return [Candidate(row, None, score, tuple(parts)) for row, score, parts in listed]
 
 
-def uncached(ask: Ask, side: Side, cached: Ints) -> Ints:
+def uncached(context: RoutingContext, table: WorkerTable, cached: Ints) -> Ints:
     """Tokens that each worker would compute: at least the last one, whose logits give the first output token."""
-    num_tokens = ask.request.num_tokens
-    usable = (num_tokens - 1) // side.block_size * side.block_size
+    num_tokens = context.request.num_tokens
+    usable = (num_tokens - 1) // table.block_size * table.block_size
     computed: Ints = num_tokens - np.minimum(cached, usable)
     return computed
 
@@ -114,28 +115,28 @@ class TwoChoices(ABC):
     term_names: ClassVar[tuple[str, ...]]
 
     @abstractmethod
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        """Who computes the prompt and hands it over. `side` is not empty."""
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        """Who computes the prompt and hands it over. `table` is not empty."""
 
     @abstractmethod
-    def decode(self, ask: Ask, side: Side) -> Ranked:
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
         """Who decodes what another has computed."""
 
     @abstractmethod
-    def alone(self, ask: Ask, side: Side) -> Ranked:
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
         """Which decode worker does both."""
 
-    def rank(self, ask: Ask, prefills: Side, decodes: Side) -> list[Way]:
+    def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """See base.Policy."""
-        if is_local(ask, prefills):
-            return local_ways(self.alone(ask, decodes)) if len(decodes) else []
-        if not len(prefills) or (ask.request.needs_decode and not len(decodes)):
+        if is_local(context, prefills):
+            return local_candidates(self.alone(context, decodes)) if len(decodes) else []
+        if not len(prefills) or (context.request.needs_decode and not len(decodes)):
             return []
-        if not ask.request.needs_decode:
-            return prefill_only(self.prefill(ask, prefills))
-        return pairs(self.prefill(ask, prefills), self.decode(ask, decodes))
+        if not context.request.needs_decode:
+            return prefill_only(self.prefill(context, prefills))
+        return pairs(self.prefill(context, prefills), self.decode(context, decodes))
 
 
-def is_local(ask: Ask, prefills: Side) -> bool:
+def is_local(context: RoutingContext, prefills: WorkerTable) -> bool:
     """Whether nothing else is asked for, or possible."""
-    return ask.request.force == "local" or (not len(prefills) and ask.request.force != "remote")
+    return context.request.force == "local" or (not len(prefills) and context.request.force != "remote")

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 
-from kvrelay.router.policies.base import Ask, Floats, Ints, Options, Side
+from kvrelay.router.policies.base import Floats, Ints, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import (
     DECODE_STREAM,
@@ -36,24 +36,24 @@ class PowerOfTwo(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._by = checked(PowerOfTwoOptions, self.name, options).by
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        load = side.queued_tokens if self._by == "tokens" else side.sequences
-        rows = two_by_two(ask, load, PREFILL_STREAM)
-        place = places(rows, len(side))
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        load = table.queued_tokens if self._by == "tokens" else table.sequences
+        rows = two_by_two(context, load, PREFILL_STREAM)
+        place = places(rows, len(table))
         return ranked(rows, place, (place, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        rows = two_by_two(ask, side.sequences, DECODE_STREAM)
-        place = places(rows, len(side))
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        rows = two_by_two(context, table.sequences, DECODE_STREAM)
+        place = places(rows, len(table))
         return ranked(rows, place, (0.0, place))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.decode(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.decode(context, table)
 
 
-def two_by_two(ask: Ask, load: Ints, stream: int) -> Ints:
+def two_by_two(context: RoutingContext, load: Ints, stream: int) -> Ints:
     """Rows in an order of chance, of each two the less loaded first."""
-    keys = draws(ask.draw, len(load), stream)
+    keys = draws(context.draw, len(load), stream)
     rows = best_rows(keys, keys)
     whole = len(rows) // 2 * 2
     first, second = rows[:whole:2], rows[1:whole:2]

@@ -3,14 +3,14 @@
 Source: Ray 2.60, llm/_internal/serve/routing_policies/prefix_aware/prefix_aware_router.py, its defaults: load is always even enough
 (no threshold); a match of less than 10 % is none, and then the replica with the smallest part of the prefix tree is taken. Prefill
 and decode are deployments with a router each, so the rule holds for both. Ray's tree holds the text of all prompts that this router
-has sent anywhere; here the index answers (`Side.coming`).
+has sent anywhere; here the index answers (`WorkerTable.coming`).
 """
 
 from typing import ClassVar
 
 from pydantic import Field
 
-from kvrelay.router.policies.base import Ask, Floats, Ints, Options, Side
+from kvrelay.router.policies.base import Floats, Ints, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import DECODE_STREAM, PREFILL_STREAM, Ranked, TwoChoices, best_rows, ranked
 from kvrelay.router.policies.power_of_two import places, two_by_two
@@ -32,28 +32,28 @@ class PrefixAffinity(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._options = checked(PrefixAffinityOptions, self.name, options)
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        rows, score = self._order(ask, side, PREFILL_STREAM)
-        return ranked(rows, score, (_matched(ask, side), side.sequences, 0.0, 0.0))
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        rows, score = self._order(context, table, PREFILL_STREAM)
+        return ranked(rows, score, (_matched(context, table), table.sequences, 0.0, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        rows, score = self._order(ask, side, DECODE_STREAM)
-        return ranked(rows, score, (0.0, 0.0, _matched(ask, side), side.sequences))
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        rows, score = self._order(context, table, DECODE_STREAM)
+        return ranked(rows, score, (0.0, 0.0, _matched(context, table), table.sequences))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.decode(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.decode(context, table)
 
-    def _order(self, ask: Ask, side: Side, stream: int) -> tuple[Ints, Floats | Ints]:
+    def _order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Floats | Ints]:
         """The best rows, best first, and what ordered them: place by chance, minus the share matched, or the last turn."""
-        load = side.sequences
+        load = table.sequences
         if load.max() - load.min() > self._options.imbalanced_threshold:
-            rows = two_by_two(ask, load, stream)
-            return rows, places(rows, len(side))
-        matched = _matched(ask, side)
+            rows = two_by_two(context, load, stream)
+            return rows, places(rows, len(table))
+        matched = _matched(context, table)
         if matched.max() < self._options.match_rate_threshold:
-            return best_rows(side.turn, load), side.turn
+            return best_rows(table.turn, load), table.turn
         return best_rows(-matched, load), -matched
 
 
-def _matched(ask: Ask, side: Side) -> Floats:
-    return side.coming / ask.request.num_tokens
+def _matched(context: RoutingContext, table: WorkerTable) -> Floats:
+    return table.expected / context.request.num_tokens

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from kvrelay.router.policies.base import Ask, Floats, Options, Side
+from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked, uncached
 
@@ -28,17 +28,17 @@ class QueuePlusPrefill(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._weight = checked(QueuePlusPrefillOptions, self.name, options).weight
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        queue_s, own_s = self._seconds(ask, side)
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        queue_s, own_s = self._seconds(context, table)
         score = queue_s + own_s
-        return ranked(best_rows(score, side.turn), score, (queue_s, own_s, 0.0))
+        return ranked(best_rows(score, table.turn), score, (queue_s, own_s, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        return ranked(best_rows(side.sequences, side.turn), side.sequences, (0.0, 0.0, side.sequences))
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return ranked(best_rows(table.sequences, table.turn), table.sequences, (0.0, 0.0, table.sequences))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.prefill(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.prefill(context, table)
 
-    def _seconds(self, ask: Ask, side: Side) -> tuple[Floats, Floats]:
-        rate = side.prefill_tokens_per_s
-        return side.queued_tokens / rate, self._weight * uncached(ask, side, side.coming) / rate
+    def _seconds(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats]:
+        rate = table.prefill_tokens_per_s
+        return table.queued_tokens / rate, self._weight * uncached(context, table, table.expected) / rate

@@ -5,7 +5,7 @@ Source: what every load balancer has; Dynamo's router mode `random` and SGLang's
 
 from typing import ClassVar
 
-from kvrelay.router.policies.base import Ask, Options, Side
+from kvrelay.router.policies.base import Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import (
     DECODE_STREAM,
@@ -28,15 +28,15 @@ class RandomChoice(TwoChoices):
     def __init__(self, options: Options) -> None:
         checked(Checked, self.name, options)
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        keys = draws(ask.draw, len(side), PREFILL_STREAM)
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        keys = draws(context.draw, len(table), PREFILL_STREAM)
         drawn = unit(keys)
         return ranked(best_rows(drawn, keys), drawn, (drawn, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        keys = draws(ask.draw, len(side), DECODE_STREAM)
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        keys = draws(context.draw, len(table), DECODE_STREAM)
         drawn = unit(keys)
         return ranked(best_rows(drawn, keys), drawn, (0.0, drawn))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.decode(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.decode(context, table)

@@ -5,8 +5,8 @@ from difflib import get_close_matches
 
 from kvrelay.config import RouterSettings
 from kvrelay.errors import ConfigError
-from kvrelay.router.decision.cost import CostModel
 from kvrelay.router.policies.base import Options, Policy
+from kvrelay.router.policies.cost import CostModel
 from kvrelay.router.policies.dynamo import Dynamo
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.least_loaded import LeastLoaded

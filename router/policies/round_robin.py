@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvrelay.router.policies.base import Ask, Options, Side
+from kvrelay.router.policies.base import Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked
 
@@ -22,11 +22,11 @@ class RoundRobin(TwoChoices):
     def __init__(self, options: Options) -> None:
         checked(Checked, self.name, options)
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        return ranked(best_rows(side.turn, np.arange(len(side))), side.turn, (side.turn, 0.0))
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return ranked(best_rows(table.turn, np.arange(len(table))), table.turn, (table.turn, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        return ranked(best_rows(side.turn, np.arange(len(side))), side.turn, (0.0, side.turn))
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return ranked(best_rows(table.turn, np.arange(len(table))), table.turn, (0.0, table.turn))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.decode(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.decode(context, table)

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from kvrelay.router.policies.base import Ask, Options, Side
+from kvrelay.router.policies.base import Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import Ranked, TwoChoices, Words, best_rows, mixed, ranked, unit
 
@@ -26,23 +26,23 @@ class Session(TwoChoices):
     def __init__(self, options: Options) -> None:
         checked(Checked, self.name, options)
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        words = _words(ask, side)
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        words = _words(context, table)
         distance = unit(words)
         return ranked(best_rows(distance, words), distance, (distance, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
-        words = _words(ask, side)
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        words = _words(context, table)
         distance = unit(words)
         return ranked(best_rows(distance, words), distance, (0.0, distance))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        return self.decode(ask, side)
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        return self.decode(context, table)
 
 
-def _words(ask: Ask, side: Side) -> Words:
-    key = np.uint64(_hashed("session:" + (ask.request.session or ask.request.request_id)))
-    names = np.fromiter(map(_hashed_name, side.names), np.uint64, len(side))
+def _words(context: RoutingContext, table: WorkerTable) -> Words:
+    key = np.uint64(_hashed("session:" + (context.request.session or context.request.request_id)))
+    names = np.fromiter(map(_hashed_name, table.names), np.uint64, len(table))
     return mixed(names ^ key)
 
 

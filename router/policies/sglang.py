@@ -3,7 +3,7 @@
 Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its launcher: load is
 uneven when the most loaded worker has over 64 requests more than the least loaded one, and over 1.5 times as many; a match counts
 above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs) both are chosen by the same policy unless
-told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`Side.coming`).
+told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`WorkerTable.coming`).
 """
 
 from typing import ClassVar, Literal
@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import Ask, Floats, Ints, Options, Side
+from kvrelay.router.policies.base import Floats, Ints, Options, RoutingContext, WorkerTable
 from kvrelay.router.policies.checked import Checked, checked
 from kvrelay.router.policies.picking import DECODE_STREAM, Ranked, TwoChoices, best_rows, ranked
 from kvrelay.router.policies.power_of_two import places, two_by_two
@@ -35,26 +35,26 @@ class Sglang(TwoChoices):
     def __init__(self, options: Options) -> None:
         self._options = checked(SglangOptions, self.name, options)
 
-    def prefill(self, ask: Ask, side: Side) -> Ranked:
-        rows, score = self._cache_aware(ask, side)
-        return ranked(rows, score, (_matched(ask, side), side.sequences, 0.0, 0.0))
+    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        rows, score = self._cache_aware(context, table)
+        return ranked(rows, score, (_matched(context, table), table.sequences, 0.0, 0.0))
 
-    def decode(self, ask: Ask, side: Side) -> Ranked:
+    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
         if self._options.decode == "cache_aware":
-            return self.alone(ask, side)
-        rows = two_by_two(ask, side.sequences, DECODE_STREAM)
-        return ranked(rows, places(rows, len(side)), (0.0, 0.0, _matched(ask, side), side.sequences))
+            return self.alone(context, table)
+        rows = two_by_two(context, table.sequences, DECODE_STREAM)
+        return ranked(rows, places(rows, len(table)), (0.0, 0.0, _matched(context, table), table.sequences))
 
-    def alone(self, ask: Ask, side: Side) -> Ranked:
-        rows, score = self._cache_aware(ask, side)
-        return ranked(rows, score, (0.0, 0.0, _matched(ask, side), side.sequences))
+    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+        rows, score = self._cache_aware(context, table)
+        return ranked(rows, score, (0.0, 0.0, _matched(context, table), table.sequences))
 
-    def _cache_aware(self, ask: Ask, side: Side) -> tuple[Ints, Floats | Ints]:
+    def _cache_aware(self, context: RoutingContext, table: WorkerTable) -> tuple[Ints, Floats | Ints]:
         """The best rows, best first, and what ordered them: requests (equal ones in turn), or minus the share matched."""
-        load, matched = side.sequences, _matched(ask, side)
+        load, matched = table.sequences, _matched(context, table)
         if self._is_uneven(load) or matched.max() <= self._options.cache_threshold:
-            return best_rows(load, side.turn), load
-        return best_rows(-matched, np.arange(len(side))), -matched
+            return best_rows(load, table.turn), load
+        return best_rows(-matched, np.arange(len(table))), -matched
 
     def _is_uneven(self, load: Ints) -> bool:
         most, least = int(load.max()), int(load.min())
@@ -62,5 +62,5 @@ class Sglang(TwoChoices):
         return most - least > options.balance_abs_threshold and most > least * options.balance_rel_threshold
 
 
-def _matched(ask: Ask, side: Side) -> Floats:
-    return side.coming / ask.request.num_tokens
+def _matched(context: RoutingContext, table: WorkerTable) -> Floats:
+    return table.expected / context.request.num_tokens

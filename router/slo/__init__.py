@@ -1,4 +1,4 @@
 """Predicted TTFT and TPOT, and admission by service-level objectives.
 
-May import kvrelay, router/decision.
+May import kvrelay, router, router/fleet.
 """

@@ -10,28 +10,28 @@ Rules:
   may be wrong by now, and nothing but an outcome can tell.
 """
 
-from kvrelay.router.slo.promises import Prediction, SloAsk, SloTarget, SloVerdict, VerdictKind
+from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget, SloVerdict, VerdictKind
 
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 
 
-def judge(ask: SloAsk, prediction: Prediction, *, clears_in_s: float | None) -> SloVerdict:
+def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: float | None) -> SloVerdict:
     """The verdict on one request.
 
     `clears_in_s`: when the decode worker's batch will have shrunk enough for the last of the targets; None: not soon.
     """
-    wanted = ask.targets[0]
+    wanted = requirement.targets[0]
     missed = _missed(wanted, prediction)
-    for target in ask.targets:
+    for target in requirement.targets:
         if not _missed(target, prediction):
             kind: VerdictKind = "admitted" if target is wanted else "degraded"
             return SloVerdict(kind, wanted, target, prediction, missed)
     is_stale = {"ttft": prediction.is_ttft_stale, "tpot": prediction.is_tpot_stale, "others": False}
-    if all(is_stale[what] for what in _missed(ask.targets[-1], prediction)):
+    if all(is_stale[what] for what in _missed(requirement.targets[-1], prediction)):
         return SloVerdict("probe", wanted, None, prediction, missed)
-    if ask.on_miss == "queue":
+    if requirement.on_miss == "queue":
         return SloVerdict("queued", wanted, None, prediction, missed)
-    retry_after_s, is_hopeless = _retry_after_s(ask.targets[-1], prediction, clears_in_s)
+    retry_after_s, is_hopeless = _retry_after_s(requirement.targets[-1], prediction, clears_in_s)
     return SloVerdict("refused", wanted, None, prediction, missed, retry_after_s, is_hopeless)
 
 
@@ -59,7 +59,7 @@ def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float
     return (MAX_RETRY_S if is_hopeless else min(max(waits), MAX_RETRY_S)), is_hopeless
 
 
-def told(verdict: SloVerdict) -> dict[str, object]:
+def verdict_fields(verdict: SloVerdict) -> dict[str, object]:
     """A verdict as clients see it: in a refusal's body, in `x-kvrelay-explain`, and with an answer that has no promise."""
     prediction = verdict.prediction
     fields: dict[str, object] = {
@@ -72,14 +72,14 @@ def told(verdict: SloVerdict) -> dict[str, object]:
         "batch": prediction.batch,
         "missed": list(verdict.missed),
     }
-    if verdict.passed_over:
-        fields["others_tried"] = len(verdict.passed_over)
+    if verdict.rejected_candidates:
+        fields["others_tried"] = len(verdict.rejected_candidates)
     if verdict.target is not None and verdict.target is not verdict.wanted:
         fields["degraded_to"] = verdict.target.name
     return fields
 
 
-def why_refused(verdict: SloVerdict) -> str:
+def refusal_message(verdict: SloVerdict) -> str:
     """One sentence for the client."""
     prediction, wanted, reasons = verdict.prediction, verdict.wanted, []
     if "ttft" in verdict.missed:

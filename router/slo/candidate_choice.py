@@ -13,8 +13,8 @@ Pure: never imports torch, Ray, sockets, a clock or a random source. Rules:
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from kvrelay.router.objectives import Prediction, RejectedCandidate, SloRequirement, SloVerdict
 from kvrelay.router.slo.admission import judge
-from kvrelay.router.slo.promises import PassedOver, Prediction, SloAsk, SloVerdict
 
 MAX_TRIED = 6
 Pair = tuple[str | None, str | None]
@@ -22,51 +22,55 @@ Pair = tuple[str | None, str | None]
 _ORDER = ("admitted", "degraded", "probe", "queued", "refused")
 
 
-def choose_way(
-    ask: SloAsk,
-    ways: Sequence[Pair],
+def choose_candidate(
+    requirement: SloRequirement,
+    candidates: Sequence[Pair],
     predict: Callable[[int], Prediction],
     clears_in_s: Callable[[int, Prediction], float | None],
     spare: int | None = None,
 ) -> tuple[int, SloVerdict]:
     """(the way to take, the verdict on it). A refusal tells of the way that is free the soonest.
 
-    `ways`: best first, at least one. `predict` and `clears_in_s` (see slo.judge) are of a way by its index. `spare`: one on which
+    `candidates`: best first, at least one. `predict` and `clears_in_s` (see slo.judge) are of a way by its index. `spare`: one on which
     it would hold up nobody.
     """
     tried: list[tuple[int, SloVerdict]] = []
-    for index, way in enumerate(ways):
-        is_other = _computes(way) != _computes(ways[0]) and not (tried and _may_go_elsewhere(ways[0], tried[0][1]))
-        if is_other or way[1] in {ways[other][1] for other, _ in tried}:
+    for index, candidate in enumerate(candidates):
+        is_other = _computes(candidate) != _computes(candidates[0]) and not (
+            tried and _may_go_elsewhere(candidates[0], tried[0][1])
+        )
+        if is_other or candidate[1] in {candidates[other][1] for other, _ in tried}:
             continue
-        tried.append((index, judge(ask, predict(index), clears_in_s=None)))
+        tried.append((index, judge(requirement, predict(index), clears_in_s=None)))
         if tried[-1][1].kind == "admitted" or len(tried) == MAX_TRIED:
             break
     if all(verdict.kind == "refused" for _, verdict in tried):
-        tried = [(i, judge(ask, one.prediction, clears_in_s=clears_in_s(i, one.prediction))) for i, one in tried]
-    chosen, verdict = min(tried, key=lambda one: _rank(ask, one[1]))
+        tried = [
+            (i, judge(requirement, one.prediction, clears_in_s=clears_in_s(i, one.prediction))) for i, one in tried
+        ]
+    chosen, verdict = min(tried, key=lambda one: _rank(requirement, one[1]))
     if verdict.kind == "refused" and spare is not None:
-        unpromised = judge(replace(ask, on_miss="queue"), predict(spare), clears_in_s=None)
+        unpromised = judge(replace(requirement, on_miss="queue"), predict(spare), clears_in_s=None)
         if "others" not in unpromised.missed:
             chosen, verdict = spare, unpromised
-    others = tuple(_passed_over(ways[index], one) for index, one in tried if index != chosen)
-    return chosen, replace(verdict, passed_over=others)
+    others = tuple(_rejected(candidates[index], one) for index, one in tried if index != chosen)
+    return chosen, replace(verdict, rejected_candidates=others)
 
 
-def _may_go_elsewhere(way: Pair, verdict: SloVerdict) -> bool:
+def _may_go_elsewhere(candidate: Pair, verdict: SloVerdict) -> bool:
     """Whether it is for its batch alone that a decode worker which computes the prompt itself does not do."""
-    return way[0] is None and "ttft" not in verdict.missed
+    return candidate[0] is None and "ttft" not in verdict.missed
 
 
-def _computes(way: Pair) -> str | None:
-    return way[0] or way[1]
+def _computes(candidate: Pair) -> str | None:
+    return candidate[0] or candidate[1]
 
 
-def _rank(ask: SloAsk, verdict: SloVerdict) -> tuple[int, float]:
+def _rank(requirement: SloRequirement, verdict: SloVerdict) -> tuple[int, float]:
     """The least is best; ways that are alike stay in their order."""
-    within = ask.targets.index(verdict.target) if verdict.target is not None else verdict.retry_after_s
+    within = requirement.targets.index(verdict.target) if verdict.target is not None else verdict.retry_after_s
     return _ORDER.index(verdict.kind), within
 
 
-def _passed_over(way: Pair, verdict: SloVerdict) -> PassedOver:
-    return PassedOver(*way, verdict.missed, verdict.prediction.ttft_s, verdict.prediction.tpot_s)
+def _rejected(candidate: Pair, verdict: SloVerdict) -> RejectedCandidate:
+    return RejectedCandidate(*candidate, verdict.missed, verdict.prediction.ttft_s, verdict.prediction.tpot_s)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
-from kvrelay.router.decision.accounts import WorkerAccount
-from kvrelay.router.decision.types import Decision, RouteRequest
+from kvrelay.router.fleet.accounts import WorkerAccount
+from kvrelay.router.objectives import Prediction
 from kvrelay.router.slo.calibration import Bias, Errors
 from kvrelay.router.slo.lifetimes import OutputLengths
 from kvrelay.router.slo.online_fit import DurationFit
-from kvrelay.router.slo.promises import Prediction
+from kvrelay.router.types import Decision, RouteRequest
 
 MIN_EVIDENCE = 3  # durations seen of a worker before it is said to be measured
 SILENT_S = 10.0  # without an outcome; then a prediction is too old to refuse for

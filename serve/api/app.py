@@ -124,8 +124,8 @@ async def _health(front: Front, request: Request) -> Response:
     roles = [info.role for info, _ in front.dispatcher.live_workers()]
     body = {"prefill": roles.count("prefill"), "decode": roles.count("decode"), "model": front.model.name}
     book = front.dispatcher.pairs.book
-    if misfits := [*book.misfits().values(), *book.turned_away()]:
-        body["misfits"] = misfits
+    if misfits := [*book.incompatible_pairs().values(), *book.turned_away()]:
+        body["incompatible_pairs"] = misfits
     is_ready = front.dispatcher.is_ready()
     status = "ok" if is_ready else "no KV can travel" if book.blocked() else "no workers"
     return json_response({"status": status, **body}, 200 if is_ready else 503)

@@ -8,7 +8,7 @@ import asyncio
 from typing import Generic, TypeVar
 
 from kvrelay.plane.messages import SequenceRequest
-from kvrelay.router.decision.types import Decision
+from kvrelay.router.types import Decision
 from kvrelay.serve.workers.worker_link import WorkerLink
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from kvrelay.errors import (
     RequestError,
     WorkerLost,
 )
-from kvrelay.router.decision.types import Refusal
+from kvrelay.router.types import Refusal
 from kvrelay.serve.requests.attempt import AttemptFailed
 from kvrelay.serve.requests.slo import SloUnreachable, slo_refusal
 
@@ -27,8 +27,8 @@ def error_of_refusal(refusal: Refusal) -> KvrelayError:
     """What the client is told when the router has no worker for it."""
     if refusal.reason == "slo":
         return slo_refusal(refusal)
-    if refusal.reason == "misfit":
-        return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_misfit")
+    if refusal.reason == "incompatible":
+        return Unavailable(f"no KV can travel here: {refusal.message}", refusal.retry_after_s, "kv_incompatible")
     if refusal.reason == "too_long":
         return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
     if refusal.reason == "full":

@@ -22,8 +22,8 @@ from kvrelay.errors import (
 from kvrelay.hashing import block_hashes
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, Deferred, Refusal, RouteRequest
-from kvrelay.router.slo.promises import SloVerdict
+from kvrelay.router.objectives import SloVerdict
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.requests.attempt import Attempt, AttemptFailed, TimeIsUp, WorkerGone
 from kvrelay.serve.requests.refusals import outcome_of
 from kvrelay.serve.requests.retries import Retries
@@ -337,9 +337,9 @@ class SequenceLife:
         """With what is left of its deadline, and of the time in which it is wanted. Raises DeadlinePassed: nothing is."""
         passed_s = self._carrier.clock() - self._started_s
         decision = self._attempt.decision if self._attempt is not None else None
-        if decision is not None and decision.wanted_s is not None:
-            left_s = None if request.num_output_tokens else decision.wanted_s - passed_s
-            request = msgspec.structs.replace(request, wanted_s=left_s, wanted_tpot_s=decision.wanted_tpot_s)
+        if decision is not None and decision.ttft_target_s is not None:
+            left_s = None if request.num_output_tokens else decision.ttft_target_s - passed_s
+            request = msgspec.structs.replace(request, ttft_target_s=left_s, tpot_target_s=decision.tpot_target_s)
         if request.deadline_s is None:
             return request
         left_s = request.deadline_s - passed_s

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from kvrelay.errors import InvalidRequest, KvrelayError, Overloaded
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.requests.attempt import AttemptFailed
 from kvrelay.serve.requests.refusals import error_of_failure, error_of_refusal
 
@@ -49,7 +49,7 @@ class Retries:
         """What the client is told when the router has no worker for it; AttemptFailed: nothing yet, for its stream has begun."""
         if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
-        if refusal.reason not in ("misfit", "too_long", "full", "slo"):
+        if refusal.reason not in ("incompatible", "too_long", "full", "slo"):
             if self.num_refusals:
                 return Overloaded("the cluster is full", refusal.retry_after_s)
             if self.last_failure is not None:

@@ -8,9 +8,9 @@ from typing import Any
 
 from kvrelay.config import SloSettings
 from kvrelay.errors import InvalidRequest, RequestError
-from kvrelay.router.decision.types import Refusal
-from kvrelay.router.slo.admission import told
-from kvrelay.router.slo.promises import SloAsk, SloTarget, SloVerdict
+from kvrelay.router.objectives import SloRequirement, SloTarget, SloVerdict
+from kvrelay.router.slo.admission import verdict_fields
+from kvrelay.router.types import Refusal
 from kvrelay.serve.api.schemas import SloFields
 
 DEFAULT_CLASS = "default"
@@ -28,14 +28,14 @@ class SloUnreachable(RequestError):
 def slo_refusal(refusal: Refusal) -> SloUnreachable:
     """The error for a refusal of reason "slo"."""
     assert refusal.verdict is not None
-    return SloUnreachable(refusal.message, refusal.retry_after_s, told(refusal.verdict))
+    return SloUnreachable(refusal.message, refusal.retry_after_s, verdict_fields(refusal.verdict))
 
 
 @dataclass(slots=True)
 class SloRecord:
     """One HTTP request's SLO: judged once, with its first sequence; `verdict` is filled then."""
 
-    ask: SloAsk
+    ask: SloRequirement
     num_sequences: int = 1  # of the whole request
     verdict: SloVerdict | None = None
 
@@ -52,7 +52,7 @@ class SloRecord:
 
     def told(self) -> dict[str, object] | None:
         """For the answer, under `kvrelay.slo`; None before it is judged."""
-        return None if self.verdict is None else told(self.verdict)
+        return None if self.verdict is None else verdict_fields(self.verdict)
 
 
 def slo_of(
@@ -74,7 +74,7 @@ def slo_of(
     asked = [SloTarget(own.name, ttft_s, tpot_s, own.priority), *targets[1:]]
     if own_priority is not None:
         asked = [replace(target, priority=None) for target in asked]
-    return SloRecord(SloAsk(tuple(asked), fields.on_miss or settings.on_miss), num_sequences)
+    return SloRecord(SloRequirement(tuple(asked), fields.on_miss or settings.on_miss), num_sequences)
 
 
 def _targets(name: str, settings: SloSettings) -> list[SloTarget]:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvrelay.plane.messages import TokenOutput, Transferred
-from kvrelay.router.decision.types import CandidateScore, Decision, Refusal, Regret
-from kvrelay.router.slo.promises import PassedOver, Prediction
+from kvrelay.router.objectives import Prediction, RejectedCandidate
+from kvrelay.router.types import CandidateScore, Decision, Refusal, Regret
 
 MAX_CANDIDATES = 16
 
@@ -93,10 +93,12 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
     if decision.forecast is not None:
         fields["forecast"] = _forecast_fields(decision.forecast)
     fields["candidates"] = [_candidate_fields(candidate) for candidate in decision.candidates[:MAX_CANDIDATES]]
-    if decision.verdict is not None and decision.verdict.passed_over:
-        fields["passed_over"] = [_passed_over_fields(way) for way in decision.verdict.passed_over]
-    if decision.left_out:
-        fields["left_out"] = [asdict(pair) for pair in decision.left_out]
+    if decision.verdict is not None and decision.verdict.rejected_candidates:
+        fields["rejected_candidates"] = [
+            _rejected_fields(rejected) for rejected in decision.verdict.rejected_candidates
+        ]
+    if decision.incompatible_pairs:
+        fields["incompatible_pairs"] = [asdict(pair) for pair in decision.incompatible_pairs]
     return fields
 
 
@@ -117,13 +119,13 @@ def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
     }
 
 
-def _passed_over_fields(way: PassedOver) -> dict[str, Any]:
-    """A way whose forecast missed the SLO, or was no better than the one that was taken."""
-    workers = {name: value for name in ("prefill", "decode") if (value := getattr(way, name)) is not None}
+def _rejected_fields(rejected: RejectedCandidate) -> dict[str, Any]:
+    """A candidate whose prediction missed the SLO, or was no better than the chosen one."""
+    workers = {name: value for name in ("prefill", "decode") if (value := getattr(rejected, name)) is not None}
     return workers | {
-        "missed": list(way.missed),
-        "ttft_us": None if way.ttft_s is None else _us(way.ttft_s),
-        "tpot_us": None if way.tpot_s is None else _us(way.tpot_s),
+        "missed": list(rejected.missed),
+        "ttft_us": None if rejected.ttft_s is None else _us(rejected.ttft_s),
+        "tpot_us": None if rejected.tpot_s is None else _us(rejected.tpot_s),
     }
 
 
@@ -134,12 +136,12 @@ def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
 
 def span_attributes(decision: Decision | Refusal, previous_failure: str) -> dict[str, Any]:
     """A routing decision as a span's attributes, with the fault that made this attempt necessary, if one did."""
-    told = {"previous_failure": previous_failure} if previous_failure else {}
+    attributes = {"previous_failure": previous_failure} if previous_failure else {}
     if isinstance(decision, Refusal):
-        return {**told, "error": f"{decision.reason}: {decision.message}"}
+        return {**attributes, "error": f"{decision.reason}: {decision.message}"}
     workers = {"prefill": decision.prefill, "decode": decision.decode}
     return {
-        **told, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
+        **attributes, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
         "cached_tokens": decision.cached_tokens_prefill,
         **{role: worker for role, worker in workers.items() if worker is not None},
     }  # fmt: skip

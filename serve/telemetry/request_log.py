@@ -11,7 +11,7 @@ from typing import Any
 
 from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import Prefill, Reserve, Reserved, SequenceRequest, TokenOutput, Transferred
-from kvrelay.router.decision.types import Decision
+from kvrelay.router.types import Decision
 
 REQUESTS_KEPT = 512
 STAGES_KEPT = 48  # a request that is tried again more often than that loses the stages in the middle

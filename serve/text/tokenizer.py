@@ -100,7 +100,7 @@ class Tokenizer:
     """A prepared folder's tokenizer. Safe to use from threads."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelNotFound (no such folder or no tokenizer.json), ModelError (unreadable or misfit)."""
+        """Raises ModelNotFound (no such folder or no tokenizer.json), ModelError (unreadable or incompatible)."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelNotFound(str(folder), "has no tokenizer.json")

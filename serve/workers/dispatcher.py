@@ -20,7 +20,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import SequenceRequest, TokenOutput
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, Deferred, Refusal, RouteRequest
+from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
 from kvrelay.serve.requests.attempt import Attempt, WorkerGone
 from kvrelay.serve.requests.refusals import error_of_refusal
 from kvrelay.serve.requests.request_driver import SequenceLife, num_sequences
@@ -149,7 +149,7 @@ class Dispatcher:
 
     def _on_pairs(self) -> None:
         self._blocked = self.pairs.book.blocked()
-        self.router.set_misfits(self.pairs.book.misfits())
+        self.router.set_incompatible_pairs(self.pairs.book.incompatible_pairs())
         self._notify()
 
     # ---- LinkOwner
@@ -173,7 +173,7 @@ class Dispatcher:
             return f"block_size: its blocks have {info.block_size} tokens, but prompts are hashed by {step}: {_SAME_SETTINGS}"
         for other, _ in self.live_workers():  # whether the two roles fit each other, they find out: see pairs.py
             convert_dtype = self.settings.transfer.convert_dtype
-            difference = info.fingerprint.misfit(other.fingerprint, convert_dtype=convert_dtype)
+            difference = info.fingerprint.incompatibility(other.fingerprint, convert_dtype=convert_dtype)
             if difference and other.role == info.role:
                 return f"{difference} of worker {other.worker_id}: {difference.remedy}"
         return None
@@ -367,7 +367,7 @@ class Dispatcher:
     def route(self, request: RouteRequest) -> Decision | Refusal | Deferred:
         if self._blocked is not None:
             self.give_up(request.request_id)
-            return Refusal("misfit", self._blocked, RETRY_AFTER_FULL_S)
+            return Refusal("incompatible", self._blocked, RETRY_AFTER_FULL_S)
         self._turns.pop(request.request_id, None)
         choice = self.router.select_and_reserve(request, self.clock())
         if isinstance(choice, Deferred):  # its turn may come with the next line

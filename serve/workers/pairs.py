@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
 ANSWER_S = 75.0  # a prefill worker gives up a pair of its own accord before that
-MISFITS = frozenset({"fingerprint", "transport", "checksum", "bad_mac", "malformed"})
+INCOMPATIBLE_REASONS = frozenset({"fingerprint", "transport", "checksum", "bad_mac", "malformed"})
 """Reasons of kvtransfer.tickets that another try does not mend: they name a setting, and have a remedy."""
 
 
 class Verdict(enum.StrEnum):
     OK = "ok"
-    MISFIT = "misfit"  # never chosen; somebody has to act
+    INCOMPATIBLE = "incompatible"  # never chosen; somebody has to act
     FAILING = "failing"  # lost, late or refused for the moment: tried again, and used meanwhile
     UNKNOWN = "unknown"  # not reported yet: used like any other
 
@@ -57,7 +57,7 @@ class Pair:
         if report is None:
             return Verdict.UNKNOWN
         if not report.ok:
-            return Verdict.MISFIT if report.reason in MISFITS else Verdict.FAILING
+            return Verdict.INCOMPATIBLE if report.reason in INCOMPATIBLE_REASONS else Verdict.FAILING
         return Verdict.FAILING if report.paths and all(path.problem for path in report.paths) else Verdict.OK
 
     @property
@@ -140,9 +140,9 @@ class PairBook:
         pair = self._pairs.get((report.source, report.target))
         if pair is None or pair.target.epoch != report.target_epoch:
             return None
-        was_misfit, before = pair.verdict is Verdict.MISFIT, pair.report
+        was_incompatible, before = pair.verdict is Verdict.INCOMPATIBLE, pair.report
         pair.report, pair.asked_s, pair.is_probe_wanted, pair.is_demanded = report, None, False, False
-        if was_misfit and pair.verdict is Verdict.FAILING:
+        if was_incompatible and pair.verdict is Verdict.FAILING:
             pair.report = before  # that it could not be asked does not mend it
         if pair.verdict is Verdict.OK:
             pair.failures, pair.next_s = 0, float("inf")
@@ -178,9 +178,9 @@ class PairBook:
     def pairs(self) -> list[Pair]:
         return [self._pairs[key] for key in sorted(self._pairs)]
 
-    def misfits(self) -> dict[tuple[str, str], str]:
+    def incompatible_pairs(self) -> dict[tuple[str, str], str]:
         """The pairs that must not be chosen, and why."""
-        return {key: pair.line() for key, pair in self._pairs.items() if pair.verdict is Verdict.MISFIT}
+        return {key: pair.line() for key, pair in self._pairs.items() if pair.verdict is Verdict.INCOMPATIBLE}
 
     def is_settled(self) -> bool:
         """Whether every pair has been reported on, since the last `ask_again` if there was one."""
@@ -191,7 +191,7 @@ class PairBook:
 
         Without this the decode workers would quietly compute every prompt themselves.
         """
-        misfits = self.misfits()
+        misfits = self.incompatible_pairs()
         if misfits and len(misfits) == len(self._pairs):
             return "; ".join(misfits.values())
         has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())

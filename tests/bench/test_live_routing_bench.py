@@ -9,7 +9,7 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import CHANGING, IN_POOL, NOWHERE, Sampling, SequenceRequest
-from kvrelay.router.decision.types import RouteRequest
+from kvrelay.router.types import RouteRequest
 
 pytestmark = pytest.mark.alone
 

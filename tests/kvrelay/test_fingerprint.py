@@ -13,7 +13,7 @@ OURS = Fingerprint(2, "digest", "bfloat16", 16, 30, 3, 64, "seed", versions="kvr
 
 
 def misfit(*, convert_dtype=False, **changes):
-    return OURS.misfit(dataclasses.replace(OURS, **changes), convert_dtype=convert_dtype)
+    return OURS.incompatibility(dataclasses.replace(OURS, **changes), convert_dtype=convert_dtype)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_a_folder_imports_only_what_the_table_allows(folder):
         ("serve", "import importlib\nimportlib.import_module('kvrelay.decode.worker')"),
         ("engine", "from .runner import Runner"),
         ("engine", "import kvcache.pool"),
-        ("kvrelay", "from kvrelay.router.decision.types import Decision"),
+        ("kvrelay", "from kvrelay.router.types import Decision"),
     ],
 )
 def test_the_rule_sees_a_violation(folder, source):

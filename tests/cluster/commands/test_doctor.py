@@ -121,7 +121,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
     async with cluster(*pair) as here:
         answer = await here.complete(LONG, **{"x-kvrelay-explain": "1"})
         assert answer.status_code == 200 and answer.json()["kvrelay"]["path"] == "disaggregated"
-        assert "left_out" not in answer.json()["kvrelay"]
+        assert "incompatible_pairs" not in answer.json()["kvrelay"]
         assert (await here.get("/health")).status_code == 200
         code, table = await here.doctor(capsys)
         assert code == 0 and re.search(r"prefill-0 .* ok .*\n.*→ decode-1 ", table) and "1 ok" in table
@@ -161,15 +161,15 @@ async def test_workers_that_misfit_serve_nothing_and_everybody_says_why_and_what
             answer = await here.complete(prompt)
             error = answer.json()["error"]
             assert answer.status_code == 503 and int(answer.headers["retry-after"]) >= 1
-            assert (error["type"], error["code"]) == ("server_error", "kv_misfit")
+            assert (error["type"], error["code"]) == ("server_error", "kv_incompatible")
             assert field in error["message"] and remedy in error["message"]
         health = await here.get("/health")
-        assert health.status_code == 503 and field in health.json()["misfits"][0]
+        assert health.status_code == 503 and field in health.json()["incompatible_pairs"][0]
         code, table = await here.doctor(capsys, "--json")
         (report,) = json.loads(table)["pairs"]
         assert code == 1 and field in report["line"] and remedy in report["remedy"]
         code, table = await here.doctor(capsys)
-        assert code == 1 and "misfit" in table
+        assert code == 1 and "incompatible" in table
         with pytest.raises(ClusterError, match=remedy):
             await asyncio.to_thread(_check_pairs, settings(here.port), Console(quiet=True))
 
@@ -182,10 +182,10 @@ async def test_beside_a_pair_that_fits_a_misfit_is_left_out_and_explained(folder
             answer = await here.complete(LONG, **{"x-kvrelay-explain": "1", "x-kvrelay-prefill": "remote"})
             explained = answer.json()["kvrelay"]
             assert explained["prefill"] == "prefill-1"
-            (left_out,) = explained["left_out"]
-            assert left_out["prefill"] == "prefill-0" and "transfer.checks" in left_out["why"]
+            (left_out,) = explained["incompatible_pairs"]
+            assert left_out["prefill"] == "prefill-0" and "transfer.checks" in left_out["reason"]
         health = await here.get("/health")
-        assert health.status_code == 200 and len(health.json()["misfits"]) == 1
+        assert health.status_code == 200 and len(health.json()["incompatible_pairs"]) == 1
         assert (await here.doctor(capsys))[0] == 1
 
 

@@ -296,7 +296,7 @@ def pair(source: str, target: str, speed: float = 0.0, verdict: str = "ok") -> d
     }
     other = {**path, "path": "tcp", "is_chosen": False, "bytes_per_s": 0.0, "problem": "connecting timed out"}
     misfit = {"reason": "fingerprint", "detail": "dtype: [a] != [b]", "remedy": "the same [dtype] for both"}
-    told = misfit if verdict == "misfit" else {"reason": "", "detail": "", "remedy": ""}
+    told = misfit if verdict == "incompatible" else {"reason": "", "detail": "", "remedy": ""}
     return {"source": source, "target": target, "verdict": verdict, "line": "l", "paths": [path, other], **told}
 
 
@@ -306,12 +306,12 @@ def test_status_shows_the_path_of_a_workers_pairs_and_the_speed_of_the_slowest_a
     console.print(render({"workers": [up(1)], "pairs": pairs}))
     (row,) = [line for line in console.export_text().splitlines() if "prefill-00000001" in line]
     assert "shm 4.1 GB/s" in row and "123.0 MiB" in row
-    console.print(render({"workers": [up(1)], "pairs": [*pairs, pair("prefill-00000001", "d3", verdict="misfit")]}))
-    assert "misfit" in console.export_text()
+    console.print(render({"workers": [up(1)], "pairs": [*pairs, pair("prefill-00000001", "d3", verdict="incompatible")]}))
+    assert "incompatible" in console.export_text()
 
 
 def test_the_doctors_table_names_path_speed_the_others_problems_and_the_remedy():
-    misfit = pair("p1", "d2", verdict="misfit") | {"paths": []}
+    misfit = pair("p1", "d2", verdict="incompatible") | {"paths": []}
     view = {"pairs": [pair("prefill-00000001", "decode-00000001", 5.2e9), misfit], "turned_away": ["d3 is turned away"]}
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(doctor.render(view))
@@ -319,8 +319,8 @@ def test_the_doctors_table_names_path_speed_the_others_problems_and_the_remedy()
     first, other = (line for line in text.splitlines() if "shm" in line or "tcp" in line)
     assert all(part in first for part in ("prefill-00000001", "ok", "▸ shm", "5.20", "10", "same host"))
     assert "→ decode-00000001" in other and "connecting timed out" in other and "▸" not in other
-    assert "misfit" in text and "fingerprint: dtype: [a] != [b]" in " ".join(text.split())
-    assert doctor.misfits(view) == ["l", "d3 is turned away"] and doctor.summary(view) == "1 ok, 1 misfit"
+    assert "incompatible" in text and "fingerprint: dtype: [a] != [b]" in " ".join(text.split())
+    assert doctor.incompatible(view) == ["l", "d3 is turned away"] and doctor.summary(view) == "1 ok, 1 incompatible"
 
 
 class Serve:

@@ -7,7 +7,7 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import BELOW_POOL, IN_POOL, NOWHERE, KvEvents, Sampling, SequenceRequest
-from kvrelay.router.decision.types import IndexState
+from kvrelay.router.types import IndexState
 
 pytestmark = pytest.mark.alone
 

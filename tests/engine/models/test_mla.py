@@ -58,7 +58,7 @@ def test_a_pool_of_latents_has_one_part_and_says_so(folder, kv_layout):
     assert (layout.num_blocks, layout.block_bytes) == (64, BLOCK_BYTES)  # half of what keys and values would take
     assert [tuple(layer.shape) for layer in engine.storage.layers] == [(64, 1, 8, 1, WIDTH)] * 4
     assert (found.num_parts, found.num_kv_heads, found.head_dim) == (1, 1, WIDTH)
-    assert found.misfit(dataclasses.replace(found, num_parts=2), convert_dtype=False).field == "num_parts"
+    assert found.incompatibility(dataclasses.replace(found, num_parts=2), convert_dtype=False).field == "num_parts"
 
 
 def test_greedy_equals_hugging_face_batched_and_chunked(make, oracle):

@@ -156,7 +156,7 @@ def test_kv_of_other_weights_is_refused_everywhere(make):
     assert len({namespace_of(found, layout).digest for found in prints.values()}) == len(prints)
     for scheme, found in prints.items():
         for other, theirs in prints.items():
-            difference = found.misfit(theirs, convert_dtype=True)
+            difference = found.incompatibility(theirs, convert_dtype=True)
             if scheme == other:
                 assert difference is None
             else:

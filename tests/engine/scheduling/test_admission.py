@@ -292,13 +292,13 @@ def in_order(run: Run, now_s: float) -> list[str]:
     return order
 
 
-def wanting(wanted_s=1.0, *, speed=100.0) -> Run:
+def wanting(ttft_target_s=1.0, *, speed=100.0) -> Run:
     """A worker of 100 tokens/s; somebody who asks for no time, and three prompts, the second of them long."""
     run = Run(running=1, budget=10)
     run.sched.preemptor.measured.compute_tokens_per_s = speed
     run.add(tokens=8)
     for num_tokens in (40, 90, 10):
-        run.add(tokens=num_tokens, wanted_s=wanted_s)
+        run.add(tokens=num_tokens, ttft_target_s=ttft_target_s)
     return run
 
 
@@ -318,11 +318,11 @@ def test_who_can_have_its_first_token_in_time_goes_before_who_cannot(now_s, orde
 def test_a_reservation_that_has_outlived_its_time_gives_way():
     """Two want the only seat; when it is free, the first of them is late."""
 
-    def granted(wanted_s):
+    def granted(ttft_target_s):
         run = Run(running=1, budget=10)
         for name in ("seated", "first", "second"):
             request = msgspec.structs.replace(run.request(tokens=20), request_id=name)
-            run.sched.add_reservation(msgspec.structs.replace(request, wanted_s=wanted_s[name]), 0.0)
+            run.sched.add_reservation(msgspec.structs.replace(request, ttft_target_s=ttft_target_s[name]), 0.0)
         order = []
         for _ in range(3):
             run.sched.reject_overdue(1.0)
@@ -341,10 +341,10 @@ def test_what_is_not_known_of_a_worker_makes_nobody_late_before_its_time():
 
 
 def test_who_wants_nothing_or_has_a_deadline_is_never_late():
-    run = wanting(wanted_s=None)
+    run = wanting(ttft_target_s=None)
     assert in_order(run, 50.0) == ["r1", "r2", "r3", "r4"]
-    run = wanting(wanted_s=0.1)
-    run.add(tokens=90, wanted_s=0.1, deadline_s=60.0)
+    run = wanting(ttft_target_s=0.1)
+    run.add(tokens=90, ttft_target_s=0.1, deadline_s=60.0)
     run.sched.reject_overdue(0.5)
     run.sched.waiting.head()
     assert in_order(run, 0.5)[0] == "r5"
@@ -360,9 +360,9 @@ def test_what_is_cached_takes_no_time():
     run.sched.finish(run.sched.sequences["r1"], FinishReason.LENGTH)
     again = SequenceRequest(
         request_id="again", token_ids=[*prompt.token_ids, 1], num_prompt_tokens=81, block_hashes=[],
-        sampling=prompt.sampling, wanted_s=0.5,
+        sampling=prompt.sampling, ttft_target_s=0.5,
     )  # fmt: skip
-    run.add(tokens=81, wanted_s=0.5)
+    run.add(tokens=81, ttft_target_s=0.5)
     run.sched.add(again, 0.0)
     assert in_order(run, 0.2) == ["again", "r2"]
 
@@ -378,12 +378,12 @@ def test_a_report_tells_what_stands_behind_whoever_comes():
     assert load_report(1, run.sched, StepTiming(), {}).overdue_tokens == 90
 
 
-def with_decoding(*wanted_tpot_s: float | None, speed=1000.0) -> Run:
+def with_decoding(*tpot_target_s: float | None, speed=1000.0) -> Run:
     """A worker of `speed` tokens/s on which sequences decode, and a long prompt comes."""
     run = Run(blocks=400, budget=512, running=16)
     run.sched.preemptor.measured.compute_tokens_per_s = speed
-    for wanted in wanted_tpot_s:
-        seq = run.reserve(tokens=3, max_tokens=64, wanted_tpot_s=wanted)
+    for wanted in tpot_target_s:
+        seq = run.reserve(tokens=3, max_tokens=64, tpot_target_s=wanted)
         run.sched.grant_reservations()
         run.sched.activate(seq.request_id, [99])
     run.add(tokens=900)
@@ -391,7 +391,7 @@ def with_decoding(*wanted_tpot_s: float | None, speed=1000.0) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("wanted_tpot_s", "speed", "chunk"),
+    ("tpot_target_s", "speed", "chunk"),
     [
         ((0.2, 0.5), 1000.0, 158),  # 0.8 of 0.2 s, less the two that decode
         ((0.2, None), 1000.0, 158),
@@ -401,7 +401,7 @@ def with_decoding(*wanted_tpot_s: float | None, speed=1000.0) -> Run:
         ((), 1000.0, 512),
     ],
 )
-def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_time(wanted_tpot_s, speed, chunk):
-    plan = with_decoding(*wanted_tpot_s, speed=speed).step()
-    assert plan.work[-1].num_tokens == chunk and len(plan.work) == len(wanted_tpot_s) + 1
-    assert plan.num_tokens == chunk + len(wanted_tpot_s)
+def test_beside_those_who_decode_a_prompt_is_cut_so_that_their_tokens_come_in_time(tpot_target_s, speed, chunk):
+    plan = with_decoding(*tpot_target_s, speed=speed).step()
+    assert plan.work[-1].num_tokens == chunk and len(plan.work) == len(tpot_target_s) + 1
+    assert plan.num_tokens == chunk + len(tpot_target_s)

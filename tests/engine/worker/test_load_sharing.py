@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.pacing import Paced
 from kvrelay.plane.messages import Assigned, AssignedByOthers
-from kvrelay.router.decision.types import Decision
+from kvrelay.router.types import Decision
 from tests.cluster.simulator.simulator_cases import chats, simulate
 from tests.router.decision.test_placement_rules import ask, cluster, decided, load
 

@@ -34,7 +34,7 @@ def test_a_gpu_that_is_not_there_is_refused(name, device):
         select_backend(name, device)
 
 
-def test_unknown_names_and_misfit_devices_are_refused():
+def test_unknown_names_and_unknown_devices_of_a_backend_are_refused():
     with pytest.raises(BackendUnavailable, match="the backends are"):
         select_backend("tpu")
     with pytest.raises(BackendUnavailable, match="does not run on cuda"):

@@ -8,17 +8,17 @@ from hypothesis import strategies as st
 
 from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.plane.messages import KvSnapshot, Timings
-from kvrelay.router.decision.deferral import LATE_TOKENS, OLDEST_EVERY, Deferral
+from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Deferred, Refusal
-from kvrelay.router.slo.promises import SloAsk, SloTarget
+from kvrelay.router.objectives import SloRequirement, SloTarget
+from kvrelay.router.types import Deferred, Refusal
 from tests.cluster.simulator.simulator_cases import entry, everything_is_given_back, profile, simulate
 from tests.router.decision.test_placement_rules import BLOCK, ask, decided, info, load, refused
 
 pytestmark = pytest.mark.pure
 
 
-LONG = LATE_TOKENS + BLOCK
+LONG = OVERDUE_TOKENS + BLOCK
 BLOCKS = 5000
 """Of each worker: a long prompt takes more than a tenth of them."""
 HURRIED = {"policy_options": {"ttft_s": 0.5}}
@@ -151,7 +151,7 @@ def test_who_was_called_and_goes_away_leaves_its_place_to_the_next():
 def test_short_late_prompts_go_together():
     """A step has room for many."""
     router = cluster(policy_options={"ttft_s": 1e-6})
-    size = LATE_TOKENS // 8
+    size = OVERDUE_TOKENS // 8
     choices = [asked(router, f"r{number}", tokens=size, force="remote") for number in range(9)]
     assert [isinstance(choice, Deferred) for choice in choices] == [False] * 8 + [True]
 
@@ -173,8 +173,8 @@ def test_another_worker_takes_it():
 def test_while_all_have_prompts_in_time_it_waits_until_it_is_owed_a_turn():
     """A late one of average length: every sixteenth."""
     router = cluster()
-    decided(asked(router, "there", tokens=LATE_TOKENS - 100, force="remote"))
-    queued = LATE_TOKENS - 100 + 1200  # of others, 0.6 s
+    decided(asked(router, "there", tokens=OVERDUE_TOKENS - 100, force="remote"))
+    queued = OVERDUE_TOKENS - 100 + 1200  # of others, 0.6 s
     load(router, "p1", free_blocks=BLOCKS, prefill_tokens_per_s=2000.0, queued_tokens=queued)
     assert isinstance(asked(router, "long", force="remote"), Deferred)
     gone = 0
@@ -245,7 +245,7 @@ def test_a_worker_that_dies_holds_nobody_up():
     assert decided(asked(router, "r3")).prefill == "p1"
     for name in ("r1", "r2", "r3"):
         router.on_end(name)
-    assert counted(router) == 0 and not router._ledger.with_late
+    assert counted(router) == 0 and not router._ledger.with_overdue
 
 
 def test_with_no_worker_left_they_are_called_to_hear_it():
@@ -279,7 +279,7 @@ def test_a_prompt_that_waits_is_counted_once_as_an_arrival():
 def test_with_an_slo_only_who_asks_to_be_queued_waits(on_miss, kind):
     target = SloTarget("default", 0.5, None)
     router = cluster(slo=SloSettings(ttft_s=0.5))
-    slo = SloAsk((target,), on_miss)
+    slo = SloRequirement((target,), on_miss)
     for number in range(4):  # what workers take is learned from outcomes
         decided(asked(router, f"t{number}", tokens=2000))
         router.on_first_token(f"t{number}", 1.0, timings=Timings(compute_s=1.0))

@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.plane.messages import LoadReport
-from kvrelay.router.decision.types import Refusal
+from kvrelay.router.types import Refusal
 from tests.router.decision.test_placement_rules import ask, cluster, decided
 from tests.router.slo.test_slo import Cluster, decoding, verdict, wants
 

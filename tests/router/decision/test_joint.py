@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from kvrelay.config import RouterSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvSnapshot, LoadReport
-from kvrelay.router.decision.accounts import PACE_S, Pace
-from kvrelay.router.decision.cost import CommonCost, CostModel, sources
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import TERM_NAMES
+from kvrelay.router.fleet.accounts import RECENT_STEP_WINDOW_S, RecentStepTime
 from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, Heat
-from kvrelay.router.policies.base import Ask
+from kvrelay.router.objectives import SloRequirement, SloTarget
+from kvrelay.router.policies.base import RoutingContext
+from kvrelay.router.policies.cost import CommonCost, CostModel, sources
 from kvrelay.router.policies.joint import OWN_TERMS, Joint
-from kvrelay.router.slo.promises import SloAsk, SloTarget
+from kvrelay.router.types import TERM_NAMES
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load
 from tests.router.policies.test_policies import side
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.pure
 
 
 def asked(request=None, **rest):
-    return Ask(request or ask(), 0.5, 0.0, **rest)
+    return RoutingContext(request or ask(), 0.5, 0.0, **rest)
 
 
 def terms(way):
@@ -34,28 +34,28 @@ def ranked(request, prefills, decodes, **rest):
     return Joint({}).rank(asked(request, **rest), prefills, decodes)
 
 
-def local(ways):
-    return next(way for way in ways if way.prefill is None)
+def local(candidates):
+    return next(way for way in candidates if way.prefill is None)
 
 
 # ---- where the prompt's beginning comes from
 
 
 def test_what_lies_in_a_lower_tier_is_loaded_where_that_is_quicker_than_computing():
-    ways = ranked(ask(force="remote"), side(2, prefix="p", below=[0, 800]), side(1))
-    assert (ways[0].prefill, terms(ways[0])["prefill_compute"]) == (1, 0.2)
-    assert terms(ways[0])["prefill_load"] == pytest.approx(800 * 1000 / CostModel().tier_bytes_per_s)
+    candidates = ranked(ask(force="remote"), side(2, prefix="p", in_any_tier=[0, 800]), side(1))
+    assert (candidates[0].prefill, terms(candidates[0])["prefill_compute"]) == (1, 0.2)
+    assert terms(candidates[0])["prefill_load"] == pytest.approx(800 * 1000 / CostModel().tier_bytes_per_s)
 
 
 def test_a_tier_that_is_slower_than_computing_is_left_alone():
     policy = Joint({"tier_bytes_per_s": 1e5})
-    ways = policy.rank(asked(ask(force="remote")), side(2, prefix="p", below=[0, 800]), side(1))
-    assert {terms(way)["prefill_load"] for way in ways} == {0.0}
-    assert {terms(way)["prefill_compute"] for way in ways} == {1.0}
+    candidates = policy.rank(asked(ask(force="remote")), side(2, prefix="p", in_any_tier=[0, 800]), side(1))
+    assert {terms(way)["prefill_load"] for way in candidates} == {0.0}
+    assert {terms(way)["prefill_compute"] for way in candidates} == {1.0}
 
 
 def test_the_clusters_store_serves_every_worker_behind_what_it_has_itself():
-    found = sources(asked(stored=900), [side(3, coming=[0, 320, 960], below=[160, 320, 960])], CostModel())
+    found = sources(asked(stored=900), [side(3, expected=[0, 320, 960], in_any_tier=[160, 320, 960])], CostModel())
     assert found.cached.tolist() == [0, 320, 960]
     assert found.loaded.tolist() == [896, 576, 0]  # whole blocks
     assert found.load_s[0] > found.load_s[1] > found.load_s[2] == 0
@@ -67,9 +67,11 @@ tokens = st.integers(0, 70)
 @given(st.integers(1, 1200), st.lists(st.tuples(tokens, tokens), min_size=1, max_size=4), st.integers(0, 1200))
 def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_computed(num_tokens, columns, stored):
     hashes = chain("a", num_tokens // BLOCK)
-    coming = [BLOCK * min(one, num_tokens // BLOCK) for one, _ in columns]
-    below = [max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(coming, columns, strict=True)]
-    workers = side(len(columns), coming=coming, below=below)
+    expected = [BLOCK * min(one, num_tokens // BLOCK) for one, _ in columns]
+    in_any_tier = [
+        max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(expected, columns, strict=True)
+    ]
+    workers = side(len(columns), expected=expected, in_any_tier=in_any_tier)
     found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored=stored), [workers], CostModel())
     computed = num_tokens - found.cached - found.loaded
     assert (computed >= 1).all() and (found.loaded >= 0).all()
@@ -101,7 +103,8 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
     router = cluster(["p1"], ["d1"])
     index = router._held
     router._held = lambda request: {
-        role: held._replace(below=held.below + 800 * (role == "prefill")) for role, held in index(request).items()
+        role: held._replace(in_any_tier=held.in_any_tier + 800 * (role == "prefill"))
+        for role, held in index(request).items()
     }
     choice = decided(router.select_and_reserve(ask(force="remote"), 0.0))
     assert (choice.cached_tokens_prefill, choice.loaded_tokens_prefill) == (0, 800)
@@ -112,8 +115,8 @@ def test_what_is_loaded_is_no_prompt_token_in_the_queue():
 
 
 def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
-    def stall(pace_s, sequences, queued=0):
-        decodes = side(1, pace_s=[pace_s], sequences=[sequences], queued_tokens=[queued])
+    def stall(recent_step_s, sequences, queued=0):
+        decodes = side(1, recent_step_s=[recent_step_s], sequences=[sequences], queued_tokens=[queued])
         return CommonCost(asked(), side(0), decodes, CostModel()).stall[0]
 
     assert stall(0.02, 8) < stall(0.06, 8) < stall(0.09, 8)
@@ -123,8 +126,8 @@ def test_a_stall_costs_the_more_the_less_slack_the_sequences_have():
 
 
 def test_a_decode_worker_out_of_pace_computes_no_prompt_while_a_prefill_worker_can():
-    def path(pace_s):
-        decodes = side(1, prefix="d", pace_s=[pace_s], sequences=[10])
+    def path(recent_step_s):
+        decodes = side(1, prefix="d", recent_step_s=[recent_step_s], sequences=[10])
         return ranked(ask(), side(1, prefix="p", queued_tokens=[2400]), decodes)[0].prefill
 
     assert path(0.02) is None
@@ -133,7 +136,7 @@ def test_a_decode_worker_out_of_pace_computes_no_prompt_while_a_prefill_worker_c
 
 def reports(*samples):
     """A worker's pace after reports of (seconds passed, steps made, running before)."""
-    pace, steps = Pace(), 0
+    pace, steps = RecentStepTime(), 0
     for passed_s, made, running in samples:
         before = LoadReport(seq=1, steps=steps, running=running)
         steps += made
@@ -147,7 +150,7 @@ def test_pace_is_what_a_step_took_while_the_worker_was_busy():
     assert reports((1.0, 20, 4), (1.0, 5, 4)) == pytest.approx(2.0 / 25, rel=0.1)
     assert reports((1.0, 20, 4), (2.0, 1, 0)) == pytest.approx(0.05)  # idle in between
     assert reports((1.0, 20, 4), (1.0, -20, 4)) == pytest.approx(0.05)  # it was restarted
-    assert reports((1.0, 20, 4), *[(PACE_S / 10, 4, 4)] * 60) == pytest.approx(0.25, rel=0.02)
+    assert reports((1.0, 20, 4), *[(RECENT_STEP_WINDOW_S / 10, 4, 4)] * 60) == pytest.approx(0.25, rel=0.02)
 
 
 def test_the_pace_that_reports_show_is_a_column():
@@ -164,27 +167,27 @@ def test_the_pace_that_reports_show_is_a_column():
 
 def test_a_request_goes_where_its_own_target_is_kept():
     prefills = side(2, prefix="p", held=[800, 0], queued_tokens=[2500, 1800], queued_requests=[2, 2])
-    strict = SloAsk((SloTarget("c", ttft_s=3.0),))
-    lax = SloAsk((SloTarget("c", ttft_s=60.0),))
+    strict = SloRequirement((SloTarget("c", ttft_s=3.0),))
+    lax = SloRequirement((SloTarget("c", ttft_s=60.0),))
     wanted = [ranked(ask(force="remote", slo=slo), prefills, side(1))[0] for slo in (strict, lax)]
     assert [terms(way)["slo_miss"] > 0 for way in wanted] == [True, False]
     assert terms(ranked(ask(force="remote"), prefills, side(1))[0])["slo_miss"] == 0.0  # 5 s, where none is named
 
 
 def test_sequences_go_to_decode_workers_that_keep_their_pace():
-    decodes = side(2, prefix="d", pace_s=[0.12, 0.03], sequences=[1, 9])
+    decodes = side(2, prefix="d", recent_step_s=[0.12, 0.03], sequences=[1, 9])
     best = ranked(ask(force="remote"), side(1), decodes)[0]
     assert best.decode == 1
     assert terms(best)["slo_miss"] == 0.0
 
 
 def test_a_decision_says_how_soon_the_first_token_is_wanted():
-    slo = SloAsk((SloTarget("c", ttft_s=3.0),))
+    slo = SloRequirement((SloTarget("c", ttft_s=3.0),))
     for policy, request, wanted in (
         ("joint", ask(), (5.0, 0.1)), ("joint", ask(slo=slo), (3.0, 0.1)), ("dynamo", ask(), (None, None)),
     ):  # fmt: skip
         choice = decided(cluster(["p1"], ["d1"], policy=policy).select_and_reserve(request, 0.0))
-        assert (choice.wanted_s, choice.wanted_tpot_s) == wanted
+        assert (choice.ttft_target_s, choice.tpot_target_s) == wanted
 
 
 def test_who_is_late_at_a_worker_is_ahead_of_nobody_who_comes():
@@ -309,8 +312,8 @@ def test_a_router_that_is_alone_takes_turns_and_draws_nothing():
 
 def test_the_draw_is_never_worth_more_than_what_others_can_have_sent():
     ages = side(4, prefix="p", age_s=[0.0, 0.1, 0.2, 50.0])
-    ways = ranked(ask(force="remote"), ages, side(1), others=0.5)
-    drawn = {way.prefill: terms(way)["spread"] for way in ways}
+    candidates = ranked(ask(force="remote"), ages, side(1), others=0.5)
+    drawn = {way.prefill: terms(way)["spread"] for way in candidates}
     assert drawn[0] == 0.0 and all(0 < drawn[row] <= 0.025 for row in (1, 2, 3))
 
 

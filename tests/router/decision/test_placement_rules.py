@@ -5,7 +5,7 @@ import pytest
 from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import TERM_NAMES, TTFT_TERMS, Decision, Refusal, RouteRequest
+from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, Refusal, RouteRequest
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure
@@ -388,8 +388,8 @@ def test_the_terms_are_all_named_and_add_up():
 def test_the_choice_is_the_best_candidate_and_every_way_is_listed():
     router = cluster(["p1", "p2"], ["d1", "d2"])
     choice = decided(router.select_and_reserve(ask(), 0.0))
-    ways = {(c.prefill, c.decode) for c in choice.candidates}
-    assert ways == {("p1", "d1"), ("p1", "d2"), ("p2", "d1"), ("p2", "d2"), (None, "d1"), (None, "d2")}
+    candidates = {(c.prefill, c.decode) for c in choice.candidates}
+    assert candidates == {("p1", "d1"), ("p1", "d2"), ("p2", "d1"), ("p2", "d2"), (None, "d1"), (None, "d2")}
     assert choice.score == min(c.score for c in choice.candidates)
 
 

@@ -18,11 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.bits import anywhere_bit, both_bits, depths_by_row
 from kvrelay.router.index.hash_rows import Slots
 from kvrelay.router.index.holders import CHUNK, MAX_GATHERED
 from kvrelay.router.index.prefix_index import PrefixIndex
+from kvrelay.router.types import IndexState
 
 pytestmark = pytest.mark.pure
 
@@ -368,7 +368,7 @@ class DepthsMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self):
         self.index = PrefixIndex(chunk=3)
-        self.pool, self.below, self.seq = {}, {}, {}
+        self.pool, self.in_any_tier, self.seq = {}, {}, {}
 
     @rule(
         name=st.sampled_from(sorted(STRIDES)),
@@ -378,14 +378,14 @@ class DepthsMachine(RuleBasedStateMachine):
     def start(self, name, hashes, low):
         self.index.add_worker(name, max_blocks=1000, stride=STRIDES[name])
         self.index.apply_snapshot(name, 0, sorted(hashes | low), sorted(low - hashes))
-        self.pool[name], self.below[name], self.seq[name] = hashes, low - hashes, 0
+        self.pool[name], self.in_any_tier[name], self.seq[name] = hashes, low - hashes, 0
 
     @precondition(lambda self: self.pool)
     @rule(data=st.data())
     def leave(self, data):
         name = data.draw(st.sampled_from(sorted(self.pool)))
         self.index.remove_worker(name)
-        del self.pool[name], self.below[name]
+        del self.pool[name], self.in_any_tier[name]
 
     def event(self, name, **changes):
         self.seq[name] += 1
@@ -396,8 +396,8 @@ class DepthsMachine(RuleBasedStateMachine):
     @rule(data=st.data(), chain_name=st.sampled_from(sorted(TREE)), length=st.integers(1, 15), low=st.booleans())
     def store_a_prefix(self, data, chain_name, length, low):
         name = data.draw(st.sampled_from(sorted(self.pool)))
-        new = set(TREE[chain_name][:length]) - self.pool[name] - self.below[name]
-        (self.below if low else self.pool)[name] |= new
+        new = set(TREE[chain_name][:length]) - self.pool[name] - self.in_any_tier[name]
+        (self.in_any_tier if low else self.pool)[name] |= new
         self.event(name, stored=new, lowered=new if low else ())
 
     @rule(chain_name=st.sampled_from("abc"), start=st.integers(1, 8), length=st.integers(1, 6))
@@ -408,19 +408,19 @@ class DepthsMachine(RuleBasedStateMachine):
         hashes = [*TREE[chain_name][:start], *TREE["d"][:length], *TREE[chain_name][start + length :]]
         self.index.add_worker("w1", max_blocks=1000)
         self.index.apply_snapshot("w1", 0, hashes)
-        self.pool, self.below, self.seq = {"w1": set(hashes)}, {"w1": set()}, {"w1": 0}
+        self.pool, self.in_any_tier, self.seq = {"w1": set(hashes)}, {"w1": set()}, {"w1": 0}
 
     @precondition(lambda self: self.pool)
     @rule(data=st.data(), kind=st.sampled_from(["removed", "lowered", "raised"]))
     def change(self, data, kind):
         name = data.draw(st.sampled_from(sorted(self.pool)))
-        pool, below = self.pool[name], self.below[name]
-        source = {"removed": pool | below, "lowered": pool, "raised": below}[kind]
+        pool, in_any_tier = self.pool[name], self.in_any_tier[name]
+        source = {"removed": pool | in_any_tier, "lowered": pool, "raised": in_any_tier}[kind]
         if not source:
             return
         some = data.draw(st.sets(st.sampled_from(sorted(source)), min_size=1, max_size=3))
         self.pool[name] = pool | some if kind == "raised" else pool - some
-        self.below[name] = below | some if kind == "lowered" else below - some
+        self.in_any_tier[name] = in_any_tier | some if kind == "lowered" else in_any_tier - some
         self.event(name, **{kind: some})
 
     def expected(self, hashes):
@@ -429,7 +429,7 @@ class DepthsMachine(RuleBasedStateMachine):
             ends = hashes[STRIDES[name] - 1 :: STRIDES[name]]
             both = [
                 next((i for i, one in enumerate(ends) if one not in held), len(ends)) * STRIDES[name]
-                for held in (pool, pool | self.below[name])
+                for held in (pool, pool | self.in_any_tier[name])
             ]
             if both[1]:
                 found[name] = tuple(both)
@@ -442,7 +442,7 @@ class DepthsMachine(RuleBasedStateMachine):
                 expected = self.expected(prompt)
                 assert depths(self.index, prompt) == expected
                 assert self.index.match(prompt) == {name: anywhere for name, (_, anywhere) in expected.items()}
-        held = [self.pool[name] | self.below[name] for name in self.pool]
+        held = [self.pool[name] | self.in_any_tier[name] for name in self.pool]
         assert [self.index.num_blocks(name) for name in self.pool] == list(map(len, held))
 
     def teardown(self):

@@ -16,11 +16,11 @@ from hypothesis.stateful import (
 )
 
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.member import Member
 from kvrelay.router.index.prefix_index import MAX_LATE, PrefixIndex
 from kvrelay.router.index.snapshot_ingest import Filling, Sweep
+from kvrelay.router.types import IndexState
 
 pytestmark = pytest.mark.pure
 
@@ -32,24 +32,30 @@ class Worker:
     """A worker that tells what it has, and numbers what it tells."""
 
     def __init__(self):
-        self.seq, self.pool, self.below = 0, set(), set()
+        self.seq, self.pool, self.in_any_tier = 0, set(), set()
         self.told = {0: (set(), set())}  # by seq
 
-    def become(self, pool, below):
+    def become(self, pool, in_any_tier):
         """The event that tells it."""
-        had, has = self.pool | self.below, pool | below
+        had, has = self.pool | self.in_any_tier, pool | in_any_tier
         changes = {
             "stored": has - had,
             "removed": had - has,
-            "lowered": (below - pool) - (self.below - self.pool),
+            "lowered": (in_any_tier - pool) - (self.in_any_tier - self.pool),
             "raised": (pool - self.pool) & had,
         }
-        self.seq, self.pool, self.below = self.seq + 1, pool, below - pool
-        self.told[self.seq] = self.pool, self.below
+        self.seq, self.pool, self.in_any_tier = self.seq + 1, pool, in_any_tier - pool
+        self.told[self.seq] = self.pool, self.in_any_tier
         return "event", self.seq, {kind: sorted(hashes) for kind, hashes in changes.items()}
 
     def snapshot(self):
-        return [("snapshot", self.seq, {"hashes": sorted(self.pool | self.below), "lowered": sorted(self.below)})]
+        return [
+            (
+                "snapshot",
+                self.seq,
+                {"hashes": sorted(self.pool | self.in_any_tier), "lowered": sorted(self.in_any_tier)},
+            )
+        ]
 
     def parts(self):
         """The same in parts, always as many for one number."""
@@ -59,7 +65,7 @@ class Worker:
             some, is_last = hashes[start : start + most], start + most >= len(hashes)
             fields = {
                 "hashes": some,
-                "lowered": sorted(self.below.intersection(some)),
+                "lowered": sorted(self.in_any_tier.intersection(some)),
                 "part": part,
                 "is_last": is_last,
             }
@@ -67,7 +73,7 @@ class Worker:
         return parts
 
     def answer(self, hashes):
-        return [IN_POOL if one in self.pool else BELOW_POOL if one in self.below else NOWHERE for one in hashes]
+        return [IN_POOL if one in self.pool else BELOW_POOL if one in self.in_any_tier else NOWHERE for one in hashes]
 
 
 class ChannelMachine(RuleBasedStateMachine):
@@ -103,10 +109,10 @@ class ChannelMachine(RuleBasedStateMachine):
             self.index.mark_stale("w")
         self.channel += self.worker.parts() if in_parts else self.worker.snapshot()
 
-    @rule(pool=blocks, below=blocks)
-    def change(self, pool, below):
-        if (pool, below - pool) != (self.worker.pool, self.worker.below):
-            self.channel.append(self.worker.become(pool, below))
+    @rule(pool=blocks, in_any_tier=blocks)
+    def change(self, pool, in_any_tier):
+        if (pool, in_any_tier - pool) != (self.worker.pool, self.worker.in_any_tier):
+            self.channel.append(self.worker.become(pool, in_any_tier))
 
     @precondition(lambda self: self.is_asked)
     @rule(is_lost=st.booleans(), in_parts=st.booleans())
@@ -124,7 +130,7 @@ class ChannelMachine(RuleBasedStateMachine):
             self.deliver(part)
             self.work(slices)
             if changes and changes[0] != self.worker.pool:
-                self.deliver(self.worker.become(changes.pop(0), self.worker.below))
+                self.deliver(self.worker.become(changes.pop(0), self.worker.in_any_tier))
 
     @rule(times=st.integers(1, 9))
     def work(self, times):
@@ -181,11 +187,11 @@ class ChannelMachine(RuleBasedStateMachine):
             found = self.index.depths(CHAIN[first:])
             expected = [
                 next((i for i, one in enumerate(CHAIN[first:]) if one not in held), len(CHAIN) - first)
-                for held in (self.worker.pool, self.worker.pool | self.worker.below)
+                for held in (self.worker.pool, self.worker.pool | self.worker.in_any_tier)
             ]
             mine = found.rows == self.index.row("w")
             assert [*found.in_pool[mine], *found.anywhere[mine]] == (expected if expected[1] else [])
-        assert self.index.num_blocks("w") == len(self.worker.pool | self.worker.below)
+        assert self.index.num_blocks("w") == len(self.worker.pool | self.worker.in_any_tier)
         assert self.index.num_blocks("other") == len(CHAIN[::2])
         assert self.index._holders[1].num_sweeps == 0
 

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvEvents, KvSnapshot, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import IndexState, RouteRequest
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.prefix_index import SILENT_S, PrefixIndex
+from kvrelay.router.types import IndexState, RouteRequest
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure

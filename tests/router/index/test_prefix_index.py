@@ -8,8 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, IndexState, RouteRequest
 from kvrelay.router.index.prefix_index import REASK_EVERY, PrefixIndex
+from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure

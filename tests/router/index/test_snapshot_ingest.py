@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.deferred_work import Chores
 from kvrelay.router.index.member import REASK_EVERY
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE
+from kvrelay.router.types import IndexState
 
 pytestmark = pytest.mark.pure
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvEvents
-from kvrelay.router.decision.types import Decision, RouteRequest
-from kvrelay.router.policies.base import MAX_WAYS, Ask, Side, Way
+from kvrelay.router.policies.base import MAX_CANDIDATES, Candidate, RoutingContext, WorkerTable
 from kvrelay.router.policies.dynamo import Dynamo
 from kvrelay.router.policies.least_loaded import LeastLoaded
 from kvrelay.router.policies.llm_d import LlmD
@@ -26,6 +25,7 @@ from kvrelay.router.policies.registry import POLICIES as REGISTERED
 from kvrelay.router.policies.round_robin import RoundRobin
 from kvrelay.router.policies.session import Session
 from kvrelay.router.policies.sglang import Sglang
+from kvrelay.router.types import Decision, RouteRequest
 from tests.router.decision.test_placement_rules import chain, cluster
 
 pytestmark = pytest.mark.pure
@@ -40,8 +40,8 @@ POLICIES = {kind.name: kind for kind in KINDS}
 BY_CHANCE = {"random", "power_of_two"}
 
 DEFAULTS = {
-    "nodes": 0, "held": 0, "coming": 0, "below": 0, "queued_tokens": 0, "queued_requests": 0, "sequences": 0, "waiting": 0,
-    "free_blocks": 1000, "num_blocks": 1000, "block_size": BLOCK, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.02, "pace_s": 0.02,
+    "nodes": 0, "held": 0, "expected": 0, "in_any_tier": 0, "queued_tokens": 0, "queued_requests": 0, "sequences": 0, "waiting": 0,
+    "free_blocks": 1000, "num_blocks": 1000, "block_size": BLOCK, "prefill_tokens_per_s": 1000.0, "decode_step_s": 0.02, "recent_step_s": 0.02,
     "kv_bytes_per_s": 1e9, "kv_bytes_per_token": 1000, "turn": 0, "age_s": 0.0, "output_tokens": 0.0,
 }  # fmt: skip
 
@@ -49,8 +49,8 @@ DEFAULTS = {
 def side(count=None, *, prefix="w", **columns):
     """A side; columns left out are idle workers with empty caches. What a worker holds, it also holds further down."""
     if "held" in columns:
-        columns.setdefault("coming", columns["held"])
-        columns.setdefault("below", columns["held"])
+        columns.setdefault("expected", columns["held"])
+        columns.setdefault("in_any_tier", columns["held"])
     count = count if count is not None else len(next(iter(columns.values())))
     arrays = {}
     for name, default in DEFAULTS.items():
@@ -58,12 +58,12 @@ def side(count=None, *, prefix="w", **columns):
         arrays[name] = np.array(columns.pop(name, [default] * count), dtype=kind)
         arrays[name].flags.writeable = False
     assert not columns
-    return Side(names=tuple(f"{prefix}{row}" for row in range(count)), **arrays)
+    return WorkerTable(names=tuple(f"{prefix}{row}" for row in range(count)), **arrays)
 
 
 def ask(tokens=160, *, draw=0.5, stored=0, **rest):
     request = RouteRequest(request_id="r1", block_hashes=(), num_tokens=tokens, max_tokens=64, **rest)
-    return Ask(request, draw, now_s=0.0, stored=stored)
+    return RoutingContext(request, draw, now_s=0.0, stored=stored)
 
 
 def best(policy, prefills, decodes=None, **rest):
@@ -156,7 +156,7 @@ def test_a_lost_worker_moves_its_own_sessions_only():
 def test_a_request_without_a_session_goes_by_its_own_id():
     def chosen(request_id):
         request = RouteRequest(request_id=request_id, block_hashes=(), num_tokens=10, max_tokens=2)
-        return Session({}).rank(Ask(request, 0.5, 0.0), side(8), side(8))[0].prefill
+        return Session({}).rank(RoutingContext(request, 0.5, 0.0), side(8), side(8))[0].prefill
 
     assert len({chosen(f"r{n}") for n in range(60)}) == 8
 
@@ -219,7 +219,7 @@ def test_dynamos_credit_of_four_follows_the_cache_further_but_never_below_zero()
 
 
 def test_dynamo_credits_lower_tiers_and_a_shared_cache_less():
-    lower = side(held=[80], below=[160])
+    lower = side(held=[80], in_any_tier=[160])
     assert best(Dynamo({}), lower).score - 10 == pytest.approx(10 - 5 - 0.75 * 5)
     shared = Dynamo({"shared_cache_multiplier": 0.5})
     assert best(shared, side(held=[80]), stored=160).score - 10 == pytest.approx(10 - 5 - 0.5 * 5)
@@ -227,9 +227,9 @@ def test_dynamo_credits_lower_tiers_and_a_shared_cache_less():
 
 
 def test_dynamo_counts_announced_blocks_only_unless_told_to_predict():
-    coming = side(held=[0, 0], coming=[160, 0], below=[0, 0], queued_tokens=[16, 0])
-    assert prefill_of(Dynamo({}), coming) == 1
-    assert prefill_of(Dynamo({"predicted": True}), coming) == 0
+    expected = side(held=[0, 0], expected=[160, 0], in_any_tier=[0, 0], queued_tokens=[16, 0])
+    assert prefill_of(Dynamo({}), expected) == 1
+    assert prefill_of(Dynamo({"predicted": True}), expected) == 0
 
 
 def test_dynamo_scales_the_prefill_load_after_the_credit_and_lets_the_credit_decay():
@@ -237,8 +237,8 @@ def test_dynamo_scales_the_prefill_load_after_the_credit_and_lets_the_credit_dec
     decaying = Dynamo({"credit_decay": 1})
     way = best(decaying, side(held=[80, 80], queued_tokens=[160, 0]))
     assert (way.prefill, way.score - 10) == (1, 5)
-    ways = decaying.rank(ask(), side(held=[80, 80], queued_tokens=[160, 0]), side(1))
-    assert ways[1].score - 10 == 20 - 0.5 * 5  # 10 blocks more in line than the other: as long as the prompt
+    candidates = decaying.rank(ask(), side(held=[80, 80], queued_tokens=[160, 0]), side(1))
+    assert candidates[1].score - 10 == 20 - 0.5 * 5  # 10 blocks more in line than the other: as long as the prompt
 
 
 def test_dynamo_chooses_the_decode_worker_by_blocks_in_use_alone():
@@ -249,9 +249,9 @@ def test_dynamo_chooses_the_decode_worker_by_blocks_in_use_alone():
 
 def test_dynamo_without_prefill_workers_adds_both_costs():
     decodes = side(held=[160, 0], free_blocks=[990, 1000])
-    ways = Dynamo({}).rank(ask(), side(0), decodes)
-    assert [(way.decode, way.score) for way in ways] == [(0, 0 + 20), (1, 10 + 10)] or [
-        (way.decode, way.score) for way in ways
+    candidates = Dynamo({}).rank(ask(), side(0), decodes)
+    assert [(way.decode, way.score) for way in candidates] == [(0, 0 + 20), (1, 10 + 10)] or [
+        (way.decode, way.score) for way in candidates
     ] == [(1, 10 + 10), (0, 0 + 20)]
     assert Dynamo({}).rank(ask(), side(0), side(held=[160, 0], free_blocks=[991, 1000]))[0].decode == 0
 
@@ -298,8 +298,8 @@ def test_mooncake_fetches_only_where_somebody_has_more_by_the_threshold():
 
 def test_mooncake_knows_lower_tiers_the_clusters_store_and_slow_links():
     policy = Mooncake({})
-    near = best(policy, side(held=[0, 0], below=[160, 0], queued_tokens=[500, 0]), tokens=161)
-    far = best(policy, side(held=[0, 0], below=[160, 0], queued_tokens=[500, 0], nodes=[0, 1]), tokens=161)
+    near = best(policy, side(held=[0, 0], in_any_tier=[160, 0], queued_tokens=[500, 0]), tokens=161)
+    far = best(policy, side(held=[0, 0], in_any_tier=[160, 0], queued_tokens=[500, 0], nodes=[0, 1]), tokens=161)
     assert near.prefill == far.prefill == 1
     assert far.parts[0] == pytest.approx(4 * near.parts[0])
     store = best(policy, side(1), tokens=161, stored=160)
@@ -354,8 +354,8 @@ def test_llm_d_has_the_decode_worker_compute_what_is_short():
 
 def test_llm_d_chooses_the_decode_worker_first():
     decodes = side(held=[160, 128], waiting=[0, 1])
-    ways = LlmD({}).rank(ask(), side(held=[160, 0]), decodes)
-    assert [(way.prefill, way.decode) for way in ways] == [(None, 0), (0, 1), (1, 1)]
+    candidates = LlmD({}).rank(ask(), side(held=[160, 0]), decodes)
+    assert [(way.prefill, way.decode) for way in candidates] == [(None, 0), (0, 1), (1, 1)]
 
 
 def test_llm_d_weighs_free_memory_when_told_to():
@@ -368,7 +368,7 @@ def test_queue_plus_prefill_charges_the_own_prefill_sixteen_times():
     assert prefill_of(QueuePlusPrefill({}), workers) == 0  # 1 + 16 * 0.08 = 2.28 s against 2.56 s
     assert prefill_of(QueuePlusPrefill({"weight": 1}), workers) == 1
     assert best(QueuePlusPrefill({}), workers).score == pytest.approx(2.28)
-    assert prefill_of(QueuePlusPrefill({}), side(held=[0, 0], coming=[0, 80], below=[0, 0])) == 1
+    assert prefill_of(QueuePlusPrefill({}), side(held=[0, 0], expected=[0, 80], in_any_tier=[0, 0])) == 1
     assert best(QueuePlusPrefill({}), side(held=[160])).score == pytest.approx(16 * 0.016)  # the last block is computed
 
 
@@ -412,8 +412,8 @@ def sides(draw, least=0, most=24):
         return draw(st.lists(st.integers(low, high), min_size=count, max_size=count))
 
     held = np.array(column(0, 10), dtype=np.int64)
-    coming, below = held + column(0, 3), held + column(0, 3)
-    columns = {"held": held, "coming": coming, "below": below}
+    expected, in_any_tier = held + column(0, 3), held + column(0, 3)
+    columns = {"held": held, "expected": expected, "in_any_tier": in_any_tier}
     return side(
         count,
         **{name: np.minimum(blocks, 10) * BLOCK for name, blocks in columns.items()},
@@ -435,27 +435,27 @@ asks = st.builds(
 
 def check_contract(policy, request, prefills, decodes):
     """What base.Policy asks for."""
-    ways = policy.rank(request, prefills, decodes)
-    assert ways == policy.rank(request, prefills, decodes), "a decision can be told again"
-    assert len(ways) <= MAX_WAYS
-    assert len({(way.prefill, way.decode) for way in ways}) == len(ways)
-    assert all(one.score <= other.score for one, other in pairwise(ways))
-    for way in ways:
+    candidates = policy.rank(request, prefills, decodes)
+    assert candidates == policy.rank(request, prefills, decodes), "a decision can be told again"
+    assert len(candidates) <= MAX_CANDIDATES
+    assert len({(way.prefill, way.decode) for way in candidates}) == len(candidates)
+    assert all(one.score <= other.score for one, other in pairwise(candidates))
+    for way in candidates:
         assert len(way.parts) == len(policy.term_names)
         assert math.isfinite(way.score) and all(map(math.isfinite, way.parts))
         assert way.prefill is None or 0 <= way.prefill < len(prefills)
         assert way.decode is None or 0 <= way.decode < len(decodes)
     force, needs_decode = request.request.force, request.request.needs_decode
     if force == "local" or (not len(prefills) and force is None):
-        assert all(way.prefill is None and way.decode is not None for way in ways)
-        assert bool(ways) == bool(len(decodes))
+        assert all(way.prefill is None and way.decode is not None for way in candidates)
+        assert bool(candidates) == bool(len(decodes))
     elif not needs_decode:
-        assert all(way.prefill is not None and way.decode is None for way in ways)
-        assert bool(ways) == bool(len(prefills))
+        assert all(way.prefill is not None and way.decode is None for way in candidates)
+        assert bool(candidates) == bool(len(prefills))
     else:
-        assert all(way.decode is not None for way in ways)
-        assert force != "remote" or all(way.prefill is not None for way in ways)
-        assert bool(ways) == bool(len(prefills) and len(decodes))
+        assert all(way.decode is not None for way in candidates)
+        assert force != "remote" or all(way.prefill is not None for way in candidates)
+        assert bool(candidates) == bool(len(prefills) and len(decodes))
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -470,15 +470,15 @@ def test_every_policy_keeps_the_contract(name):
 
 def permuted(one, order):
     columns = {field.name: getattr(one, field.name)[order] for field in fields(one) if field.name != "names"}
-    return Side(names=tuple(one.names[row] for row in order), **columns)
+    return WorkerTable(names=tuple(one.names[row] for row in order), **columns)
 
 
 def check_order(policy, request, workers, order):
     """The best score stays, and so does who has it, unless others have it too."""
-    ways, again = policy.rank(request, workers, side(1)), policy.rank(request, permuted(workers, order), side(1))
-    assert again[0].score == pytest.approx(ways[0].score)
-    if sum(way.score == pytest.approx(ways[0].score) for way in ways) == 1:
-        assert order[again[0].prefill] == ways[0].prefill
+    candidates, again = policy.rank(request, workers, side(1)), policy.rank(request, permuted(workers, order), side(1))
+    assert again[0].score == pytest.approx(candidates[0].score)
+    if sum(way.score == pytest.approx(candidates[0].score) for way in candidates) == 1:
+        assert order[again[0].prefill] == candidates[0].prefill
 
 
 @pytest.mark.parametrize("name", sorted(set(POLICIES) - BY_CHANCE))
@@ -500,8 +500,8 @@ def with_a_better_one(workers, row):
     return replace(
         workers,
         held=np.where(better, 160, np.minimum(workers.held, 96)),
-        coming=np.where(better, 160, np.minimum(workers.coming, 96)),
-        below=np.where(better, 160, np.minimum(workers.below, 96)),
+        expected=np.where(better, 160, np.minimum(workers.expected, 96)),
+        in_any_tier=np.where(better, 160, np.minimum(workers.in_any_tier, 96)),
         queued_tokens=np.where(better, 0, workers.queued_tokens + 200),
         sequences=np.where(better, 0, workers.sequences + 1),
         waiting=np.where(better, 0, workers.waiting + 1),
@@ -534,7 +534,7 @@ def test_a_worker_that_is_better_in_everything_wins(name, role):
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(0, 9))
 def test_the_best_rows_are_those_of_a_full_sort(score, seed):
     score, tie = np.array(score), draws(seed / 10, len(score), 1)
-    assert best_rows(score, tie).tolist() == np.lexsort((tie, score))[:MAX_WAYS].tolist()
+    assert best_rows(score, tie).tolist() == np.lexsort((tie, score))[:MAX_CANDIDATES].tolist()
 
 
 def test_numbers_of_one_draw_are_spread_evenly():
@@ -577,7 +577,7 @@ class Stubborn:
         self.calls = 0
 
     def rank(self, request, prefills, decodes):
-        return [Way(0, 0, 0.0, ())]
+        return [Candidate(0, 0, 0.0, ())]
 
 
 class Forgetful(Stubborn):
@@ -585,7 +585,7 @@ class Forgetful(Stubborn):
 
     def rank(self, request, prefills, decodes):
         self.calls += 1
-        return [Way(self.calls % 2, 0, 0.0, ())]
+        return [Candidate(self.calls % 2, 0, 0.0, ())]
 
 
 class ByRow(Stubborn):
@@ -594,7 +594,7 @@ class ByRow(Stubborn):
     def rank(self, request, prefills, decodes):
         queue = np.array(prefills.queued_tokens, dtype=float)
         queue[0] = -1.0
-        return [Way(int(row), 0, float(queue[row]), ()) for row in np.argsort(queue)]
+        return [Candidate(int(row), 0, float(queue[row]), ()) for row in np.argsort(queue)]
 
 
 def test_the_contracts_check_sees_a_forced_request_that_goes_elsewhere():

@@ -3,9 +3,9 @@
 import pytest
 
 from kvrelay.plane.messages import KvSnapshot
-from kvrelay.router.decision.types import Decision, Refusal
-from kvrelay.router.slo.candidate_choice import MAX_TRIED, choose_way
-from kvrelay.router.slo.promises import Prediction, SloAsk, SloTarget
+from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
+from kvrelay.router.slo.candidate_choice import MAX_TRIED, choose_candidate
+from kvrelay.router.types import Decision, Refusal
 from kvrelay.serve.telemetry.explain import Explain
 from tests.router.slo.test_slo import Cluster, info, verdict, wants
 
@@ -19,42 +19,44 @@ def seen(tpot_s, *, ttft_s=0.1, **rest):
     return Prediction(ttft_s, tpot_s, 1.0, 1.0, 0.0, 9.0, **rest)
 
 
-def chosen(predictions, *, ways=None, ask=None, clears=None, spare=None):
+def chosen(predictions, *, candidates=None, ask=None, clears=None, spare=None):
     """(index of the way that is taken, the verdict, indices that were predicted)."""
     looked = []
-    ways = ways or [("p", f"d{i}") for i in range(len(predictions))]
+    candidates = candidates or [("p", f"d{i}") for i in range(len(predictions))]
 
     def predict(index):
         looked.append(index)
         return predictions[index]
 
     clears_in_s = (clears or {}).get
-    index, verdict = choose_way(ask or SloAsk((CHAT,)), ways, predict, lambda i, _: clears_in_s(i), spare)
+    index, verdict = choose_candidate(
+        ask or SloRequirement((CHAT,)), candidates, predict, lambda i, _: clears_in_s(i), spare
+    )
     return index, verdict, looked
 
 
 def test_the_cheapest_is_taken_when_it_fits_and_no_other_is_looked_at():
     index, verdict, looked = chosen([seen(0.01), seen(0.001)])
-    assert (index, verdict.kind, verdict.passed_over, looked) == (0, "admitted", (), [0])
+    assert (index, verdict.kind, verdict.rejected_candidates, looked) == (0, "admitted", (), [0])
 
 
 def test_the_first_that_fits_is_taken_and_those_before_it_are_told():
     index, verdict, looked = chosen([seen(0.05), seen(0.03), seen(0.01), seen(0.01)])
     assert (index, verdict.kind, looked) == (2, "admitted", [0, 1, 2])
-    assert [(way.decode, way.missed, way.tpot_s) for way in verdict.passed_over] == [
+    assert [(way.decode, way.missed, way.tpot_s) for way in verdict.rejected_candidates] == [
         ("d0", ("tpot",), 0.05), ("d1", ("tpot",), 0.03),
     ]  # fmt: skip
 
 
 def test_the_own_class_elsewhere_is_better_than_a_lesser_one_on_the_cheapest():
-    ask = SloAsk((CHAT, BATCH))
+    ask = SloRequirement((CHAT, BATCH))
     assert chosen([seen(0.05), seen(0.01)], ask=ask)[:2][0] == 1
     index, verdict, _ = chosen([seen(0.5), seen(0.05), seen(0.04)], ask=ask)
     assert (index, verdict.kind, verdict.target) == (1, "degraded", BATCH)
 
 
 def test_who_waits_waits_on_the_cheapest():
-    index, verdict, _ = chosen([seen(0.05), seen(0.04)], ask=SloAsk((CHAT,), "queue"))
+    index, verdict, _ = chosen([seen(0.05), seen(0.04)], ask=SloRequirement((CHAT,), "queue"))
     assert (index, verdict.kind, verdict.target) == (0, "queued", None)
 
 
@@ -70,34 +72,34 @@ def test_a_worker_that_has_been_silent_is_tried_when_no_other_fits():
 
 
 def test_no_other_prefill_worker_is_taken_and_no_batch_looked_at_twice():
-    ways = [("p1", "d1"), ("p2", "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d2")]
-    index, _, looked = chosen([seen(0.05), seen(0.01), seen(0.01), seen(0.01), seen(0.01)], ways=ways)
+    candidates = [("p1", "d1"), ("p2", "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d2")]
+    index, _, looked = chosen([seen(0.05), seen(0.01), seen(0.01), seen(0.01), seen(0.01)], candidates=candidates)
     assert (index, looked) == (4, [0, 4])
-    assert chosen([seen(0.01, ttft_s=9.0), seen(0.01)], ways=[(None, "d1"), (None, "d2")])[1].kind == "refused"
+    assert chosen([seen(0.01, ttft_s=9.0), seen(0.01)], candidates=[(None, "d1"), (None, "d2")])[1].kind == "refused"
 
 
 def test_where_a_batch_is_in_the_way_of_who_would_compute_the_prompt_itself_others_are_tried():
-    ways = [(None, "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d3"), ("p2", "d4")]
-    index, verdict, looked = chosen([seen(0.05), seen(0.05), seen(0.01), seen(0.05), seen(0.01)], ways=ways)
+    candidates = [(None, "d1"), (None, "d2"), ("p1", "d1"), ("p1", "d3"), ("p2", "d4")]
+    index, verdict, looked = chosen([seen(0.05), seen(0.05), seen(0.01), seen(0.05), seen(0.01)], candidates=candidates)
     assert (index, verdict.kind, looked) == (4, "admitted", [0, 1, 3, 4])
     late = [seen(0.05, ttft_s=9.0), *[seen(0.01)] * 4]
-    assert chosen(late, ways=ways)[1].kind == "refused"  # control: its TTFT is missed, too
+    assert chosen(late, candidates=candidates)[1].kind == "refused"  # control: its TTFT is missed, too
 
 
 def test_who_would_be_refused_is_served_without_a_promise_where_it_holds_up_nobody():
     late = [seen(0.01, ttft_s=9.0), seen(0.01, ttft_s=8.0)]
-    ways = [("p1", "d1"), ("p2", "d1")]
-    index, verdict, _ = chosen(late, ways=ways, spare=1)
+    candidates = [("p1", "d1"), ("p2", "d1")]
+    index, verdict, _ = chosen(late, candidates=candidates, spare=1)
     assert (index, verdict.kind, verdict.target, verdict.missed) == (1, "queued", None, ("ttft",))
-    assert chosen(late, ways=ways)[1].kind == "refused"
+    assert chosen(late, candidates=candidates)[1].kind == "refused"
     breaking = [late[0], seen(0.01, ttft_s=8.0, crowded_tpot_s=0.01)]
-    assert chosen(breaking, ways=ways, spare=1)[1].kind == "refused"
-    assert chosen([seen(0.01), seen(0.01)], ways=ways, spare=1)[:2][0] == 0  # nobody need be helped
+    assert chosen(breaking, candidates=candidates, spare=1)[1].kind == "refused"
+    assert chosen([seen(0.01), seen(0.01)], candidates=candidates, spare=1)[:2][0] == 0  # nobody need be helped
 
 
 def test_not_more_than_a_few_are_looked_at():
     _, verdict, looked = chosen([seen(0.05)] * 40)
-    assert len(looked) == MAX_TRIED and len(verdict.passed_over) == MAX_TRIED - 1
+    assert len(looked) == MAX_TRIED and len(verdict.rejected_candidates) == MAX_TRIED - 1
 
 
 # ---- in the router
@@ -137,8 +139,10 @@ def test_a_request_goes_to_the_decode_worker_where_it_keeps_to_its_slo(is_slow):
     assert choice.decode == (other if is_slow else choice.candidates[0].decode)
     told = Explain(0.0)
     told.decisions.append(choice)
-    passed_over = told.report().get("passed_over", [])
-    assert [(way["prefill"], way["decode"], way["missed"]) for way in passed_over] == [("p", first, ["tpot"])] * is_slow
+    rejected_candidates = told.report().get("rejected_candidates", [])
+    assert [(way["prefill"], way["decode"], way["missed"]) for way in rejected_candidates] == [
+        ("p", first, ["tpot"])
+    ] * is_slow
     view = {view.worker_id: view.load.sequences for view in cluster.router.workers()}
     assert view[choice.decode] >= 1
     cluster.router.on_end(choice.request_id)
@@ -150,5 +154,5 @@ def test_when_both_miss_nothing_is_counted_for_it():
     for worker_id in ("d", "e"):
         slowed(cluster, worker_id)
     choice = cluster.send(cluster.ask(16, slo=wants(tpot_s=0.03)))
-    assert isinstance(choice, Refusal) and len(choice.verdict.passed_over) == 1
+    assert isinstance(choice, Refusal) and len(choice.verdict.rejected_candidates) == 1
     assert len(cluster.router.forecast) == 0

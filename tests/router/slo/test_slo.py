@@ -9,13 +9,13 @@ from kvrelay.config import RouterSettings, SloSettings, settings_from
 from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.plane.messages import KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, Refusal, RouteRequest
+from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget
 from kvrelay.router.slo.admission import MAX_RETRY_S, judge
 from kvrelay.router.slo.calibration import WINDOW, Bias, Errors
 from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S
 from kvrelay.router.slo.lifetimes import OutputLengths
 from kvrelay.router.slo.online_fit import HALF_LIFE_S, DurationFit
-from kvrelay.router.slo.promises import Prediction, SloAsk, SloTarget
+from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.api.schemas import SloFields
 from kvrelay.serve.requests.slo import SloRecord, slo_of, slo_refusal
 from kvrelay.types import Fingerprint
@@ -95,7 +95,7 @@ class Cluster:
 
 
 def wants(ttft_s=None, tpot_s=None, *rest, on_miss="refuse"):
-    return SloAsk((SloTarget("c", ttft_s, tpot_s), *rest), on_miss)
+    return SloRequirement((SloTarget("c", ttft_s, tpot_s), *rest), on_miss)
 
 
 def verdict(choice):
@@ -513,9 +513,9 @@ def asked(fields, slo, num_sequences=1, **own):
 
 
 def test_a_request_takes_its_class_and_may_override_its_times():
-    assert asked(None, {"ttft_s": 2.0}).ask == SloAsk((SloTarget("default", 2.0, None),))
+    assert asked(None, {"ttft_s": 2.0}).ask == SloRequirement((SloTarget("default", 2.0, None),))
     record = asked({"class": "chat", "tpot_s": 0.2, "on_miss": "queue"}, {"classes": CLASSES}, 3)
-    assert record.ask == SloAsk((SloTarget("chat", 1.0, 0.2), SloTarget("batch", 60.0, None)), "queue")
+    assert record.ask == SloRequirement((SloTarget("chat", 1.0, 0.2), SloTarget("batch", 60.0, None)), "queue")
     assert record.num_sequences == 3
 
 
@@ -533,7 +533,7 @@ def test_who_is_served_under_another_class_stands_where_that_one_says(queue, res
     cluster = Cluster()
     if queue:
         cluster.send(cluster.ask(queue))
-    record = SloRecord(SloAsk((SloTarget("chat", 2.0, None, -2), *rest), "queue"))
+    record = SloRecord(SloRequirement((SloTarget("chat", 2.0, None, -2), *rest), "queue"))
     record.verdict = cluster.send(cluster.ask(1000, slo=record.ask)).verdict
     assert record.priority == priority
 

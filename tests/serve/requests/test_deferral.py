@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.errors import Overloaded, RequestError, WorkerLost
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.deferral import LATE_TOKENS
+from kvrelay.router.decision.deferral import OVERDUE_TOKENS
 from kvrelay.serve.telemetry.explain import Explain
 from tests.fakes import alphabet, expected_tokens
 from tests.serve.conftest import collect, sequence
@@ -39,7 +39,7 @@ async def crowded(make_cluster):
 
 
 def long(request_id):
-    return sequence(request_id * (LATE_TOKENS // len(request_id) + 1), request_id=request_id)
+    return sequence(request_id * (OVERDUE_TOKENS // len(request_id) + 1), request_id=request_id)
 
 
 async def deferred(cluster, count):
@@ -165,7 +165,7 @@ async def test_where_no_kv_can_travel_any_more_who_waited_hears_it(crowded):
     cluster, first = await crowded()
     second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
     await deferred(cluster, 1)
-    cluster.dispatcher._blocked = "p0 and d0 misfit"
+    cluster.dispatcher._blocked = "p0 and d0 are incompatible"
     cluster.prefill[0].hold_first_token.set()
     with pytest.raises(RequestError) as caught:
         await second

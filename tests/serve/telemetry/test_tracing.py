@@ -67,10 +67,10 @@ async def test_a_retry_shows_as_a_second_route_with_the_fault_before_it(make_clu
 
 
 async def test_a_request_that_fails_is_marked_with_its_status_and_the_routers_reason(make_cluster, exporter):
-    cluster = await make_cluster(prefill=2, pairings=[FakeWorker.misfits, FakeWorker.misfits])
+    cluster = await make_cluster(prefill=2, pairings=[FakeWorker.incompatible, FakeWorker.incompatible])
     assert (await complete(cluster)).status_code == 503
     route, root = exporter.get_finished_spans()
-    assert not route.status.is_ok and route.status.description.startswith("misfit: ")
+    assert not route.status.is_ok and route.status.description.startswith("incompatible: ")
     assert not root.status.is_ok and root.attributes["http.response.status_code"] == 503
 
 

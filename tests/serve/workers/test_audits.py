@@ -7,8 +7,8 @@ import pytest
 from kvrelay.errors import WorkerLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import IN_POOL, NOWHERE, KvEvents
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.audits import AuditCounts
+from kvrelay.router.types import IndexState
 
 CHAIN = [f"h{i}".encode().ljust(16) for i in range(4)]
 

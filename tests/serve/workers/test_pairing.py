@@ -57,35 +57,35 @@ async def test_a_pair_that_is_not_reported_yet_is_used(make_cluster):
 
 
 async def test_when_no_pair_fits_clients_get_503_with_the_field_and_the_remedy(make_cluster):
-    cluster = await make_cluster(prefill=1, decode=2, pairings=[FakeWorker.misfits])
+    cluster = await make_cluster(prefill=1, decode=2, pairings=[FakeWorker.incompatible])
     for headers in ({}, {"x-kvrelay-prefill": "local"}, {"x-kvrelay-prefill": "remote"}):
         answer = await complete(cluster, **headers)
         error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["type"]) == (503, "kv_misfit", "server_error")
+        assert (answer.status_code, error["code"], error["type"]) == (503, "kv_incompatible", "server_error")
         assert "dtype: 'float32' != 'bfloat16'" in error["message"] and "same settings" in error["message"]
         assert answer.headers["retry-after"]
     told = await health(cluster)
-    assert told.status_code == 503 and told.json()["status"] == "no KV can travel" and len(told.json()["misfits"]) == 2
+    assert told.status_code == 503 and told.json()["status"] == "no KV can travel" and len(told.json()["incompatible_pairs"]) == 2
     assert all(worker.count(wire.Generate) == worker.count(wire.Reserve) == 0 for worker in cluster.decode)
     assert not cluster.dispatcher.is_ready()
 
 
 async def test_a_passing_fault_is_no_reason_to_refuse(make_cluster):
     def lost(worker, message):
-        return worker.misfits(message, reason="PeerLost")
+        return worker.incompatible(message, reason="PeerLost")
 
     cluster = await make_cluster(pairings=[lost])
     assert (await health(cluster)).status_code == (await complete(cluster)).status_code == 200
 
 
 async def test_one_misfit_among_pairs_that_fit_is_routed_around_and_explained(make_cluster):
-    cluster = await make_cluster(prefill=2, pairings=[FakeWorker.misfits])
+    cluster = await make_cluster(prefill=2, pairings=[FakeWorker.incompatible])
     for _ in range(6):
         told = (await complete(cluster, **{"x-kvrelay-explain": "1"})).json()["kvrelay"]
         assert told["prefill"] == "p1"
-        assert [(pair["prefill"], pair["decode"]) for pair in told["left_out"]] == [("p0", "d0")]
-        assert "dtype" in told["left_out"][0]["why"]
-    assert (await health(cluster)).json()["misfits"]
+        assert [(pair["prefill"], pair["decode"]) for pair in told["incompatible_pairs"]] == [("p0", "d0")]
+        assert "dtype" in told["incompatible_pairs"][0]["reason"]
+    assert (await health(cluster)).json()["incompatible_pairs"]
 
 
 async def test_a_prefill_worker_that_is_turned_away_is_no_licence_to_decode_alone(make_cluster):
@@ -104,7 +104,7 @@ async def test_a_prefill_worker_that_is_turned_away_is_no_licence_to_decode_alon
 
 
 async def test_when_the_misfit_leaves_the_others_serve_again(make_cluster):
-    cluster = await make_cluster(prefill=1, pairings=[FakeWorker.misfits])
+    cluster = await make_cluster(prefill=1, pairings=[FakeWorker.incompatible])
     assert (await complete(cluster)).status_code == 503
     members = [link.member for link in cluster.dispatcher._links.values()]
     cluster.dispatcher.set_members([member for member in members if member.worker_id != "p0"])
@@ -141,7 +141,7 @@ async def test_the_decode_workers_own_figures_keep_the_table_fresh(make_cluster)
 
 
 async def test_metrics_of_pairs_name_both_ends_the_path_and_whether_it_works(make_cluster):
-    cluster = await make_cluster(prefill=2, pairings=[FakeWorker.misfits])
+    cluster = await make_cluster(prefill=2, pairings=[FakeWorker.incompatible])
     found = await metrics(cluster)
     assert sorted(found["kvrelay_kvtransfer_pairs"], key=lambda sample: sample[0]["source"]) == [
         ({"source": "p0", "target": "d0", "path": "none", "ok": "false"}, 1),

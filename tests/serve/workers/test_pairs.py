@@ -75,7 +75,7 @@ def test_a_good_pair_is_not_asked_about_again():
     made.due(0.0)
     made.answered(good("p1", "d1"), 1.0)
     assert made.due(1e9) == [] and made.wait_s(1.0) is None
-    assert made.is_settled() and made.blocked() is None and made.misfits() == {}
+    assert made.is_settled() and made.blocked() is None and made.incompatible_pairs() == {}
 
 
 @pytest.mark.parametrize("reason", ["fingerprint", "PeerLost"])
@@ -98,8 +98,8 @@ def test_a_misfit_is_barred_with_its_field_and_remedy(reason):
     made = book("p1", "d1")
     made.answered(bad("p1", "d1", reason), 0.0)
     line = f"p1 -> d1: {reason}: dtype: 'a' != 'b' (set it alike)"
-    assert verdicts(made) == {("p1", "d1"): Verdict.MISFIT}
-    assert made.misfits() == {("p1", "d1"): line} and made.blocked() == line
+    assert verdicts(made) == {("p1", "d1"): Verdict.INCOMPATIBLE}
+    assert made.incompatible_pairs() == {("p1", "d1"): line} and made.blocked() == line
 
 
 @pytest.mark.parametrize("reason", ["PeerLost", "TimeoutError", "stale_epoch", "LeaseExpired", "lost"])
@@ -107,14 +107,14 @@ def test_a_passing_fault_bars_nothing(reason):
     made = book("p1", "d1")
     made.answered(bad("p1", "d1", reason), 0.0)
     assert verdicts(made) == {("p1", "d1"): Verdict.FAILING}
-    assert made.misfits() == {} and made.blocked() is None and made.is_settled()
+    assert made.incompatible_pairs() == {} and made.blocked() is None and made.is_settled()
 
 
 def test_a_misfit_stays_one_until_it_is_found_to_fit():
     made = book("p1", "d1")
     made.answered(bad("p1", "d1"), 0.0)
     made.answered(bad("p1", "d1", "PeerLost"), 1.0)
-    assert verdicts(made) == {("p1", "d1"): Verdict.MISFIT} and "fingerprint" in made.blocked()
+    assert verdicts(made) == {("p1", "d1"): Verdict.INCOMPATIBLE} and "fingerprint" in made.blocked()
     made.answered(good("p1", "d1"), 2.0)
     assert verdicts(made) == {("p1", "d1"): Verdict.OK}
 
@@ -127,7 +127,7 @@ def test_all_is_blocked_only_when_no_pair_may_fit():
     made.answered(bad("p1", "d2"), 0.0)
     assert made.blocked() is not None
     made.answered(good("p1", "d2"), 0.0)
-    assert made.blocked() is None and keys(made.pairs) - set(made.misfits()) == {("p1", "d2")}
+    assert made.blocked() is None and keys(made.pairs) - set(made.incompatible_pairs()) == {("p1", "d2")}
 
 
 def test_a_prefill_worker_that_cannot_even_connect_does_not_leave_decode_to_serve_alone():
@@ -176,7 +176,7 @@ def test_a_pair_none_of_whose_paths_works_is_measured_anew():
     made = book("p1", "d1")
     made.due(0.0)
     made.answered(good("p1", "d1", path(problem="x"), path("tcp", is_chosen=False, problem="y")), 0.0)
-    assert verdicts(made) == {("p1", "d1"): Verdict.FAILING} and made.misfits() == {}
+    assert verdicts(made) == {("p1", "d1"): Verdict.FAILING} and made.incompatible_pairs() == {}
     (asked,) = made.due(1.0)
     assert asked.is_probe_wanted
 
@@ -207,7 +207,7 @@ def test_what_decode_workers_see_keeps_the_speeds_fresh_but_decides_nothing():
     assert [pair.path.bytes_per_s for pair in made.pairs] == [2e9]
     made.answered(bad("p1", "d1"), 1.0)
     made.seen(good("p1", "d1"))
-    assert verdicts(made) == {("p1", "d1"): Verdict.MISFIT}
+    assert verdicts(made) == {("p1", "d1"): Verdict.INCOMPATIBLE}
 
 
 def test_the_view_tells_all_of_it():
@@ -218,4 +218,4 @@ def test_the_view_tells_all_of_it():
     assert (view["prefill"], view["decode"], view["is_settled"]) == (1, 2, True)
     first, second = view["pairs"]
     assert (first["verdict"], first["line"], first["paths"][0]["bytes_per_s"]) == ("ok", "", 1e9)
-    assert (second["verdict"], second["reason"], second["remedy"]) == ("misfit", "fingerprint", "set it alike")
+    assert (second["verdict"], second["reason"], second["remedy"]) == ("incompatible", "fingerprint", "set it alike")

@@ -8,7 +8,7 @@ import pytest
 
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, IndexState, RouteRequest
+from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.types import Role
 from tests.fakes import SECRET, FakeWorker, alphabet

@@ -6,9 +6,9 @@ import itertools
 import pytest
 
 from kvrelay.plane import messages as wire
-from kvrelay.router.decision.types import IndexState
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE
+from kvrelay.router.types import IndexState
 from kvrelay.serve.workers.snapshot_slices import TURN_S, Intake
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, alphabet

@@ -12,28 +12,28 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
-from kvrelay.router.decision.columns import (
+from kvrelay.router.fleet.columns import (
     DECODE_STEP,
     FREE_BLOCKS,
     KV_RATE,
     OUTPUT,
-    PACE,
     QUEUED_REQUESTS,
     QUEUED_TOKENS,
+    RECENT_STEP,
     REPORTED_AT,
     SEQUENCES,
     TURN,
     WAITING,
     Columns,
 )
-from kvrelay.router.decision.cost import CostModel
-from kvrelay.router.decision.types import WorkerLoad
+from kvrelay.router.policies.cost import CostModel
+from kvrelay.router.types import WorkerLoad
 from kvrelay.types import Role
 
 _BUCKET = math.log(1.25)
 MIN_BANDWIDTH_SAMPLE_BYTES = 32 << 20  # less says more about first touches of memory than about the link
 MAX_PENDING_COMPARED = 128
-PACE_S = 10.0  # of steps that the pace is an average of
+RECENT_STEP_WINDOW_S = 10.0  # of steps that the pace is an average of
 IDLE_HALF_LIFE_S = 5.0  # of what made a worker's last steps slow: a full batch, a first step, a neighbour
 
 
@@ -47,7 +47,7 @@ def _bucketed(value: float) -> float:
     return math.exp(_BUCKET * round(math.log(value) / _BUCKET))
 
 
-class Pace:
+class RecentStepTime:
     """How often a busy worker has stepped of late: what a sequence there waits for each of its tokens."""
 
     __slots__ = ("_seconds", "_steps")
@@ -59,7 +59,7 @@ class Pace:
         """Two reports in a row. Between them the worker was busy if it was at the first: it reports when it falls idle."""
         steps = after.steps - before.steps
         if before.running and steps > 0 and passed_s > 0:
-            keep = math.exp(-passed_s / PACE_S)
+            keep = math.exp(-passed_s / RECENT_STEP_WINDOW_S)
             self._seconds = self._seconds * keep + passed_s
             self._steps = self._steps * keep + steps
 
@@ -80,12 +80,12 @@ class WorkerAccount:
         "_idle_since_s",
         "_model",
         "_others",
-        "_pace",
+        "_recent_step",
         "_told_foreign",
         "_told_sequences",
         "changed",
         "info",
-        "own_late_tokens",
+        "own_overdue_tokens",
         "own_prefills",
         "own_requests",
         "own_sequences",
@@ -106,7 +106,7 @@ class WorkerAccount:
         self.report: LoadReport | None = None
         self.reported_at_s: float | None = None
         self.own_tokens = 0  # assigned prompt tokens not yet computed
-        self.own_late_tokens = 0  # of those, of prompts that are late in any case
+        self.own_overdue_tokens = 0  # of those, of prompts that are late in any case
         self.own_prefills = 0  # assigned prompts not yet computed
         self.own_requests = 0  # assigned and not ended (on a prefill worker: no first token yet)
         self.own_sequences = 0  # those, a group as all of its members
@@ -115,7 +115,7 @@ class WorkerAccount:
         self._foreign_tokens = 0
         self._foreign_prefills = 0
         self._foreign_sequences = 0
-        self._pace = Pace()
+        self._recent_step = RecentStepTime()
         self._idle_since_s: float | None = None  # as its reports say
         self._others: AssignedByOthers | None = None
         self.changed: dict[WorkerAccount, None] | None = None  # where it is noted that our own share has changed
@@ -132,7 +132,7 @@ class WorkerAccount:
     def apply_report(self, report: LoadReport, now_s: float) -> None:
         """Take the newest report. Reports of one connection come in order."""
         if self.report is not None and self.reported_at_s is not None:
-            self._pace.observe(self.report, report, now_s - self.reported_at_s)
+            self._recent_step.observe(self.report, report, now_s - self.reported_at_s)
         if report.running or report.waiting or report.receiving:
             self._idle_since_s = None
         elif self._idle_since_s is None:
@@ -242,9 +242,9 @@ class WorkerAccount:
         )
 
     @property
-    def unreported_late_tokens(self) -> int:
+    def unreported_overdue_tokens(self) -> int:
         """Of the queue, those of our own late prompts that the worker does not count as such (yet): they give way all the same."""
-        return max(0, self.own_late_tokens - (self.report or _UNREPORTED).overdue_tokens)
+        return max(0, self.own_overdue_tokens - (self.report or _UNREPORTED).overdue_tokens)
 
     def _speeds(self) -> tuple[float, float, float]:
         """Prompt tokens/s, seconds of a decode step, KV bytes/s; 0: not measured."""
@@ -276,7 +276,7 @@ class WorkerAccount:
         rate, step_s, kv_rate = self._speeds()
         self._columns.set_prefill_rate(row, rate)
         floats[DECODE_STEP, row] = step_s = self._rested_s(step_s or self._model.default_decode_step_s)
-        floats[PACE, row] = max(step_s, self._rested_s(self._pace.seconds))
+        floats[RECENT_STEP, row] = max(step_s, self._rested_s(self._recent_step.seconds))
         floats[KV_RATE, row] = kv_rate or self._model.default_kv_bytes_per_s
         floats[OUTPUT, row] = self.report.output_tokens if self.report is not None else 0.0
         if self.reported_at_s is not None:
@@ -314,7 +314,7 @@ class Assignment:
     predicted_ttft_s: float
     tenant: str = ""
     width: int = 1  # sequences on the decode worker
-    is_late: bool = False  # its first token, in any case
+    is_overdue: bool = False  # its first token, in any case
     has_first_token: bool = False
 
 
@@ -336,8 +336,8 @@ class Ledger:
     def __init__(self) -> None:
         self._assignments: dict[str, Assignment] = {}
         self._pending: dict[bytes, dict[str, Assignment]] = {}  # by first block, until the first token
-        self.late_blocks = 0  # that decode workers keep for late prompts which others compute
-        self.with_late: set[WorkerAccount] = set()  # that have prompts to compute which are late in any case
+        self.overdue_blocks = 0  # that decode workers keep for late prompts which others compute
+        self.with_overdue: set[WorkerAccount] = set()  # that have prompts to compute which are late in any case
         self._queued: dict[str, int] = {}  # by tenant, assigned prompt tokens that are not computed yet
         self._turn = 0
 
@@ -353,7 +353,7 @@ class Ledger:
         self._queue(assignment.tenant, assignment.compute_tokens)
         compute.turn = self._turn
         compute.add(tokens=assignment.compute_tokens, prefills=1, **_seats(int(decode is not compute)))
-        self._count_late(assignment, assignment.compute_tokens)
+        self._count_overdue(assignment, assignment.compute_tokens)
         if decode is not None:
             decode.turn = self._turn
             decode.add(requests=1, sequences=assignment.width, shown=1, blocks=assignment.decode_blocks)
@@ -369,7 +369,7 @@ class Ledger:
         self._queue(assignment.tenant, -assignment.compute_tokens)
         compute, decode = assignment.compute, assignment.decode
         compute.add(tokens=-assignment.compute_tokens, prefills=-1, **_seats(-int(decode is not compute)))
-        self._count_late(assignment, -assignment.compute_tokens)
+        self._count_overdue(assignment, -assignment.compute_tokens)
         if decode is not None:
             decode.add(shown=assignment.width - 1, blocks=-assignment.decode_blocks)
         if assignment.block_hashes:
@@ -403,17 +403,17 @@ class Ledger:
         if assignment.decode is not None:
             assignment.decode.add(sequences=-gone, shown=-gone * assignment.has_first_token)
 
-    def _count_late(self, assignment: Assignment, tokens: int) -> None:
-        if not assignment.is_late:
+    def _count_overdue(self, assignment: Assignment, tokens: int) -> None:
+        if not assignment.is_overdue:
             return
         account = assignment.compute
-        account.own_late_tokens += tokens
+        account.own_overdue_tokens += tokens
         if assignment.decode is not account:
-            self.late_blocks += assignment.decode_blocks if tokens > 0 else -assignment.decode_blocks
-        if account.own_late_tokens:
-            self.with_late.add(account)
+            self.overdue_blocks += assignment.decode_blocks if tokens > 0 else -assignment.decode_blocks
+        if account.own_overdue_tokens:
+            self.with_overdue.add(account)
         else:
-            self.with_late.discard(account)
+            self.with_overdue.discard(account)
 
     def _queue(self, tenant: str, tokens: int) -> None:
         left = self._queued.get(tenant, 0) + tokens

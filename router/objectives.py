@@ -50,7 +50,7 @@ class SloTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class SloAsk:
+class SloRequirement:
     """What a request wants: its class, then those that it degrades to; and what becomes of it when all are missed."""
 
     targets: tuple[SloTarget, ...]
@@ -58,7 +58,7 @@ class SloAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class PassedOver:
+class RejectedCandidate:
     """A way that was looked at and not taken, and what would have been missed there. Times without the margin."""
 
     prefill: str | None
@@ -79,4 +79,4 @@ class SloVerdict:
     missed: tuple[str, ...] = ()  # of the wanted: "ttft", "tpot", "others" (a promise to somebody else)
     retry_after_s: float = 0.0
     is_hopeless: bool = False  # idle workers would not meet it either
-    passed_over: tuple[PassedOver, ...] = ()  # other ways that were looked at
+    rejected_candidates: tuple[RejectedCandidate, ...] = ()  # other ways that were looked at

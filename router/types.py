@@ -7,10 +7,10 @@ import enum
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from kvrelay.router.slo.promises import Prediction, SloAsk, SloVerdict
+from kvrelay.router.objectives import Prediction, SloRequirement, SloVerdict
 
 Path = Literal["disaggregated", "local", "prefill_only"]
-RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long", "misfit", "slo"]
+RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long", "incompatible", "slo"]
 
 TERM_NAMES = (
     "prefill_compute",  # the uncached prompt tokens, at the computing worker's speed
@@ -56,14 +56,14 @@ class RouteRequest:
     force: Literal["local", "remote"] | None = None
     width: int = 1  # sequences that it will decode as: of a group, its members, which share the prompt
     companions: int = 0  # sequences of other requests that come with it and will decode beside it
-    slo: SloAsk | None = None  # None: admitted whatever is predicted
+    slo: SloRequirement | None = None  # None: admitted whatever is predicted
     session: str = ""  # whose requests follow each other; "": none
     tenant: str = ""
     priority: int = 0  # lower numbers are served earlier
     may_wait: bool = False  # at the router, while its first token will be late in any case: see deferral.py
 
 
-class Way(NamedTuple):
+class Candidate(NamedTuple):
     """One way to serve a request: rows of the prefill and the decode side; None: there is none (local, or prefill only).
 
     `score`: the less, the better. `parts`: of the policy's `term_names`, in that order.
@@ -97,21 +97,22 @@ class CandidateScore(NamedTuple):
 class Ranking(NamedTuple):
     """What a policy answered, best first, with the names that its rows and its terms stand for."""
 
-    ways: tuple[Way, ...]
+    candidates: tuple[Candidate, ...]
     prefills: tuple[str, ...]
     decodes: tuple[str, ...]
     term_names: tuple[str, ...]
 
-    def workers(self, way: Way) -> tuple[str | None, str | None]:
+    def workers(self, candidate: Candidate) -> tuple[str | None, str | None]:
         """(prefill worker, decode worker)."""
         return (
-            None if way.prefill is None else self.prefills[way.prefill],
-            None if way.decode is None else self.decodes[way.decode],
+            None if candidate.prefill is None else self.prefills[candidate.prefill],
+            None if candidate.decode is None else self.decodes[candidate.decode],
         )
 
-    def candidates(self) -> tuple[CandidateScore, ...]:
+    def scores(self) -> tuple[CandidateScore, ...]:
         return tuple(
-            CandidateScore(*self.workers(way), way.path, way.score, self.term_names, way.parts) for way in self.ways
+            CandidateScore(*self.workers(candidate), candidate.path, candidate.score, self.term_names, candidate.parts)
+            for candidate in self.candidates
         )
 
 
@@ -125,12 +126,12 @@ class Regret:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class IncompatiblePair:
     """A pair that was not considered, since no KV can travel between the two."""
 
     prefill: str
     decode: str
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +156,17 @@ class Decision:
     policy_terms: dict[str, float]
     regret: Regret
     ranking: Ranking
-    left_out: tuple[LeftOut, ...] = ()
+    incompatible_pairs: tuple[IncompatiblePair, ...] = ()
     forecast: Prediction | None = None  # where SLOs are configured
     verdict: SloVerdict | None = None  # for a request with an SLO
-    wanted_tpot_s: float | None = None
+    tpot_target_s: float | None = None
     """Between two tokens: where it decodes, prompts are computed in pieces that keep to it."""
-    wanted_s: float | None = None
+    ttft_target_s: float | None = None
     """To the first token, from now on: in a worker's line who cannot have it gives way to who can."""
 
     @property
     def candidates(self) -> tuple[CandidateScore, ...]:
-        return self.ranking.candidates()
+        return self.ranking.scores()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
-from kvrelay.router.decision.accounts import WorkerAccount
-from kvrelay.router.decision.columns import PREFILL_RATE, Columns
-from kvrelay.router.decision.cost import CostModel
-from kvrelay.router.decision.misfits import Misfits, isolated
+from kvrelay.router.fleet.accounts import WorkerAccount
+from kvrelay.router.fleet.columns import PREFILL_RATE, Columns
+from kvrelay.router.fleet.compatibility import IncompatiblePairs, unpaired_workers
+from kvrelay.router.policies.cost import CostModel
 from kvrelay.types import Role
 
 
@@ -22,11 +22,11 @@ class Fleet:
     def __init__(self, model: CostModel, index_row: Callable[[str], int]) -> None:
         """`index_row`: a worker's row in what the index answers."""
         self.accounts: dict[str, WorkerAccount] = {}
-        self.misfits: Misfits = {}
+        self.incompatible: IncompatiblePairs = {}
         self._prefill_rate: float | None = None
         self._model, self._index_row = model, index_row
         self._tables: dict[str, Columns] | None = None
-        self._lonely: frozenset[str] | None = None
+        self._unpaired: frozenset[str] | None = None
         self._changed: dict[WorkerAccount, None] = {}  # of those whose other routers want to hear of it
 
     @property
@@ -42,7 +42,7 @@ class Fleet:
     def up(self, info: WorkerInfo) -> bool:
         """True: it is new, or anew (another epoch). False: it has only connected again."""
         known = self.accounts.get(info.worker_id)
-        self._tables = self._lonely = self._prefill_rate = None
+        self._tables = self._unpaired = self._prefill_rate = None
         if known is not None:
             self._unwatch(known)
         if known is not None and known.info.epoch == info.epoch:
@@ -58,7 +58,7 @@ class Fleet:
         if (account := self.accounts.pop(worker_id, None)) is not None:
             account.place(None)
             self._unwatch(account)
-            self._tables = self._lonely = self._prefill_rate = None
+            self._tables = self._unpaired = self._prefill_rate = None
 
     def _unwatch(self, account: WorkerAccount) -> None:
         """Nobody is to be told of it until it says that somebody listens."""
@@ -96,16 +96,18 @@ class Fleet:
             self._prefill_rate = None
         return True
 
-    def set_misfits(self, misfits: Misfits) -> None:
+    def set_incompatible_pairs(self, incompatible: IncompatiblePairs) -> None:
         """From now on no KV can travel between these pairs."""
-        self.misfits, self._lonely = dict(misfits), None
+        self.incompatible, self._unpaired = dict(incompatible), None
 
     @property
-    def lonely(self) -> frozenset[str]:
+    def unpaired(self) -> frozenset[str]:
         """Workers that fit nobody of the other role."""
-        if self._lonely is None:
-            self._lonely = isolated(self.columns(Role.PREFILL).names, self.columns(Role.DECODE).names, self.misfits)
-        return self._lonely
+        if self._unpaired is None:
+            self._unpaired = unpaired_workers(
+                self.columns(Role.PREFILL).names, self.columns(Role.DECODE).names, self.incompatible
+            )
+        return self._unpaired
 
     def columns(self, role: Role) -> Columns:
         """The table of one role's workers."""

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from kvrelay.config import RouterSettings
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport
-from kvrelay.router.decision.cost import CostModel
-from kvrelay.router.decision.misfits import circles
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import TERM_NAMES, Decision
-from kvrelay.router.policies.base import Side, Way
+from kvrelay.router.fleet.compatibility import compatible_sets
+from kvrelay.router.policies.base import Candidate, WorkerTable
+from kvrelay.router.policies.cost import CostModel
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.registry import POLICIES
 from kvrelay.router.policies.shortlist import cheapest, whole_units
+from kvrelay.router.types import TERM_NAMES, Decision
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.types import Role
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load, refused
@@ -35,14 +35,14 @@ class Spy:
 
     def rank(self, ask, prefills, decodes):
         copies = tuple(
-            Side(
+            WorkerTable(
                 side.names,
                 *(np.copy(getattr(side, f.name)) for f in fields(side) if f.name != "names"),
             )
             for side in (prefills, decodes)
         )
         self.seen.append((ask, *copies))
-        return [Way(0, 0, 7.0, (7.0,))] if len(prefills) and len(decodes) else []
+        return [Candidate(0, 0, 7.0, (7.0,))] if len(prefills) and len(decodes) else []
 
 
 def spied(prefill, decode):
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_written_would_be_seen(monkeypatch):
     """Control of the above."""
     router, spy = spied(["p1"], ["d1"])
     router.select_and_reserve(ask("r1"), 0.0)
-    monkeypatch.setattr("kvrelay.router.decision.accounts.WorkerAccount._write_load", lambda self: None)
+    monkeypatch.setattr("kvrelay.router.fleet.accounts.WorkerAccount._write_load", lambda self: None)
     router.select_and_reserve(ask("r2"), 0.0)
     router.select_and_reserve(ask("r3"), 0.0)
     _, prefills, _ = spy.seen[-1]
@@ -162,12 +162,12 @@ def test_what_is_on_the_way_stays_with_its_worker_when_another_goes_or_comes(gon
     router.worker_up(info("p2", "prefill"))
     router.select_and_reserve(ask("sibling"), 0.0)
     _, prefills, _ = spy.seen[-1]
-    assert (prefills.names, prefills.coming.tolist()) == (("p0", "p1", "p2"), [0, 62 * BLOCK, 0])
+    assert (prefills.names, prefills.expected.tolist()) == (("p0", "p1", "p2"), [0, 62 * BLOCK, 0])
     router.on_end("sibling")
     router.worker_down(gone)
     router.select_and_reserve(ask("another"), 0.0)
     _, prefills, _ = spy.seen[-1]
-    assert dict(zip(prefills.names, prefills.coming.tolist(), strict=True))["p1"] == 62 * BLOCK
+    assert dict(zip(prefills.names, prefills.expected.tolist(), strict=True))["p1"] == 62 * BLOCK
 
 
 def test_a_workers_report_ages_and_before_the_first_it_is_endlessly_old():
@@ -219,7 +219,7 @@ def test_any_policys_way_becomes_a_decision_with_the_common_terms():
     assert [(c.prefill, c.decode, c.terms) for c in choice.candidates] == [("p1", "d1", {"only": 7.0})]
 
 
-@pytest.mark.parametrize("way", [Way(0, None, 1.0, (1.0,)), Way(None, 0, 1.0, (1.0,))])
+@pytest.mark.parametrize("way", [Candidate(0, None, 1.0, (1.0,)), Candidate(None, 0, 1.0, (1.0,))])
 def test_ways_with_one_worker_have_the_common_terms_too(way):
     router, spy = spied(["p1"], ["d1"])
     spy.rank = lambda *_: [way]
@@ -300,7 +300,7 @@ pairs = st.sets(st.tuples(st.sampled_from("pqr"), st.sampled_from("xyz")))
 def test_circles_have_every_pair_that_fits_once_and_no_other(misfits):
     found = [
         ("pqr"[p], "xyz"[d])
-        for senders, targets in circles("pqr", "xyz", dict.fromkeys(misfits, "why"))
+        for senders, targets in compatible_sets("pqr", "xyz", dict.fromkeys(misfits, "why"))
         for p in senders
         for d in targets
     ]

@@ -10,22 +10,22 @@ from typing import NamedTuple
 import numpy as np
 
 from kvrelay.plane.messages import WorkerInfo
-from kvrelay.router.decision.types import RouteRequest
-from kvrelay.router.policies.base import Floats, Ints, Side, any_of
+from kvrelay.router.policies.base import Floats, Ints, WorkerTable, any_of, only
+from kvrelay.router.types import RouteRequest
 
 # rows of `Columns.ints`: first what changes, in the order in which an account writes it
 QUEUED_TOKENS, QUEUED_REQUESTS, SEQUENCES, WAITING, FREE_BLOCKS, TURN = range(6)
 NODE, NUM_BLOCKS, BLOCK_SIZE, KV_BYTES_PER_TOKEN, LONGEST, ROOM = range(6, 12)
 # rows of `Columns.floats`; the first is 0 while it is not measured
-PREFILL_RATE, DECODE_STEP, PACE, KV_RATE, REPORTED_AT, OUTPUT = range(6)
+PREFILL_RATE, DECODE_STEP, RECENT_STEP, KV_RATE, REPORTED_AT, OUTPUT = range(6)
 
 
-class Held(NamedTuple):
+class PrefixHits(NamedTuple):
     """Tokens of one prompt, by row of a `Columns`: see Side for the meanings."""
 
     held: Ints
-    coming: Ints
-    below: Ints
+    expected: Ints
+    in_any_tier: Ints
 
 
 class Columns:
@@ -115,23 +115,27 @@ class Columns:
             is_free[without] = False
         return np.flatnonzero(is_free) if rows is None else rows[is_free[rows]]
 
-    def side(self, rows: Ints | None, held: Held, prefill_rate: float, now_s: float) -> Side:
+    def table(self, rows: Ints | None, held: PrefixHits, prefill_rate: float, now_s: float) -> WorkerTable:
         """What a policy sees of these rows (None: of all). `held` has a value for each row of this table.
 
         `prefill_rate`: prompt tokens/s assumed of a worker that has not measured.
         """
         names, ints, fixed, rates = self.names, self._int_rows, self._fixed, self._rates(prefill_rate)
-        _, step_s, pace_s, kv_rate, reported_at_s, output_tokens = self._float_rows
+        _, step_s, recent_step_s, kv_rate, reported_at_s, output_tokens = self._float_rows
         if rows is not None:
             names = tuple(map(names.__getitem__, rows.tolist()))
-            ints, rates, held = tuple(self.ints[:NODE, rows]), rates[rows], Held(*(column[rows] for column in held))
-            _, step_s, pace_s, kv_rate, reported_at_s, output_tokens = self.floats[:, rows]
+            ints, rates, held = (
+                tuple(self.ints[:NODE, rows]),
+                rates[rows],
+                PrefixHits(*(column[rows] for column in held)),
+            )
+            _, step_s, recent_step_s, kv_rate, reported_at_s, output_tokens = self.floats[:, rows]
             fixed = [column[: len(rows)] if only(column) is not None else column[rows] for column in fixed]
         tokens, requests, sequences, waiting, free, turn = ints
         nodes, blocks, size, per_token = fixed
-        return Side(
+        return WorkerTable(
             names, nodes, *held, tokens, requests, sequences, waiting, free, blocks, size,
-            rates, step_s, pace_s, kv_rate, per_token, turn, now_s - reported_at_s, output_tokens,
+            rates, step_s, recent_step_s, kv_rate, per_token, turn, now_s - reported_at_s, output_tokens,
         )  # fmt: skip
 
 
@@ -140,8 +144,3 @@ def _once(column: Ints) -> Ints:
     if not len(column) or (column != column[0]).any():
         return column
     return np.broadcast_to(column[0], column.shape)
-
-
-def only(column: Ints) -> int | None:
-    """The one value of a column that is stored once; None: it has several, or has them in as many places."""
-    return int(column[0]) if column.strides == (0,) and len(column) else None

@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvrelay.router.decision.columns import only
-from kvrelay.router.decision.types import TERM_NAMES, RouteRequest
-from kvrelay.router.policies.base import Ask, Bools, Floats, Ints, Side, any_of
+from kvrelay.router.policies.base import Bools, Floats, Ints, RoutingContext, WorkerTable, any_of, only
+from kvrelay.router.types import TERM_NAMES, RouteRequest
 
 HANDOFF, TRANSFER, STALL = (TERM_NAMES.index(name) for name in ("handoff", "transfer", "stall"))
 COMPUTE, QUEUE, PRESSURE, LOAD = (
@@ -56,18 +55,18 @@ class Source(NamedTuple):
     load_s: Floats
 
 
-def sources(ask: Ask, sides: Sequence[Side], model: CostModel) -> Source:
+def sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostModel) -> Source:
     """For every worker of these sides, one after the other. The last token is always computed: its logits give the first output."""
-    coming, below, size = joined(sides, "coming"), joined(sides, "below"), block_sizes(sides)
-    usable = (ask.request.num_tokens - 1) // size * size
-    cached: Ints = np.minimum(coming, usable)
-    if not ask.stored and not any_of(below > coming):
+    expected, in_any_tier, size = joined(tables, "expected"), joined(tables, "in_any_tier"), block_sizes(tables)
+    usable = (context.request.num_tokens - 1) // size * size
+    cached: Ints = np.minimum(expected, usable)
+    if not context.stored and not any_of(in_any_tier > expected):
         return Source(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
     token_bytes, kv_rate, speed = (
-        joined(sides, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
+        joined(tables, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
     )
-    own = np.maximum(np.minimum(below, usable) - cached, 0)
-    stored = np.maximum(np.minimum(ask.stored // size * size, usable) - cached - own, 0)
+    own = np.maximum(np.minimum(in_any_tier, usable) - cached, 0)
+    stored = np.maximum(np.minimum(context.stored // size * size, usable) - cached - own, 0)
     own_s, stored_s = (
         own * token_bytes / model.tier_bytes_per_s,
         stored * token_bytes / (kv_rate * model.other_node_share),
@@ -77,17 +76,17 @@ def sources(ask: Ask, sides: Sequence[Side], model: CostModel) -> Source:
     return Source(cached, loaded, np.where(loads_own, own_s + np.where(loads_stored, stored_s, 0.0), 0.0))
 
 
-def joined(sides: Sequence[Side], name: str) -> np.ndarray:
+def joined(tables: Sequence[WorkerTable], name: str) -> np.ndarray:
     """One column of several sides, one after the other."""
-    columns = [getattr(side, name) for side in sides]
+    columns = [getattr(table, name) for table in tables]
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
-def block_sizes(sides: Sequence[Side]) -> Ints | int:
+def block_sizes(tables: Sequence[WorkerTable]) -> Ints | int:
     """Of every worker of these sides, one after the other; one number where all are equal and that is known at once."""
-    sizes = {only(side.block_size) for side in sides if len(side)}
+    sizes = {only(table.block_size) for table in tables if len(table)}
     size = sizes.pop() if len(sizes) == 1 else None
-    return joined(sides, "block_size") if size is None else size
+    return joined(tables, "block_size") if size is None else size
 
 
 class CommonCost:
@@ -96,14 +95,22 @@ class CommonCost:
     A worker that computes the prompt has a number: its row, or, for decode workers, the number of prefill workers plus its row.
     """
 
-    def __init__(self, ask: Ask, prefills: Side, decodes: Side, model: CostModel, *, num_more: int = 0) -> None:
+    def __init__(
+        self,
+        context: RoutingContext,
+        prefills: WorkerTable,
+        decodes: WorkerTable,
+        model: CostModel,
+        *,
+        num_more: int = 0,
+    ) -> None:
         """`num_more`: terms that are 0 below the common ones, for the policy to fill."""
         self._num_terms = len(TERM_NAMES) + num_more
-        self.request, self.model = ask.request, model
+        self.request, self.model = context.request, model
         self.prefills, self.decodes = prefills, decodes
         self.num_prefills = len(prefills)
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        self.work, self.uncached = self._work(sources(ask, (prefills, decodes), model))
+        self.work, self.uncached = self._work(sources(context, (prefills, decodes), model))
         self.decode = self._decode()
         self.arriving_s: Floats = (
             (self.request.num_tokens - decodes.held) * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
@@ -120,8 +127,8 @@ class CommonCost:
         Near saturation a cached prefix *is* capacity: each second of own work counts once more for every request in the shortest
         queue of any prefill worker, for so many will wait behind it; an idle worker anywhere makes it 0.
         """
-        sides = (self.prefills, self.decodes)
-        queued, speed = joined(sides, "queued_tokens"), joined(sides, "prefill_tokens_per_s")
+        tables = (self.prefills, self.decodes)
+        queued, speed = joined(tables, "queued_tokens"), joined(tables, "prefill_tokens_per_s")
         uncached = self.request.num_tokens - source.cached - source.loaded
         work = np.empty((4, len(queued)))
         np.divide(uncached, speed, out=work[0])
@@ -143,15 +150,15 @@ class CommonCost:
         The wait assumes a steady state, where as many blocks come free as the running sequences fill: sequences / block_size
         per step.
         """
-        side, model = self.decodes, self.model
+        table, model = self.decodes, self.model
         now, later = self._blocks()
-        step_s, sequences, free = side.decode_step_s, side.sequences, side.free_blocks
-        terms = np.empty((3, len(side)))
+        step_s, sequences, free = table.decode_step_s, table.sequences, table.free_blocks
+        terms = np.empty((3, len(table)))
         np.multiply(model.decode_load_weight * step_s, sequences, out=terms[0])
         np.multiply(step_s, np.minimum(1.0, later / np.maximum(free, 1)), out=terms[1])
-        missing = now * (1 + side.waiting) - free
+        missing = now * (1 + table.waiting) - free
         if any_of(missing > 0):
-            missing = np.maximum(missing, 0) * block_sizes((side,))
+            missing = np.maximum(missing, 0) * block_sizes((table,))
             np.divide(missing * step_s, np.maximum(sequences, 1), out=terms[2])
         else:
             terms[2] = 0.0
@@ -159,10 +166,10 @@ class CommonCost:
 
     def _blocks(self) -> tuple[Ints, Ints]:
         """What must be reserved at once on each decode worker, and what it may grow to."""
-        request, side = self.request, self.decodes
-        size = block_sizes((side,))
+        request, table = self.request, self.decodes
+        size = block_sizes((table,))
         num_others = request.width - 1  # of a group: they share the prompt's full blocks
-        held = side.held // size
+        held = table.held // size
         grown = -(-(request.num_tokens + min(request.max_tokens, self.model.expected_output_tokens)) // size)
         now = -(-(request.num_tokens + 1) // size) - held + num_others
         later = grown - held
@@ -174,18 +181,18 @@ class CommonCost:
         Who has s seconds of slack per token is stalled for too long if its output ends up shorter than the stall over s. Outputs
         are taken to be of exponential length, of which those that run at any moment are the longer ones (length-biased).
         """
-        side, model = self.decodes, self.model
+        table, model = self.decodes, self.model
         own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]
-        output_tokens = np.where(side.output_tokens > 0, side.output_tokens, model.expected_output_tokens)
-        slack_s = np.maximum(self.tpot_s - side.pace_s, 0.1 * self.tpot_s) * output_tokens
-        share = np.empty((2, len(side)))  # before it has come, and after
+        output_tokens = np.where(table.output_tokens > 0, table.output_tokens, model.expected_output_tokens)
+        slack_s = np.maximum(self.tpot_s - table.recent_step_s, 0.1 * self.tpot_s) * output_tokens
+        share = np.empty((2, len(table)))  # before it has come, and after
         share[0] = queue_s
         np.add(queue_s, own_s, out=share[1])
         share /= slack_s
         kept = (1.0 + share) * np.exp(-share)
         missed = kept[0] - kept[1]
-        stalled_s = (model.stall_weight * side.sequences + model.next_stall_weight) * own_s
-        harm_s: Floats = stalled_s + model.missed_s * side.sequences * missed
+        stalled_s = (model.stall_weight * table.sequences + model.next_stall_weight) * own_s
+        harm_s: Floats = stalled_s + model.missed_s * table.sequences * missed
         return np.where(self.is_near, 0.0, harm_s) if self.has_near else harm_s
 
     def _transfer(self, computing: Ints, decode: Ints, compute_s: Floats) -> Floats:

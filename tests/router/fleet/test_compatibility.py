@@ -4,10 +4,10 @@ import pytest
 
 from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
-from kvrelay.router.decision.misfits import isolated
 from kvrelay.router.decision.router import Router
-from kvrelay.router.decision.types import Decision, LeftOut, Refusal, RouteRequest
+from kvrelay.router.fleet.compatibility import unpaired_workers
 from kvrelay.router.policies.joint import SHORTLIST
+from kvrelay.router.types import Decision, IncompatiblePair, Refusal, RouteRequest
 
 pytestmark = pytest.mark.pure
 
@@ -26,7 +26,7 @@ def cluster(prefill, decode, misfits=(), **settings):
             )  # fmt: skip
             router.worker_up(info)
             router.apply_snapshot(name, KvSnapshot(seq=0, hashes=[]))
-    router.set_misfits({pair: f"{pair[0]} -> {pair[1]}: dtype" for pair in misfits})
+    router.set_incompatible_pairs({pair: f"{pair[0]} -> {pair[1]}: dtype" for pair in misfits})
     return router
 
 
@@ -41,25 +41,25 @@ def test_a_pair_that_misfits_is_not_chosen_and_shows_among_the_reasons():
         choice = route(router)
         assert isinstance(choice, Decision) and choice.path == "disaggregated"
         assert (choice.prefill, choice.decode) in {("p1", "d2"), ("p2", "d1")}
-        assert LeftOut("p1", "d1", "p1 -> d1: dtype") in choice.left_out
+        assert IncompatiblePair("p1", "d1", "p1 -> d1: dtype") in choice.incompatible_pairs
         assert all((c.prefill, c.decode) not in {("p1", "d1"), ("p2", "d2")} for c in choice.candidates)
 
 
 def test_without_misfits_nothing_is_left_out():
     choice = route(cluster(["p1"], ["d1"]))
-    assert isinstance(choice, Decision) and choice.left_out == ()
+    assert isinstance(choice, Decision) and choice.incompatible_pairs == ()
 
 
 @pytest.mark.parametrize("request_", [{}, {"tokens": 10}, {"force": "local"}, {"force": "remote"}])
 def test_when_no_pair_fits_nothing_is_served_and_the_reason_is_told(request_):
     refusal = route(cluster(["p1"], ["d1", "d2"], [("p1", "d1"), ("p1", "d2")]), **request_)
-    assert isinstance(refusal, Refusal) and refusal.reason == "misfit"
+    assert isinstance(refusal, Refusal) and refusal.reason == "incompatible"
     assert refusal.message == "p1 -> d1: dtype; p1 -> d2: dtype"
 
 
 def test_when_no_pair_fits_one_token_is_not_served_by_the_prefill_worker_either():
     refusal = route(cluster(["p1"], ["d1"], [("p1", "d1")]), needs_decode=False)
-    assert isinstance(refusal, Refusal) and refusal.reason == "misfit"
+    assert isinstance(refusal, Refusal) and refusal.reason == "incompatible"
 
 
 def test_a_short_prompt_is_still_prefilled_on_decode_while_pairs_work():
@@ -100,6 +100,11 @@ def test_the_one_pair_that_fits_is_found_among_many():
 
 def test_isolated_workers_are_those_that_fit_nobody():
     misfits = {("p1", "d1"): "", ("p1", "d2"): "", ("p2", "d1"): ""}
-    assert isolated(["p1", "p2"], ["d1", "d2"], misfits) == {"p1", "d1"}
-    assert isolated(["p1"], ["d1", "d2"], misfits) == {"p1", "d1", "d2"}
-    assert isolated([], ["d1"], misfits) == isolated(["p1"], [], misfits) == isolated(["p1"], ["d1"], {}) == set()
+    assert unpaired_workers(["p1", "p2"], ["d1", "d2"], misfits) == {"p1", "d1"}
+    assert unpaired_workers(["p1"], ["d1", "d2"], misfits) == {"p1", "d1", "d2"}
+    assert (
+        unpaired_workers([], ["d1"], misfits)
+        == unpaired_workers(["p1"], [], misfits)
+        == unpaired_workers(["p1"], ["d1"], {})
+        == set()
+    )
