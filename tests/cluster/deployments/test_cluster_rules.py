@@ -306,7 +306,9 @@ def test_status_shows_the_path_of_a_workers_pairs_and_the_speed_of_the_slowest_a
     console.print(render({"workers": [up(1)], "pairs": pairs}))
     (row,) = [line for line in console.export_text().splitlines() if "prefill-00000001" in line]
     assert "shm 4.1 GB/s" in row and "123.0 MiB" in row
-    console.print(render({"workers": [up(1)], "pairs": [*pairs, pair("prefill-00000001", "d3", verdict="incompatible")]}))
+    console.print(
+        render({"workers": [up(1)], "pairs": [*pairs, pair("prefill-00000001", "d3", verdict="incompatible")]})
+    )
     assert "incompatible" in console.export_text()
 
 

@@ -93,7 +93,10 @@ def test_fp8_holds_more_blocks_and_says_so_in_layout_and_fingerprint(make):
     assert small.memory.layout.row_bytes == 32 + 4  # a head, and its scale
     assert small.pool.num_blocks == pytest.approx(wide.pool.num_blocks * 64 / 36, abs=1)
     assert (small.fingerprint.dtype, small.fingerprint.compute_dtype) == ("fp8_e4m3", "bfloat16")
-    assert small.fingerprint.incompatibility(make(kv_dtype="fp8_e4m3").fingerprint, convert_dtype=False).field == "compute_dtype"
+    assert (
+        small.fingerprint.incompatibility(make(kv_dtype="fp8_e4m3").fingerprint, convert_dtype=False).field
+        == "compute_dtype"
+    )
 
 
 @pytest.mark.parametrize("order", ["NHD", "HND"])

@@ -27,7 +27,9 @@ async def test_both_workers_are_told(make_cluster, ask):
     for seen in (prefill, reserve):
         assert (seen.priority, seen.tenant, seen.hints.priority) == (-3, tenant_of("alice"), 5)
     assert 0 < prefill.deadline_s <= reserve.deadline_s <= 60  # what is left of it: the clocks are not compared
-    assert 0 < prefill.ttft_target_s <= reserve.ttft_target_s <= 5 and prefill.tpot_target_s == 0.1  # the policy's, likewise
+    assert (
+        0 < prefill.ttft_target_s <= reserve.ttft_target_s <= 5 and prefill.tpot_target_s == 0.1
+    )  # the policy's, likewise
 
 
 async def test_without_the_fields_everybody_is_alike(make_cluster):

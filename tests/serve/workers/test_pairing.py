@@ -65,7 +65,11 @@ async def test_when_no_pair_fits_clients_get_503_with_the_field_and_the_remedy(m
         assert "dtype: 'float32' != 'bfloat16'" in error["message"] and "same settings" in error["message"]
         assert answer.headers["retry-after"]
     told = await health(cluster)
-    assert told.status_code == 503 and told.json()["status"] == "no KV can travel" and len(told.json()["incompatible_pairs"]) == 2
+    assert (
+        told.status_code == 503
+        and told.json()["status"] == "no KV can travel"
+        and len(told.json()["incompatible_pairs"]) == 2
+    )
     assert all(worker.count(wire.Generate) == worker.count(wire.Reserve) == 0 for worker in cluster.decode)
     assert not cluster.dispatcher.is_ready()
 
