@@ -25,7 +25,7 @@ BackendName = Literal["auto", "reference", "cpu", "cuda"]
 TransportName = Literal["auto", "nixl", "shm", "tcp"]
 KvOrder = Literal["NHD", "HND"]
 ChecksMode = Literal["full", "sampled", "off"]
-PolicyName = Literal["lru", "lfu", "fifo", "slru", "tinylfu", "cost", "survival"]
+PolicyName = Literal["lru", "lfu", "survival"]
 WritePolicy = Literal["write-through", "selective", "write-back"]
 Compression = Literal["none", "lossless", "int8", "fp8"]
 TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
@@ -244,7 +244,7 @@ class CacheSettings(_Settings):
 
     policy: PolicyName = Field(
         "lru",
-        description="which unused blocks go first: lru, lfu, fifo, slru, tinylfu, cost or survival; of every tier",
+        description="which cached blocks are evicted first, in every tier: lru, lfu or survival",
     )
     host_memory: Size | None = Field(None, description="bytes of host memory under each worker's pool; default: none")
     disk_path: str | None = Field(None, description="folder for KV on local disk, under the host tier; default: none")

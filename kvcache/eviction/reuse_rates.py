@@ -1,19 +1,19 @@
-"""How likely an entry is to be reused, by its kind and the time since its last use; learned from what was seen. Pure."""
+"""The rate at which entries are reused, by kind and time since the last use, learned from observed reuses. Pure."""
 
 import math
 from collections.abc import Iterable
 from itertools import pairwise
 
 _NUM_AGES = 32
-_FIRST_S, _GROWTH = 1.0, 1.35  # ages: below 1 s, then each a third longer than the one before: 3 hours in all
+_FIRST_S, _GROWTH = 1.0, 1.35  # age steps: below 1 s, then each a third longer; 3 hours in all
 _EDGES = [0.0, *(_FIRST_S * _GROWTH**index for index in range(_NUM_AGES))]
 _WIDTHS = [after - before for before, after in pairwise(_EDGES)]
 _LOG_GROWTH = math.log(_GROWTH)
-_PRIOR_SHARE, _PRIOR_DELAY_S = 0.3, 30.0  # before anything is learned rates fall with age: the order of LRU
-_PRIOR_WEIGHT = 4.0  # requests' worth of that belief
-_KIND_WEIGHT = 8.0  # reuses' worth of the belief that kinds do not differ
+_PRIOR_SHARE, _PRIOR_DELAY_S = 0.3, 30.0  # prior: the rate falls with age, which orders entries as LRU does
+_PRIOR_WEIGHT = 4.0  # of that prior, in requests
+_KIND_WEIGHT = 8.0  # of the prior that kinds do not differ, in reuses
 
-_LEAST_FALL = 0.95  # of the value from one age to the next, once past its peak
+_MAX_RATIO = 0.95  # of the value at one age to the one before, past the peak
 _BAND = 4  # ages that share a kind's factor
 _NUM_BANDS = _NUM_AGES // _BAND
 
@@ -27,10 +27,10 @@ def _age(seconds: float) -> int:
 
 
 class ReuseRates:
-    """Rate of reuse of kind (x, y) at age a: base[a] * factor_x * factor_y, by maximum likelihood, shrunk where little is known.
+    """Rate of reuse of kind (x, y) at age a: base[a] * factor_x * factor_y, by maximum likelihood with shrinkage.
 
-    Intervals that have not ended count as long as they have lasted (a Poisson likelihood with exposures), so what is
-    never reused lowers the rates from the beginning.
+    An interval that has not ended counts for as long as it has lasted (a Poisson likelihood with exposures), so entries
+    that are never reused lower the rates from the start.
     """
 
     def __init__(self) -> None:
@@ -46,11 +46,11 @@ class ReuseRates:
         self.lost(kind, age_s)
 
     def lost(self, kind: Kind, age_s: float) -> None:
-        """One was not reused up to this age, and is not looked after any more."""
+        """An entry of this kind was not reused up to this age, and is no longer watched."""
         _expose(self._exposure.setdefault(kind, [0.0] * _NUM_AGES), age_s)
 
     def fit(self, waiting: Iterable[tuple[Kind, float]]) -> None:
-        """Learn from all that was told, and from those that wait for reuse: kind and age in seconds."""
+        """Fit the rates to all reports and to the entries still `waiting` for reuse: (kind, age in seconds)."""
         exposure = {kind: list(row) for kind, row in self._exposure.items()}
         for kind, age_s in waiting:
             row = exposure.get(kind)
@@ -75,7 +75,7 @@ class ReuseRates:
         values = self._values.get(kind) or self._values[None]
         age = _age(age_s)
         if age == _NUM_AGES - 1:
-            return values[age] * _EDGES[-2] / max(age_s, _EDGES[-2])  # beyond what is known: older is worse
+            return values[age] * _EDGES[-2] / max(age_s, _EDGES[-2])  # beyond the last step: older is worse
         share = (age_s - _EDGES[age]) / _WIDTHS[age]
         return values[age] + share * (values[age + 1] - values[age])
 
@@ -123,7 +123,7 @@ def _fit_axis(axis: int, factors: _Factors, base: list[float], reuses: _Rows, ex
 
 
 def _values(rates: list[float]) -> list[float]:
-    """For each age: the best over all later ages of P(reuse until then) / E[time until reuse or then]."""
+    """For each age a: max over later ages t of P(reuse before t) / E[min(time until reuse, t)]."""
     ends = [1 - math.exp(-rate * width) for rate, width in zip(rates, _WIDTHS, strict=True)]
     values = []
     for first in range(_NUM_AGES):
@@ -135,8 +135,7 @@ def _values(rates: list[float]) -> list[float]:
             alive -= ending
             best = max(best, reused / spent)
         values.append(best)
-    for age in range(
-        values.index(max(values)) + 1, _NUM_AGES
-    ):  # a rise after the peak is noise of few reuses: LRU then
-        values[age] = min(values[age], values[age - 1] * _LEAST_FALL)
+    peak = values.index(max(values))
+    for age in range(peak + 1, _NUM_AGES):  # a rise after the peak is noise from few reuses: fall back to LRU's order
+        values[age] = min(values[age], values[age - 1] * _MAX_RATIO)
     return values

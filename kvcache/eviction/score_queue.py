@@ -1,4 +1,4 @@
-"""A priority queue whose items can be voided at any time: what an eviction by score needs. Pure."""
+"""A priority queue whose items can be invalidated at any time. Pure."""
 
 import heapq
 from collections.abc import Callable
@@ -9,10 +9,10 @@ _Item = tuple[int, float, int, BlockHash]
 
 
 class EvictionQueue:
-    """Lowest priority first, then lowest score, then who was queued first.
+    """Lowest priority first, then lowest score, then first in.
 
-    An item carries a ticket. It is valid while `is_valid(digest, ticket)` says so; void ones are skipped, and
-    swept out when they outnumber the valid, so the queue stays within about twice the entries.
+    An item carries a ticket and is valid while `is_valid(digest, ticket)` holds. Invalid items are skipped, and removed
+    when they outnumber the valid ones, so the queue holds at most about twice the entries.
     """
 
     def __init__(self, is_valid: Callable[[BlockHash, int], bool]) -> None:
@@ -31,7 +31,7 @@ class EvictionQueue:
             self._sweep_at = max(64, 2 * len(self._items))
 
     def pop(self) -> BlockHash | None:
-        """The next valid entry, taken out; None when there is none."""
+        """Remove and return the first valid entry; None when there is none."""
         while self._items:
             _, _, ticket, digest = heapq.heappop(self._items)
             if self._is_valid(digest, ticket):

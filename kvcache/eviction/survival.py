@@ -1,4 +1,4 @@
-"""Eviction by what was learned of when prompts are continued. Pure."""
+"""Eviction by learned reuse rates: when are prompts of this kind continued? Pure."""
 
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -7,74 +7,62 @@ from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
 from kvrelay.kvcache.eviction.usage import Usage
 from kvrelay.types import BlockHash
 
-_MOST_WATCHED = 8192  # requests whose continuation is waited for, their blocks cached or not
+_MAX_WATCHED = 8192  # requests that may still be continued, whether their blocks are cached or not
 
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """One request's way through the cache: all blocks that it touched share its fate, so they share this."""
+    """One request. All entries that it touched share this record: they are reused together."""
 
     now_s: float
-    tail: Usage
-    turn: int  # requests that this one continues, one continuing the other
+    last_entry: Usage
+    turn: int  # length of the chain of requests that this one continues
     matched_tokens: int = 0
-    watched_as: BlockHash | None = None  # its tail's hash when it was last looked at: a run of blocks can grow
+    watched_as: BlockHash | None = None  # the last entry's hash when it was watched: a run of blocks can grow
 
     @property
     def kind(self) -> tuple[int, int]:
-        """Turn and new tokens, both coarse: what tells how soon a prompt is continued, if ever."""
-        new = max(self.tail.end_tokens - self.matched_tokens, 1)
+        """Turn and new tokens, in coarse steps: they predict how soon a prompt is continued, if ever."""
+        new = max(self.last_entry.end_tokens - self.matched_tokens, 1)
         return min(self.turn, 3) if self.turn < 4 else min(self.turn.bit_length() + 1, 7), min(new.bit_length(), 20)
 
 
 @dataclass(slots=True, eq=False)
 class _Note:
-    request: _Request  # the last one that touched the entry
+    request: _Request  # the last one that touched this entry
     num_children: int = 0
 
 
 class Survival:
-    """Lowest expected hits per second of staying first, given the kind of request that last touched it and how long ago.
+    """Evicts the entry with the fewest expected hits per second, given the request that last touched it and its age.
 
-    A conversation is not continued before its reader has read, most often soon after, and the likelier the more turns it
-    has had; a one-off prompt never is. None of that is assumed: the rates are learned from the requests, those included
-    whose blocks were evicted (by the hash of their last block). Before anything is learned it is LRU.
+    A conversation is continued some time after its last answer, and more likely the more turns it has had; a one-off
+    prompt is never continued. The rates are learned from requests, including those whose blocks were evicted (found by
+    the hash of their last block). Until then the order is LRU's.
 
-    The value of keeping an entry of age a is the best over t of P(reused before a + t) / E[time until reuse or t]: the
+    The value of keeping an entry of age a is max over t of P(reused before a + t) / E[min(time until reuse, t)]: the
     Gittins index of a job that pays at its end. Times are seconds.
     """
 
     name = "survival"
 
-    def __init__(self, capacity_blocks: int, attention_tokens: float = float("inf")) -> None:
-        """`attention_tokens`: prompt length at which attending to the prefix costs as much as all else in a model.
-
-        A block's recompute cost is 1 + end_tokens / attention_tokens, so infinite means: hits count alike.
-        """
+    def __init__(self, capacity_blocks: int) -> None:
         self.num_revisions = 0
-        self._attention_tokens = attention_tokens
         self._rates = ReuseRates()
-        self._watched: OrderedDict[BlockHash, _Request] = OrderedDict()  # by the tail's hash, oldest first
+        self._watched: OrderedDict[BlockHash, _Request] = OrderedDict()  # by the last entry's hash, oldest first
         self._last: _Request | None = None
-        self._every = max(1, capacity_blocks // 16)
+        self._revise_every = max(1, capacity_blocks // 16)
         self._inserted_blocks = 0
         self._next_fit = 64
 
-    @classmethod
-    def by_cost(cls, capacity_blocks: int) -> "Survival":
-        """Recompute cost counts: at 32k tokens a block is worth two at the beginning (about a 30B dense model's ratio)."""
-        policy = cls(capacity_blocks, attention_tokens=32768)
-        policy.name = "cost"
-        return policy
-
-    # ---- what happens
+    # ---- events
 
     def inserted(self, usage: Usage, now_s: float) -> None:
         self._inserted_blocks += usage.num_blocks
-        if self._inserted_blocks >= self._every:
+        if self._inserted_blocks >= self._revise_every:
             self._revise(now_s)
         before = self._watched.pop(usage.digest, None)
-        if before is not None:  # it was evicted, and would have been a hit
+        if before is not None:  # evicted since, and would have been a hit
             self._rates.reused(before.kind, now_s - before.now_s)
         request = self._request_of_new(usage, now_s)
         if before is not None:
@@ -90,8 +78,8 @@ class Survival:
             return self._last
         note.num_children += 1
         request = note.request
-        if request.tail is above and request.now_s == now_s:  # the same request's next
-            if note.num_children > 1:  # prompts part here: a shared beginning, not an earlier turn
+        if request.last_entry is above and request.now_s == now_s:  # the next entry of the same request
+            if note.num_children > 1:  # prompts diverge here: a shared prefix, not an earlier turn
                 request.turn = 0
         else:
             request = _Request(now_s, usage, turn=0, matched_tokens=above.end_tokens)
@@ -104,31 +92,35 @@ class Survival:
             note = usage.note = _Note(_Request(now_s, usage, turn=0))
         before = note.request
         last = self._last
-        if last is not None and last.now_s == now_s and (usage.above is last.tail or last.tail.above is usage):
+        if (
+            last is not None
+            and last.now_s == now_s
+            and (usage.above is last.last_entry or last.last_entry.above is usage)
+        ):
             request = last
         else:
             request = self._last = _Request(now_s, usage, turn=0)
         note.request = request
         if before is request:
             return
-        if before.tail is usage and self._unwatch(before):
+        if before.last_entry is usage and self._unwatch(before):
             self._rates.reused(before.kind, now_s - before.now_s)
-        if usage.end_tokens >= request.tail.end_tokens:
-            request.turn = before.turn + 1 if before.tail is usage else 0
+        if usage.end_tokens >= request.last_entry.end_tokens:
+            request.turn = before.turn + 1 if before.last_entry is usage else 0
             request.matched_tokens = usage.end_tokens
             self._watch(request, usage)
 
     def _watch(self, request: _Request, usage: Usage) -> None:
-        """The request reaches this far: its last block tells whether it is continued."""
+        """This is the request's last entry so far: when it is used again, the request was continued."""
         self._unwatch(request)
-        request.tail, request.watched_as = usage, usage.digest
+        request.last_entry, request.watched_as = usage, usage.digest
         self._watched[usage.digest] = request
-        if len(self._watched) > _MOST_WATCHED:
+        if len(self._watched) > _MAX_WATCHED:
             _, oldest = self._watched.popitem(last=False)
             self._rates.lost(oldest.kind, request.now_s - oldest.now_s)
 
     def _unwatch(self, request: _Request) -> bool:
-        """Whether it was watched."""
+        """Stop watching; returns whether the request was watched."""
         if request.watched_as is None or self._watched.get(request.watched_as) is not request:
             return False
         del self._watched[request.watched_as]
@@ -139,10 +131,10 @@ class Survival:
         if isinstance(above, _Note):
             above.num_children -= 1
 
-    # ---- what it is worth
+    # ---- value
 
     def _revise(self, now_s: float) -> None:
-        """Entries have aged by a sixteenth of a turnover: ask again. Learn, where there is a twentieth more to learn from."""
+        """A sixteenth of the cache was replaced: scores are out of date. Fit again after 5 % more reuses."""
         self._inserted_blocks = 0
         self.num_revisions += 1
         if self._rates.num_reused >= self._next_fit:
@@ -152,5 +144,4 @@ class Survival:
     def score(self, usage: Usage, now_s: float) -> float:
         note = usage.note
         kind = note.request.kind if isinstance(note, _Note) else None
-        worth = self._rates.value(kind, now_s - usage.used_s)
-        return worth * (1 + usage.end_tokens / self._attention_tokens)
+        return self._rates.value(kind, now_s - usage.used_s)

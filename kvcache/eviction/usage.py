@@ -1,9 +1,9 @@
-"""What an eviction policy is, and what it knows of what is cached. Pure: no clock, no random source.
+"""The contract of an eviction policy, and the record that a policy sees of each cached entry. Pure: no clock, no random source.
 
-A cache (the device's prefix index, a tier) keeps a `Usage` with each entry and asks its policy for a score; among the
-entries that may go now (not held, not pinned, no cached continuation) the lowest score goes first. A score is asked for
-when an entry becomes evictable and holds until the entry is used again or the policy's `num_revisions` grows, so a
-policy is a few lines.
+A cache (the device's prefix index, or a tier) keeps a `Usage` with each entry and asks its policy for a score. Among the
+entries that may be evicted now (not held, not pinned, without a cached continuation) the lowest score goes first. The
+cache asks for a score when an entry becomes evictable; the score holds until the entry is used again or the policy's
+`num_revisions` grows.
 """
 
 from dataclasses import dataclass
@@ -14,41 +14,47 @@ from kvrelay.types import BlockHash
 
 @dataclass(slots=True, eq=False)
 class Usage:
-    """What a policy knows of an entry: a run of blocks that came and are used together. Times are the caller's clock."""
+    """One entry: a run of blocks that are inserted and used together. Times are the caller's clock, in seconds."""
 
     digest: BlockHash  # of its last block
     num_blocks: int
-    end_tokens: int  # tokens from the prompt's beginning to its end: what recomputing it has to attend to
+    end_tokens: int  # tokens from the prompt's beginning to the entry's end
     inserted_s: float
     used_s: float
     hits: int = 0  # matches since it was inserted
-    rank: float = 0.0  # a policy's own note
-    segment: int = 0  # a policy's own note
-    above: "Usage | None" = None  # the entry that it continues, if that was here too when it came
-    note: object = None  # a policy's own note
+    rank: float = 0.0  # for the policy's own use
+    above: "Usage | None" = None  # the entry that this one continues, if it was cached at insertion
+    note: object = None  # for the policy's own use
 
     def copy(self) -> "Usage":
-        """The same for another entry. Written out: dataclasses.replace takes five times as long."""
+        """The same values for another entry. Written out: dataclasses.replace takes five times as long."""
         return Usage(
-            self.digest, self.num_blocks, self.end_tokens, self.inserted_s, self.used_s, self.hits, self.rank, self.segment,
-            self.above, self.note,
-        )  # fmt: skip
+            self.digest,
+            self.num_blocks,
+            self.end_tokens,
+            self.inserted_s,
+            self.used_s,
+            self.hits,
+            self.rank,
+            self.above,
+            self.note,
+        )
 
 
 class Policy(Protocol):
     """One policy's state for one cache."""
 
     name: str
-    num_revisions: int  # grows when scores given before are out of date: the cache asks again for what may go
+    num_revisions: int  # grows when earlier scores are out of date: the cache then asks again
 
     def inserted(self, usage: Usage, now_s: float) -> None:
-        """The entry is cached from now on. Entries of one request come in the order of its prompt."""
+        """The entry is cached from now on. Entries of one request arrive in prompt order."""
 
     def used(self, usage: Usage, now_s: float) -> None:
-        """A request matched it; `hits` and `used_s` are up to date."""
+        """A request matched the entry; `hits` and `used_s` are up to date."""
 
     def evicted(self, usage: Usage, now_s: float) -> None:
-        """It is not cached any more: given up for want of room, or discarded."""
+        """The entry is no longer cached: evicted for room, or discarded."""
 
     def score(self, usage: Usage, now_s: float) -> float:
-        """The lowest goes first."""
+        """The entry with the lowest score is evicted first."""

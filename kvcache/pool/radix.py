@@ -200,7 +200,7 @@ class RadixTree:
         """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
         start, size = parent.start + len(parent.blocks), len(blocks)
         end_tokens = (start + size) * self.block_size
-        usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, 0, 0.0, 0, above)
+        usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, above=above)
         node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
         self._ledger.assign(blocks, node.index)
         self.num_evictable += size

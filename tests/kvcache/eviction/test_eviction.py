@@ -11,7 +11,7 @@ from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.config import CacheSettings, settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain
-from kvrelay.kvcache.eviction.registry import Lru, Usage, make_policy, policy_names, register
+from kvrelay.kvcache.eviction.registry import Lru, make_policy, policy_names
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierIndex
@@ -63,12 +63,6 @@ def test_lru_gives_up_what_was_used_longest_ago():
     assert cache.order() == "bca"
 
 
-def test_fifo_does_not_care_for_use():
-    cache = Cache("fifo", 3)
-    cache.ask("a", "b", "c", "a", "a")
-    assert cache.order() == "abc"
-
-
 def test_lfu_gives_up_what_was_used_least():
     cache = Cache("lfu", 3)
     cache.ask("a", "b", "c", "a", "a", "b")
@@ -84,53 +78,13 @@ def test_past_fame_fades_under_lfu():
     assert "a" in cache.here()  # but not at once
 
 
-def test_a_scan_leaves_what_slru_protects():
-    cache = Cache("slru", 5)
-    cache.ask("a", "b", "a", "b", *"mnopqrstuvw")
-    assert {"a", "b"} <= cache.here()
-    lru = Cache("lru", 5)
-    lru.ask("a", "b", "a", "b", *"mnopqrstuvw")
-    assert not {"a", "b"} & lru.here()
-
-
-def test_what_slru_has_no_room_to_protect_falls_behind_the_probationers_of_its_time():
-    cache = Cache("slru", 5)  # protects four
-    cache.ask("a", "b", "c", "d", "e", *"abcde")  # the fifth use lets a fall
-    assert cache.order() == "abcde"
-    cache.ask("x")  # a goes; x is on probation
-    assert cache.order() == "xbcde"
-    cache.ask("x")  # x is protected, b falls
-    assert cache.order() == "bcdex"
-
-
-def test_tinylfu_keeps_the_popular_from_a_flood_of_strangers_and_lru_does_not():
-    def survivors(policy: str) -> set[str]:
-        cache = Cache(policy, 20)
-        for _ in range(4):
-            cache.ask(*"abcdefgh")
-        cache.ask(*(f"s{number}" for number in range(60)))
-        return cache.here() & set("abcdefgh")
-
-    assert len(survivors("tinylfu")) >= 7
-    assert not survivors("lru")
-
-
-def test_tinylfu_admits_a_stranger_that_comes_back():
-    cache = Cache("tinylfu", 10)
-    for _ in range(3):
-        cache.ask(*"abcdefghij")
-    for round_number in range(6):
-        cache.ask("new", *(f"s{round_number}{number}" for number in range(3)))
-    assert "new" in cache.here()
-
-
 def test_a_sketch_counts_and_forgets():
     sketch = FrequencySketch(16)
     assert [sketch.touch(name("a")) for _ in range(4)] == [1, 2, 3, 4]
-    assert (sketch.estimate(name("a")), sketch.estimate(name("b"))) == (4, 0)
+    assert sketch.touch(name("b")) == 1
     for number in range(400):
         sketch.touch(name(f"other{number}"))
-    assert sketch.estimate(name("a")) < 4
+    assert sketch.touch(name("a")) < 5
 
 
 def test_reuse_rates_are_learned_by_kind_and_age():
@@ -169,23 +123,12 @@ def conversations(num_turns: int, num_blocks: int) -> list[Prompt]:
     return sorted(prompts, key=lambda prompt: prompt.arrival_s)
 
 
-@pytest.mark.parametrize("policy", ["survival", "cost"])
-def test_a_policy_that_learns_keeps_conversations_and_lets_one_off_prompts_go(policy):
+def test_survival_keeps_conversations_and_evicts_one_off_prompts():
     prompts = conversations(num_turns=5, num_blocks=8)
-    learned = replay(prompts, TierIndex(64, make_policy(policy, 64)))
+    learned = replay(prompts, TierIndex(64, make_policy("survival", 64)))
     lru = replay(prompts, TierIndex(64, Lru()))
     best = replay(prompts, TierIndex(64, Belady(prompts)))
     assert learned.late_ratio > lru.late_ratio + (best.late_ratio - lru.late_ratio) / 3
-
-
-def test_cost_prefers_what_is_dear_to_recompute():
-    policy = make_policy("cost", 100)
-    short, long = (Usage(name(text), 1, end, inserted_s=0, used_s=0) for text, end in (("s", 512), ("l", 65536)))
-    for usage in (short, long):
-        policy.inserted(usage, 0)
-    assert policy.score(long, 9) > 2 * policy.score(short, 9)
-    even = make_policy("survival", 100)
-    assert even.score(long, 9) == even.score(short, 9)
 
 
 @pytest.mark.parametrize("policy", policy_names())
@@ -210,8 +153,6 @@ def test_policies_go_by_name_and_a_wrong_name_tells_the_right_ones():
     assert [make_policy(one, 8).name for one in policy_names()] == list(policy_names())
     with pytest.raises(ValueError, match="lru, lfu"):
         make_policy("lrv", 8)
-    with pytest.raises(ValueError, match="already"):
-        register("lru", lambda capacity: Lru())
     with pytest.raises(ConfigError):
         settings_from({"cache": {"policy": "lrv"}})
 
