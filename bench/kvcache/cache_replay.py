@@ -7,7 +7,7 @@ from pathlib import Path
 from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.readers import parse_mooncake
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, MOONCAKE_BUCKET_S, TraceEntry, spread_buckets
-from kvrelay.kvcache.eviction.registry import Lru, Usage
+from kvrelay.kvcache.eviction.registry import EntryUsage, Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.types import BlockHash
 
@@ -117,14 +117,14 @@ class Belady(Lru):
             for digest in prompt.hashes:
                 self._uses.setdefault(digest, []).append(prompt.arrival_s)  # the next use is last
 
-    def inserted(self, usage: Usage, now_s: float) -> None:
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
         self.used(usage, now_s)
 
-    def used(self, usage: Usage, now_s: float) -> None:
+    def used(self, usage: EntryUsage, now_s: float) -> None:
         uses = self._uses[usage.digest]
         while uses and uses[-1] <= now_s:
             uses.pop()
         usage.rank = -uses[-1] if uses else float("-inf")
 
-    def score(self, usage: Usage, now_s: float) -> float:
+    def score(self, usage: EntryUsage, now_s: float) -> float:
         return usage.rank

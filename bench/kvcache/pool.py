@@ -126,7 +126,7 @@ def _request(pool: BlockPool, packed: bytes) -> tuple[float, float]:
     assert fresh is not None
     pool.use(match)
     blocks = match.blocks + fresh
-    pool.name(chain, blocks, len(match), len(chain), packed[len(match) * 4 * BLOCK :])
+    pool.insert(chain, blocks, len(match), len(chain), packed[len(match) * 4 * BLOCK :])
     pool.release(blocks)
     return hashed - began, time.perf_counter() - hashed
 

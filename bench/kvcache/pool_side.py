@@ -54,7 +54,7 @@ class Ours:
         pool.use(match)
         blocks = match.blocks + fresh
         times.append(clock())
-        pool.name(chain, blocks, len(match), len(chain), packed[len(match) * 4 * BLOCK : len(chain) * 4 * BLOCK])
+        pool.insert(chain, blocks, len(match), len(chain), packed[len(match) * 4 * BLOCK : len(chain) * 4 * BLOCK])
         times.append(clock())
         pool.release(blocks)
         times.append(clock())

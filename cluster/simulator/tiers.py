@@ -18,11 +18,11 @@ from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.jobs import Job, JobQueue, Urgency, run
+from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency, run
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import TierRules, Tiers
+from kvrelay.kvcache.tiers.controller import TierController, TierRules
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
@@ -64,7 +64,7 @@ class JobTime:
     def now_s(self) -> float:
         return self._times.pop() if self._times else self._clock.now_s
 
-    def run(self, job: Job, began_s: float) -> object:
+    def run(self, job: IoJob, began_s: float) -> object:
         self._times = [began_s]
         try:
             return run(job)
@@ -79,7 +79,7 @@ class _Threads:
         self, clock: Clock, time: JobTime, num_threads: int, queue: JobQueue, wake: Callable[[], None]
     ) -> None:
         self.clock, self._time, self._free, self._queue, self._wake = clock, time, num_threads, queue, wake
-        self._finished: list[tuple[Job, object]] = []
+        self._finished: list[tuple[IoJob, object]] = []
 
     def start(self) -> None:
         """There is nothing to start."""
@@ -87,13 +87,13 @@ class _Threads:
     def close(self) -> None:
         self._queue.drop_all()
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: IoJob) -> bool:
         if not self._queue.put(job):
             return False
         self._look()
         return True
 
-    def finished(self) -> list[tuple[Job, object]]:
+    def finished(self) -> list[tuple[IoJob, object]]:
         ended, self._finished = self._finished, []
         return ended
 
@@ -106,10 +106,10 @@ class _Threads:
             self._free -= 1
             self.begin(job, self.clock.now_s)
 
-    def begin(self, job: Job, now_s: float) -> None:
+    def begin(self, job: IoJob, now_s: float) -> None:
         raise NotImplementedError
 
-    def end(self, job: Job, began_s: float) -> None:
+    def end(self, job: IoJob, began_s: float) -> None:
         """It has been moved. Who only puts things away hears of it at the next step."""
         self._queue.done(job)
         self._free += 1
@@ -125,7 +125,7 @@ class Copies(_Threads):
     bytes_per_s = 1.0
     loaded_s = 0.0  # when all loads so far are in place
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: IoJob) -> bool:
         if job.urgency is not Urgency.LOAD:
             return super().put(job)
         began_s = max(self.clock.now_s, self.loaded_s)
@@ -134,7 +134,7 @@ class Copies(_Threads):
         self._finished.append((job, self._time.run(job, self.clock.now_s - seconds)))
         return True
 
-    def begin(self, job: Job, now_s: float) -> None:
+    def begin(self, job: IoJob, now_s: float) -> None:
         self.clock.at(max(now_s, self.loaded_s) + job.num_bytes / self.bytes_per_s, self.end, job, now_s)
 
 
@@ -144,7 +144,7 @@ class Transfers(_Threads):
     store: "SharedStore"
     lookup_s = 0.0
 
-    def begin(self, job: Job, now_s: float) -> None:
+    def begin(self, job: IoJob, now_s: float) -> None:
         store = self.store
         store.asked = {}
         run(job)
@@ -339,7 +339,7 @@ def make_below(
         write=cache.write, write_after_hits=cache.write_after_hits, prefetch=cache.prefetch,
         prefetch_timeout_s=cache.prefetch_timeout_s, is_checked=False, block_tokens=profile.block_size,
     )  # fmt: skip
-    tiers = Tiers(
+    tiers = TierController(
         pool, Slab(num_slots, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
         max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes), wake=wake, clock=time.now_s, make_threads=make_threads,
     )  # fmt: skip

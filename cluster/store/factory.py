@@ -11,7 +11,7 @@ from kvrelay.cluster.store.peer_blocks import PeerLender
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
 from kvrelay.config import Settings
-from kvrelay.kvcache.eviction.registry import Policy, make_policy
+from kvrelay.kvcache.eviction.registry import EvictionPolicy, make_policy
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.stores.codecs import Codec
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
@@ -38,7 +38,7 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
     )  # fmt: skip
 
 
-def _policy(settings: Settings) -> Callable[[int], Policy]:
+def _policy(settings: Settings) -> Callable[[int], EvictionPolicy]:
     return lambda num_slots: make_policy(settings.cache.policy, num_slots)
 
 

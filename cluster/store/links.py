@@ -1,6 +1,6 @@
 """The nodes of the cluster's store, and other workers that lend blocks, as one client knows them.
 
-A node that is dead or does not answer costs one wait; then it rests, twice as long each time, and is skipped. Used on
+A node that is dead or does not answer costs one wait; then the client backs off, twice as long each time, and is skipped. Used on
 one loop. Must not import Ray.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvrelay.errors import PeerLost
-from kvrelay.kvcache.stores.back_off import Rests
+from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.placement import StoreAddress, ranked
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 
@@ -31,11 +31,11 @@ class Node:
     address: StoreAddress
     peer: SlabPeer | None = None
     connecting: "asyncio.Task[SlabPeer] | None" = None
-    rests: Rests = field(default_factory=Rests)
+    back_off: BackOff = field(default_factory=BackOff)
 
 
 class StoreLinks:
-    """Who is there, who rests, and whom to ask first."""
+    """Nodes and workers by address, with connections, back-off, and the order in which to try them."""
 
     def __init__(
         self,
@@ -120,12 +120,12 @@ class StoreLinks:
         return node
 
     async def peer_of(self, node: Node) -> SlabPeer | None:
-        """Connected; None while it rests."""
+        """Connected; None during back-off."""
         if node.peer is not None and node.peer.is_up:
             return node.peer
         if node.peer is not None:
             self.failed(node, "the connection ended")
-        if node.rests.is_resting(time.monotonic()):
+        if node.back_off.is_backing_off(time.monotonic()):
             return None
         if node.connecting is None:
             node.connecting = asyncio.create_task(self._connect(node), name=f"connect {node.address.node_id}")
@@ -139,12 +139,12 @@ class StoreLinks:
         try:
             await peer.connect()
         except PeerLost as error:
-            self._rest(node, error.why)
+            self._back_off_from(node, error.why)
             raise
         finally:
             node.connecting = None
         node.peer = peer
-        node.rests.worked()
+        node.back_off.succeeded()
         self._in_background(self._on_connected(node))
         return peer
 
@@ -152,12 +152,12 @@ class StoreLinks:
         """Let it rest, and begin anew with it afterwards."""
         if node.peer is not None:  # else another request has met the same
             self._drop(node)
-            self._rest(node, why)
+            self._back_off_from(node, why)
 
     @staticmethod
-    def _rest(node: Node, why: str) -> None:
-        rest_s = node.rests.failed(time.monotonic())
-        logger.warning("store node %s rests for %.0f s: %s", node.address.node_id, rest_s, why)
+    def _back_off_from(node: Node, why: str) -> None:
+        back_off_s = node.back_off.failed(time.monotonic())
+        logger.warning("backing off from store node %s for %.0f s: %s", node.address.node_id, back_off_s, why)
 
     def _drop(self, node: Node) -> None:
         """Close its connection, as far as what is in flight lets it."""

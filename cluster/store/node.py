@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 import msgspec
 
 from kvrelay.errors import StoreError
-from kvrelay.kvcache.eviction.registry import Policy
+from kvrelay.kvcache.eviction.registry import EvictionPolicy
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
 from kvrelay.kvtransfer.slabs.messages import Offered
@@ -36,7 +36,7 @@ _KEY_BYTES = 16
 
 
 @dataclass(slots=True)
-class NodeSums:
+class NodeStats:
     """Since start."""
 
     lent: int = 0
@@ -55,7 +55,7 @@ class StoreNode:
         self,
         node_id: str,
         memory: KvMemory,
-        make_policy: Callable[[int], Policy],
+        make_policy: Callable[[int], EvictionPolicy],
         *,
         tenant_quota_bytes: int | None = None,
         make_disk: Callable[[int], BlockStore] | None = None,
@@ -83,7 +83,7 @@ class StoreNode:
         self._spill: OrderedDict[bytes, None] = OrderedDict()
         self._spilling: asyncio.Task[None] | None = None
         self.spread: Callable[[Sequence[bytes]], Awaitable[int]] | None = None  # set by who repairs
-        self.sums = NodeSums()
+        self.sums = NodeStats()
 
     async def aclose(self) -> None:
         """Finish what is being written to disk, and close that."""
@@ -303,7 +303,7 @@ class StoreNode:
                 "used_bytes": sum(self._blocks[slot].num_bytes for slot in self._cached_slots()),
                 "evicted": 0 if index is None else index.num_evicted, "hints": len(self._hints),
                 "disk": None if self._disk is None else asdict(self._disk.stats()), "disk_problem": self.disk_problem,
-                "sums": {name: getattr(self.sums, name) for name in NodeSums.__slots__},
+                "sums": {name: getattr(self.sums, name) for name in NodeStats.__slots__},
             }
         ).encode()  # fmt: skip
 

@@ -20,7 +20,7 @@ from kvrelay.cluster.store.peer_blocks import PeerLender
 from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, Desk, Spot, cut_in_batches, offset_in
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
-from kvrelay.kvcache.stores.counters import StoreSums
+from kvrelay.kvcache.stores.counters import StoreCounters
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
@@ -83,7 +83,7 @@ class RemoteStore:
         self._desk: Desk | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
-        self._sums = StoreSums()
+        self._sums = StoreCounters()
         self._is_open = False
         self._lender: PeerLender | None = None
         self._lending: SlabServer | None = None

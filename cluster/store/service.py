@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from kvrelay.cluster.store.node import StoreNode
 from kvrelay.cluster.store.repair import Repairer
 from kvrelay.config import StoreSettings
-from kvrelay.kvcache.eviction.registry import Lru, Policy
+from kvrelay.kvcache.eviction.registry import EvictionPolicy, Lru
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
@@ -33,7 +33,7 @@ class StoreService:
         secret: bytes,
         *,
         host: str,
-        make_policy: Callable[[int], Policy] = lambda num_slots: Lru(),
+        make_policy: Callable[[int], EvictionPolicy] = lambda num_slots: Lru(),
         make_disk: Callable[[int], BlockStore] | None = None,
         transport: str = "auto",
         transports: Mapping[str, Transport] = TRANSPORTS,

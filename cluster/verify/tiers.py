@@ -15,7 +15,7 @@ from kvrelay.cluster.verify.rows import Verifier
 from kvrelay.config import CacheSettings
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.service import WorkerService
-from kvrelay.kvcache.tiers.controller import Tiers
+from kvrelay.kvcache.tiers.controller import TierController
 
 if TYPE_CHECKING:
     from kvrelay.cluster.launch.local import LocalCluster
@@ -113,7 +113,7 @@ class TierRows:
         return self._verifier.expected([case.name for case in self._verifier.cases].index(name))
 
 
-def _tiers(engine: Engine) -> Tiers:
+def _tiers(engine: Engine) -> TierController:
     assert engine.tiers is not None
     return engine.tiers.tiers
 

@@ -13,7 +13,7 @@ from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.memory.swap import SwapArea, Swapped
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.radix import BlockTable
+from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.types import BlockId
 
 MAX_RETURNS = 2  # of one request: each costs a whole prefill elsewhere
@@ -118,7 +118,7 @@ class Preemptor:
 
     # ---- back
 
-    def hit(self, seq: Seq) -> "BlockTable | None":
+    def hit(self, seq: Seq) -> "BlockIds | None":
         """Cached blocks that spare a swapped sequence copies; None: what it shared with others is gone, and it begins anew."""
         swapped = seq.swapped
         assert swapped is not None

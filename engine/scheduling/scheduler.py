@@ -27,7 +27,8 @@ from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, goes_first, last_of, victim
 from kvrelay.hashing import pack_tokens
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.pool.radix import BlockTable, Match
+from kvrelay.kvcache.pool.ledger import BlockIds
+from kvrelay.kvcache.pool.radix import Match
 from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import BlockId, FinishReason
 
@@ -119,7 +120,7 @@ class Scheduler:
         self.swapped: deque[Sequence] = deque()  # in order of arrival
         self.returned_to_prefill: list[Sequence] = []  # ended here, to go on elsewhere; the engine takes them
         self.sequences: dict[str, Sequence] = {}  # all of the above
-        self.quarantined: dict[int, BlockTable] = {}  # by arrival, or below zero: blocks that others may still write
+        self.quarantined: dict[int, BlockIds] = {}  # by arrival, or below zero: blocks that others may still write
         self.probe_blocks: set[BlockId] = set()  # to the KV plane's probes
         self.num_preemptions = self.num_overdue = self.num_displaced = 0
         self._now_s = 0.0  # when somebody was last looked for who is late
@@ -371,7 +372,7 @@ class Scheduler:
         """Blocks after the match that the host tier has."""
         return self.tiers.num_below(seq, len(match), most) if self.tiers is not None and most > len(match) else 0
 
-    def _take(self, seq: Sequence, hit: BlockTable, owed: int, *, num_to_copy: int) -> "BlockTable | None":
+    def _take(self, seq: Sequence, hit: BlockIds, owed: int, *, num_to_copy: int) -> "BlockIds | None":
         """These cached blocks and fresh ones for the rest of `seq`, all with a reference; None: no room."""
         self.pool.acquire(hit)
         need = self._blocks_at_most(seq) - len(hit)
@@ -410,11 +411,11 @@ class Scheduler:
         need = growth_blocks(self.lengths.remaining(so_far, most), np.maximum(own, 0.0), self.block_size)
         return max(len(others), math.ceil(self.limits.headroom * need))
 
-    def _tail(self, seq: Sequence, match: Match) -> tuple[BlockTable, int]:
+    def _tail(self, seq: Sequence, match: Match) -> tuple[BlockIds, int]:
         """(a block that begins with the next tokens of `seq`, how many of them), never up to its last token; or (none, 0)."""
         end = len(match) * self.block_size
         rest = pack_tokens(seq.token_ids, end, min(end + self.block_size, seq.num_tokens - 1))
-        block, count = self.pool.tail(match, rest)
+        block, count = self.pool.partial_match(match, rest)
         return array("i", [block] if count else []), count
 
     @property
@@ -749,7 +750,7 @@ class Scheduler:
         if (hints := seq.request.hints).keep:
             first, size = seq.num_hashed_blocks, self.block_size
             tokens = pack_tokens(seq.token_ids, first * size, full * size)
-            self.pool.name(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
+            self.pool.insert(seq.block_chain(), seq.blocks, first, full, tokens, priority=hints.priority)
             if self.tiers is not None:
                 self.tiers.filled(seq, first, full)
         seq.num_hashed_blocks = full

@@ -9,7 +9,7 @@ from kvrelay.engine.groups.beam import BeamCandidates, BeamSearch
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.memory.swap import Swapped
-from kvrelay.kvcache.pool.radix import BlockTable
+from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob
 from kvrelay.types import BlockHash, FinishReason
 
@@ -46,7 +46,7 @@ class Sequence:
     hold: bool = False  # keep the blocks after the first token, for a transfer
     output_limit: int | None = None  # stop here even if the request wants more (a prefill worker: 1)
     token_ids: list[int] = field(default_factory=list)
-    blocks: BlockTable = field(default_factory=lambda: array("i"))
+    blocks: BlockIds = field(default_factory=lambda: array("i"))
     chain: HashChain = field(init=False)  # one hash for every tokens_per_hash tokens
     num_computed: int = 0
     num_cached: int = 0  # prompt tokens found in the prefix cache

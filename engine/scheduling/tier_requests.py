@@ -11,7 +11,7 @@ from kvrelay.hashing import HashChain, tenant_name
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.kvcache.tiers.controller import Named, Tiers
+from kvrelay.kvcache.tiers.controller import IndexedBlock, TierController
 from kvrelay.types import BlockHash, BlockId
 
 
@@ -24,7 +24,7 @@ class Sketch(Protocol):
 class LowerTiers:
     """One engine's tiers, from the point of view of its sequences."""
 
-    def __init__(self, tiers: Tiers, block_size: int, matches: Sketch) -> None:
+    def __init__(self, tiers: TierController, block_size: int, matches: Sketch) -> None:
         self.tiers, self._block_size, self._matches = tiers, block_size, matches
         self.hit_tokens = 0
 
@@ -73,16 +73,16 @@ class LowerTiers:
         if not hints.keep or self.tiers.rules.write != "selective":
             return
         often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]
-        self.tiers.save([Named(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
+        self.tiers.save([IndexedBlock(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
 
     def filled(self, seq: Seq, first: int, end: int) -> None:
         """Its blocks first .. end - 1 are full and named in the pool."""
         if seq.request.hints.keep and self.tiers.rules.write == "write-through":
             self.tiers.named(self._named(seq, first, end))
 
-    def _named(self, seq: Seq, first: int, end: int) -> list[Named]:
+    def _named(self, seq: Seq, first: int, end: int) -> list[IndexedBlock]:
         chain = seq.block_chain()
-        return [Named(chain[i], BlockId(seq.blocks[i]), self._meta(seq, chain, i)) for i in range(first, end)]
+        return [IndexedBlock(chain[i], BlockId(seq.blocks[i]), self._meta(seq, chain, i)) for i in range(first, end)]
 
     def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
         """Its first blocks, which it holds, stay in the host tier for so long; what is not there is saved."""
@@ -125,10 +125,12 @@ class LowerTiers:
     def end_step(self, pool: BlockPool) -> None:
         """Under write-back: save what would be evicted next."""
 
-        def coldest(count: int) -> list[Named]:
+        def coldest(count: int) -> list[IndexedBlock]:
             return [
-                Named(cold.digest, cold.block, BlockMeta(cold.parent, cold.end_tokens, cold.priority, cold.tenant))
-                for cold in pool.coldest(count)
+                IndexedBlock(
+                    cold.digest, cold.block, BlockMeta(cold.parent, cold.end_tokens, cold.priority, cold.tenant)
+                )
+                for cold in pool.eviction_candidates(count)
             ]
 
         self.tiers.write_back(coldest)

@@ -113,7 +113,7 @@ class DraftCache:
         first, full = own.num_hashed_blocks, own.num_computed // size
         if full > first and own.request.hints.keep:
             tokens = pack_tokens(own.token_ids, first * size, full * size)
-            self.pool.name(own.block_chain(), own.blocks, first, full, tokens)
+            self.pool.insert(own.block_chain(), own.blocks, first, full, tokens)
             own.num_hashed_blocks = full
 
     def grow(self, shadow: Shadow, num_tokens: int, needed: Collection[str]) -> bool:

@@ -16,7 +16,7 @@ from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
-from kvrelay.kvcache.tiers.controller import TierRules, Tiers
+from kvrelay.kvcache.tiers.controller import TierController, TierRules
 from kvrelay.types import KvMemory
 
 _MOST_POOLS = 8  # more of what is swapped out than so many pools waits for longer than anybody does
@@ -49,7 +49,7 @@ def make_lower_tiers(
         is_checked=checks != "off",
         block_tokens=memory.layout.block_size,
     )
-    tiers = Tiers(
+    tiers = TierController(
         pool, slab, index, make_stores(memory, slab, settings, namespace, cluster_store), rules,
         num_threads=settings.io_threads, max_bytes=settings.inflight_bytes, wake=wake, clock=time.monotonic,
     )  # fmt: skip

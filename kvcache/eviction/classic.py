@@ -1,6 +1,6 @@
 """LRU and LFU. Pure."""
 
-from kvrelay.kvcache.eviction.usage import Usage
+from kvrelay.kvcache.eviction.usage import EntryUsage
 
 
 class Lru:
@@ -9,16 +9,16 @@ class Lru:
     name = "lru"
     num_revisions = 0
 
-    def inserted(self, usage: Usage, now_s: float) -> None:
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
         """Keeps no state."""
 
-    def used(self, usage: Usage, now_s: float) -> None:
+    def used(self, usage: EntryUsage, now_s: float) -> None:
         """Keeps no state: `used_s` is enough."""
 
-    def evicted(self, usage: Usage, now_s: float) -> None:
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
         """Keeps no state."""
 
-    def score(self, usage: Usage, now_s: float) -> float:
+    def score(self, usage: EntryUsage, now_s: float) -> float:
         return usage.used_s
 
 
@@ -33,14 +33,14 @@ class Lfu(Lru):
     def __init__(self) -> None:
         self._age = 0.0
 
-    def inserted(self, usage: Usage, now_s: float) -> None:
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
         usage.rank = self._age + 1 + usage.hits
 
-    def used(self, usage: Usage, now_s: float) -> None:
+    def used(self, usage: EntryUsage, now_s: float) -> None:
         usage.rank = self._age + 1 + usage.hits
 
-    def evicted(self, usage: Usage, now_s: float) -> None:
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
         self._age = max(self._age, usage.rank)
 
-    def score(self, usage: Usage, now_s: float) -> float:
+    def score(self, usage: EntryUsage, now_s: float) -> float:
         return usage.rank

@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 from kvrelay.kvcache.eviction.classic import Lfu, Lru
 from kvrelay.kvcache.eviction.survival import Survival
-from kvrelay.kvcache.eviction.usage import Policy, Usage
+from kvrelay.kvcache.eviction.usage import EntryUsage, EvictionPolicy
 
-__all__ = ["Lru", "Policy", "Usage", "make_policy", "policy_names"]
+__all__ = ["EntryUsage", "EvictionPolicy", "Lru", "make_policy", "policy_names"]
 
-_MAKERS: dict[str, Callable[[int], Policy]] = {
+_MAKERS: dict[str, Callable[[int], EvictionPolicy]] = {
     "lru": lambda capacity_blocks: Lru(),
     "lfu": lambda capacity_blocks: Lfu(),
     "survival": Survival,
@@ -20,7 +20,7 @@ def policy_names() -> tuple[str, ...]:
     return tuple(_MAKERS)
 
 
-def make_policy(name: str, capacity_blocks: int) -> Policy:
+def make_policy(name: str, capacity_blocks: int) -> EvictionPolicy:
     """A new policy for one cache of so many blocks. Raises ValueError, listing the known names."""
     maker = _MAKERS.get(name)
     if maker is None:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
-from kvrelay.kvcache.eviction.usage import Usage
+from kvrelay.kvcache.eviction.usage import EntryUsage
 from kvrelay.types import BlockHash
 
 _MAX_WATCHED = 8192  # requests that may still be continued, whether their blocks are cached or not
@@ -15,7 +15,7 @@ class _Request:
     """One request. All entries that it touched share this record: they are reused together."""
 
     now_s: float
-    last_entry: Usage
+    last_entry: EntryUsage
     turn: int  # length of the chain of requests that this one continues
     matched_tokens: int = 0
     watched_as: BlockHash | None = None  # the last entry's hash when it was watched: a run of blocks can grow
@@ -57,7 +57,7 @@ class Survival:
 
     # ---- events
 
-    def inserted(self, usage: Usage, now_s: float) -> None:
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
         self._inserted_blocks += usage.num_blocks
         if self._inserted_blocks >= self._revise_every:
             self._revise(now_s)
@@ -70,7 +70,7 @@ class Survival:
         usage.note = _Note(request)
         self._watch(request, usage)
 
-    def _request_of_new(self, usage: Usage, now_s: float) -> _Request:
+    def _request_of_new(self, usage: EntryUsage, now_s: float) -> _Request:
         above = usage.above
         note = above.note if above is not None else None
         if above is None or not isinstance(note, _Note):
@@ -86,7 +86,7 @@ class Survival:
         self._last = request
         return request
 
-    def used(self, usage: Usage, now_s: float) -> None:
+    def used(self, usage: EntryUsage, now_s: float) -> None:
         note = usage.note
         if not isinstance(note, _Note):
             note = usage.note = _Note(_Request(now_s, usage, turn=0))
@@ -110,7 +110,7 @@ class Survival:
             request.matched_tokens = usage.end_tokens
             self._watch(request, usage)
 
-    def _watch(self, request: _Request, usage: Usage) -> None:
+    def _watch(self, request: _Request, usage: EntryUsage) -> None:
         """This is the request's last entry so far: when it is used again, the request was continued."""
         self._unwatch(request)
         request.last_entry, request.watched_as = usage, usage.digest
@@ -126,7 +126,7 @@ class Survival:
         del self._watched[request.watched_as]
         return True
 
-    def evicted(self, usage: Usage, now_s: float) -> None:
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
         above = usage.above.note if usage.above is not None else None
         if isinstance(above, _Note):
             above.num_children -= 1
@@ -141,7 +141,7 @@ class Survival:
             self._next_fit = int(self._rates.num_reused * 1.05) + 16
             self._rates.fit((one.kind, now_s - one.now_s) for one in self._watched.values())
 
-    def score(self, usage: Usage, now_s: float) -> float:
+    def score(self, usage: EntryUsage, now_s: float) -> float:
         note = usage.note
         kind = note.request.kind if isinstance(note, _Note) else None
         return self._rates.value(kind, now_s - usage.used_s)

@@ -1,6 +1,6 @@
 """The contract of an eviction policy, and the record that a policy sees of each cached entry. Pure: no clock, no random source.
 
-A cache (the device's prefix index, or a tier) keeps a `Usage` with each entry and asks its policy for a score. Among the
+A cache (the device's prefix index, or a tier) keeps an `EntryUsage` with each entry and asks its policy for a score. Among the
 entries that may be evicted now (not held, not pinned, without a cached continuation) the lowest score goes first. The
 cache asks for a score when an entry becomes evictable; the score holds until the entry is used again or the policy's
 `num_revisions` grows.
@@ -13,7 +13,7 @@ from kvrelay.types import BlockHash
 
 
 @dataclass(slots=True, eq=False)
-class Usage:
+class EntryUsage:
     """One entry: a run of blocks that are inserted and used together. Times are the caller's clock, in seconds."""
 
     digest: BlockHash  # of its last block
@@ -23,12 +23,12 @@ class Usage:
     used_s: float
     hits: int = 0  # matches since it was inserted
     rank: float = 0.0  # for the policy's own use
-    above: "Usage | None" = None  # the entry that this one continues, if it was cached at insertion
+    above: "EntryUsage | None" = None  # the entry that this one continues, if it was cached at insertion
     note: object = None  # for the policy's own use
 
-    def copy(self) -> "Usage":
+    def copy(self) -> "EntryUsage":
         """The same values for another entry. Written out: dataclasses.replace takes five times as long."""
-        return Usage(
+        return EntryUsage(
             self.digest,
             self.num_blocks,
             self.end_tokens,
@@ -41,20 +41,20 @@ class Usage:
         )
 
 
-class Policy(Protocol):
+class EvictionPolicy(Protocol):
     """One policy's state for one cache."""
 
     name: str
     num_revisions: int  # grows when earlier scores are out of date: the cache then asks again
 
-    def inserted(self, usage: Usage, now_s: float) -> None:
+    def inserted(self, usage: EntryUsage, now_s: float) -> None:
         """The entry is cached from now on. Entries of one request arrive in prompt order."""
 
-    def used(self, usage: Usage, now_s: float) -> None:
+    def used(self, usage: EntryUsage, now_s: float) -> None:
         """A request matched the entry; `hits` and `used_s` are up to date."""
 
-    def evicted(self, usage: Usage, now_s: float) -> None:
+    def evicted(self, usage: EntryUsage, now_s: float) -> None:
         """The entry is no longer cached: evicted for room, or discarded."""
 
-    def score(self, usage: Usage, now_s: float) -> float:
+    def score(self, usage: EntryUsage, now_s: float) -> float:
         """The entry with the lowest score is evicted first."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from kvrelay.kvcache.eviction.score_queue import EvictionQueue
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
-from kvrelay.kvcache.eviction.usage import Policy, Usage
+from kvrelay.kvcache.eviction.usage import EntryUsage, EvictionPolicy
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.pin_times import Pins
 from kvrelay.types import BlockHash
@@ -38,7 +38,7 @@ class TierCounts:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    usage: Usage
+    usage: EntryUsage
     slot: int
     parent: BlockHash | None
     priority: int
@@ -52,7 +52,7 @@ class TierIndex:
     def __init__(
         self,
         num_slots: int,
-        policy: Policy,
+        policy: EvictionPolicy,
         *,
         quotas: Mapping[str, int | None] | None = None,
         default_quota: int | None = None,
@@ -193,7 +193,7 @@ class TierIndex:
             return False
         tenant = self._reserved.pop(slot)
         above = self._entries.get(parent) if parent is not None else None
-        usage = Usage(digest, 1, end_tokens, inserted_s=now_s, used_s=now_s, hits=num_hits)
+        usage = EntryUsage(digest, 1, end_tokens, inserted_s=now_s, used_s=now_s, hits=num_hits)
         usage.above = None if above is None else above.usage
         entry = _Entry(usage, slot, parent, priority, tenant)
         self._entries[digest] = entry

@@ -25,7 +25,7 @@ class Urgency(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class IoJob:
     """`work` runs on some I/O thread; `then` gets its result, or its error, on the owner's thread."""
 
     urgency: Urgency
@@ -42,7 +42,7 @@ class JobQueue:
 
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
         self._max_jobs, self._max_bytes = max_jobs, max_bytes
-        self._heap: list[tuple[Urgency, int, Job]] = []
+        self._heap: list[tuple[Urgency, int, IoJob]] = []
         self._count = 0
         self.bytes_under_way = 0
         self.num_under_way = 0
@@ -50,7 +50,7 @@ class JobQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: IoJob) -> bool:
         """False, and nothing is queued, when the line is full. A LOAD always finds room: its sequence is admitted already.
 
         SINKs find half of the line full: a slow store's blocks do not keep those out that a request waits for.
@@ -62,7 +62,7 @@ class JobQueue:
         heapq.heappush(self._heap, (job.urgency, self._count, job))
         return True
 
-    def take(self) -> Job | None:
+    def take(self) -> IoJob | None:
         """The next job, under way from now on; None when there is none that may start."""
         if not self._heap:
             return None
@@ -74,12 +74,12 @@ class JobQueue:
         self.num_under_way += 1
         return job
 
-    def done(self, job: Job) -> None:
+    def done(self, job: IoJob) -> None:
         """It is under way no more."""
         self.bytes_under_way -= job.num_bytes
         self.num_under_way -= 1
 
-    def drop_all(self) -> list[Job]:
+    def drop_all(self) -> list[IoJob]:
         """Empty the line; what was in it."""
         dropped = [job for _, _, job in self._heap]
         self._heap.clear()
@@ -91,9 +91,9 @@ class Threads(Protocol):
 
     def start(self) -> None: ...
 
-    def put(self, job: Job) -> bool: ...
+    def put(self, job: IoJob) -> bool: ...
 
-    def finished(self) -> list[tuple[Job, object]]: ...
+    def finished(self) -> list[tuple[IoJob, object]]: ...
 
     @property
     def is_idle(self) -> bool: ...
@@ -101,7 +101,7 @@ class Threads(Protocol):
     def close(self) -> None: ...
 
 
-def run(job: Job) -> object:
+def run(job: IoJob) -> object:
     """Do it on this thread; returns its result, or the error, which was logged."""
     try:
         return job.work()
@@ -116,7 +116,7 @@ class IoThreads:
     def __init__(self, name: str, num_threads: int, queue: JobQueue, wake: Callable[[], None]) -> None:
         self._name, self._num_threads, self._queue, self._wake = name, num_threads, queue, wake
         self._changed = threading.Condition()
-        self._finished: deque[tuple[Job, object]] = deque()
+        self._finished: deque[tuple[IoJob, object]] = deque()
         self._threads: list[threading.Thread] = []
         self._is_stopping = False
 
@@ -126,16 +126,16 @@ class IoThreads:
             self._threads.append(thread)
             thread.start()
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: IoJob) -> bool:
         """False when there is no room in line."""
         with self._changed:
             is_in = not self._is_stopping and self._queue.put(job)
             self._changed.notify()
         return is_in
 
-    def finished(self) -> list[tuple[Job, object]]:
+    def finished(self) -> list[tuple[IoJob, object]]:
         """Jobs that ended since the last call, with their results or errors."""
-        ended: list[tuple[Job, object]] = []
+        ended: list[tuple[IoJob, object]] = []
         while self._finished:
             ended.append(self._finished.popleft())
         return ended
@@ -169,7 +169,7 @@ class IoThreads:
                 self._changed.notify_all()
             self._wake()
 
-    def _next(self) -> Job | None:
+    def _next(self) -> IoJob | None:
         with self._changed:
             while (job := self._queue.take()) is None:
                 if self._is_stopping:

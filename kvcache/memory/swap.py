@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from kvrelay.kvcache.memory.jobs import IoThreads, Job, JobQueue, Threads, Urgency, run
+from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, Threads, Urgency, run
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.types import BlockHash, BlockId
 
@@ -58,7 +58,7 @@ class SwapLoad(Load):
 
 
 @dataclass(slots=True)
-class SwapSums:
+class SwapStats:
     """Since the start. Counts are blocks."""
 
     saved: int = 0
@@ -81,7 +81,7 @@ class SwapArea:
         make_threads: Callable[[str, int, JobQueue, Callable[[], None]], Threads] = IoThreads,
     ) -> None:
         self.slab, self.is_checked, self._clock = slab, is_checked, clock
-        self.sums = SwapSums()
+        self.sums = SwapStats()
         self.save_bytes_per_s = self.load_bytes_per_s = 0.0  # measured; 0: not yet
         self.latency_s = 0.0  # of a swap out and back, however small
         self._free = list(range(slab.num_slots - 1, -1, -1))
@@ -184,7 +184,7 @@ class SwapArea:
             return clock() - began_s
 
         num_bytes = len(slots) * slab.block_bytes
-        job = Job(Urgency.LOAD, num_bytes, work, lambda result: self._loaded(load, swapped, result))
+        job = IoJob(Urgency.LOAD, num_bytes, work, lambda result: self._loaded(load, swapped, result))
         if num_bytes <= _AT_ONCE_S * self.load_bytes_per_s:
             job.then(run(job))
         elif not self._io.put(job):  # the worker is shutting down

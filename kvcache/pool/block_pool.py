@@ -19,16 +19,16 @@ import msgspec
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
-from kvrelay.kvcache.eviction.registry import Lru, Policy, Usage
+from kvrelay.kvcache.eviction.registry import EntryUsage, EvictionPolicy, Lru
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
-from kvrelay.kvcache.pool.leaf_queue import Cold, LeafQueue
-from kvrelay.kvcache.pool.ledger import BlockTable, Ledger
+from kvrelay.kvcache.pool.leaf_queue import EvictionCandidate, LeafQueue
+from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
 from kvrelay.kvcache.pool.pins import PinLedger
-from kvrelay.kvcache.pool.radix import Match, Node, RadixTree
+from kvrelay.kvcache.pool.radix import Match, RadixNode, RadixTree
 from kvrelay.types import BlockHash, BlockId
 
 PIN_SHARE = 0.25  # of the pool, for each tenant's pins
-MIN_TAIL_TOKENS = 4  # fewer tokens are not worth copying a block for
+MIN_PARTIAL_TOKENS = 4  # fewer tokens are not worth copying a block for
 
 
 class BlockCounts(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +52,7 @@ class BlockPool:
         *,
         block_size: int = 16,
         prefix_caching: bool = True,
-        policy: Policy | None = None,
+        policy: EvictionPolicy | None = None,
         pin_share: float = PIN_SHARE,
         keeps_tokens: bool = True,
     ) -> None:
@@ -60,10 +60,10 @@ class BlockPool:
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
-        self.policy: Policy = policy or Lru()
+        self.policy: EvictionPolicy = policy or Lru()
         self.now_s = 0.0
         self._prefix_caching = prefix_caching
-        self._ledger = Ledger(num_blocks)
+        self._ledger = BlockLedger(num_blocks)
         self._tree = RadixTree(self._ledger, block_size, keeps_tokens=keeps_tokens)
         self._free = array("i", range(num_blocks - 1, -1, -1))  # the last is handed out next
         self._num_idle = 0  # named blocks without a reference
@@ -89,7 +89,7 @@ class BlockPool:
         """Blocks that `allocate` could hand out now, cached ones included."""
         return len(self._free) + self._tree.num_evictable
 
-    def allocate(self, count: int) -> "BlockTable | None":
+    def allocate(self, count: int) -> "BlockIds | None":
         """`count` fresh blocks with one reference each, or None (and no change) when there are not enough."""
         free, missing = self._free, count - len(self._free)
         if missing > 0:
@@ -113,8 +113,6 @@ class BlockPool:
         num_fresh, nodes = self._ledger.acquire(blocks if type(blocks) is array else array("i", blocks))
         self._num_idle -= num_fresh
         self._relock(nodes)
-
-    fork = acquire  # another sequence goes on from the same blocks; whoever writes into one asks `writable` first
 
     def release(self, blocks: Iterable[int]) -> None:
         """One holder less for each. What can still be matched becomes evictable, a chain's last blocks before its first."""
@@ -163,15 +161,15 @@ class BlockPool:
         count = len(chain.data) // HASH_BYTES
         return self._tree.find(chain, count if limit is None or limit > count else limit)
 
-    def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
+    def partial_match(self, match: Match, tokens: bytes) -> tuple[int, int]:
         """(block, count): a cached block after `match` whose first `count` tokens are the next of the prompt, to copy from.
 
-        To be asked straight after `match`. tokens: those that follow it, packed; less than a block of them counts. (-1, 0) when there are less than MIN_TAIL_TOKENS.
+        To be asked straight after `match`. tokens: those that follow it, packed; less than a block of them counts. (-1, 0) when there are less than MIN_PARTIAL_TOKENS.
         """
         if not self._tree.width:
             return -1, 0
-        block, count = self._tree.tail(match, tokens[: self._tree.width - TOKEN_BYTES])
-        return (block, count) if count >= MIN_TAIL_TOKENS else (-1, 0)
+        block, count = self._tree.partial_match(match, tokens[: self._tree.width - TOKEN_BYTES])
+        return (block, count) if count >= MIN_PARTIAL_TOKENS else (-1, 0)
 
     def use(self, match: Match, priority: int = 0) -> None:
         """A request goes on from this match: counts for the policy."""
@@ -181,7 +179,7 @@ class BlockPool:
         offset = len(match) - node.start
         if offset < len(node.blocks):
             self._split(node, offset)  # what follows was not used
-        here: Node | None = node
+        here: RadixNode | None = node
         while here is not None and here.blocks:
             usage = here.usage
             usage.hits += 1
@@ -193,10 +191,10 @@ class BlockPool:
                 self._queue.offer(here, self.now_s)
             here = here.parent
 
-    def name(
+    def insert(
         self,
         chain: HashChain,
-        blocks: BlockTable,
+        blocks: BlockIds,
         first: int,
         last: int,
         tokens: bytes = b"",
@@ -232,7 +230,7 @@ class BlockPool:
         self._tree.hold(node, len(node.blocks))
         self._changes.stored(run)
 
-    def _place(self, chain: HashChain, blocks: BlockTable, first: int) -> tuple[Node, int]:
+    def _place(self, chain: HashChain, blocks: BlockIds, first: int) -> tuple[RadixNode, int]:
         """Where the chain is after `first` blocks, or as far as the index has it."""
         node = self._tree.node(blocks[first - 1]) if first else None
         if node is not None:
@@ -240,10 +238,10 @@ class BlockPool:
             is_named_so = self._ledger.common(node.digests, offset - 1, chain.data, first - 1, 1)
             assert is_named_so, f"block {blocks[first - 1]} has another name"
             return node, offset
-        root = self._tree.root(chain.root, Usage(chain.root, 0, 0, self.now_s, self.now_s))
+        root = self._tree.root(chain.root, EntryUsage(chain.root, 0, 0, self.now_s, self.now_s))
         return self._tree.descend(root, 0, chain, first)
 
-    def _split(self, node: Node, offset: int) -> None:
+    def _split(self, node: RadixNode, offset: int) -> None:
         rest = self._tree.split(node, offset)
         held = self._ledger.held(node.blocks)
         if held != node.held:  # whoever holds a block of the rest need not hold those before it: a tier that copies one
@@ -307,7 +305,7 @@ class BlockPool:
             leaf = self._queue.first(self.now_s)
             count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
 
-    def _give_up(self, leaf: Node, count: int) -> int:
+    def _give_up(self, leaf: RadixNode, count: int) -> int:
         parent, usage, is_all = leaf.parent, leaf.usage, count == len(leaf.blocks)
         if not is_all:
             usage = usage.copy()
@@ -321,7 +319,7 @@ class BlockPool:
             self._child_gone(parent)
         return count
 
-    def _child_gone(self, node: Node) -> None:
+    def _child_gone(self, node: RadixNode) -> None:
         if node.parent is None:
             if not node.children:
                 self._tree.drop_root(node.usage.digest)
@@ -335,9 +333,9 @@ class BlockPool:
                 if node.is_open:
                     self._queue.offer(node, self.now_s)
 
-    def coldest(self, count: int) -> list[Cold]:
+    def eviction_candidates(self, count: int) -> list[EvictionCandidate]:
         """Up to `count` blocks about in the order in which they would be evicted, none of them held."""
-        return list(islice(self._queue.coldest(), count))
+        return list(islice(self._queue.candidates(), count))
 
     # ---- the ledger
 

@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvrelay.hashing import HASH_BYTES, tenant_name
-from kvrelay.kvcache.eviction.registry import Policy
-from kvrelay.kvcache.pool.radix import Node, RadixTree
+from kvrelay.kvcache.eviction.registry import EvictionPolicy
+from kvrelay.kvcache.pool.radix import RadixNode, RadixTree
 from kvrelay.types import BlockHash, BlockId
 
 _Entry = tuple[int, float, int, int]  # priority, score, stamp, index of the node
 
 
-class Cold(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """A named block that may go soon. `end_tokens`: from the prompt's beginning to the block's end."""
 
     digest: BlockHash
@@ -29,7 +29,7 @@ class Cold(NamedTuple):
 class LeafQueue:
     """The open leaves of one tree. Bounded: void entries are swept when they are most of it."""
 
-    def __init__(self, tree: RadixTree, policy: Policy) -> None:
+    def __init__(self, tree: RadixTree, policy: EvictionPolicy) -> None:
         self._tree, self._policy = tree, policy
         self._heap: list[_Entry] = []
         self._stamp = 0
@@ -38,7 +38,7 @@ class LeafQueue:
     def __len__(self) -> int:
         return len(self._heap)
 
-    def offer(self, node: Node, now_s: float) -> None:
+    def offer(self, node: RadixNode, now_s: float) -> None:
         """This leaf may go from now on; an older entry of it is void."""
         self._stamp += 1
         node.stamp = self._stamp
@@ -48,12 +48,12 @@ class LeafQueue:
             self._heap = [entry for entry in self._heap if self._leaf(entry) is not None]
             heapq.heapify(self._heap)
 
-    def _leaf(self, entry: _Entry) -> Node | None:
+    def _leaf(self, entry: _Entry) -> RadixNode | None:
         """The leaf of an entry that still counts."""
         node = self._tree.nodes[entry[3]]
         return node if node is not None and node.stamp == entry[2] and node.is_open else None
 
-    def first(self, now_s: float) -> Node:
+    def first(self, now_s: float) -> RadixNode:
         """The leaf that goes first; it stays in line. The caller knows that there is one."""
         if self._policy.num_revisions != self._num_revisions:
             self._rescore(now_s)
@@ -72,7 +72,7 @@ class LeafQueue:
         self._heap = [(entry[0], self._policy.score(leaf.usage, now_s), entry[2], entry[3]) for entry, leaf in leaves]
         heapq.heapify(self._heap)
 
-    def in_order(self) -> Iterator[Node]:
+    def in_order(self) -> Iterator[RadixNode]:
         """Leaves in the order in which they would go, looking no further than is asked for."""
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []
@@ -88,11 +88,11 @@ class LeafQueue:
         """Indices of the nodes in line."""
         return {entry[3] for entry in self._heap if self._leaf(entry) is not None}
 
-    def coldest(self) -> Iterator[Cold]:
+    def candidates(self) -> Iterator[EvictionCandidate]:
         """Blocks about in the order in which they would go: leaves from their ends, and what becomes a leaf by that."""
         num_gone: dict[int, int] = {}  # by node: children that would have gone by then
         for leaf in self.in_order():
-            here: Node | None = leaf
+            here: RadixNode | None = leaf
             while here is not None and here.parent is not None and num_gone.get(here.index, 0) == len(here.children):
                 for at in range(len(here.blocks) - 1, here.held - 1, -1):
                     yield self._describe(here, at)
@@ -100,7 +100,7 @@ class LeafQueue:
                 if here is not None:
                     num_gone[here.index] = num_gone.get(here.index, 0) + 1
 
-    def _describe(self, node: Node, at: int) -> Cold:
+    def _describe(self, node: RadixNode, at: int) -> EvictionCandidate:
         """The block `at` of this node: as a tier below asks for it."""
         tree, end = self._tree, at * HASH_BYTES
         before = node if at else node.parent
@@ -108,4 +108,6 @@ class LeafQueue:
         end_tokens = (node.start + at + 1) * tree.block_size
         tenant = tenant_name(tree.root_of(node).usage.digest)
         digest, block = BlockHash(bytes(node.digests[end : end + HASH_BYTES])), BlockId(node.blocks[at])
-        return Cold(digest, block, BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant)
+        return EvictionCandidate(
+            digest, block, BlockHash(bytes(above)) if above else None, end_tokens, node.priority, tenant
+        )

@@ -14,25 +14,25 @@ from numpy.typing import NDArray
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.kvcache.pool import ledger_native
 
-BlockTable: TypeAlias = "array[int]"  # "i": block ids in order; as quick to cut and join as bytes
+BlockIds: TypeAlias = "array[int]"  # "i": block ids in order; as quick to cut and join as bytes
 Ints = NDArray[np.int32]
 Run = bytes | bytearray  # hashes, one after another
 
 _FEW = 64  # up to here a loop is faster than array operations
 
 
-class Ledger:
+class BlockLedger:
     """Three numbers for each block. Nodes are indices; -1 is none."""
 
-    take: Callable[[BlockTable], None]
+    take: Callable[[BlockIds], None]
     """These blocks have one reference from now on, and one generation more."""
-    acquire: Callable[[BlockTable], tuple[int, list[int]]]
+    acquire: Callable[[BlockIds], tuple[int, list[int]]]
     """A reference more for each: (how many had none, the nodes of those, some perhaps twice). A free block: AssertionError."""
-    release: Callable[[BlockTable], tuple[int, list[int], bytes]]
+    release: Callable[[BlockIds], tuple[int, list[int], bytes]]
     """A reference less for each: (how many named ones have none left, the nodes of those, packed ids of the unnamed ones)."""
-    held: Callable[[BlockTable], int]
+    held: Callable[[BlockIds], int]
     """How many blocks of the table there are up to the last one with a reference."""
-    assign: Callable[[BlockTable, int], None]
+    assign: Callable[[BlockIds, int], None]
     """These blocks are named in this node from now on."""
     common: Callable[[Run, int, Run, int, int], int]
     """(run, first, other, position, most): how many hashes run[first:] and other[position:] have in common, up to `most`."""
@@ -47,7 +47,7 @@ class Ledger:
         compiled = bind(self.refs, self.generations, self.owners) if bind is not None else own
         self.take, self.acquire, self.release, self.held, self.assign, self.common = compiled
 
-    def _take(self, table: BlockTable) -> None:
+    def _take(self, table: BlockIds) -> None:
         if len(table) <= _FEW:
             for block in table:
                 self.refs[block] = 1
@@ -57,7 +57,7 @@ class Ledger:
             self.ref_array[ids] = 1
             np.frombuffer(self.generations, np.uint32)[ids] += 1
 
-    def _acquire(self, table: BlockTable) -> tuple[int, list[int]]:
+    def _acquire(self, table: BlockIds) -> tuple[int, list[int]]:
         if len(table) <= _FEW:
             refs = self.refs
             nodes = [self.owners[block] for block in table if not refs[block]]
@@ -72,7 +72,7 @@ class Ledger:
         self.ref_array[ids] = known + 1
         return len(owners), _without_repeats(owners)
 
-    def _release(self, table: BlockTable) -> tuple[int, list[int], bytes]:
+    def _release(self, table: BlockIds) -> tuple[int, list[int], bytes]:
         if len(table) <= _FEW:
             return self._release_few(table)
         ids = np.frombuffer(table, np.int32)
@@ -84,7 +84,7 @@ class Ledger:
         named = owners >= 0
         return int(named.sum()), _without_repeats(owners[named]), idle[~named].tobytes()
 
-    def _release_few(self, table: BlockTable) -> tuple[int, list[int], bytes]:
+    def _release_few(self, table: BlockIds) -> tuple[int, list[int], bytes]:
         nodes: list[int] = []
         freed = array("i")
         for block in table:
@@ -99,7 +99,7 @@ class Ledger:
                 nodes.append(self.owners[block])
         return len(nodes), list(dict.fromkeys(nodes)), freed.tobytes()
 
-    def _held(self, table: BlockTable) -> int:
+    def _held(self, table: BlockIds) -> int:
         refs = self.refs
         if not table or refs[table[-1]]:
             return len(table)
@@ -108,7 +108,7 @@ class Ledger:
         taken = self.ref_array.take(np.frombuffer(table, np.int32))
         return int(np.flatnonzero(taken)[-1]) + 1 if taken.any() else 0
 
-    def _assign(self, table: BlockTable, node: int) -> None:
+    def _assign(self, table: BlockIds, node: int) -> None:
         if len(table) <= _FEW:
             for block in table:
                 self.owners[block] = node

@@ -14,16 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES, TOKEN_BYTES, HashChain
-from kvrelay.kvcache.eviction.registry import Usage
-from kvrelay.kvcache.pool.ledger import BlockTable, Ledger
+from kvrelay.kvcache.eviction.registry import EntryUsage
+from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
 from kvrelay.types import BlockHash
 
-__all__ = ["BlockTable", "Match", "Node", "RadixTree"]
+__all__ = ["BlockIds", "Match", "RadixNode", "RadixTree"]
 
 _NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: no prompt has it
 
 
-class Node:
+class RadixNode:
     """A run of blocks. The root of a tree has none. Owned by the RadixTree."""
 
     __slots__ = (
@@ -34,11 +34,11 @@ class Node:
     def __init__(
         self,
         index: int,
-        parent: "Node | None",
+        parent: "RadixNode | None",
         start: int,
-        usage: Usage,
+        usage: EntryUsage,
         digests: bytes | bytearray = b"",
-        blocks: "BlockTable | None" = None,
+        blocks: "BlockIds | None" = None,
         tokens: bytes | bytearray = b"",
     ) -> None:
         self.index = index  # in the tree's list of nodes
@@ -46,8 +46,8 @@ class Node:
         self.start = start  # blocks of the chain before its first
         self.usage = usage
         self.digests, self.tokens = bytearray(digests), bytearray(tokens)
-        self.blocks: BlockTable = array("i") if blocks is None else blocks
-        self.children: dict[bytes, Node] = {}  # by the first hash
+        self.blocks: BlockIds = array("i") if blocks is None else blocks
+        self.children: dict[bytes, RadixNode] = {}  # by the first hash
         self.heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not asked for yet
         self.held = 0  # its first so many blocks must stay
         self.num_locked = 0  # children under which something must stay
@@ -77,8 +77,8 @@ class Node:
 class Match:
     """The longest cached prefix of a chain: its blocks, and the place in the tree where it ends. Not to be changed."""
 
-    blocks: BlockTable
-    node: Node | None  # None: not even a root
+    blocks: BlockIds
+    node: RadixNode | None  # None: not even a root
     offset: int  # blocks of `node` that belong to it
 
     def __len__(self) -> int:
@@ -88,23 +88,23 @@ class Match:
 class RadixTree:
     """Nodes by hash, and each block's node. Not thread-safe."""
 
-    def __init__(self, ledger: Ledger, block_size: int, *, keeps_tokens: bool = True) -> None:
+    def __init__(self, ledger: BlockLedger, block_size: int, *, keeps_tokens: bool = True) -> None:
         self._ledger, self.block_size = ledger, block_size
         self.width = TOKEN_BYTES * block_size if keeps_tokens else 0  # bytes that are kept of a block's tokens
-        self.roots: dict[bytes, Node] = {}
-        self.nodes: list[Node | None] = []
+        self.roots: dict[bytes, RadixNode] = {}
+        self.nodes: list[RadixNode | None] = []
         self.num_nodes = 0
         self.num_evictable = 0  # blocks that could go, one after another, before a held one is in the way
         self._unused: list[int] = []
 
     # ---- finding
 
-    def node(self, block: int) -> Node | None:
+    def node(self, block: int) -> RadixNode | None:
         """The node in which this block is named."""
         index = self._ledger.owners[block]
         return None if index < 0 else self.nodes[index]
 
-    def root_of(self, node: Node) -> Node:
+    def root_of(self, node: RadixNode) -> RadixNode:
         while node.parent is not None:
             node = node.parent
         return node
@@ -119,8 +119,8 @@ class RadixTree:
         return Match(blocks, node, offset)
 
     def descend(
-        self, node: Node, offset: int, chain: HashChain, limit: int, blocks: "BlockTable | None" = None
-    ) -> tuple[Node, int]:
+        self, node: RadixNode, offset: int, chain: HashChain, limit: int, blocks: "BlockIds | None" = None
+    ) -> tuple[RadixNode, int]:
         """From `offset` blocks into `node`, as far as the chain's first `limit` hashes go; gathers the blocks on the way.
 
         Compares whole runs at once; only where they part is the first difference looked for.
@@ -143,7 +143,7 @@ class RadixTree:
                 break
         return node, offset
 
-    def tail(self, match: Match, tokens: bytes) -> tuple[int, int]:
+    def partial_match(self, match: Match, tokens: bytes) -> tuple[int, int]:
         """(block, tokens) of the block after `match` that has the most leading tokens in common with these; (-1, 0): none."""
         node, offset = match.node, match.offset
         if node is None or not tokens:
@@ -159,17 +159,17 @@ class RadixTree:
                 best, count = head, common
         return (node.children[best[self.width :]].blocks[0], count) if count else (-1, 0)
 
-    def _heads(self, node: Node) -> list[bytes]:
+    def _heads(self, node: RadixNode) -> list[bytes]:
         if node.heads is None:
             node.heads = sorted(self._head(child) for child in node.children.values())
         return node.heads
 
-    def _head(self, node: Node) -> bytes:
+    def _head(self, node: RadixNode) -> bytes:
         return bytes(node.tokens[: self.width]) + node.first
 
     # ---- growing
 
-    def root(self, digest: BlockHash, usage: Usage) -> Node:
+    def root(self, digest: BlockHash, usage: EntryUsage) -> RadixNode:
         """The root of this tenant's tree, made if it is not there."""
         node = self.roots.get(digest)
         if node is None:
@@ -178,15 +178,15 @@ class RadixTree:
 
     def _new(
         self,
-        parent: Node | None,
+        parent: RadixNode | None,
         start: int,
-        usage: Usage,
+        usage: EntryUsage,
         digests: bytes | bytearray = b"",
-        blocks: "BlockTable | None" = None,
+        blocks: "BlockIds | None" = None,
         tokens: bytes | bytearray = b"",
-    ) -> Node:
+    ) -> RadixNode:
         index = self._unused.pop() if self._unused else len(self.nodes)
-        node = Node(index, parent, start, usage, digests, blocks, tokens)
+        node = RadixNode(index, parent, start, usage, digests, blocks, tokens)
         if index == len(self.nodes):
             self.nodes.append(node)
         else:
@@ -195,12 +195,12 @@ class RadixTree:
         return node
 
     def add_child(
-        self, parent: Node, digests: bytes, blocks: BlockTable, tokens: bytes, now_s: float, above: Usage | None
-    ) -> Node:
+        self, parent: RadixNode, digests: bytes, blocks: BlockIds, tokens: bytes, now_s: float, above: EntryUsage | None
+    ) -> RadixNode:
         """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
         start, size = parent.start + len(parent.blocks), len(blocks)
         end_tokens = (start + size) * self.block_size
-        usage = Usage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, above=above)
+        usage = EntryUsage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, above=above)
         node = self._new(parent, start, usage, digests, blocks, tokens or self._no_tokens(size))
         self._ledger.assign(blocks, node.index)
         self.num_evictable += size
@@ -209,7 +209,7 @@ class RadixTree:
             insort(parent.heads, self._head(node))
         return node
 
-    def extend(self, leaf: Node, digests: bytes, blocks: BlockTable, tokens: bytes) -> None:
+    def extend(self, leaf: RadixNode, digests: bytes, blocks: BlockIds, tokens: bytes) -> None:
         """More blocks at the end of a leaf."""
         assert not leaf.children and leaf.parent is not None
         leaf.digests += digests
@@ -223,14 +223,14 @@ class RadixTree:
         """For blocks that were named without them."""
         return _NO_TOKEN * (num_blocks * self.width // TOKEN_BYTES)
 
-    def _describe(self, node: Node, digests: bytes | bytearray) -> None:
+    def _describe(self, node: RadixNode, digests: bytes | bytearray) -> None:
         """Bring its usage in line with its blocks. digests: a run that ends as the node's does."""
         usage, size = node.usage, len(node.blocks)
         usage.num_blocks = size
         usage.digest = BlockHash(bytes(digests[-HASH_BYTES:]))
         usage.end_tokens = (node.start + size) * self.block_size
 
-    def _unlink(self, parent: Node, child: Node) -> None:
+    def _unlink(self, parent: RadixNode, child: RadixNode) -> None:
         del parent.children[child.first]
         if parent.heads is not None:
             head = self._head(child)
@@ -238,7 +238,7 @@ class RadixTree:
             assert parent.heads[at] == head
             del parent.heads[at]
 
-    def split(self, node: Node, offset: int) -> Node:
+    def split(self, node: RadixNode, offset: int) -> RadixNode:
         """Cut `node` after `offset` blocks: it keeps the first ones; the rest is returned as its child."""
         digests, tokens = node.digests[offset * HASH_BYTES :], node.tokens[offset * self.width :]
         rest = self._new(node, node.start + offset, node.usage, digests, node.blocks[offset:], tokens)
@@ -254,7 +254,7 @@ class RadixTree:
         self._ledger.assign(rest.blocks, rest.index)
         return rest
 
-    def merge(self, node: Node) -> None:
+    def merge(self, node: RadixNode) -> None:
         """Append the only child of `node` to it; the child's usage stands for both."""
         [child] = node.children.values()
         if child.held:
@@ -272,7 +272,7 @@ class RadixTree:
 
     # ---- what must stay
 
-    def hold(self, node: Node, held: int) -> None:
+    def hold(self, node: RadixNode, held: int) -> None:
         """The first `held` blocks of `node` must stay from now on, and no more than these."""
         was_held, node.held = node.held, held
         if node.num_locked:
@@ -293,7 +293,7 @@ class RadixTree:
 
     # ---- shrinking
 
-    def cut(self, leaf: Node, count: int) -> tuple[BlockTable, bytes]:
+    def cut(self, leaf: RadixNode, count: int) -> tuple[BlockIds, bytes]:
         """Forget the last `count` blocks of a leaf, none of them held; returns (blocks, their hashes)."""
         assert not leaf.children and count <= len(leaf.blocks) - leaf.held
         self.num_evictable -= count
@@ -314,14 +314,14 @@ class RadixTree:
         """Forget a root without children."""
         self._drop(self.roots.pop(digest))
 
-    def _drop(self, node: Node) -> None:
+    def _drop(self, node: RadixNode) -> None:
         self.nodes[node.index] = None
         self._unused.append(node.index)
         self.num_nodes -= 1
 
     # ---- everything
 
-    def live(self) -> Iterator[Node]:
+    def live(self) -> Iterator[RadixNode]:
         """Every node, roots included."""
         return (node for node in self.nodes if node is not None)
 

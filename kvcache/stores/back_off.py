@@ -1,26 +1,26 @@
-"""How long whoever failed is left alone: twice as long each time. Pure."""
+"""How long to stop calling a store or node after a failure: twice as long each time. Pure."""
 
-FIRST_REST_S, LAST_REST_S = 1.0, 30.0
+FIRST_BACK_OFF_S, LAST_BACK_OFF_S = 1.0, 30.0
 
 
-class Rests:
-    """The rests of one store or node. Times are the caller's clock, in seconds."""
+class BackOff:
+    """Exponential back-off for one store or node. Times are the caller's clock, in seconds."""
 
     def __init__(self) -> None:
         self.num_failures = 0  # in a row
         self._until_s = 0.0
 
-    def is_resting(self, now_s: float) -> bool:
-        """Whether it is not to be asked yet."""
+    def is_backing_off(self, now_s: float) -> bool:
+        """Whether it should not be called yet."""
         return now_s < self._until_s
 
     def failed(self, now_s: float) -> float:
-        """It did not answer as it should; for how long it rests from now on."""
-        rest_s: float = min(FIRST_REST_S * 2**self.num_failures, LAST_REST_S)
+        """A call failed; returns the seconds to wait before the next one."""
+        back_off_s: float = min(FIRST_BACK_OFF_S * 2**self.num_failures, LAST_BACK_OFF_S)
         self.num_failures = min(self.num_failures + 1, 16)
-        self._until_s = now_s + rest_s
-        return rest_s
+        self._until_s = now_s + back_off_s
+        return back_off_s
 
-    def worked(self) -> None:
-        """The next rest is a short one again."""
+    def succeeded(self) -> None:
+        """A call succeeded: the next back-off is the shortest again."""
         self.num_failures = 0

@@ -6,7 +6,7 @@ from dataclasses import replace
 from kvrelay.kvcache.stores.store import StoreStats
 
 
-class StoreSums:
+class StoreCounters:
     """Adds up what StoreStats tells."""
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 Object stores answer in tens of milliseconds and take many requests at once, so calls of several blocks run side by side on a
 bounded number of threads. Room and age are the bucket's to keep (lifecycle rules). What fails is a miss; after several
-failures in a row the store rests.
+failures in a row the store back_off.
 """
 
 import importlib
@@ -16,9 +16,9 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from kvrelay.errors import ConfigError, StoreError
-from kvrelay.kvcache.stores.back_off import Rests
+from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
-from kvrelay.kvcache.stores.counters import StoreSums
+from kvrelay.kvcache.stores.counters import StoreCounters
 from kvrelay.kvcache.stores.envelope import BadEnvelope, seal, unseal
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.types import BlockHash
@@ -61,8 +61,8 @@ class FsspecStore:
         self._root = ""
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
-        self._rests = Rests()  # under the lock
-        self._sums = StoreSums()
+        self._back_off = BackOff()  # under the lock
+        self._sums = StoreCounters()
 
     # ---- life
 
@@ -176,7 +176,7 @@ class FsspecStore:
     def _each(self, call: Callable[..., bool], *arguments: Sequence[Any]) -> list[bool]:
         """`call` for each, side by side; False where it fails. All of them are over when this returns."""
         threads, count = self._threads, len(arguments[0])
-        if threads is None or self._rests.is_resting(self._clock()):
+        if threads is None or self._back_off.is_backing_off(self._clock()):
             return [False] * count
         is_failing = threading.Event()
 
@@ -188,20 +188,20 @@ class FsspecStore:
             except Exception as error:  # each file system has errors of its own
                 if not is_failing.is_set():
                     is_failing.set()
-                    self._rest(error)
+                    self._failed(error)
                 return False
 
         done = list(threads.map(one, *arguments))
         if not is_failing.is_set():
             with self._lock:
-                self._rests.worked()
+                self._back_off.succeeded()
         return done
 
-    def _rest(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         with self._lock:
-            rest_s = self._rests.failed(self._clock())
+            back_off_s = self._back_off.failed(self._clock())
         self._sums.add(failures=1)
-        logger.warning("%s rests for %.0f s: %s", self._url, rest_s, error)
+        logger.warning("backing off from %s for %.0f s: %s", self._url, back_off_s, error)
 
 
 def _remedy(scheme: str) -> str:

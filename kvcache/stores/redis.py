@@ -1,6 +1,6 @@
 """Blocks in a Redis or Valkey server: pipelined, in an envelope that tells whose they are and whether they are whole.
 
-What the server does not hold or cannot answer in time is a miss. A server that fails rests for a while, so that a dead one
+What the server does not hold or cannot answer in time is a miss. A server that fails back_off for a while, so that a dead one
 costs its timeout once and not for every request. Room is the server's to keep (maxmemory and its policy), or a TTL's.
 """
 
@@ -13,9 +13,9 @@ from typing import Any
 from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
 
 from kvrelay.errors import ConfigError, StoreError
-from kvrelay.kvcache.stores.back_off import Rests
+from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.codecs import Codec, CodecError, NoCodec
-from kvrelay.kvcache.stores.counters import StoreSums
+from kvrelay.kvcache.stores.counters import StoreCounters
 from kvrelay.kvcache.stores.envelope import BadEnvelope, seal, unseal
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.types import BlockHash
@@ -50,8 +50,8 @@ class RedisStore:
         self._client: Any = None
         self._errors: tuple[type[Exception], ...] = ()
         self._lock = threading.Lock()
-        self._rests = Rests()  # under the lock
-        self._sums = StoreSums()
+        self._back_off = BackOff()  # under the lock
+        self._sums = StoreCounters()
         self.name, self.keeps_checksums = "redis", False  # its envelopes have checksums of their own
 
     # ---- life
@@ -173,7 +173,7 @@ class RedisStore:
         if not commands:
             return []
         client = self._client
-        if client is None or self._rests.is_resting(self._clock()):
+        if client is None or self._back_off.is_backing_off(self._clock()):
             return None
         try:
             with client.pipeline(transaction=False) as pipeline:
@@ -181,20 +181,20 @@ class RedisStore:
                     pipeline.execute_command(*command)
                 answers: list[Any] = pipeline.execute(raise_on_error=False)
         except self._errors as error:
-            self._rest(error)
+            self._failed(error)
             return None
         refused = [answer for answer in answers if isinstance(answer, Exception)]
         if refused:
             logger.warning("%s refused %d of %d commands: %s", self.name, len(refused), len(answers), refused[0])
         with self._lock:
-            self._rests.worked()
+            self._back_off.succeeded()
         return None if len(refused) == len(answers) else answers
 
-    def _rest(self, error: Exception) -> None:
+    def _failed(self, error: Exception) -> None:
         with self._lock:
-            rest_s = self._rests.failed(self._clock())
+            back_off_s = self._back_off.failed(self._clock())
         self._sums.add(failures=1)
-        logger.warning("%s rests for %.0f s: %s", self.name, rest_s, error)
+        logger.warning("backing off from %s for %.0f s: %s", self.name, back_off_s, error)
 
 
 def _library() -> Any:

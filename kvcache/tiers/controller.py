@@ -12,13 +12,13 @@ from typing import Protocol
 
 from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.jobs import IoThreads, Job, JobQueue, Threads, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, Threads, Urgency
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
 from kvrelay.kvcache.tiers.fetch_cost import StoreSpeed, worth_fetching
 from kvrelay.kvcache.tiers.fetches import Fetches
-from kvrelay.kvcache.tiers.offload import Sinks
+from kvrelay.kvcache.tiers.offload import Offload
 from kvrelay.kvcache.tiers.offload import Slab as SinkSlab
 from kvrelay.plane.messages import TierLoad
 from kvrelay.types import BlockHash, BlockId
@@ -63,7 +63,7 @@ class TierRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class IndexedBlock:
     """A full block of the pool and what it is called."""
 
     digest: BlockHash
@@ -72,7 +72,7 @@ class Named:
 
 
 @dataclass(slots=True)
-class TierSums:
+class TierStats:
     """Since the start. Counts are blocks unless the name says otherwise."""
 
     saved: int = 0  # pool to host
@@ -83,7 +83,7 @@ class TierSums:
     load_s: float = 0.0
 
 
-class Tiers:
+class TierController:
     """What a worker keeps below its pool. Every method is the engine thread's, but for the jobs' insides."""
 
     def __init__(
@@ -101,7 +101,7 @@ class Tiers:
         make_threads: Callable[[str, int, JobQueue, Callable[[], None]], Threads] = IoThreads,
     ) -> None:
         self.pool, self.slab, self.index, self.stores, self.rules = pool, slab, index, stores, rules
-        self.sums = TierSums()
+        self.sums = TierStats()
         self._clock = clock
         self._copies = make_threads("kv-tier", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
         self._io = make_threads("kv-store", num_threads, JobQueue(max_jobs=_MAX_JOBS, max_bytes=max_bytes), wake)
@@ -114,7 +114,7 @@ class Tiers:
         self.prefill_tokens_per_s = 0.0  # measured; the engine tells
         self.on_change: Callable[[CacheChange], None] | None = None  # called with each change of the host tier
         self._look_again_s = 0.0  # for what to write back
-        self.sinks = Sinks(slab, index, stores, self._entry, self._io, is_checked=rules.is_checked)
+        self.sinks = Offload(slab, index, stores, self._entry, self._io, is_checked=rules.is_checked)
         self.fetches = Fetches(self, wait_s=lambda: rules.longest_wait_s)
 
     def start(self) -> None:
@@ -162,7 +162,7 @@ class Tiers:
 
     # ---- down: pool to host
 
-    def named(self, entries: Sequence[Named]) -> None:
+    def named(self, entries: Sequence[IndexedBlock]) -> None:
         """These blocks are full from now on: what the write policy wants at once is saved."""
         if self.rules.write == "write-through":
             self.save(entries)
@@ -173,7 +173,7 @@ class Tiers:
         if keep and self.rules.write != "write-back":
             self.sinks.put([digest for digest in hashes if digest in self.index])
 
-    def write_back(self, coldest: Callable[[int], Sequence[Named]]) -> None:
+    def write_back(self, coldest: Callable[[int], Sequence[IndexedBlock]]) -> None:
         """Under write-back, save what the pool would evict next, while there is still room to wait for it."""
         began_s = self._clock()
         if self.rules.write != "write-back" or began_s < self._look_again_s:
@@ -185,14 +185,14 @@ class Tiers:
         now_s = self._clock()
         self._look_again_s = now_s + _PACE * (now_s - began_s)
 
-    def save(self, entries: Sequence[Named]) -> None:
+    def save(self, entries: Sequence[IndexedBlock]) -> None:
         """Copy these blocks into the host tier, those that are not there; the pool's blocks are held meanwhile."""
         fresh = [entry for entry in entries if entry.digest not in self.index and entry.digest not in self._saving]
         step = max(1, _BATCH_BYTES // self.slab.block_bytes)
         for begin in range(0, len(fresh), step):
             self._save_batch(fresh[begin : begin + step])
 
-    def pin(self, entries: Sequence[Named], until_s: float) -> None:
+    def pin(self, entries: Sequence[IndexedBlock], until_s: float) -> None:
         """Keep these in the host tier and in the stores until then, as far as the limit of each for pins goes.
 
         They are saved now, whatever the write policy.
@@ -214,7 +214,7 @@ class Tiers:
         for digest in hashes:
             self._pin_when_saved.pop(digest, None)
 
-    def _save_batch(self, batch: Sequence[Named]) -> None:
+    def _save_batch(self, batch: Sequence[IndexedBlock]) -> None:
         slots = self.slots_for([entry.meta for entry in batch])
         self.sums.unsaved += len(batch) - len(slots)
         batch = batch[: len(slots)]
@@ -227,7 +227,9 @@ class Tiers:
             began = clock()
             return slab.save(blocks, slots), clock() - began
 
-        job = Job(Urgency.SAVE, len(blocks) * slab.block_bytes, work, lambda result: self._saved(batch, slots, result))
+        job = IoJob(
+            Urgency.SAVE, len(blocks) * slab.block_bytes, work, lambda result: self._saved(batch, slots, result)
+        )
         if not self._copies.put(job):
             self.index.cancel(slots)
             self.sums.unsaved += len(batch)
@@ -235,7 +237,7 @@ class Tiers:
         self.pool.acquire(blocks)
         self._saving.update((entry.digest, entry.block) for entry in batch)
 
-    def _saved(self, batch: Sequence[Named], slots: Sequence[int], result: object) -> None:
+    def _saved(self, batch: Sequence[IndexedBlock], slots: Sequence[int], result: object) -> None:
         for entry in batch:
             del self._saving[entry.digest]
         self.pool.release([entry.block for entry in batch])
@@ -295,7 +297,7 @@ class Tiers:
                 load.over()
             return clock() - began
 
-        job = Job(Urgency.LOAD, len(blocks) * slab.block_bytes, work, lambda result: self._loaded(load, result))
+        job = IoJob(Urgency.LOAD, len(blocks) * slab.block_bytes, work, lambda result: self._loaded(load, result))
         if not self._copies.put(job):  # the worker is shutting down
             load.over()
             self._loaded(load, None)
@@ -335,7 +337,7 @@ class Tiers:
     def now_s(self) -> float:
         return self._clock()
 
-    def submit(self, job: Job) -> bool:
+    def submit(self, job: IoJob) -> bool:
         return self._io.put(job)
 
     @property

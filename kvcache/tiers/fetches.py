@@ -1,14 +1,14 @@
 """What requests in line have asked of the stores below the host tier: looked up, brought into the host tier, held there.
 
 A request waits for its blocks as long as the settings say and then goes on with those that have come. A prefetch asks ahead
-of its request: what comes is pinned for a time, and a request that finds it under way waits for it. Owned by `Tiers`.
+of its request: what comes is pinned for a time, and a request that finds it under way waits for it. Owned by `TierController`.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvrelay.kvcache.memory.jobs import Job, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, Urgency
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
 from kvrelay.types import BlockHash
 
@@ -43,13 +43,13 @@ class _Part:
 
 
 class Host(Protocol):
-    """What Tiers does for fetches."""
+    """What TierController does for fetches."""
 
     stores: Sequence[BlockStore]
 
     def now_s(self) -> float: ...
 
-    def submit(self, job: Job) -> bool: ...
+    def submit(self, job: IoJob) -> bool: ...
 
     def slots_for(self, metas: Sequence[BlockMeta]) -> list[int]:
         """Reserved slots for the first of these blocks, as many as there is room for."""
@@ -152,7 +152,7 @@ class Fetches:
             if not fetch.num_jobs:
                 self._settled(fetch)
 
-        if not self._host.submit(Job(Urgency.FETCH, num_bytes, work, reported)):
+        if not self._host.submit(IoJob(Urgency.FETCH, num_bytes, work, reported)):
             return False
         if not self._num_jobs:
             self._heard_s = self._host.now_s()

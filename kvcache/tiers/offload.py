@@ -10,7 +10,7 @@ from functools import partial
 from typing import Protocol
 
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.jobs import Job, Threads, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, PinningStore
 from kvrelay.types import BlockHash
 
@@ -39,7 +39,7 @@ class _Batch:
     pin_s: float
 
 
-class Sinks:
+class Offload:
     """Lives on the engine's thread; the batches themselves are written by I/O threads."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Sinks:
         """End their pins in the stores."""
         for store in self._stores:
             if hashes and isinstance(store, PinningStore):
-                self._threads.put(Job(Urgency.SINK, 0, partial(store.pin, tuple(hashes), 0.0), lambda result: None))
+                self._threads.put(IoJob(Urgency.SINK, 0, partial(store.pin, tuple(hashes), 0.0), lambda result: None))
 
     def knows(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
         """The store has these. A hint, which may be out of date: what is sent twice does no harm, nor what is not sent."""
@@ -114,7 +114,7 @@ class Sinks:
 
     def _submit(self, batch: _Batch) -> None:
         num_bytes = len(batch.slots) * self._slab.block_bytes
-        job = Job(Urgency.SINK, num_bytes, lambda: self._write(batch), lambda result: self._written(batch, result))
+        job = IoJob(Urgency.SINK, num_bytes, lambda: self._write(batch), lambda result: self._written(batch, result))
         if not self._threads.put(job):
             self._index.unhold(batch.slots)
             self.num_dropped += len(batch.slots)

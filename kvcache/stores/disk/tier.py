@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvrelay.errors import StoreError
-from kvrelay.kvcache.eviction.registry import Lru, Policy
+from kvrelay.kvcache.eviction.registry import EvictionPolicy, Lru
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
@@ -48,7 +48,7 @@ _UNFIT_LIMIT = 64  # blocks that do not fit until slots are made anew, unless ei
 class DiskOptions:
     """What may be chosen of a disk store."""
 
-    policy: Callable[[int], Policy] = lambda num_slots: Lru()  # called with how many slots there are
+    policy: Callable[[int], EvictionPolicy] = lambda num_slots: Lru()  # called with how many slots there are
     is_admission_on: bool = (
         True  # a block is written when it is offered for the second time, is pinned or has a priority
     )

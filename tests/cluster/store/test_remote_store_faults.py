@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kvrelay.kvcache.stores.back_off import Rests
+from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.placement import places
 from kvrelay.kvtransfer.slabs.slabs import Fetcher, StuckRead
 from tests.cluster.store.store_nodes import BLOCK, META, Nodes, block, until
@@ -142,11 +142,11 @@ def test_a_frozen_node_costs_one_wait_and_its_copies_elsewhere_serve(make_nodes,
     more = hashes_of(10)
     assert get(store, hashes) == [True] * 20
     (frozen,) = [node for node in store._links.nodes if node.address.node_id == "a"]
-    assert (frozen.peer, frozen.rests.num_failures) == (None, 1)
+    assert (frozen.peer, frozen.back_off.num_failures) == (None, 1)
     assert get(store, hashes) == [True] * 20
     assert put(store, more) == [True] * 10
     assert get(store, more) == [True] * 10
-    frozen.rests = Rests()  # its rest is over
+    frozen.back_off = BackOff()  # the back-off has ended
     nodes.kill("a", signal.SIGCONT)
     until(lambda: len(described(store)) == 2, "it is asked again")
     assert get(store, hashes) == [True] * 20
@@ -208,7 +208,7 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
     assert staging.num_free == staging.num_places - 3
     monkeypatch.setattr(Fetcher, "fetch", fetch)
     for node in store._links.nodes:
-        node.rests = Rests()  # its rest is over
+        node.back_off = BackOff()  # the back-off has ended
     assert get(store, hashes) == [True] * 3
     assert staging.num_free == staging.num_places - 3
     store._loop.call_soon_threadsafe(reads[0].set_result, None)

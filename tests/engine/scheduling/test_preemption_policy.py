@@ -503,7 +503,7 @@ def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is()
     world = Swapping(12)
     seq = world.add("a", 6)
     world.step()
-    world.sched.pool.fork(shared := list(seq.blocks))  # as a second sample would
+    world.sched.pool.acquire(shared := list(seq.blocks))  # as a second sample would
     before = world.content(seq)
     assert world.sched._own_next(seq, []) and seq.blocks[1] != shared[1]
     world.sched.preempt_group((seq,))

@@ -398,7 +398,7 @@ def test_a_sequence_about_to_write_into_a_shared_block_gets_a_copy():
     seq = sched.add(tail_request("a", list(range(12))), 0.0)
     run(sched)
     other = list(seq.blocks)
-    sched.pool.fork(other)  # as a second sample would
+    sched.pool.acquire(other)  # as a second sample would
     plan = sched.schedule()
     [copy] = plan.copies
     assert (copy.seq, copy.source) == (seq, other[1]) and seq.blocks[1] == copy.target

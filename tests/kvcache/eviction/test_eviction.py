@@ -216,7 +216,7 @@ def test_every_policy_serves_the_devices_index_too(policy):
         fresh = pool.allocate(len(chain) - len(match))
         assert fresh is not None
         table = match.blocks + fresh
-        pool.name(chain, table, len(match), len(chain))
+        pool.insert(chain, table, len(match), len(chain))
         pool.release(table)
         pool.check()
     assert pool.counts().used == 0

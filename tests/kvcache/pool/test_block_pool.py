@@ -5,7 +5,7 @@ from array import array
 import pytest
 
 from kvrelay.hashing import HashChain, pack_tokens, root_hash, tenant_name
-from kvrelay.kvcache.eviction.registry import Lru, Usage
+from kvrelay.kvcache.eviction.registry import EntryUsage, Lru
 from kvrelay.kvcache.pool.block_pool import BlockCounts, BlockPool
 
 pytestmark = pytest.mark.pure
@@ -41,7 +41,7 @@ def run(pool: BlockPool, tokens: list[int], *, salt: str = "", priority: int = 0
     blocks = match.blocks + allocate(pool, len(chain) - len(match))
     pool.use(match, priority)
     rest = pack_tokens(tokens, len(match) * SIZE, len(chain) * SIZE)
-    pool.name(chain, blocks, len(match), len(chain), rest, priority=priority)
+    pool.insert(chain, blocks, len(match), len(chain), rest, priority=priority)
     return blocks
 
 
@@ -152,7 +152,7 @@ def test_a_second_copy_of_the_same_content_stays_unnamed_and_becomes_free():
     pool, tokens = pool_of(2), prompt(1, 1)
     first, second = allocate(pool, 1), allocate(pool, 1)
     for blocks in (first, second):
-        pool.name(chain_of(tokens), blocks, 0, 1, pack_tokens(tokens))
+        pool.insert(chain_of(tokens), blocks, 0, 1, pack_tokens(tokens))
     pool.release(second)
     assert pool.counts() == BlockCounts(free=1, used=1, cached=0)
     pool.check()
@@ -162,7 +162,7 @@ def test_what_follows_a_second_copy_is_named_after_the_first_which_stays_as_long
     pool, tokens = pool_of(6), prompt(1, 3)
     first = cached_chain(pool, tokens[: 2 * SIZE])
     second = allocate(pool, 3)  # computed at the same time: not matched
-    pool.name(chain_of(tokens), second, 0, 3, pack_tokens(tokens))
+    pool.insert(chain_of(tokens), second, 0, 3, pack_tokens(tokens))
     assert found(pool, tokens) == array("i", [*first, second[2]])
     assert pool.num_available == 1  # `first` stands before a held block
     pool.release(second)
@@ -177,7 +177,7 @@ def test_a_held_copy_takes_the_name_when_the_named_one_has_gone():
     pool.release(allocate(pool, 2))  # pushes the named ones out
     assert not found(pool, tokens)
     longer = [*tokens, *range(SIZE)]
-    pool.name(chain_of(longer), copy, 2, 3, pack_tokens(longer, 2 * SIZE))
+    pool.insert(chain_of(longer), copy, 2, 3, pack_tokens(longer, 2 * SIZE))
     assert found(pool, longer) == copy and named != copy[:2]
     pool.check()
 
@@ -194,7 +194,7 @@ def test_a_block_held_alone_is_written_in_place():
 def test_who_writes_into_a_shared_block_gets_one_for_itself():
     pool = pool_of(2)
     [block] = allocate(pool, 1)
-    pool.fork([block])
+    pool.acquire([block])
     assert not pool.is_own(block)
     mine = pool.writable(block)
     assert mine is not None and mine != block
@@ -212,7 +212,7 @@ def test_a_named_block_is_not_written_even_by_its_only_holder():
 def test_no_room_for_a_copy_changes_nothing():
     pool = pool_of(1)
     [block] = allocate(pool, 1)
-    pool.fork([block])
+    pool.acquire([block])
     assert pool.writable(block) is None and pool.num_holders(block) == 2
 
 
@@ -242,7 +242,7 @@ def test_higher_priority_stays_longer_whenever_it_was_used():
 
 def test_the_policy_decides_among_equals():
     class MostRecentFirst(Lru):
-        def score(self, usage: Usage, now_s: float) -> float:
+        def score(self, usage: EntryUsage, now_s: float) -> float:
             return -usage.used_s
 
     pool = pool_of(2, policy=MostRecentFirst())
@@ -257,13 +257,13 @@ def test_the_policy_is_told_of_all_that_happens():
     told: list[tuple[str, int, int]] = []
 
     class Listening(Lru):
-        def inserted(self, usage: Usage, now_s: float) -> None:
+        def inserted(self, usage: EntryUsage, now_s: float) -> None:
             told.append(("inserted", usage.num_blocks, usage.hits))
 
-        def used(self, usage: Usage, now_s: float) -> None:
+        def used(self, usage: EntryUsage, now_s: float) -> None:
             told.append(("used", usage.num_blocks, usage.hits))
 
-        def evicted(self, usage: Usage, now_s: float) -> None:
+        def evicted(self, usage: EntryUsage, now_s: float) -> None:
             told.append(("evicted", usage.num_blocks, usage.hits))
 
     pool = pool_of(4, policy=Listening())
@@ -300,8 +300,8 @@ def test_the_coldest_blocks_are_those_that_are_evicted_next():
     for first, salt in ((2, "a"), (3, "a"), (4, "")):
         cached_chain(pool, [*trunk, *prompt(first, 2)], salt=salt)
         pool.tick(pool.now_s + 1)
-    cold = pool.coldest(100)
-    assert len(pool.coldest(3)) == 3
+    cold = pool.eviction_candidates(100)
+    assert len(pool.eviction_candidates(3)) == 3
     assert len(cold) == len({each.block for each in cold}) == 10  # the trunk once for each tenant
     names = {each.digest for each in cold}
     assert all(each.parent in names or each.end_tokens == SIZE for each in cold)
@@ -475,7 +475,7 @@ def test_without_tokens_whole_blocks_are_found_split_and_evicted_and_beginnings_
     tokens = list(range(24))
     chain = HashChain.of(tokens, 8)
     blocks = allocate(pool, 3)
-    pool.name(chain, blocks, 0, 3, pack_tokens(tokens))
+    pool.insert(chain, blocks, 0, 3, pack_tokens(tokens))
     pool.release(blocks)
     other = HashChain.of([*tokens[:8], *range(100, 108)], 8)
     pool.use(pool.match(other))  # the node splits
@@ -483,8 +483,8 @@ def test_without_tokens_whole_blocks_are_found_split_and_evicted_and_beginnings_
     match = pool.match(other)
     assert list(match.blocks) == list(blocks[:1]) and list(pool.match(chain).blocks) == list(blocks)
     half = pack_tokens([*tokens[8:14], 99, 99])
-    assert pool.tail(match, half) == ((blocks[1], 6) if keeps_tokens else (-1, 0))
-    assert [cold.end_tokens for cold in pool.coldest(3)] == [24, 16, 8]
+    assert pool.partial_match(match, half) == ((blocks[1], 6) if keeps_tokens else (-1, 0))
+    assert [cold.end_tokens for cold in pool.eviction_candidates(3)] == [24, 16, 8]
     allocate(pool, 11)
     pool.check()
     assert list(pool.match(chain).blocks) == list(blocks[:1])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.kvcache.pool import ledger_native
-from kvrelay.kvcache.pool.ledger import Ledger
+from kvrelay.kvcache.pool.ledger import BlockLedger
 
 pytestmark = pytest.mark.pure
 
@@ -24,22 +24,22 @@ STEPS = st.lists(
 )
 
 
-def in_python() -> Ledger:
+def in_python() -> BlockLedger:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ledger_native, "binder", lambda: None)
-        return Ledger(BLOCKS)
+        return BlockLedger(BLOCKS)
 
 
 @pytest.fixture(params=["native", "python"])
-def ledger(request) -> Ledger:
+def ledger(request) -> BlockLedger:
     if request.param == "python":
         return in_python()
     if ledger_native.binder() is None:
         pytest.skip("no C compiler")
-    return Ledger(BLOCKS)
+    return BlockLedger(BLOCKS)
 
 
-def done(ledger: Ledger, name: str, table: array, node: int) -> object:
+def done(ledger: BlockLedger, name: str, table: array, node: int) -> object:
     """What an operation gives; nodes in no order, each once."""
     try:
         found = getattr(ledger, name)(*((table, node) if name == "assign" else (table,)))
@@ -51,7 +51,7 @@ def done(ledger: Ledger, name: str, table: array, node: int) -> object:
 @settings(max_examples=60, deadline=None)
 @given(STEPS)
 def test_in_c_and_in_python_it_does_the_same(steps):
-    one, other = Ledger(BLOCKS), in_python()
+    one, other = BlockLedger(BLOCKS), in_python()
     assert ledger_native.binder() is None or "built-in" in repr(one.held)
     for name, table, node in steps:
         given, wanted = done(one, name, table, node), done(other, name, table, node)
@@ -71,7 +71,7 @@ def test_in_c_and_in_python_runs_have_the_same_in_common(run, first, other, posi
     alike = next((at for at, pair in enumerate(pairs) if pair[0] != pair[1]), None)
     length = max(0, min(len(run) // HASH_BYTES - first, len(other) // HASH_BYTES - position, most))
     wanted = length if alike is None else min(length, alike // HASH_BYTES)
-    assert Ledger(1).common(*asked) == in_python().common(*asked) == wanted
+    assert BlockLedger(1).common(*asked) == in_python().common(*asked) == wanted
 
 
 def test_a_block_that_is_free_cannot_be_acquired_and_nothing_has_changed(ledger):
@@ -99,7 +99,7 @@ def test_what_is_freed_is_told_in_the_order_of_the_table(ledger):
 def test_no_block_outside_the_pool_is_written():
     if ledger_native.binder() is None:
         pytest.skip("no C compiler")
-    ledger = Ledger(BLOCKS)
+    ledger = BlockLedger(BLOCKS)
     for table in (array("i", [BLOCKS]), array("i", [-1]), array("i", [3, 2**31 - 1])):
         for name in ("take", "acquire", "release"):
             with pytest.raises(ValueError):
@@ -113,7 +113,7 @@ def test_no_block_outside_the_pool_is_written():
 
 
 def test_the_arrays_are_let_go_with_the_ledger():
-    ledger = Ledger(BLOCKS)
+    ledger = BlockLedger(BLOCKS)
     refs = ledger.refs
     with pytest.raises(BufferError):
         refs.append(0)  # its memory is in use

@@ -137,7 +137,7 @@ class Life(RuleBasedStateMachine):
         for index, block in enumerate(match.blocks):
             assert self.content[block] == (salt, tuple(seq.tokens[: (index + 1) * SIZE])), "another prompt's block"
         rest = seq.tokens[len(match) * SIZE :]
-        tail, common = self.pool.tail(match, pack_tokens(rest))
+        tail, common = self.pool.partial_match(match, pack_tokens(rest))
         if tail >= 0:
             self.check_tail(tail, common, seq, len(match))
         self.pool.acquire(match.blocks)
@@ -161,7 +161,7 @@ class Life(RuleBasedStateMachine):
 
     def name(self, seq: Seq, last: int, priority: int = 0) -> None:
         tokens = pack_tokens(seq.tokens, seq.named * SIZE, last * SIZE)
-        self.pool.name(seq.chain, seq.blocks, seq.named, last, tokens, priority=priority)
+        self.pool.insert(seq.chain, seq.blocks, seq.named, last, tokens, priority=priority)
         seq.named = max(seq.named, last)
 
     @precondition(lambda self: self.seqs)
@@ -184,7 +184,7 @@ class Life(RuleBasedStateMachine):
     @rule(pick=st.integers(0, 63))
     def fork(self, pick):
         seq = self.seqs[pick % len(self.seqs)]
-        self.pool.fork(seq.blocks)
+        self.pool.acquire(seq.blocks)
         self.seqs.append(Seq(list(seq.tokens), seq.salt, array("i", seq.blocks), named=seq.named))
 
     @precondition(lambda self: self.seqs)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.hashing import HashChain, pack_tokens
-from kvrelay.kvcache.pool.block_pool import MIN_TAIL_TOKENS, BlockPool
+from kvrelay.kvcache.pool.block_pool import MIN_PARTIAL_TOKENS, BlockPool
 
 pytestmark = pytest.mark.pure
 
@@ -31,7 +31,7 @@ def store(pool: BlockPool, tokens: list[int], *, salt: str = "", step: int = 100
     blocks = match.blocks + fresh
     for first in range(len(match), len(chain), step):
         last = min(first + step, len(chain))
-        pool.name(chain, blocks, first, last, pack_tokens(tokens, first * SIZE, last * SIZE))
+        pool.insert(chain, blocks, first, last, pack_tokens(tokens, first * SIZE, last * SIZE))
         pool.check()
     pool.release(blocks)
     pool.check()
@@ -49,7 +49,7 @@ def prompt(first: int, blocks: int) -> list[int]:
 
 def tail_of(pool: BlockPool, tokens: list[int], salt: str = "") -> tuple[int, int]:
     match = pool.match(chain_of(tokens, salt))
-    return pool.tail(match, pack_tokens(tokens, len(match) * SIZE))
+    return pool.partial_match(match, pack_tokens(tokens, len(match) * SIZE))
 
 
 # ---- runs
@@ -145,7 +145,7 @@ def test_a_beginning_that_stays_for_what_follows_alone_goes_with_it_after_a_spli
     copies = [pool.allocate(3) for _ in branches]  # computed at the same time: of each only the third block gets a name
     for copy, branch in zip(copies, branches, strict=True):
         assert copy is not None
-        pool.name(chain_of(branch), copy, 0, 3, pack_tokens(branch))
+        pool.insert(chain_of(branch), copy, 0, 3, pack_tokens(branch))
         pool.check()
     assert runs(pool) == [1, 1, 2]
     for copy in copies:
@@ -170,7 +170,7 @@ def test_of_all_children_that_one_is_taken_that_has_most_in_common():
         count: store(pool, [*trunk, *range(50, 50 + count), *([900 + count] * (SIZE - count))])[2]
         for count in range(SIZE)
     }
-    for count in range(MIN_TAIL_TOKENS, SIZE):
+    for count in range(MIN_PARTIAL_TOKENS, SIZE):
         wanted = [*trunk, *range(50, 50 + count), 5, 5]
         block, common = tail_of(pool, wanted)
         assert common == count and block in {by_length[more] for more in range(count, SIZE)}
@@ -179,11 +179,11 @@ def test_of_all_children_that_one_is_taken_that_has_most_in_common():
 def test_less_than_the_minimum_is_no_tail_and_a_whole_block_neither():
     pool = BlockPool(64, block_size=SIZE)
     store(pool, prompt(1, 2))
-    short = MIN_TAIL_TOKENS - 1
+    short = MIN_PARTIAL_TOKENS - 1
     assert tail_of(pool, [*prompt(1, 2)[: SIZE + short], 7, 7, 7, 7]) == (-1, 0)
     other = HashChain.of(prompt(1, 2), SIZE, "")  # a chain that matches nothing, over the same tokens
     other.data = bytearray(len(other.data))
-    assert pool.tail(pool.match(other), pack_tokens(prompt(1, 1)))[1] == SIZE - 1
+    assert pool.partial_match(pool.match(other), pack_tokens(prompt(1, 1)))[1] == SIZE - 1
 
 
 def test_tails_of_another_tenant_or_another_place_are_none():
@@ -197,7 +197,7 @@ def test_blocks_named_without_their_tokens_are_no_tails():
     pool = BlockPool(64, block_size=SIZE)
     blocks = pool.allocate(1)
     assert blocks is not None
-    pool.name(chain_of(prompt(1, 1)), blocks, 0, 1)
+    pool.insert(chain_of(prompt(1, 1)), blocks, 0, 1)
     assert tail_of(pool, prompt(1, 1)[:7]) == (-1, 0)
     assert pool.match(chain_of(prompt(1, 1))).blocks == blocks
     pool.check()

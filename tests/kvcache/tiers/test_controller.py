@@ -13,11 +13,11 @@ from kvrelay.kvcache.eviction.registry import Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.memory import copies
 from kvrelay.kvcache.memory.host import HostSlab
-from kvrelay.kvcache.memory.jobs import Job, JobQueue, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import WAIT_LIMIT_S, Named, TierRules, Tiers
+from kvrelay.kvcache.tiers.controller import WAIT_LIMIT_S, IndexedBlock, TierController, TierRules
 from kvrelay.types import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -75,7 +75,7 @@ class World:
         self.pool = BlockPool(LAYOUT.num_blocks)
         self.slab = HostSlab(self.storage.memory, slots * LAYOUT.block_bytes)
         self.woken = threading.Semaphore(0)
-        self.tiers = Tiers(
+        self.tiers = TierController(
             self.pool, self.slab, TierIndex(slots, Lru(), keep_changes=True), list(stores), TierRules(**rules),
             num_threads=2, max_bytes=1 << 20, wake=self.woken.release, clock=clock,
         )  # fmt: skip
@@ -86,7 +86,7 @@ class World:
         hashes = block_hashes(list(range(4 * count)), 4, salt)
         blocks = self.pool.allocate(count)
         metas = [BlockMeta(hashes[i - 1] if i else None, 4 * (i + 1)) for i in range(count)]
-        entries = [Named(*entry) for entry in zip(hashes, blocks, metas, strict=True)]
+        entries = [IndexedBlock(*entry) for entry in zip(hashes, blocks, metas, strict=True)]
         return entries, self.storage.tensor[:, list(blocks)].clone()
 
     def settle(self):
@@ -433,9 +433,9 @@ def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_
 
 def test_sinks_leave_room_in_line_for_what_a_request_waits_for():
     queue = JobQueue(max_jobs=8, max_bytes=1)
-    assert [queue.put(Job(Urgency.SINK, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
-    assert [queue.put(Job(Urgency.FETCH, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
-    assert queue.put(Job(Urgency.LOAD, 1, list, print))
+    assert [queue.put(IoJob(Urgency.SINK, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
+    assert [queue.put(IoJob(Urgency.FETCH, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
+    assert queue.put(IoJob(Urgency.LOAD, 1, list, print))
 
 
 def test_write_back_looks_for_work_a_small_part_of_the_time(world):

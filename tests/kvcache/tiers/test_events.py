@@ -65,7 +65,7 @@ def test_an_audit_says_what_the_caches_have_not_what_was_told():
     tokens = list(range(12))
     chain, pool, log = HashChain.of(tokens, 4), BlockPool(8, block_size=4), EventLog()
     blocks = pool.allocate(3)
-    pool.name(chain, blocks, 0, 3, pack_tokens(tokens, 0, 12))
+    pool.insert(chain, blocks, 0, 3, pack_tokens(tokens, 0, 12))
     pool.release(blocks)
     first, second, third = chain.hashes()
     assert log.audit([first], pool, None) == (0, [CHANGING])  # the event is not drained yet

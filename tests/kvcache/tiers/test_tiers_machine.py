@@ -8,7 +8,7 @@ from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.tiers import controller as tiers
 from kvrelay.kvcache.tiers import fetches
-from kvrelay.kvcache.tiers.offload import Sinks
+from kvrelay.kvcache.tiers.offload import Offload
 from tests.kvcache.pool import machine_steps
 from tests.kvcache.tiers.tiers_life import Life
 
@@ -54,19 +54,19 @@ def test_the_lives_of_the_kv_cache_take_enough_steps_together():
 def broken(monkeypatch, what):
     """Each is a line of the code gone wrong."""
     if what == "a saved block is given back at once":
-        real = tiers.Tiers._save_batch
+        real = tiers.TierController._save_batch
 
         def save(self, batch):
             before = set(self._saving)
             real(self, batch)
             self.pool.release([block for digest, block in self._saving.items() if digest not in before])
 
-        def saved(self, batch, slots, result, real=tiers.Tiers._saved):
+        def saved(self, batch, slots, result, real=tiers.TierController._saved):
             self.pool.acquire([entry.block for entry in batch if self.pool.num_holders(entry.block)])
             real(self, batch, slots, result)
 
-        monkeypatch.setattr(tiers.Tiers, "_save_batch", save)
-        monkeypatch.setattr(tiers.Tiers, "_saved", saved)
+        monkeypatch.setattr(tiers.TierController, "_save_batch", save)
+        monkeypatch.setattr(tiers.TierController, "_saved", saved)
     elif what == "a generation is skipped":
         monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._ledger.generations[block] // 2 * 2)
     elif what == "holds are ignored in eviction":
@@ -75,25 +75,25 @@ def broken(monkeypatch, what):
     elif what == "a fetch keeps its slots":
         monkeypatch.setattr(fetches.Fetches, "end", lambda self, request_id: self._fetches.pop(request_id, None))
     elif what == "a hold is forgotten":
-        real_batch = Sinks._batch
+        real_batch = Offload._batch
 
         def unheld(self, store, hashes):
             batch = real_batch(self, store, hashes)
             self._index.unhold(batch.slots)
             return batch
 
-        monkeypatch.setattr(Sinks, "_batch", unheld)
+        monkeypatch.setattr(Offload, "_batch", unheld)
     elif what == "a request waits for all for ever":
         monkeypatch.setattr(tiers, "WAIT_LIMIT_S", float("inf"))
     elif what == "what failed is found again":
-        monkeypatch.setattr(tiers.Tiers, "give_up", lambda self, load: None)
+        monkeypatch.setattr(tiers.TierController, "give_up", lambda self, load: None)
     elif what == "a checksum is kept when its slot changes hands":
-        put = tiers.Tiers._put
+        put = tiers.TierController._put
 
         def stale(self, digest, slot, checksum, meta):
             put(self, digest, slot, self._checksums[slot] or checksum, meta)
 
-        monkeypatch.setattr(tiers.Tiers, "_put", stale)
+        monkeypatch.setattr(tiers.TierController, "_put", stale)
     else:
         monkeypatch.setattr(TiersMachine, "is_checked", False)
 

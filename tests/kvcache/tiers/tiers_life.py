@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from kvrelay.hashing import HASH_BYTES, HashChain, tenant_name
 from kvrelay.kvcache.eviction.registry import Lru
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.jobs import Job, JobQueue, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import Named, TierRules, Tiers
+from kvrelay.kvcache.tiers.controller import IndexedBlock, TierController, TierRules
 from kvrelay.types import BlockId
 
 SIZE = 4  # tokens of a block
@@ -172,7 +172,7 @@ class InlineThreads:
     def start(self) -> None:
         assert not self.is_stopping
 
-    def put(self, job: Job) -> bool:
+    def put(self, job: IoJob) -> bool:
         return not self.is_stopping and self.queue.put(job)
 
     def finished(self):
@@ -241,7 +241,7 @@ class Life:
         self.slab = FakeSlab(self.pool, self.index)
         self.stores = [FakeStore("near", 6), FakeStore("far", 40)]
         self.rules = TierRules(write, 1, prefetch, 2.0, is_checked, SIZE)
-        self.tiers = Tiers(
+        self.tiers = TierController(
             self.pool, self.slab, self.index, self.stores, self.rules, num_threads=2, max_bytes=1,
             wake=lambda: None, clock=lambda: self.now_s, make_threads=InlineThreads,
         )  # fmt: skip
@@ -318,8 +318,8 @@ class Life:
         if self.rules.write == "selective":
             self.tiers.save([self.entry(seq, i) for i in range(len(match))])
 
-    def entry(self, seq: Seq, at: int) -> Named:
-        return Named(seq.prompt.hashes[at], BlockId(seq.blocks[at]), seq.prompt.metas[at])
+    def entry(self, seq: Seq, at: int) -> IndexedBlock:
+        return IndexedBlock(seq.prompt.hashes[at], BlockId(seq.blocks[at]), seq.prompt.metas[at])
 
     def fresh(self, count: int):
         held = {block for seq in self.running for block in seq.blocks} | set(self.pool.pinned)
@@ -359,7 +359,7 @@ class Life:
             assert self.pool.num_holders(seq.blocks[at]) == 1, "a shared block is written"
             self.slab.content[seq.blocks[at]] = bytes(hashes[at])
         seq.is_computed = True
-        self.pool.name(seq.prompt.chain, array("i", seq.blocks), seq.num_in_pool, len(hashes), priority=seq.priority)
+        self.pool.insert(seq.prompt.chain, array("i", seq.blocks), seq.num_in_pool, len(hashes), priority=seq.priority)
         seq.num_named = len(hashes)
         if argument % 8:  # else: "do not keep" below
             self.tiers.named([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
@@ -429,9 +429,11 @@ class Life:
             self.unanswered.remove(name)
 
     def write_back(self, argument: int) -> None:
-        def coldest(count: int) -> list[Named]:
-            colds = self.pool.coldest(count)
-            return [Named(c.digest, c.block, BlockMeta(c.parent, c.end_tokens, c.priority, c.tenant)) for c in colds]
+        def coldest(count: int) -> list[IndexedBlock]:
+            colds = self.pool.eviction_candidates(count)
+            return [
+                IndexedBlock(c.digest, c.block, BlockMeta(c.parent, c.end_tokens, c.priority, c.tenant)) for c in colds
+            ]
 
         self.tiers.write_back(coldest)
 

@@ -196,7 +196,7 @@ def test_ended_pins_can_be_made_again_and_end_when_the_new_time_is_over():
     pool = BlockPool(16, block_size=BLOCK)
     chain, blocks = HashChain.of(list(range(16)), BLOCK), pool.allocate(4)
     assert blocks is not None
-    pool.name(chain, blocks, 0, 4)
+    pool.insert(chain, blocks, 0, 4)
     pool.release(blocks)
     pool.pin(chain, 4, 10.0)
     pool.unpin(chain, 4)
