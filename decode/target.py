@@ -14,7 +14,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from kvrelay.config import TransferSettings
 from kvrelay.decode.target_link import SourceLink, TargetIdentity
 from kvrelay.errors import (
     BackendUnavailable,
@@ -61,6 +60,7 @@ from kvrelay.kvtransfer.reads.receive_plan import Landing
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
 from kvrelay.plane import connection as plane
 from kvrelay.plane.tls import ClusterTls
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,6 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.config import TransferSettings
 from kvrelay.decode.read_queue import Lane
 from kvrelay.errors import ConnectionLost, LayoutMismatch, PlaneError, ProtocolError
 from kvrelay.kvtransfer.paths.discovery import this_machine
@@ -44,6 +43,7 @@ from kvrelay.kvtransfer.reads.receive_plan import Landing
 from kvrelay.kvtransfer.reads.route import Route
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
 from kvrelay.plane import connection as plane
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
 logger = logging.getLogger(__name__)

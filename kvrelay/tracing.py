@@ -13,7 +13,7 @@ from opentelemetry.trace import Span, SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from kvrelay import __version__
-from kvrelay.config import otlp_protocol, trace_exporters
+from kvrelay.environment import otlp_protocol, trace_exporters
 
 logger = logging.getLogger(__name__)
 

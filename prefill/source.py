@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvrelay.config import TransferSettings
 from kvrelay.errors import (
     BackendUnavailable,
     ChecksumMismatch,
@@ -64,6 +63,7 @@ from kvrelay.kvtransfer.transports.base import Exporter, Transport
 from kvrelay.kvtransfer.transports.copying import INLINE_BYTES
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source_link import TargetAddress, TargetLink
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)

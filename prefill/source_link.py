@@ -15,7 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from kvrelay.config import TransferSettings
 from kvrelay.errors import AuthenticationFailed, LeaseExpired, PeerLost, PlaneError, TransferError
 from kvrelay.kvtransfer.protocol.messages import (
     Alive,
@@ -36,6 +35,7 @@ from kvrelay.kvtransfer.protocol.types import PathReport
 from kvrelay.plane import connection as plane
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.window import Window
+from kvrelay.settings.transfer import TransferSettings
 
 logger = logging.getLogger(__name__)
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.settings.engine import ModelSettings
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -10,9 +10,12 @@ from bench.gpu.engines import BLOCK_SIZE, random_prompt, request
 from bench.gpu.models import folder_of
 from bench.gpu.section import Context, LeftOut
 from kvrelay.cluster.launch.local import LocalCluster, local_cluster
-from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
+from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import KvrelayError, UnsupportedModel
+from kvrelay.settings.engine import EngineSettings, ModelSettings
+from kvrelay.settings.router import RouterSettings
+from kvrelay.settings.transfer import TransferSettings
 
 RANDOM = ("llama-8b", "qwen3-moe, 8 of 48 layers", "deepseek-v2-lite, 4 of 27 layers")
 

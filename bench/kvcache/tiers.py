@@ -32,7 +32,7 @@ from bench.figures import available_cores, show
 from kvrelay.cluster.launch.local import HOST, LocalCluster, local_cluster
 from kvrelay.cluster.store.factory import ClusterStores
 from kvrelay.cluster.store.process import spawn_store
-from kvrelay.config import DEFAULT_MODEL, settings_from
+from kvrelay.config import settings_from
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.worker.tier_setup import make_lower_tiers
 from kvrelay.hashing import block_hashes
@@ -41,6 +41,7 @@ from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.stores.namespace import namespace_of
 from kvrelay.serve.workers.dispatcher import Member
+from kvrelay.settings.engine import DEFAULT_MODEL
 from kvrelay.types import BlockId, KvLayout
 
 BATCH_BYTES = 8 << 20  # of the cache controller's jobs
@@ -171,7 +172,9 @@ def driven(folder: Path, options: argparse.Namespace, cache: dict[str, Any], sto
     backend = select_backend(options.backend, "auto", options.threads)
     engine = load_engine(folder, backend, inprocess.DTYPES[options.dtype], config)
     woken = threading.Semaphore(0)
-    settings = settings_from({"cache": {"host_memory": str(memory), "prefetch": "wait", "write": "selective", **cache}})
+    settings = settings_from(
+        {"cache": {"host_memory": str(memory), "prefetch": "wait", "write_policy": "selective", **cache}}
+    )
     namespace = namespace_of(engine.fingerprint, engine.memory.layout)
     engine.attach(
         make_lower_tiers(

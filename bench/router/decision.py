@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.router.contents import Contents, contents, fresh
-from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo, decode_from_worker, encode
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, RouteRequest
+from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
 
 BLOCK_SIZE = 16

@@ -26,9 +26,9 @@ from typing import Any
 
 import torch
 
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.models.weights import random_weights
+from kvrelay.settings.engine import ModelSettings
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864,

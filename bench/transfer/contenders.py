@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.transfer.side import Row
-from kvrelay.config import ChecksMode
 from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
+from kvrelay.settings.choices import ChecksMode
 
 ROOT = Path(__file__).resolve().parents[2]
 ANSWER_TIMEOUT_S = 120.0

@@ -8,13 +8,14 @@ from typing import Any
 
 from bench.transfer.blocks import Pool, Shape, block_lists, fingerprint_of
 from bench.transfer.side import Row, Side
-from kvrelay.config import TransferSettings, TransportName
 from kvrelay.decode.target import KvTarget
 from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.protocol.types import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.prefill.source import KvSource
+from kvrelay.settings.choices import TransportName
+from kvrelay.settings.transfer import TransferSettings
 
 SECRET = b"bench"
 HOST = "127.0.0.1"

@@ -79,7 +79,7 @@ class Planned:
         self._settings = planner_settings_from(settings)
         self._profile = model_of(load_profile(self._settings.profile)) if self._settings.profile else None
         self._feed, self._learnt = feed.Feed(target_of(self._settings)), LearntModel()
-        self._retiring = {role: Retiring(self._settings.drain_s) for role in (PREFILL, DECODE)}
+        self._retiring = {role: Retiring(self._settings.drain_timeout_s) for role in (PREFILL, DECODE)}
         self._keeper: Keeper = RegistryKeeper()
         self._asked_s: float | None = None  # since when the keeper is asked
         self._has_recalled = False
@@ -215,7 +215,7 @@ class Planned:
         from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
 
         try:
-            ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE).retire.remote(names, self._settings.drain_s)
+            ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE).retire.remote(names, self._settings.drain_timeout_s)
         except (ValueError, ray.exceptions.RayError) as error:
             logger.warning("kvrelay planner: the registry cannot be told who retires: %s", error)
 

@@ -16,11 +16,12 @@ from kvrelay.cluster.autoscaling.feed import (
     STEP_S,
 )
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.config import PlannerSettings, Settings
+from kvrelay.config import Settings
 from kvrelay.router.planning.planner import Rules
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.types import Target, WorkerModel
 from kvrelay.router.slo.online_fit import DurationFit, FitState
+from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Role
 
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 5.0, 0.1
@@ -41,12 +42,15 @@ def planner_settings(settings: Settings) -> PlannerSettings:
 
 
 def target_of(settings: PlannerSettings) -> Target:
-    return Target(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, settings.share)
+    return Target(settings.ttft_s or DEFAULT_TTFT_S, settings.tpot_s or DEFAULT_TPOT_S, settings.attainment)
 
 
 def rules_of(settings: PlannerSettings) -> Rules:
     return Rules(
-        horizon_s=settings.horizon_s, hold_s=settings.hold_s, margin=settings.margin, period_s=settings.period_s
+        horizon_s=settings.horizon_s,
+        hold_s=settings.scale_down_delay_s,
+        margin=settings.margin,
+        period_s=settings.period_s,
     )
 
 

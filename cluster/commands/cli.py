@@ -96,7 +96,7 @@ def status(
     """Show workers, their load, their KV pools, and how KV travels."""
     from kvrelay.cluster.commands import status as status_command
     from kvrelay.cluster.launch.endpoints import endpoints
-    from kvrelay.config import environment_api_key
+    from kvrelay.environment import environment_api_key
 
     api_key = api_key or environment_api_key()
     api_url, dashboard_url = endpoints(url, dashboard)
@@ -118,7 +118,7 @@ def doctor(
     """Show between which workers KV can travel, how fast, and what to do where it cannot; exit code 1 on an incompatible pair."""
     from kvrelay.cluster.commands import doctor as doctors
     from kvrelay.cluster.launch.endpoints import endpoints
-    from kvrelay.config import environment_api_key
+    from kvrelay.environment import environment_api_key
 
     api_url, _ = endpoints(url, None)
     raise typer.Exit(doctors.show(console, api_url, api_key or environment_api_key(), as_json=as_json, is_probe=probe))

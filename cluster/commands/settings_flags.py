@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from kvrelay.config import DEFAULT_MODEL, Settings, in_one_line, load_settings, settings_from, with_secrets
+from kvrelay.config import Settings, in_one_line, load_settings, settings_from, with_secrets
 from kvrelay.errors import ConfigError
+from kvrelay.settings.engine import DEFAULT_MODEL
 
 
 def with_pairs(sections: dict[str, dict[str, Any]], pairs: list[str]) -> dict[str, dict[str, Any]]:

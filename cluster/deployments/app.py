@@ -12,7 +12,8 @@ from ray.serve import Application
 from kvrelay.cluster.deployments.ingress import IngressReplica
 from kvrelay.cluster.deployments.worker import SHUTDOWN_S, DecodeReplica, PrefillReplica
 from kvrelay.cluster.registry.actor import connect_registry
-from kvrelay.config import Settings, environment_api_key, settings_from, with_secrets
+from kvrelay.config import Settings, settings_from, with_secrets
+from kvrelay.environment import environment_api_key
 
 DEFAULT_CPUS = 0.1  # a claim on Ray's books only: cores are pinned by cores.py
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After

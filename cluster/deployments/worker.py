@@ -23,7 +23,8 @@ from kvrelay.cluster.registry.actor import Terms, connect_registry, follow, keep
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.factory import ClusterStores
-from kvrelay.config import Settings, cache_dir, settings_from
+from kvrelay.config import Settings, settings_from
+from kvrelay.environment import cache_dir
 from kvrelay.errors import EngineFailed, StoreError
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.machine import own_cores

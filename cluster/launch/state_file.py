@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from kvrelay.config import cache_dir
+from kvrelay.environment import cache_dir
 
 
 @dataclass(frozen=True, slots=True)

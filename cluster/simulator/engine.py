@@ -88,7 +88,7 @@ class VirtualEngine:
         self._clock = clock
         self.pool = BlockPool(
             profile.num_blocks, block_size=profile.block_size, prefix_caching=own.prefix_caching,
-            policy=make_policy(settings.cache.policy, profile.num_blocks), keeps_tokens=False,
+            policy=make_policy(settings.cache.eviction_policy, profile.num_blocks), keeps_tokens=False,
         )  # fmt: skip
         self.max_running = min(profile.max_running, profile.token_budget)
         self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)

@@ -322,7 +322,7 @@ def make_below(
         store = SharedStore(
             worker_id, node_id, holders, network, clock, block_bytes=block_bytes, num_replicas=settings.store.replicas
         )
-        holders.add_node(node_id, settings.store.memory_bytes // block_bytes, cache.policy)
+        holders.add_node(node_id, settings.store.memory_bytes // block_bytes, cache.eviction_policy)
     time, made = JobTime(clock), {}
 
     def make_threads(name: str, num_threads: int, queue: JobQueue, woken: Callable[[], None]) -> _Threads:
@@ -332,11 +332,11 @@ def make_below(
 
     share = cache.tenant_share
     index = TierIndex(
-        num_slots, make_policy(cache.policy, num_slots), quotas={"": None},
+        num_slots, make_policy(cache.eviction_policy, num_slots), quotas={"": None},
         default_quota=max(1, int(share * num_slots)) if share < 1 else None, keep_changes=True,
     )  # fmt: skip
     rules = TierRules(
-        write=cache.write, write_after_hits=cache.write_after_hits, prefetch=cache.prefetch,
+        write=cache.write_policy, write_after_hits=cache.write_after_hits, prefetch=cache.prefetch,
         prefetch_timeout_s=cache.prefetch_timeout_s, is_checked=False, block_tokens=profile.block_size,
     )  # fmt: skip
     tiers = TierController(

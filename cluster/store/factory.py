@@ -39,7 +39,7 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
 
 
 def _policy(settings: Settings) -> Callable[[int], EvictionPolicy]:
-    return lambda num_slots: make_policy(settings.cache.policy, num_slots)
+    return lambda num_slots: make_policy(settings.cache.eviction_policy, num_slots)
 
 
 def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:

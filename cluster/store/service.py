@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 from kvrelay.cluster.store.node import StoreNode
 from kvrelay.cluster.store.repair import Repairer
-from kvrelay.config import StoreSettings
 from kvrelay.kvcache.eviction.registry import EvictionPolicy, Lru
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockStore
@@ -19,6 +18,7 @@ from kvrelay.kvtransfer.slabs.server import SlabServer
 from kvrelay.kvtransfer.slabs.slabs import Slab, allocate_slab, free_slab
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls
+from kvrelay.settings.cache import StoreSettings
 
 logger = logging.getLogger(__name__)
 

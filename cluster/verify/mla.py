@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.verify.rows import Case, Expect, Report, tampering
-from kvrelay.config import EngineSettings, ModelSettings, RouterSettings, Settings, TransferSettings
+from kvrelay.config import Settings
 from kvrelay.decode.worker import DecodeWorker
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_mla import LatentSpec
@@ -19,6 +19,9 @@ from kvrelay.errors import KvrelayError, LayoutMismatch
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.plans.copy_plan import overlap
 from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.settings.engine import EngineSettings, ModelSettings
+from kvrelay.settings.router import RouterSettings
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import KvLayout
 
 if TYPE_CHECKING:

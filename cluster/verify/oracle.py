@@ -36,19 +36,15 @@ from kvrelay.cluster.verify.quantized import QuantizedRows
 from kvrelay.cluster.verify.rows import Case, Report, Row, tampering, target_of
 from kvrelay.cluster.verify.speculation import SpeculationRows
 from kvrelay.cluster.verify.tiers import TierRows
-from kvrelay.config import (
-    EngineSettings,
-    ModelSettings,
-    RoleSettings,
-    RouterSettings,
-    Settings,
-    TransferSettings,
-)
+from kvrelay.config import Settings
 from kvrelay.errors import BackendUnavailable, KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS as ALL_TRANSPORTS
 from kvrelay.kvtransfer.paths.selection import is_cuda, offered
 from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.settings.engine import EngineSettings, ModelSettings, RoleSettings
+from kvrelay.settings.router import RouterSettings
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import KvLayout, KvMemory
 
 if TYPE_CHECKING:

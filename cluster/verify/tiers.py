@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrelay.cluster.verify.rows import Verifier
-from kvrelay.config import CacheSettings
 from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.settings.cache import CacheSettings
 
 if TYPE_CHECKING:
     from kvrelay.cluster.launch.local import LocalCluster

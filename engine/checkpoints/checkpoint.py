@@ -16,9 +16,10 @@ import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvrelay.config import DEFAULT_MODEL, ModelSettings, cache_dir, hub_offline
 from kvrelay.engine.checkpoints.files import check_folder, model_digest
+from kvrelay.environment import cache_dir, hub_offline
 from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound
+from kvrelay.settings.engine import DEFAULT_MODEL, ModelSettings
 
 __all__ = ["Progress", "model_digest", "model_name", "prepare_checkpoint"]
 
@@ -129,7 +130,7 @@ def _convert(path: Path, target: Path, report: Progress) -> None:
 
 def _cached(settings: ModelSettings, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> Path:
     """The finished folder of that key, built under a lock into a temporary one and renamed when whole."""
-    root = cache_dir(settings) / "checkpoints"
+    root = cache_dir(settings.cache_dir) / "checkpoints"
     folder = root / key
     if folder.is_dir() and _is_whole(folder):
         return folder

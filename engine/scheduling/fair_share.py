@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvrelay.config import SchedulerSettings
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.hashing import tenant_of
+from kvrelay.settings.router import SchedulerSettings
 
 TURNS_IN_CREDIT = 4
 MAX_IDLE = 4096  # tenants that are remembered while they have nothing here

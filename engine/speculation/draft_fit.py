@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
-from kvrelay.config import ModelSettings, Settings
+from kvrelay.config import Settings
 from kvrelay.engine.checkpoints.checkpoint import Progress, prepare_checkpoint
 from kvrelay.engine.checkpoints.shapes import expected_shapes
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.worker.preflight import scheme_of
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.settings.engine import ModelSettings
 
 logger = logging.getLogger(__name__)
 

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
-from kvrelay.config import ModelSettings, Settings
+from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.settings.engine import ModelSettings
 from kvrelay.types import KvLayout, Role
 
 

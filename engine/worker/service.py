@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import msgspec
 import torch
 
-from kvrelay.config import EngineSettings, Settings
+from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.speculation.draft_model import DraftModel, make_draft_model
@@ -73,6 +73,7 @@ from kvrelay.plane.messages import (
     encode,
 )  # fmt: skip
 from kvrelay.plane.tls import cluster_tls
+from kvrelay.settings.engine import EngineSettings
 from kvrelay.tracing import Spans, spans_of
 from kvrelay.types import Role
 
@@ -281,7 +282,7 @@ class WorkerService:
             max_waiting=settings.max_waiting,
             max_model_len=self.settings.model.max_model_len,
             prefix_caching=settings.prefix_caching,
-            policy=self.settings.cache.policy,
+            policy=self.settings.cache.eviction_policy,
             rules=queue_rules(self.settings.scheduler),
             preemption=settings.preemption,
             headroom=settings.headroom,

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Callable
 
-from kvrelay.config import CacheSettings, ChecksMode
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.kvcache.eviction.registry import make_policy
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
@@ -17,6 +16,8 @@ from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvcache.tiers.controller import TierController, TierRules
+from kvrelay.settings.cache import CacheSettings
+from kvrelay.settings.choices import ChecksMode
 from kvrelay.types import KvMemory
 
 _MOST_POOLS = 8  # more of what is swapped out than so many pools waits for longer than anybody does
@@ -36,13 +37,13 @@ def make_lower_tiers(
     share = settings.tenant_share
     index = TierIndex(
         slab.num_slots,
-        make_policy(settings.policy, slab.num_slots),
+        make_policy(settings.eviction_policy, slab.num_slots),
         quotas={"": None},
         default_quota=max(1, int(share * slab.num_slots)) if share < 1 else None,
         keep_changes=True,
     )
     rules = TierRules(
-        write=settings.write,
+        write=settings.write_policy,
         write_after_hits=settings.write_after_hits,
         prefetch=settings.prefetch,
         prefetch_timeout_s=settings.prefetch_timeout_s,
@@ -81,10 +82,10 @@ def make_stores(
     codec = make_codec(settings.compression, memory.layout)
     stores: list[BlockStore] = []
     if settings.disk_path is not None:
-        is_new_each_time = settings.write != "selective"  # what a hit has earned a place is admitted at once
+        is_new_each_time = settings.write_policy != "selective"  # what a hit has earned a place is admitted at once
         quota = int(settings.tenant_share * settings.disk_bytes) if settings.tenant_share < 1 else None
         options = DiskOptions(
-            policy=lambda num_slots: make_policy(settings.policy, num_slots),
+            policy=lambda num_slots: make_policy(settings.eviction_policy, num_slots),
             is_admission_on=is_new_each_time, quota_bytes=quota,
         )  # fmt: skip
         stores.append(

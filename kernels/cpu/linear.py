@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvrelay.config import cache_dir
+from kvrelay.environment import cache_dir
 from kvrelay.kernels.backend import Linear
 from kvrelay.kernels.cpu.compiled import SUPPORTED, NativeKernels
 from kvrelay.kernels.oracle.reference import ReferenceLinear

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvrelay.config import cache_dir, native_disabled
+from kvrelay.environment import cache_dir, native_disabled
 from kvrelay.errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from kvrelay.config import ClusterSettings
 from kvrelay.errors import ConfigError
+from kvrelay.settings.cluster import ClusterSettings
 
 _LABEL = b"kvrelay cluster authority v1"
 _P256_ORDER = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551

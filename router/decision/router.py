@@ -11,7 +11,6 @@ from typing import Literal
 
 import numpy as np
 
-from kvrelay.config import RouterSettings, SloSettings
 from kvrelay.plane.messages import Assigned, AssignedByOthers, KvEvents, KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.deferral import IDLE_S, OVERDUE_SHARE, OVERDUE_TOKENS, Deferral
 from kvrelay.router.decision.snapshot import MAX_RETRY_S, MIN_RETRY_S, RoutingSnapshot, refusal
@@ -38,6 +37,7 @@ from kvrelay.router.types import (
     RouteRequest,
     WorkerView,
 )
+from kvrelay.settings.router import RouterSettings, SloSettings
 from kvrelay.types import Role
 
 HASHES_PER_BLOCK = 16

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from difflib import get_close_matches
 
-from kvrelay.config import RouterSettings
 from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import Options, Policy
 from kvrelay.router.policies.cost import CostModel
@@ -19,6 +18,7 @@ from kvrelay.router.policies.random_choice import RandomChoice
 from kvrelay.router.policies.round_robin import RoundRobin
 from kvrelay.router.policies.session import Session
 from kvrelay.router.policies.sglang import Sglang
+from kvrelay.settings.router import RouterSettings
 
 _CLASSES: tuple[type[Policy], ...] = (
     Joint, RandomChoice, RoundRobin, LeastLoaded, PowerOfTwo, Session, PrefixAffinity, Sglang, Dynamo, Mooncake, LlmD,

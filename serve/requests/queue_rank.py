@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from starlette.requests import Request
 
-from kvrelay.config import TenantBy
 from kvrelay.hashing import tenant_of
 from kvrelay.serve.api.http import bearer_token
 from kvrelay.serve.api.schemas import Common
+from kvrelay.settings.choices import TenantBy
 
 
 @dataclass(frozen=True, slots=True)

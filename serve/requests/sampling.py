@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from kvrelay.config import ServeSettings
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import Sampling
 from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, Message
 from kvrelay.serve.requests.choices import check_choices, is_ranked, num_computed
+from kvrelay.settings.cluster import ServeSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
 _SEED_MASK = 2**63 - 1

@@ -6,12 +6,12 @@ Imports no sockets.
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvrelay.config import SloSettings
 from kvrelay.errors import InvalidRequest, RequestError
 from kvrelay.router.objectives import SloRequirement, SloTarget, SloVerdict
 from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import Refusal
 from kvrelay.serve.api.schemas import SloFields
+from kvrelay.settings.router import SloSettings
 
 DEFAULT_CLASS = "default"
 

@@ -3,18 +3,10 @@
 import pytest
 from pydantic import ValidationError
 
-from kvrelay.config import (
-    ModelSettings,
-    Settings,
-    cache_dir,
-    hub_offline,
-    load_settings,
-    native_disabled,
-    parse_bytes,
-    settings_from,
-    with_secrets,
-)
+from kvrelay.config import Settings, load_settings, settings_from, with_secrets
+from kvrelay.environment import cache_dir, hub_offline, native_disabled
 from kvrelay.errors import ConfigError
+from kvrelay.sizes import parse_bytes
 from kvrelay.types import Role
 
 pytestmark = pytest.mark.pure
@@ -246,7 +238,7 @@ def test_the_cache_folder_is_the_settings_then_ours_then_xdgs(monkeypatch, tmp_p
     assert cache_dir() == tmp_path / "xdg" / "kvrelay"
     monkeypatch.setenv("KVRELAY_CACHE", str(tmp_path / "env"))
     assert cache_dir() == tmp_path / "env"
-    assert cache_dir(ModelSettings(cache_dir=str(tmp_path / "set"))) == tmp_path / "set"
+    assert cache_dir(str(tmp_path / "set")) == tmp_path / "set"
 
 
 def test_switches_of_the_environment(monkeypatch):

@@ -10,7 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from kvrelay import tracing
-from kvrelay.config import otlp_protocol, trace_exporters
+from kvrelay.environment import otlp_protocol, trace_exporters
 
 pytestmark = pytest.mark.pure
 

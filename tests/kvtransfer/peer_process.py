@@ -17,11 +17,11 @@ import numpy as np
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from kvrelay.config import TransferSettings
 from kvrelay.decode.target import KvTarget
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS, transports_for
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.source import KvSource
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvLayout, KvMemory
 
 SECRET = b"a secret of the test cluster"

@@ -35,7 +35,7 @@ class Controller:
     """Where the policy runs, in place of Serve's; `served`: requests before it began."""
 
     def __init__(self, served: int, now_s: float) -> None:
-        self.world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+        self.world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
         self.world.policy._keeper = RegistryKeeper()
         self.world.served, self.world.now_s = served, now_s
 

@@ -21,13 +21,14 @@ from kvrelay.cluster.deployments.worker import DecodeReplica
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.profiles.published import find_profile
 from kvrelay.cluster.registry.members import TIMEOUT_S, Retirements
-from kvrelay.config import PlannerSettings, settings_from
+from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.types import Target, WorkerModel, Workload
 from kvrelay.serve.telemetry.stats import ServeStats
+from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure
@@ -442,7 +443,7 @@ class World:
 
 
 def test_the_policy_plans_both_roles_from_what_replicas_report():
-    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(5):
         few = world.tick(1.0)
     for _ in range(3):
@@ -455,7 +456,7 @@ def test_the_policy_plans_both_roles_from_what_replicas_report():
 
 
 def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
-    world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
     world.workers["prefill"] = ["zz", "aa", "mm"]  # 'aa' has the fewest cached blocks
     world.alone = {"prefill-mm": 0.5}  # the others have half of what it holds
     retired: list[str] = []
@@ -466,7 +467,7 @@ def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
 
 
 def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not_know():
-    world = World(Planned(hold_s=60.0))
+    world = World(Planned(scale_down_delay_s=60.0))
     for _ in range(6):
         most = world.tick(500.0)
     assert most == {"prefill": 6, "decode": 6}
@@ -477,7 +478,7 @@ def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not
 
 
 def test_between_looks_the_policy_repeats_itself():
-    world = World(Planned(interval_s=10.0, hold_s=60.0))
+    world = World(Planned(interval_s=10.0, scale_down_delay_s=60.0))
     world.tick(1.0)
     world.tick(1.0)
     looks = world.policy._looks
@@ -490,7 +491,7 @@ SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 1
 
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(every: int):
-    worlds = [World(Planned(hold_s=60.0, ttft_s=1.0)) for _ in range(3)]
+    worlds = [World(Planned(scale_down_delay_s=60.0, ttft_s=1.0)) for _ in range(3)]
     courses: list[list[dict[str, int]]] = [[], [], []]
     for number, rate in enumerate(SWINGS):
         for world, course in zip(worlds, courses, strict=True):
@@ -498,18 +499,18 @@ def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(e
         if number % every == every - 1:
             clock_s = 5e6 * (number % 2)  # another process's clock is another one
             worlds[1].now_s += clock_s
-            worlds[1].take(Planned(hold_s=60.0, ttft_s=1.0))
+            worlds[1].take(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
             worlds[2].shelf.data = None  # and one who forgets
-            worlds[2].take(Planned(hold_s=60.0, ttft_s=1.0))
+            worlds[2].take(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
     assert courses[1] == courses[0]
     assert courses[2] != courses[0]
 
 
 def test_what_came_while_the_controller_was_down_is_seen():
-    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(4):
         few = world.tick(1.0)
-    world.take(Planned(hold_s=60.0, ttft_s=1.0), age_s=40.0)
+    world.take(Planned(scale_down_delay_s=60.0, ttft_s=1.0), age_s=40.0)
     world.tick(30.0, seconds=40.0)
     planner = world.policy._planner
     assert planner is not None and planner.state(world.now_s).demand.trend.level == pytest.approx(30.0, rel=0.1)
@@ -517,13 +518,13 @@ def test_what_came_while_the_controller_was_down_is_seen():
 
 
 def test_who_retires_still_retires_after_a_restart_and_nobody_else_with_it():
-    world = World(Planned(hold_s=60.0, ttft_s=1.0), prefill=3)
+    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
     told: list[str] = []
     world.told = []
     while not told:
         world.now_s += 10.0
         told = first_told(world)
-    world.take(Planned(hold_s=60.0, ttft_s=1.0), age_s=1.0)
+    world.take(Planned(scale_down_delay_s=60.0, ttft_s=1.0), age_s=1.0)
     world.now_s += 1.0
     assert first_told(world) == told
     assert world.policy._names() == told
@@ -562,7 +563,7 @@ def test_a_registry_that_does_not_answer_is_waited_for_and_then_not():
 
 
 def test_other_bounds_make_the_planner_forget_nothing():
-    world = World(Planned(hold_s=60.0, ttft_s=1.0))
+    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(6):
         world.tick(30.0)
     before = world.policy._planner
@@ -587,7 +588,7 @@ def test_the_policy_can_be_sent_as_serve_sends_it():
     finally:
         cloudpickle.unregister_pickle_by_value(autoscaling)
     assert len(sent) > len(cloudpickle.dumps(Planned))
-    world = World(cloudpickle.loads(sent)(hold_s=60.0))
+    world = World(cloudpickle.loads(sent)(scale_down_delay_s=60.0))
     assert [world.tick(1.0) for _ in range(3)][-1] == {"prefill": 1, "decode": 1}
 
 
@@ -610,12 +611,14 @@ def test_targets_are_the_slos_where_the_planner_has_none():
 def test_a_planned_cluster_is_deployed_with_the_policy_and_its_bounds():
     from ray.serve.schema import ServeDeploySchema
 
-    settings = settings_from({"planner": {"mode": "auto", "max_decode": 5, "hold_s": 90}, "cluster": {"decode": 2}})
+    settings = settings_from(
+        {"planner": {"mode": "auto", "max_decode": 5, "scale_down_delay_s": 90}, "cluster": {"decode": 2}}
+    )
     config = serve_config(settings, http_port=1)
     (app,) = config["applications"]
     ServeDeploySchema.model_validate(config)
     assert app["autoscaling_policy"]["policy_function"] == PLANNED_PATH
-    assert Planned(**app["autoscaling_policy"]["policy_kwargs"])._settings.hold_s == 90
+    assert Planned(**app["autoscaling_policy"]["policy_kwargs"])._settings.scale_down_delay_s == 90
     scaling = {entry["name"]: entry["autoscaling_config"] for entry in app["deployments"]}
     assert (scaling["decode"]["max_replicas"], scaling["decode"]["initial_replicas"]) == (5, 2)
     assert (scaling["ingress"]["min_replicas"], scaling["ingress"]["max_replicas"]) == (1, 1)

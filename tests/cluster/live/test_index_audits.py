@@ -27,7 +27,7 @@ def started(folder):
         {
             "model": {"source": str(folder), "dtype": "float32"},
             "engine": {"kv_memory": "2MiB", "block_size": BLOCK, "num_threads": 1, "backend": "reference", "token_budget": 64},
-            "cache": {"host_memory": "2MiB", "write": "write-through"},
+            "cache": {"host_memory": "2MiB", "write_policy": "write-through"},
             "router": {"audit_s": 0},
         }
     )  # fmt: skip

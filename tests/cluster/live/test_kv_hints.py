@@ -26,7 +26,7 @@ def started(folder, tmp_path):
             "model": {"source": str(folder), "dtype": "float32"},
             "engine": {"kv_memory": "2MiB", "block_size": BLOCK, "num_threads": 1, "backend": "reference", "token_budget": 64},
             "cache": {
-                "host_memory": "2MiB", "disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write": "selective",
+                "host_memory": "2MiB", "disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write_policy": "selective",
                 "prefetch": "wait",
             },
         }

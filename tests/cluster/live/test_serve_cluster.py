@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from kvrelay.cluster.commands.status import serve_details
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.errors import ModelNotFound
+from kvrelay.settings.engine import ModelSettings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(420), pytest.mark.alone]
 

@@ -56,7 +56,7 @@ def planned(**fields):
         "max_prefill": 6,
         "max_decode": 6,
         "interval_s": 2.0,
-        "hold_s": 20.0,
+        "scale_down_delay_s": 20.0,
         "horizon_s": 2.0,
     } | fields
     return SETTINGS | {"planner": own}

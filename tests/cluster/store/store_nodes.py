@@ -7,9 +7,10 @@ import time
 from kvrelay.cluster.store.process import spawn_store
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
-from kvrelay.config import StoreSettings, settings_from
+from kvrelay.config import settings_from
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.paths.selection import transports_for
+from kvrelay.settings.cache import StoreSettings
 
 SECRET = b"a secret of the test cluster"
 BLOCK = 64 << 10

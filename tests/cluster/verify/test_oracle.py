@@ -18,12 +18,12 @@ from kvrelay.cluster.verify.oracle import (
     usable_transports,
 )
 from kvrelay.cluster.verify.rows import Report
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.errors import BackendUnavailable, ChecksumMismatch, ModelNotFound
 from kvrelay.kernels.select import why_no_cuda
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS as ALL_TRANSPORTS
+from kvrelay.settings.engine import ModelSettings
 from kvrelay.types import KvMemory
 from tests.kvtransfer.peer_process import ALL_LAYERS, LAYOUT, SourceSide, TargetSide
 

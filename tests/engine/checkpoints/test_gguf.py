@@ -16,7 +16,6 @@ from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.gguf_convert import hf_name
 from kvrelay.engine.checkpoints.gguf_file import GgufFile
@@ -24,6 +23,7 @@ from kvrelay.engine.models.decoder import load_model
 from kvrelay.errors import CheckpointCorrupt, ModelError, UnsupportedModel
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.settings.engine import ModelSettings
 
 F32, Q8 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6

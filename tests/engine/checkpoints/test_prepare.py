@@ -11,11 +11,11 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models
 
-from kvrelay.config import DEFAULT_MODEL, ModelSettings
 from kvrelay.engine.checkpoints import checkpoint
 from kvrelay.engine.checkpoints.checkpoint import model_digest, model_name, prepare_checkpoint
 from kvrelay.engine.models.weights import random_weights
 from kvrelay.errors import CheckpointCorrupt, ModelError, ModelNotFound, UnsupportedModel
+from kvrelay.settings.engine import DEFAULT_MODEL, ModelSettings
 
 TINY = {
     "model_type": "llama",
@@ -93,7 +93,7 @@ def test_a_hub_id_offline_says_so(source: str, tmp_path: Path, monkeypatch: pyte
 def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
     """In a process of its own: the hub's address is read once, at import."""
     code = (
-        "import sys; from kvrelay.config import ModelSettings; from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint\n"
+        "import sys; from kvrelay.settings.engine import ModelSettings; from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint\n"
         "from kvrelay.errors import ModelNotFound\n"
         "try: prepare_checkpoint(ModelSettings(source='org/name'))\n"
         "except ModelNotFound as error: print(error); sys.exit(7)\n"
@@ -180,8 +180,8 @@ def test_a_cache_that_cannot_be_written_is_told(folder: Path, tmp_path: Path) ->
 _RACER = """
 import shutil, sys, time
 from pathlib import Path
-from kvrelay.config import ModelSettings
-from kvrelay.engine import checkpoint
+from kvrelay.settings.engine import ModelSettings
+from kvrelay.engine.checkpoints import checkpoint
 
 cache, source, log = sys.argv[1:]
 
@@ -230,7 +230,7 @@ def test_the_digest_sees_config_and_weights_and_not_the_place(folder: Path, tmp_
 
 def test_importing_and_checking_a_folder_needs_no_torch(folder: Path) -> None:
     code = (
-        f"import sys; from kvrelay.config import ModelSettings\n"
+        f"import sys; from kvrelay.settings.engine import ModelSettings\n"
         f"from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint\n"
         f"prepare_checkpoint(ModelSettings(source={str(folder)!r}))\n"
         f"heavy = {{'torch', 'transformers', 'ray', 'numpy'}} & set(sys.modules)\n"

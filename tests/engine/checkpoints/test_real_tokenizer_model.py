@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import transformers
 
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.errors import CheckpointCorrupt, ModelError, UnsupportedModel
 from kvrelay.serve.text.tokenizer import Tokenizer
+from kvrelay.settings.engine import ModelSettings
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
 PIECES = ["th", "he", "the", "▁the", "ll", "▁H", "▁▁▁"]

@@ -11,7 +11,6 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvrelay.config import ModelSettings
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.decoder import DecoderModel, load_model
@@ -20,6 +19,7 @@ from kvrelay.engine.models.weights import random_weights
 from kvrelay.errors import CheckpointCorrupt, ModelNotFound, UnsupportedModel
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.oracle.reference import ReferenceBackend
+from kvrelay.settings.engine import ModelSettings
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 32

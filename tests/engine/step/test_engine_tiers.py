@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 
-from kvrelay.config import CacheSettings
 from kvrelay.engine.step.engine import EngineConfig, load_engine
 from kvrelay.engine.worker.tier_setup import make_lower_tiers
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.stores.namespace import namespace_of
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
+from kvrelay.settings.cache import CacheSettings
 from tests.engine.tiny import greedy_oracle, tiny_llama
 
 VOCAB, BLOCK = 97, 8
@@ -156,7 +156,7 @@ def test_each_write_policy_under_pressure_gives_the_same_tokens(drive, oracle, w
 
 
 def test_selective_saves_what_was_matched_and_nothing_else(drive):
-    it = drive(write="selective", write_after_hits=1)
+    it = drive(write_policy="selective", write_after_hits=1)
     once, twice = prompt_of(48, 1), prompt_of(48, 2)
     it.run(once)
     it.run(twice)
@@ -170,7 +170,7 @@ def test_selective_saves_what_was_matched_and_nothing_else(drive):
 
 
 def test_a_prompt_on_disk_is_found_after_a_restart(drive, oracle, tmp_path):
-    options = {"disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write": "selective", "prefetch": "wait"}
+    options = {"disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write_policy": "selective", "prefetch": "wait"}
     first, prompt = drive(**options), prompt_of(80)
     for _ in range(3):
         first.run(prompt)

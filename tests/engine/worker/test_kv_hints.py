@@ -57,7 +57,7 @@ def test_an_ended_session_pins_nowhere(drive):  # noqa: F811
 def on_disk(drive, tmp_path, prompt):  # noqa: F811
     """An engine, just started, on whose disk the prompt lies."""
     options = {
-        "disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write": "selective", "prefetch": "wait",
+        "disk_path": str(tmp_path / "kv"), "disk_size": "8MiB", "write_policy": "selective", "prefetch": "wait",
         "host_blocks": 24, "pool_blocks": 20,
     }  # fmt: skip
     first = drive(**options)
@@ -135,7 +135,7 @@ def test_what_is_not_to_be_kept_is_kept_nowhere(drive, tmp_path, write):  # noqa
 
 def test_a_request_that_is_not_kept_does_not_have_others_blocks_saved(drive):  # noqa: F811
     """Under `selective` a match is a vote for saving; this request will not come again."""
-    it, prompt = drive(write="selective", write_after_hits=1), prompt_of(64)
+    it, prompt = drive(write_policy="selective", write_after_hits=1), prompt_of(64)
     it.run(prompt)
     it.run(prompt, "once", hints=KvHints(keep=False))
     it.settle()

@@ -8,7 +8,7 @@ import pytest
 from bench.kvcache.cache_replay import Belady, Prompt, load_prompts, replay
 from kvrelay.cluster.loadgen.sessions import SessionSpec, as_mooncake, generate
 from kvrelay.cluster.workloads.readers import parse_mooncake
-from kvrelay.config import CacheSettings, settings_from
+from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain
 from kvrelay.kvcache.eviction.registry import Lru, make_policy, policy_names
@@ -16,6 +16,7 @@ from kvrelay.kvcache.eviction.reuse_rates import ReuseRates
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.settings.cache import CacheSettings
 from kvrelay.types import BlockHash
 
 pytestmark = pytest.mark.pure
@@ -149,12 +150,12 @@ def test_belady_is_the_best_of_all_on_a_case_done_by_hand():
 
 
 def test_policies_go_by_name_and_a_wrong_name_tells_the_right_ones():
-    assert set(policy_names()) == set(CacheSettings.model_fields["policy"].annotation.__args__)
+    assert set(policy_names()) == set(CacheSettings.model_fields["eviction_policy"].annotation.__args__)
     assert [make_policy(one, 8).name for one in policy_names()] == list(policy_names())
     with pytest.raises(ValueError, match="lru, lfu"):
         make_policy("lrv", 8)
     with pytest.raises(ConfigError):
-        settings_from({"cache": {"policy": "lrv"}})
+        settings_from({"cache": {"eviction_policy": "lrv"}})
 
 
 # ---- traces of our own

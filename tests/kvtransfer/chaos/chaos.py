@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.figures import machine
-from kvrelay.config import ChecksMode
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.protocol.tickets import open_ticket
+from kvrelay.settings.choices import ChecksMode
 from tests.kvtransfer.chaos.attempts import FLIP, MUST_NOT_COMMIT, PLANS, WAIT_FOR_LEASES, Attempt, Script
 from tests.kvtransfer.chaos.end import SECRET
 from tests.kvtransfer.chaos.members import Gone, Incarnation, Member

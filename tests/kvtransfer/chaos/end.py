@@ -27,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.transfer.ours import only
-from kvrelay.config import TransferSettings
 from kvrelay.decode.target import KvTarget
 from kvrelay.errors import TransferError
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -35,6 +34,7 @@ from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.protocol.types import TransferResult
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.prefill.source import KvSource, SourceTransfer
+from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import BlockId, Fingerprint, KvMemory
 from tests.kvtransfer.chaos.content import LAYOUT, content, digests
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.config import RouterSettings, settings_from
+from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
@@ -16,6 +16,7 @@ from kvrelay.router.policies.base import RoutingContext
 from kvrelay.router.policies.cost import CommonCost, CostModel, sources
 from kvrelay.router.policies.joint import OWN_TERMS, Joint
 from kvrelay.router.types import TERM_NAMES
+from kvrelay.settings.router import RouterSettings
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load
 from tests.router.policies.test_policies import side
 
@@ -93,7 +94,7 @@ def test_with_a_store_of_the_clusters_every_worker_can_load_what_one_has_compute
 
 @pytest.mark.parametrize(
     ("cache", "is_shared"),
-    [({"remote": "cluster"}, True), ({}, False), ({"remote": "cluster", "write": "write-back"}, False)],
+    [({"remote": "cluster"}, True), ({}, False), ({"remote": "cluster", "write_policy": "write-back"}, False)],
 )
 def test_a_store_is_counted_on_where_everything_goes_there(cache, is_shared):
     assert settings_from({"cache": {"host_memory": "1GiB", **cache}}).cache.is_shared == is_shared

@@ -2,10 +2,10 @@
 
 import pytest
 
-from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Decision, Refusal, RouteRequest
+from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure

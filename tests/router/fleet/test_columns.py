@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.config import RouterSettings
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport
 from kvrelay.router.decision.router import Router
@@ -19,6 +18,7 @@ from kvrelay.router.policies.registry import POLICIES
 from kvrelay.router.policies.shortlist import cheapest, whole_units
 from kvrelay.router.types import TERM_NAMES, Decision
 from kvrelay.serve.telemetry.explain import Explain
+from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Role
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load, refused
 

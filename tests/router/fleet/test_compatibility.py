@@ -2,12 +2,12 @@
 
 import pytest
 
-from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.fleet.compatibility import unpaired_workers
 from kvrelay.router.policies.joint import SHORTLIST
 from kvrelay.router.types import Decision, IncompatiblePair, Refusal, RouteRequest
+from kvrelay.settings.router import RouterSettings
 
 pytestmark = pytest.mark.pure
 

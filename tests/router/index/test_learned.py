@@ -4,12 +4,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvEvents, KvSnapshot, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.learned import Learned
 from kvrelay.router.index.prefix_index import SILENT_S, PrefixIndex
 from kvrelay.router.types import IndexState, RouteRequest
+from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure

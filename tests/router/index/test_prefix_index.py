@@ -5,11 +5,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrelay.config import RouterSettings
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import REASK_EVERY, PrefixIndex
 from kvrelay.router.types import Decision, IndexState, RouteRequest
+from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure

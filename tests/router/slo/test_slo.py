@@ -5,7 +5,7 @@ from itertools import count
 
 import pytest
 
-from kvrelay.config import RouterSettings, SloSettings, settings_from
+from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError, InvalidRequest
 from kvrelay.plane.messages import KvSnapshot, LoadReport, Timings, WorkerInfo
 from kvrelay.router.decision.router import Router
@@ -18,6 +18,7 @@ from kvrelay.router.slo.online_fit import HALF_LIFE_S, DurationFit
 from kvrelay.router.types import Decision, Refusal, RouteRequest
 from kvrelay.serve.api.schemas import SloFields
 from kvrelay.serve.requests.slo import SloRecord, slo_of, slo_refusal
+from kvrelay.settings.router import RouterSettings, SloSettings
 from kvrelay.types import Fingerprint
 
 pytestmark = pytest.mark.pure

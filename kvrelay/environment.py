@@ -1,0 +1,59 @@
+"""The only reader of environment variables that are no settings of a section.
+
+KVRELAY_API_KEY and KVRELAY_SECRET (secrets), KVRELAY_CACHE (the cache folder), KVRELAY_NATIVE (compiled kernels on or off),
+and variables of Hugging Face and OpenTelemetry. Imports nothing of ours.
+"""
+
+import os
+from pathlib import Path
+
+API_KEY_VARIABLE = "KVRELAY_API_KEY"
+SECRET_VARIABLE = "KVRELAY_SECRET"
+
+
+def environment_api_key() -> str | None:
+    """KVRELAY_API_KEY; None when it is unset or empty."""
+    return os.environ.get(API_KEY_VARIABLE) or None
+
+
+def environment_secret() -> str | None:
+    """KVRELAY_SECRET; None when it is unset or empty."""
+    return os.environ.get(SECRET_VARIABLE) or None
+
+
+def cache_dir(override: str | None = None) -> Path:
+    """Where converted checkpoints and compiled kernels are kept."""
+    if override:
+        return Path(override).expanduser()
+    if env := os.environ.get("KVRELAY_CACHE"):
+        return Path(env).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvrelay"
+
+
+def native_disabled() -> bool:
+    """KVRELAY_NATIVE=0 turns the compiled CPU kernels off (they fall back to torch)."""
+    return os.environ.get("KVRELAY_NATIVE", "1") == "0"
+
+
+def trace_exporters() -> list[str]:
+    """Where spans go, by OpenTelemetry's own variables: OTEL_TRACES_EXPORTER, else OTLP when an endpoint is set."""
+    if os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
+        return []
+    has_endpoint = any(
+        os.environ.get(name) for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT")
+    )
+    names = os.environ.get("OTEL_TRACES_EXPORTER") or ("otlp" if has_endpoint else "")
+    return [name for part in names.split(",") if (name := part.strip()) not in ("", "none")]
+
+
+def otlp_protocol() -> str:
+    """OpenTelemetry's variables for it: "http/protobuf" (its default) or "grpc"."""
+    own = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL")
+    return own or os.environ.get("OTEL_EXPORTER_OTLP_PROTOCOL") or "http/protobuf"
+
+
+def hub_offline() -> bool:
+    """Whether Hugging Face's own switches forbid the network."""
+    return any(
+        os.environ.get(name, "0").lower() in ("1", "true", "yes") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+    )

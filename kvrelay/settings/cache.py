@@ -1,0 +1,96 @@
+"""Settings of the KV cache below the workers' pools, and of the cluster's own KV store."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from kvrelay.settings.choices import Compression, EvictionPolicyName, PrefetchMode, WritePolicy
+from kvrelay.settings.section import Section, setting
+from kvrelay.sizes import Size, parse_bytes
+
+
+class CacheSettings(Section):
+    """Which KV is kept, for how long, and in which tiers below the workers' pools."""
+
+    eviction_policy: EvictionPolicyName = setting("lru", "Which unused block is evicted first, in every tier.")
+    host_memory: Size | None = setting(None, "Host memory below each worker's pool; default: no host tier.")
+    disk_path: str | None = setting(None, "Folder for KV on local disk, below the host tier; default: no disk tier.")
+    disk_size: Size = setting("10GiB", "Most disk space of each worker in disk_path.")
+    remote: str | None = setting(
+        None,
+        "`cluster` (the cluster's own store), a redis:// or valkey:// URL, or an fsspec URL such as s3://bucket/kv.",
+    )
+    write_policy: WritePolicy = setting(
+        "write-through",
+        "When a block is written to the lower tier: write-through (once it is full), selective (after write_after_hits "
+        "hits), write-back (on eviction).",
+    )
+    write_after_hits: int = setting(1, "Prefix-cache hits after which `selective` writes a block.", unit="hits", ge=1)
+    compression: Compression = setting(
+        "none", "Of blocks on disk and in remote stores; int8 and fp8 quantise them, which may change tokens."
+    )
+    prefetch: PrefetchMode = setting(
+        "timeout",
+        "What a queued request does about blocks on disk or in a remote store: best-effort (starts with what has arrived), "
+        "wait (for all, even where computing is quicker), timeout (waits at most prefetch_timeout_s), off.",
+    )
+    prefetch_timeout_s: float = setting(2.0, "Longest wait for blocks from disk or a remote store.", unit="s", gt=0)
+    inflight: Size = setting("256MiB", "Most bytes in flight between a worker's tiers.")
+    io_threads: int = setting(2, "Threads that copy blocks between a worker's tiers.", unit="threads", ge=1, le=64)
+    tenant_share: float = setting(
+        1.0, "Largest share of a worker's host tier, and of its disk tier, for blocks of one cache_salt.", gt=0, le=1
+    )
+
+    @property
+    def inflight_bytes(self) -> int:
+        return parse_bytes(self.inflight)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether blocks that one worker has computed soon reach the cluster's store, from where all can load them."""
+        return self.remote == "cluster" and self.write_policy == "write-through" and self.prefetch != "off"
+
+    @property
+    def host_bytes(self) -> int:
+        return parse_bytes(self.host_memory) if self.host_memory is not None else 0
+
+    @property
+    def disk_bytes(self) -> int:
+        return parse_bytes(self.disk_size)
+
+    @model_validator(mode="after")
+    def _check_tiers(self) -> Self:
+        if (self.disk_path or self.remote) and self.host_memory is None:
+            raise ValueError("disk_path and remote need cache.host_memory: blocks pass through it")
+        return self
+
+
+class StoreSettings(Section):
+    """The cluster's own KV store (`cache.remote: cluster`): one node on each machine that runs workers."""
+
+    memory: Size = setting("1GiB", "Memory on each machine.")
+    disk_path: str | None = setting(None, "Folder on each machine below that memory; default: none.")
+    disk_size: Size = setting("10GiB", "Most disk space of each node in disk_path.")
+    replicas: int = setting(2, "Copies of each block, as far as there are machines.", unit="copies", ge=1, le=8)
+    tenant_quota: Size | None = setting(
+        None, "Most memory for blocks of one cache_salt on each machine; default: no limit."
+    )
+    repair_rate: Size = setting(
+        "256MiB", "Most bytes per second that a node copies to others when nodes join or leave.", unit="per s"
+    )
+
+    @property
+    def memory_bytes(self) -> int:
+        return parse_bytes(self.memory)
+
+    @property
+    def disk_bytes(self) -> int:
+        return parse_bytes(self.disk_size)
+
+    @property
+    def tenant_quota_bytes(self) -> int | None:
+        return None if self.tenant_quota is None else parse_bytes(self.tenant_quota)
+
+    @property
+    def repair_rate_bytes(self) -> int:
+        return parse_bytes(self.repair_rate)

@@ -1,0 +1,22 @@
+"""The values of settings that are a choice. Standard library only, so that `--help` can list them without pydantic."""
+
+from typing import Literal
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
+KvDtype = Literal["auto", "float32", "bfloat16", "float16", "fp8_e4m3"]
+BackendName = Literal["auto", "reference", "cpu", "cuda"]
+TransportName = Literal["auto", "nixl", "shm", "tcp"]
+KvOrder = Literal["NHD", "HND"]
+ChecksMode = Literal["full", "sampled", "off"]
+EvictionPolicyName = Literal["lru", "lfu", "survival"]
+WritePolicy = Literal["write-through", "selective", "write-back"]
+Compression = Literal["none", "lossless", "int8", "fp8"]
+TenantBy = Literal["auto", "cache_salt", "user", "api_key"]
+PreemptionSetting = Literal["auto", "swap", "recompute", "return-to-prefill"]
+CascadeMode = Literal["auto", "off"]
+Speculation = Literal["auto", "ngram", "model", "off"]
+PrefetchMode = Literal["off", "best-effort", "wait", "timeout"]
+IndexMode = Literal["auto", "exact", "approximate"]
+OnMiss = Literal["refuse", "queue"]
+PlannerMode = Literal["auto", "off"]

@@ -1,0 +1,134 @@
+"""Settings of the HTTP front end, of the cluster's processes, and of the planner."""
+
+from typing import Self
+
+from pydantic import model_validator
+
+from kvrelay.settings.choices import PlannerMode
+from kvrelay.settings.section import Section, setting
+from kvrelay.sizes import Size
+
+
+class ServeSettings(Section):
+    """The OpenAI HTTP front end."""
+
+    host: str = setting("127.0.0.1", "Address to listen on; under `serve deploy`: http_options in the file.")
+    port: int = setting(8000, "HTTP port; under `serve deploy`: http_options in the file.", ge=1, le=65535)
+    max_body_bytes: Size = setting("4MiB", "Larger request bodies get 413.")
+    max_n: int = setting(16, "Largest n of a request.", ge=1)
+    max_prompts: int = setting(64, "Most prompts in one completions request.", ge=1)
+    max_logprobs: int = setting(20, "Most alternatives per token.", ge=0)
+    request_timeout_s: float = setting(600.0, "A request that takes longer fails.", unit="s", gt=0)
+    api_key: str | None = setting(
+        None,
+        "Requests must carry it as a bearer token; default: $KVRELAY_API_KEY, if set. Ray's dashboard shows a key given on "
+        "the command line, or in a file for `serve deploy`.",
+    )
+
+
+class ClusterSettings(Section):
+    """How many processes of each kind, on what hardware, and how they trust each other."""
+
+    prefill: int = setting(1, "Prefill workers; 0: decode workers compute prompts too (aggregated).", ge=0)
+    decode: int = setting(1, "Decode workers.", ge=1)
+    ingress: int = setting(1, "Ingress replicas.", ge=1)
+    cores_per_worker: int | None = setting(
+        None,
+        "Physical CPU cores that each worker is pinned to: its own, of one NUMA node, while there are enough; default: a fair "
+        "share of the node among the workers wanted at its start, so set it where workers are added later.",
+        unit="cores",
+        ge=1,
+    )
+    num_cpus_per_worker: float | None = setting(None, "Ray CPUs that each worker requests.", unit="CPUs", ge=0)
+    num_gpus_per_worker: float = setting(0.0, "Ray GPUs that each worker requests.", unit="GPUs", ge=0)
+    dashboard_port: int = setting(
+        8265, "Port of Ray's dashboard, another when it is taken; no effect under `serve deploy`.", ge=1, le=65535
+    )
+    secret: str | None = setting(
+        None,
+        "Authenticates workers to each other until Ray stops; default: $KVRELAY_SECRET, else random at start. Ray's "
+        "dashboard shows a secret given on the command line, or in a file for `serve deploy`.",
+    )
+    tls: bool = setting(
+        False,
+        "Mutual TLS 1.3 between workers and ingresses, for requests and for KV over tcp. Not for nixl, and not needed for "
+        "what stays on the host (shm).",
+    )
+    tls_cert: str | None = setting(
+        None,
+        "PEM file, at the same path on every node, with a certificate for client and server use; default: an authority "
+        "derived from the cluster's secret issues one to each process.",
+    )
+    tls_key: str | None = setting(None, "PEM file with the certificate's key, not encrypted.")
+    tls_ca: str | None = setting(
+        None, "PEM file with the authority whose certificates are accepted; it must serve this cluster alone."
+    )
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        files = (self.tls_cert, self.tls_key, self.tls_ca)
+        if any(files) and not all(files):
+            raise ValueError("tls_cert, tls_key and tls_ca go together: set all three or none")
+        if any(files) and not self.tls:
+            raise ValueError("tls_cert is of no effect while tls is off; set cluster.tls: on")
+        return self
+
+
+class PlannerSettings(Section):
+    """Autoscaling: how many workers of each role the load needs."""
+
+    mode: PlannerMode = setting(
+        "off",
+        "auto: Serve starts and drains workers as the planner decides, within the bounds below; off: cluster.prefill and "
+        "cluster.decode are the counts.",
+    )
+    profile: str | None = setting(
+        None,
+        "A worker's speed: a file of `kvrelay profile --fit` or of configs/profiles, at the same path on every node; default: "
+        "learned from the workers' reports.",
+    )
+    ttft_s: float | None = setting(
+        None, "TTFT target to plan for; default: slo.ttft_s, else 5.", unit="s", gt=0, allow_inf_nan=False
+    )
+    tpot_s: float | None = setting(
+        None, "TPOT target to plan for; default: slo.tpot_s, else 0.1.", unit="s", gt=0, allow_inf_nan=False
+    )
+    attainment: float = setting(0.9, "Share of the requests that meet both targets.", ge=0.5, le=0.999)
+    min_prefill: int = setting(1, "Fewest prefill workers.", ge=1)
+    max_prefill: int = setting(4, "Most prefill workers.", ge=1)
+    min_decode: int = setting(1, "Fewest decode workers.", ge=1)
+    max_decode: int = setting(4, "Most decode workers.", ge=1)
+    max_workers: int | None = setting(None, "Most workers of both roles together; default: no limit.", ge=2)
+    interval_s: float = setting(10.0, "Interval between two observations of the load.", unit="s", ge=1, le=600)
+    horizon_s: float = setting(
+        60.0, "How far ahead it plans: the time in which a worker starts.", unit="s", ge=0, le=3600
+    )
+    scale_down_delay_s: float = setting(
+        300.0,
+        "How long fewer workers must have been enough before scaling down, and the shortest time between two such changes; a "
+        "count reverses at most 2 x 3600 / scale_down_delay_s + 3 times an hour.",
+        unit="s",
+        ge=10,
+        le=86400,
+    )
+    margin: float = setting(
+        0.15, "Extra load, as a share, which fewer workers must still carry before scaling down.", ge=0, le=2
+    )
+    period_s: float = setting(
+        86400.0, "Period of a seasonal pattern, used once the history shows it; 0: none.", unit="s", ge=0
+    )
+    drain_timeout_s: float = setting(
+        120.0,
+        "How long a retiring worker may take to finish; then its sequences continue on other workers.",
+        unit="s",
+        ge=0,
+        le=3600,
+    )
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.min_prefill > self.max_prefill or self.min_decode > self.max_decode:
+            raise ValueError("a minimum is above its maximum")
+        if self.max_workers is not None and self.max_workers < self.min_prefill + self.min_decode:
+            raise ValueError("max_workers is below min_prefill + min_decode")
+        return self

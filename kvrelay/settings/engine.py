@@ -1,0 +1,161 @@
+"""Settings of the model, of one worker's engine, and of what a role's workers have of their own."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, model_validator
+
+from kvrelay.settings.choices import BackendName, CascadeMode, Dtype, KvDtype, KvOrder, PreemptionSetting, Quantization
+from kvrelay.settings.choices import Speculation as SpeculationMode
+from kvrelay.settings.section import Section, setting
+from kvrelay.sizes import Budget, Size, memory_share, parse_bytes
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+def _checked_block_size(tokens: int) -> int:
+    if tokens & (tokens - 1) or not 1 <= tokens <= 512:
+        raise ValueError("a block holds a power of two of tokens, up to 512")
+    return tokens
+
+
+BlockSize = Annotated[int, AfterValidator(_checked_block_size)]
+
+
+class ModelSettings(Section):
+    """Which model, and in what precision."""
+
+    source: str = setting(DEFAULT_MODEL, "A local folder, a GGUF file, a hub id, or the built-in default.")
+    served_name: str | None = setting(None, "The name in /v1/models; default: derived from source.")
+    dtype: Dtype = setting(
+        "auto", "Type of weights and activations, and of KV unless engine.kv_dtype is set; auto: bfloat16."
+    )
+    quantization: Quantization = setting(
+        "none",
+        "Weights of all linear layers as integers, on backends cpu and reference only: each step reads less memory, and "
+        "outputs differ from the unquantised model's.",
+    )
+    quantization_group: Literal[32, 64, 128] = setting(
+        32, "Inputs that share a scale when weights are quantised: larger groups take less memory and are less exact."
+    )
+    max_model_len: int | None = setting(
+        None,
+        "Longest prompt plus output; default: the model's own, reduced to what the KV pool holds.",
+        unit="tokens",
+        ge=16,
+    )
+
+    cache_dir: str | None = setting(
+        None,
+        "Folder of converted checkpoints; default: $KVRELAY_CACHE, else $XDG_CACHE_HOME/kvrelay, else ~/.cache/kvrelay.",
+    )
+
+    @property
+    def compute_dtype(self) -> str:
+        """The type of weights and activations."""
+        return "bfloat16" if self.dtype == "auto" else self.dtype
+
+
+class EngineSettings(Section):
+    """One worker's engine."""
+
+    backend: BackendName = setting("auto", "Kernels; auto: cuda where it can run, else cpu.")
+    device: str = setting("auto", "auto, cpu, cuda or cuda:<n>.")
+    block_size: BlockSize = setting(16, "Size of a KV block; a power of two, at most 512.", unit="tokens")
+    kv_layout: KvOrder = setting(
+        "NHD", "Order of a block's tokens (N) and heads (H) in memory; HND: backends reference and cuda only."
+    )
+    kv_memory: Budget = setting(
+        "256MiB",
+        "KV pool of each worker: a size, or a share (0.5 or 50%) of the memory that is free after the weights are loaded; "
+        "on a CPU the node's workers divide that share.",
+    )
+    kv_dtype: KvDtype = setting("auto", "Type of KV; fp8_e4m3 keeps a scale with each vector; auto: as model.dtype.")
+    token_budget: int = setting(512, "Most tokens in one step.", unit="tokens", ge=16)
+    max_running: int = setting(64, "Most running sequences in one batch; at most token_budget.", unit="sequences", ge=1)
+    max_waiting: int = setting(256, "Most sequences in the waiting queue; more get 429.", unit="sequences", ge=1)
+    num_threads: int | None = setting(None, "CPU threads; default: the worker's physical cores.", ge=1)
+    prefix_caching: bool = setting(True, "Keep full blocks for later prompts with the same prefix.")
+    preemption: PreemptionSetting = setting(
+        "auto",
+        "How a preempted sequence comes back: swap (KV goes to host memory), recompute, or return-to-prefill (a "
+        "decode worker returns it to a prefill worker); auto: the cheapest by measured speeds. Recompute where the mode is impossible.",
+    )
+    swap_memory: Size = setting("256MiB", "Host memory for the KV of preempted sequences, allocated on demand.")
+    cascade: CascadeMode = setting(
+        "auto",
+        "Cascade attention: decoding sequences that share blocks (a system prompt, samples, beams) read them once where "
+        "that is faster.",
+    )
+    warm_up: bool = setting(
+        True,
+        "Backend cuda: choose attention kernels and capture CUDA graphs before the worker accepts requests, not at the "
+        "first step of each size.",
+    )
+    headroom: float = setting(
+        1.0,
+        "Share of the blocks that running sequences are expected to need, by recent output lengths, which admission leaves "
+        "free; 0: one block for each.",
+        ge=0,
+        le=4,
+    )
+    speculation: SpeculationMode = setting(
+        "auto",
+        "Speculative decoding while measurements show a gain: ngram (prompt lookup), model (draft_model), auto (both where "
+        "there is a draft_model). Tokens stay the same.",
+    )
+    draft_tokens: int = setting(8, "Most tokens drafted for a sequence in one step.", unit="tokens", ge=1, le=32)
+    draft_model: str | None = setting(
+        None,
+        "A small model with the same vocabulary that drafts on decode workers; same forms as model.source, computed in "
+        "model.dtype.",
+    )
+    draft_quantization: Quantization = setting("none", "The draft model's quantization; groups as the model's.")
+    draft_kv_memory: Size = setting("64MiB", "The draft model's KV pool on each decode worker, beside kv_memory.")
+
+    @property
+    def swap_bytes(self) -> int:
+        return parse_bytes(self.swap_memory)
+
+    @property
+    def draft_source(self) -> str | None:
+        """The draft model; None when none drafts."""
+        return self.draft_model if self.speculation in ("auto", "model") else None
+
+    @property
+    def draft_kv_bytes(self) -> int:
+        return parse_bytes(self.draft_kv_memory)
+
+    @property
+    def kv_memory_share(self) -> float | None:
+        """The share of free memory that the pool takes; None when its size is given."""
+        return memory_share(self.kv_memory)
+
+    @property
+    def kv_memory_bytes(self) -> int:
+        """The pool's size. Valid only where `kv_memory_share` is None."""
+        assert not isinstance(self.kv_memory, float)
+        return parse_bytes(self.kv_memory)
+
+    @model_validator(mode="after")
+    def _check_draft_model(self) -> Self:
+        if self.speculation == "model" and self.draft_model is None:
+            raise ValueError("speculation: model needs engine.draft_model; ngram drafts without one")
+        return self
+
+
+class RoleSettings(Section):
+    """One role's own values (`prefill.block_size`, `decode.block_size`, …), over `engine` and `model.dtype`; default: as all workers."""
+
+    dtype: Dtype | None = setting(None, "As model.dtype; different dtypes need transfer.convert_dtype.")
+    backend: BackendName | None = setting(None, "As engine.backend.")
+    device: str | None = setting(None, "As engine.device.")
+    block_size: BlockSize | None = setting(
+        None, "As engine.block_size; prompts are hashed by the smallest.", unit="tokens"
+    )
+    kv_layout: KvOrder | None = setting(None, "As engine.kv_layout.")
+    kv_memory: Budget | None = setting(None, "As engine.kv_memory.")
+    kv_dtype: KvDtype | None = setting(None, "As engine.kv_dtype; different dtypes need transfer.convert_dtype.")
+    token_budget: int | None = setting(None, "As engine.token_budget.", unit="tokens", ge=16)
+    max_running: int | None = setting(None, "As engine.max_running.", unit="sequences", ge=1)
+    num_threads: int | None = setting(None, "As engine.num_threads.", ge=1)
+    prefix_caching: bool | None = setting(None, "As engine.prefix_caching.")

@@ -1,0 +1,151 @@
+"""Settings of the router, of service-level objectives, and of the order of the workers' waiting queues."""
+
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from kvrelay.plane.messages import MAX_PRIORITY
+from kvrelay.settings.choices import IndexMode, OnMiss, TenantBy
+from kvrelay.settings.section import Section, setting
+
+
+class SchedulerSettings(Section):
+    """The order of the waiting queue on every worker: priorities, deadlines, and fair shares between tenants."""
+
+    tenant_by: TenantBy = setting(
+        "auto",
+        "What identifies a tenant: cache_salt or user (fields of the body), or api_key (the bearer token); auto: the first "
+        "of these that a request has.",
+    )
+    tenant_weights: dict[str, Annotated[float, Field(gt=0, allow_inf_nan=False)]] = setting(
+        {}, "Shares of the service by salt, user or key as clients send it; other tenants have weight 1."
+    )
+    output_weight: float = setting(
+        2.0,
+        "Cost of an output token to its tenant; a computed prompt token costs 1, a cached one 0.",
+        unit="prompt tokens",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    oldest_every: int = setting(
+        16,
+        "One in this many admissions takes the oldest request, whatever its priority, deadline and tenant, so that none "
+        "starves; 1: first come, first served.",
+        unit="admissions",
+        ge=1,
+    )
+    credit_tokens: float = setting(
+        4096.0,
+        "Tolerated imbalance between tenants: an idle tenant saves up this much of its share, and a tenant this far ahead "
+        "still has its deadlines honoured.",
+        unit="weighted tokens",
+        ge=0,
+        allow_inf_nan=False,
+    )
+
+
+class RouterSettings(Section):
+    """How workers are chosen. Costs are seconds of predicted time to first token."""
+
+    policy: str = setting("joint", "The routing policy; docs/routing.md lists them.")
+    policy_options: dict[str, bool | int | float | str] = setting({}, "The policy's own options, by name.")
+    seed: int = setting(0, "Seed of the policies that draw at random; a request's id is part of each draw.")
+    local_prefill_tokens: int = setting(
+        32, "Prompts with at most this many uncached tokens are prefilled on the decode worker.", unit="tokens", ge=0
+    )
+    max_inflight: int = setting(
+        512,
+        "Sequences admitted at once by one ingress, counting each of a request's n and prompts; more get 429.",
+        unit="sequences",
+        ge=1,
+    )
+    max_deferred: int = setting(
+        256,
+        "Of those, most requests that wait at the ingress because their first token will miss its target anyway, so that "
+        "they delay no other (policy joint); more get 429. 0: none waits there.",
+        unit="requests",
+        ge=0,
+    )
+    reserve_timeout_s: float = setting(
+        10.0, "Longest wait for one decode worker's blocks; then another is tried, or 429.", unit="s", gt=0
+    )
+    retry_budget: int = setting(2, "Retries of a request after a worker's fault.", unit="retries", ge=0)
+    index: IndexMode = setting(
+        "auto",
+        "How the prefix index learns which worker holds a block: from KV events (exact), from past routing decisions "
+        "(approximate), or approximate only for workers that send no events (auto).",
+    )
+    learned_s: float = setting(120.0, "Approximate index: how long a routed prompt counts as cached.", unit="s", gt=0)
+    audit_s: float = setting(
+        60.0, "Interval at which a sample of the index is compared with each worker; 0: never.", unit="s", ge=0
+    )
+    share_load_s: float = setting(
+        0.002,
+        "With several ingresses: shortest interval at which each shares its assignments with the others, through the "
+        "workers; 0: never, they see each other's requests only in load reports.",
+        unit="s",
+        ge=0,
+        le=1,
+    )
+
+
+class SloClass(Section):
+    """A class of service that requests may name."""
+
+    ttft_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    tpot_s: float | None = Field(None, gt=0, allow_inf_nan=False)
+    degrade_to: str | None = None
+    priority: int | None = Field(None, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    """Queue priority of requests that set none themselves."""
+
+
+class SloSettings(Section):
+    """Service-level objectives. While none is set, every request is admitted and nothing is predicted."""
+
+    ttft_s: float | None = setting(
+        None, "TTFT target of requests that name no class (class `default`).", unit="s", gt=0, allow_inf_nan=False
+    )
+    tpot_s: float | None = setting(
+        None,
+        "Target of the mean time per token after the first, of the same class.",
+        unit="s",
+        gt=0,
+        allow_inf_nan=False,
+    )
+    classes: dict[str, SloClass] = setting(
+        {},
+        "Other classes by name, each with `ttft_s` and `tpot_s` (absent: no target), `degrade_to` (the class that serves a "
+        "request when this one's targets are out of reach) and `priority` (its queue priority, unless the request sets one).",
+    )
+    on_miss: OnMiss = setting(
+        "refuse",
+        "A request whose targets are out of reach: refuse (429 with Retry-After, before anything is computed) or queue "
+        "(served without a promise; the response says so).",
+    )
+    confidence: float = setting(
+        0.7,
+        "Share of requests that must stay within their predicted times; a higher share refuses earlier.",
+        gt=0,
+        lt=1,
+    )
+
+    @model_validator(mode="after")
+    def _check_classes(self) -> Self:
+        if "default" in self.classes:
+            raise ValueError("slo.classes.default: the class `default` is slo.ttft_s and slo.tpot_s themselves")
+        for name in self.classes:
+            if not name or len(name) > 64 or not name.replace("-", "").replace("_", "").isalnum():
+                raise ValueError(f"slo.classes: {name!r} is no name: letters, digits, - and _, up to 64")
+            chain = [name]
+            while (following := self.classes[chain[-1]].degrade_to) is not None:
+                if following not in self.classes:
+                    raise ValueError(f"slo.classes.{chain[-1]}.degrade_to: there is no class {following!r}")
+                if following in chain:
+                    raise ValueError(f"slo.classes.{name}.degrade_to: leads back to {following!r}")
+                chain.append(following)
+        return self
+
+    @property
+    def is_on(self) -> bool:
+        """Whether times are predicted at all."""
+        return self.ttft_s is not None or self.tpot_s is not None or bool(self.classes)
