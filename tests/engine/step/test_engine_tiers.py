@@ -146,7 +146,7 @@ def test_with_checks_off_rot_changes_the_answer(drive, oracle):
 
 @pytest.mark.parametrize("write", ["write-through", "selective", "write-back"])
 def test_each_write_policy_under_pressure_gives_the_same_tokens(drive, oracle, write):
-    it = drive(pool_blocks=20, write=write)
+    it = drive(pool_blocks=20, write_policy=write)
     prompts = [prompt_of(60 + seed, seed) for seed in range(6)]
     for _ in range(2):
         for prompt in prompts:
