@@ -2,7 +2,7 @@
 
 A block's hash covers its tokens and, through its parent, everything before it, plus the tenant's salt, the adapter and what
 its tokens stand for beside text (`extras`); two processes agree because nothing here is randomised (Python's `hash` is).
-The work is done in C where a compiler is (hashing_native.py), else by hashlib: the digests are the same.
+The work is done in C where a compiler is (native/block_hash.py), else by hashlib: the digests are the same.
 """
 
 import functools
@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from kvrelay.native import block_hash as hashing_native
+from kvrelay.native import block_hash
 from kvrelay.types import BlockHash
 
 HASH_SEED = "kvrelay-blake2b-128-v1"
@@ -48,7 +48,7 @@ def tenant_of(name: str) -> str:
 
 def pack_tokens(tokens: Sequence[int], start: int = 0, end: int | None = None) -> bytes:
     """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token is no int32."""
-    return hashing_native.pack(tokens, start, len(tokens) if end is None else min(end, len(tokens)))
+    return block_hash.pack(tokens, start, len(tokens) if end is None else min(end, len(tokens)))
 
 
 class HashChain:
@@ -93,13 +93,13 @@ class HashChain:
         width = TOKEN_BYTES * block_size
         if extras:
             packed = self._extend_to_last_extras(packed, width, extras)
-        self.data += hashing_native.chain(self.last if self.data else self.root, packed, width)
+        self.data += block_hash.chain(self.last if self.data else self.root, packed, width)
 
     def _extend_to_last_extras(self, packed: bytes, width: int, extras: Mapping[int, bytes]) -> bytes:
         """Append hashes up to the last full block with extras; the packed tokens that are left."""
         begin, count = 0, len(packed) // width
         for index in sorted(i for i in extras if i < count):
-            self.data += hashing_native.chain(self.last, packed[begin * width : index * width], width)
+            self.data += block_hash.chain(self.last, packed[begin * width : index * width], width)
             block = packed[index * width : (index + 1) * width]
             self.data += _hash_with_extras(self.last, block, extras[index])
             begin = index + 1

@@ -1,61 +1,54 @@
 """BLAKE2b-128 chained over packed tokens, and the packing: in C, or in Python where no compiler is.
 
-Loaded at the first use, once for the process. Both ways give the same bytes (tests/kvrelay/test_hashing.py).
+Loaded on first use, once for the process. Both give the same bytes (tests/kvrelay/test_hashing.py).
 """
 
 import functools
 import hashlib
 import logging
-import sys
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Protocol
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.native.build import load_builtins
+from kvrelay.native.build import load_extension
 
 logger = logging.getLogger(__name__)
 
-_FOLDER = Path(__file__).parent / "hash"
+_FOLDER = Path(__file__).parent / "blake2b"
 _DIGEST_BYTES = 16
 
 
-class Native(NamedTuple):
-    """The compiled functions: what `pack` and `chain` below do."""
+class _Extension(Protocol):
+    """What the compiled module has; see `pack` and `chain` below."""
 
-    pack: Callable[[list[int], int, int], bytes]
-    chain: Callable[[bytes, bytes, int], bytes]
-    use_layout: Callable[[int], None]
+    def pack(self, tokens: list[int], start: int, end: int, /) -> bytes: ...
 
-
-def layout_of_ints() -> int:
-    """Which layout of lists and ints the C may read directly: the minor version of CPython 3, or 0 for none."""
-    is_known = sys.implementation.name == "cpython" and sys.version_info[:2] in ((3, 11), (3, 12))
-    is_usual = sys.maxsize > 1 << 32 and sys.int_info.bits_per_digit == 30 and not hasattr(sys, "gettotalrefcount")
-    return sys.version_info.minor if is_known and is_usual else 0
+    def chain(self, parent: bytes, packed: bytes, width: int, /) -> bytes: ...
 
 
 @functools.cache
-def native() -> Native | None:
-    """The compiled library, or None where it cannot be had."""
+def native() -> _Extension | None:
+    """The compiled module, or None without a compiler."""
     try:
-        library = Native(*load_builtins("hashing", sorted(_FOLDER.glob("*.c"))))
+        extension: _Extension = load_extension(
+            "kvrelay_block_hash", [_FOLDER / "module.c", _FOLDER / "blake2b.c"], [_FOLDER / "blake2b.h"]
+        )
     except BackendUnavailable as error:
-        logger.info("hashing in Python: %s", error)
+        logger.info("block hashing runs in Python: %s", error)
         return None
-    library.use_layout(layout_of_ints())
-    return library
+    return extension
 
 
 def chain(parent: bytes, packed: bytes, width: int) -> bytes:
-    """16 bytes for every `width` bytes of tokens, each the hash of the one before it (first: `parent`) and its own."""
-    library = native()
-    return chain_in_python(parent, packed, width) if library is None else library.chain(parent, packed, width)
+    """16 bytes for every `width` bytes of tokens: the hash of the previous digest (at first `parent`) and these tokens."""
+    extension = native()
+    return chain_in_python(parent, packed, width) if extension is None else extension.chain(parent, packed, width)
 
 
 def chain_in_python(parent: bytes, packed: bytes, width: int) -> bytes:
-    """What `chain` gives, by hashlib."""
+    """The same as `chain`, with hashlib."""
     digests: list[bytes] = []
     for start in range(0, len(packed) - width + 1, width):
         parent = hashlib.blake2b(parent + packed[start : start + width], digest_size=_DIGEST_BYTES).digest()
@@ -64,13 +57,13 @@ def chain_in_python(parent: bytes, packed: bytes, width: int) -> bytes:
 
 
 def pack(tokens: Sequence[int], start: int, end: int) -> bytes:
-    """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token is no int32."""
-    library = native()
-    if library is None or type(tokens) is not list:
+    """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token does not fit."""
+    extension = native()
+    if extension is None or type(tokens) is not list:
         return pack_in_python(tokens, start, end)
-    return library.pack(tokens, start, end)
+    return extension.pack(tokens, start, end)
 
 
 def pack_in_python(tokens: Sequence[int], start: int, end: int) -> bytes:
-    """What `pack` gives, by the standard library. Machines that run this are little-endian."""
+    """The same as `pack`, with the standard library. All machines that run this are little-endian."""
     return array("i", tokens[start:end]).tobytes()

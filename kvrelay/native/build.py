@@ -1,21 +1,25 @@
-"""Builds C sources with the machine's compiler, once, and loads the result.
+"""Builds C sources with the machine's compiler, once, and loads the result: a ctypes library or a Python extension module.
 
-Owns the cache of compiled libraries: keyed by sources, flags, compiler and processor, written under
-a lock and put in place by one rename, so that workers starting together compile once.
+Owns the cache of compiled libraries: keyed by sources, flags, compiler, processor and (extension modules) interpreter, written
+under a lock and put in place by one rename, so that workers starting together compile once.
 """
 
 import ctypes
 import fcntl
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
 import shutil
 import subprocess
+import sys
+import sysconfig
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -24,50 +28,75 @@ from kvrelay.errors import BackendUnavailable
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math", "-w")
+WARNINGS = (
+    "-Wall",
+    "-Wextra",
+    "-Wshadow",
+    "-Wpointer-arith",
+    "-Wundef",
+    "-Wstrict-prototypes",
+    "-Wno-unused-parameter",
+)
+_FLAGS = (
+    "-O3",
+    "-std=gnu11",
+    "-fPIC",
+    "-pthread",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    *WARNINGS,
+)
 _TARGETS = (("-march=native",), ("-mcpu=native",), ())
+_SOURCE_FLAGS = {
+    "blake2b.c": ("-mno-avx512f",),  # some compilers vectorise it for AVX-512: 553 ns a block instead of 120
+}  # on x86-64, after the target's
 _TIMEOUT_S = 180.0
+
 _XXH3 = Path(__file__).parent / "xxh3"
-XXH3_SOURCES, XXH3_HEADERS = (
-    (_XXH3 / "xxh3.c",),
-    (_XXH3 / "xxh3.h", _XXH3 / "lanes.h"),
-)  # for those who hash what they move
-
-_PYTHON = Path(__file__).parent / "python" / "python.h"
+XXH3_SOURCES = (_XXH3 / "xxh3.c",)  # for C code that hashes what it copies
+XXH3_HEADERS = (_XXH3 / "xxh3.h", _XXH3 / "lanes.h")
 
 
-def load_builtins(name: str, sources: Sequence[Path]) -> tuple[Callable[..., Any], ...]:
-    """The functions that the C `sources` make with python/python.h: their `kr_builtins()`. Called like Python's own.
+def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Any:
+    """The Python extension module `name`, compiled against this interpreter's Python.h; see load_native.
 
     Raises:
-        BackendUnavailable: as load_native does, or an interpreter without CPython's symbols.
+        BackendUnavailable: as load_native, or there is no Python.h (Debian: python3-dev).
     """
-    path = load_native(name, sources, [_PYTHON])._name
+    include = Path(sysconfig.get_path("include"))
+    if not (include / "Python.h").exists():
+        raise BackendUnavailable(name, f"no Python.h in {include}")
     try:
-        make = ctypes.PyDLL(path).kr_builtins
-    except (OSError, AttributeError) as error:
+        path = _built(name, _compiler(name), sources, headers, include)
+        spec = importlib.util.spec_from_file_location(name, path, loader=ExtensionFileLoader(name, str(path)))
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, OSError, subprocess.SubprocessError) as error:
         raise BackendUnavailable(name, str(error)) from error
-    make.restype = ctypes.py_object
-    functions: tuple[Callable[..., Any], ...] = make()
-    return functions
+    return module
 
 
 def load_native(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> ctypes.CDLL:
     """The shared library made of C `sources`, compiled now unless the cache has it. Folders of `headers` are searched.
 
     Raises:
-        BackendUnavailable: KVRELAY_NATIVE=0, no C compiler, or it failed; the text says which.
+        BackendUnavailable: KVRELAY_NATIVE=0, no C compiler, or it failed; the text names which.
     """
+    try:
+        return ctypes.CDLL(str(_built(name, _compiler(name), sources, headers)))
+    except (OSError, subprocess.SubprocessError) as error:
+        raise BackendUnavailable(name, str(error)) from error
+
+
+def _compiler(name: str) -> str:
     if native_disabled():
         raise BackendUnavailable(name, "KVRELAY_NATIVE=0")
     compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if compiler is None:
         raise BackendUnavailable(name, "no C compiler (cc, gcc or clang) on the PATH")
-    try:
-        path = _built(name, compiler, sources, headers)
-        return ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        raise BackendUnavailable(name, str(error)) from error
+    return compiler
 
 
 def processor() -> str:
@@ -80,16 +109,20 @@ def processor() -> str:
     return f"{platform.machine()} {features}"
 
 
-def _digest(compiler: str, sources: Sequence[Path], headers: Sequence[Path]) -> str:
+def _digest(compiler: str, sources: Sequence[Path], headers: Sequence[Path], include: Path | None) -> str:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=_TIMEOUT_S).stdout
-    parts = [version, processor(), repr(_FLAGS), repr(_TARGETS)]
+    parts = [version, processor(), repr((_FLAGS, _TARGETS, _SOURCE_FLAGS))]
+    if include is not None:
+        parts += [sys.version, str(sysconfig.get_config_var("SOABI")), str(include)]
     parts += [f"{path.name}\0{path.read_text()}" for path in sorted((*sources, *headers))]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
-def _built(name: str, compiler: str, sources: Sequence[Path], headers: Sequence[Path]) -> Path:
+def _built(
+    name: str, compiler: str, sources: Sequence[Path], headers: Sequence[Path], include: Path | None = None
+) -> Path:
     folder = cache_dir() / "native"
-    target = folder / f"{name}-{_digest(compiler, sources, headers)}.so"
+    target = folder / f"{name}-{_digest(compiler, sources, headers, include)}.so"
     if target.exists():
         return target
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,41 +131,45 @@ def _built(name: str, compiler: str, sources: Sequence[Path], headers: Sequence[
         if not target.exists():
             logger.info("compiling %s with %s (once)", name, compiler)
             start_s = time.perf_counter()
-            _compile(compiler, sources, headers, target)
+            folders = [f"-I{folder}" for folder in dict.fromkeys(header.parent for header in headers)]
+            _compile([compiler, *_FLAGS, *folders, *(("-isystem", str(include)) if include else ())], sources, target)
             logger.info("compiled %s in %.1f s", name, time.perf_counter() - start_s)
     return target
 
 
-def _compile(compiler: str, sources: Sequence[Path], headers: Sequence[Path], target: Path) -> None:
+def _compile(command: Sequence[str], sources: Sequence[Path], target: Path) -> None:
     """All sources to `target` for this very processor; falls back to the compiler's default target."""
-    folders = [f"-I{folder}" for folder in dict.fromkeys(header.parent for header in headers)]
     error = ""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".build-") as scratch:
         product = Path(scratch) / target.name
         for architecture in _TARGETS:
-            command = [compiler, *_FLAGS, *folders, *architecture]
-            error = _build(command, sources, product)
+            error = _build([*command, *architecture], sources, product)
             if not error:
                 os.replace(product, target)
                 return
-    raise OSError(f"{compiler} failed: {error[:500]}")
+    raise OSError(f"{command[0]} failed: {error[:500]}")
 
 
 def _build(command: Sequence[str], sources: Sequence[Path], product: Path) -> str:
-    """Compile each source, as many at once as there are CPUs, and link them: the compiler's complaint, "" if there is none."""
+    """Compile the sources, one per CPU at a time, and link them. Returns the compiler's error, "" for none."""
     objects = [product.with_name(f"{index}.o") for index in range(len(sources))]
 
     def compiled(source: Path, target: Path) -> str:
-        return _complaint([*command, "-c", str(source), "-o", str(target)])
+        return _error_of([*command, *source_flags(source), "-c", str(source), "-o", str(target)])
 
     by_size = sorted(zip(sources, objects, strict=True), key=lambda pair: -pair[0].stat().st_size)
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        complaints = list(pool.map(compiled, *zip(*by_size, strict=True)))
-    return next(filter(None, complaints), "") or _complaint(
+        errors = list(pool.map(compiled, *zip(*by_size, strict=True)))
+    return next(filter(None, errors), "") or _error_of(
         [*command, "-shared", *map(str, objects), "-o", str(product), "-lm"]
     )
 
 
-def _complaint(command: Sequence[str]) -> str:
+def source_flags(source: Path) -> tuple[str, ...]:
+    """The flags of one source beside those of all."""
+    return _SOURCE_FLAGS.get(source.name, ()) if platform.machine() in ("x86_64", "AMD64") else ()
+
+
+def _error_of(command: Sequence[str]) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     return "" if done.returncode == 0 else done.stderr.strip() or f"exit status {done.returncode}"

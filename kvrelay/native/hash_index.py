@@ -1,132 +1,120 @@
-"""Where each block's name stands in a row of slots: in C, or in Python where no compiler is.
+"""Which row of a column holds each block hash: in C, or in Python where no compiler is.
 
-Owns the slots' numbers alone. The names stand in the caller's bytearray, 16 bytes for each slot. In C an entry is 8 bytes, of
-a table that is between an eighth and three quarters full. In Python it is a dict with the names in it, some 120 bytes each, which
-is copied when it has become much too large. Both do the same (tests/kvrelay/test_hash_index.py).
+Owns the row numbers alone. The hashes lie in the caller's bytearray (`column`), 16 bytes for each row. In C an entry takes 8
+bytes, in a table that is between an eighth and three quarters full. In Python it is a dict that holds the hashes too, some 120
+bytes each, which is copied when it has become much too large. Both do the same (tests/kvrelay/test_hash_index.py).
 """
 
 import functools
 import logging
 import os
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import repeat
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from kvrelay.errors import BackendUnavailable
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.native.build import load_builtins
+from kvrelay.native.build import load_extension
 
 logger = logging.getLogger(__name__)
 
-_SPARSE = 4  # times as many as there are names, that the dict once had, make it worth copying
+_FOLDER = Path(__file__).parent / "hash_table"
+_SPARSE = 4  # the dict is copied once it has held so many times the hashes that it holds
 _SMALL = 1024
 
 
-class BlockTable(Protocol):
-    """A slot for each name that has one, from 1 on. Lists are lists: nothing else will do."""
+class HashIndex(Protocol):
+    """The row of each hash that has one, from 1 on. Lists are lists: no other sequence is accepted."""
 
-    def find(self, names: bytearray, kinds: "array[int]", hashes: list[bytes]) -> tuple[list[int], list[int]]:
-        """(the slot of each, 0 where it has none; that slot's number in `kinds`, of 32 bits each)."""
+    def find(self, column: bytearray, kinds: "array[int]", hashes: list[bytes], /) -> tuple[list[int], list[int]]:
+        """(the row of each hash, 0 where it has none; `kinds` of that row, which has 32 bits for each)."""
 
-    def find_one(self, names: bytearray, name: bytes) -> int:
-        """Its slot; 0: it has none."""
+    def find_one(self, column: bytearray, block_hash: bytes, /) -> int:
+        """Its row; 0: it has none."""
 
-    def add(self, names: bytearray, hashes: list[bytes], first: int) -> None:
-        """These, which have no slot, each once, are written to the slots from `first` on, and found there from now on."""
+    def add(self, column: bytearray, hashes: list[bytes], first: int, /) -> None:
+        """Write these hashes, which are distinct and have no row, to the rows from `first` on."""
 
-    def move(self, names: bytearray, slots: list[int], first: int) -> None:
-        """The names in these slots stand in those from `first` on. None of those is a slot that comes later in the list."""
+    def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
+        """Move the hashes of these rows to those from `first` on. None of those is a row that comes later in the list."""
 
-    def remove(self, names: bytearray, slots: list[int]) -> None:
-        """The names in these slots are found no more; they stay written there."""
+    def remove(self, column: bytearray, rows: list[int], /) -> None:
+        """The hashes of these rows are no longer found; the column keeps them."""
 
     def count(self) -> int:
-        """Names that have a slot."""
+        """Hashes that have a row."""
 
     def num_bytes(self) -> int:
-        """Of memory that Python does not count."""
+        """Memory outside of Python's own count."""
 
 
-class PythonTable:
+class PythonHashIndex:
     """A dict."""
 
-    __slots__ = ("_most", "_slot_of")
+    __slots__ = ("_peak", "_row_of")
 
     def __init__(self) -> None:
-        self._slot_of: dict[bytes, int] = {}
-        self._most = 0
+        self._row_of: dict[bytes, int] = {}
+        self._peak = 0
 
-    def find(self, names: bytearray, kinds: "array[int]", hashes: list[bytes]) -> tuple[list[int], list[int]]:
-        slots = list(map(self._slot_of.get, hashes, repeat(0)))
-        return slots, list(map(kinds.__getitem__, slots))
+    def find(self, column: bytearray, kinds: "array[int]", hashes: list[bytes], /) -> tuple[list[int], list[int]]:
+        rows = list(map(self._row_of.get, hashes, repeat(0)))
+        return rows, list(map(kinds.__getitem__, rows))
 
-    def find_one(self, names: bytearray, name: bytes) -> int:
-        return self._slot_of.get(name, 0)
+    def find_one(self, column: bytearray, block_hash: bytes, /) -> int:
+        return self._row_of.get(block_hash, 0)
 
-    def add(self, names: bytearray, hashes: list[bytes], first: int) -> None:
-        names[HASH_BYTES * first : HASH_BYTES * (first + len(hashes))] = b"".join(hashes)
-        self._slot_of.update(zip(hashes, range(first, first + len(hashes)), strict=True))
-        self._most = max(self._most, len(self._slot_of))
+    def add(self, column: bytearray, hashes: list[bytes], first: int, /) -> None:
+        column[HASH_BYTES * first : HASH_BYTES * (first + len(hashes))] = b"".join(hashes)
+        self._row_of.update(zip(hashes, range(first, first + len(hashes)), strict=True))
+        self._peak = max(self._peak, len(self._row_of))
 
-    def move(self, names: bytearray, slots: list[int], first: int) -> None:
-        moved = self._named(names, slots)
-        names[HASH_BYTES * first : HASH_BYTES * (first + len(moved))] = b"".join(moved)
-        self._slot_of.update(zip(moved, range(first, first + len(moved)), strict=True))
+    def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
+        moved = self._hashes(column, rows)
+        column[HASH_BYTES * first : HASH_BYTES * (first + len(moved))] = b"".join(moved)
+        self._row_of.update(zip(moved, range(first, first + len(moved)), strict=True))
 
-    def remove(self, names: bytearray, slots: list[int]) -> None:
-        for name in self._named(names, slots):
-            del self._slot_of[name]
-        if self._most > _SMALL and _SPARSE * len(self._slot_of) < self._most:
-            self._slot_of = dict(self._slot_of)
-            self._most = len(self._slot_of)
+    def remove(self, column: bytearray, rows: list[int], /) -> None:
+        for block_hash in self._hashes(column, rows):
+            del self._row_of[block_hash]
+        if self._peak > _SMALL and _SPARSE * len(self._row_of) < self._peak:
+            self._row_of = dict(self._row_of)
+            self._peak = len(self._row_of)
 
-    def _named(self, names: bytearray, slots: Sequence[int]) -> list[bytes]:
-        return [bytes(names[HASH_BYTES * slot : HASH_BYTES * (slot + 1)]) for slot in slots]
+    def _hashes(self, column: bytearray, rows: Sequence[int]) -> list[bytes]:
+        return [bytes(column[HASH_BYTES * row : HASH_BYTES * (row + 1)]) for row in rows]
 
     def count(self) -> int:
-        return len(self._slot_of)
+        return len(self._row_of)
 
     def num_bytes(self) -> int:
         return 0
 
 
-class NativeTable:
-    """The compiled one: its functions in the place of methods, for the calls are many and short."""
-
-    __slots__ = ("add", "count", "find", "find_one", "move", "num_bytes", "remove")
-
-    def __init__(self, functions: tuple[Callable[..., Any], ...]) -> None:
-        self.find, self.find_one, self.add, self.move, self.remove, self.count, self.num_bytes = functions
-
-
-class Library(NamedTuple):
-    """The compiled functions: `make(seed)` gives a table's, `are_distinct` whether some names are known to be."""
-
-    make: Callable[[int], tuple[Callable[..., Any], ...]]
-    are_distinct: Callable[[list[bytes]], int]
-
-
 @functools.cache
-def library() -> Library | None:
-    """Compiled at the first use; None where it cannot be had."""
+def native() -> Any:
+    """The extension module with `HashTable(seed)` and `are_distinct(hashes)`; None without a compiler. Compiled on first use."""
     try:
-        return Library(*load_builtins("block_table", [Path(__file__).parent / "table" / "table.c"]))
+        return load_extension("kvrelay_hash_table", [_FOLDER / "module.c", _FOLDER / "table.c"], [_FOLDER / "table.h"])
     except BackendUnavailable as error:
-        logger.info("tables of blocks in Python: %s", error)
+        logger.info("the hash index runs in Python: %s", error)
         return None
 
 
-def block_table() -> BlockTable:
-    """An empty table. Its seed is drawn: nobody can choose prompts whose names crowd in it."""
-    native = library()
-    return PythonTable() if native is None else NativeTable(native.make(int.from_bytes(os.urandom(8), "little") >> 1))
+def new_hash_index() -> HashIndex:
+    """An empty index. Its seed is random, so that no client can choose prompts whose hashes collide in it."""
+    extension = native()
+    if extension is None:
+        return PythonHashIndex()
+    index: HashIndex = extension.HashTable(int.from_bytes(os.urandom(8), "little"))
+    return index
 
 
 def distinct(hashes: Sequence[bytes]) -> list[bytes]:
     """Each of them once, in their order; the list itself where they are distinct."""
-    native = library()
-    if native is not None and type(hashes) is list and native.are_distinct(hashes):
+    extension = native()
+    if extension is not None and type(hashes) is list and extension.are_distinct(hashes):
         return hashes
     return list(dict.fromkeys(hashes))

@@ -18,7 +18,7 @@ from operator import ne
 import numpy as np
 
 from kvrelay.hashing import HASH_BYTES
-from kvrelay.native.hash_index import block_table
+from kvrelay.native.hash_index import new_hash_index
 from kvrelay.router.index.bits import Ints
 
 MIN_GROWTH = 256
@@ -36,7 +36,7 @@ class Slots:
     __slots__ = ("_ahead", "_chained", "_cursor", "_edges", "_names", "_packed", "_table", "_used", "kinds")
 
     def __init__(self) -> None:
-        self._table = block_table()
+        self._table = new_hash_index()
         self.kinds = array("i", (0, 0))
         self._names = bytearray(2 * HASH_BYTES)
         self._used, self._chained, self._edges = bytearray(b"\1\1"), bytearray(2), bytearray(2)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvrelay.native import hash_index as block_table
-from kvrelay.native.hash_index import NativeTable, PythonTable, distinct, library
+from kvrelay.native import hash_index
+from kvrelay.native.hash_index import PythonHashIndex, distinct
 
 pytestmark = pytest.mark.pure
 
@@ -18,12 +18,12 @@ NAMES = [number.to_bytes(16, "little") for number in range(40)] + [bytes([0]) * 
 
 
 def native(seed=5):
-    if library() is None:
+    if hash_index.native() is None:
         pytest.skip("no compiler")
-    return NativeTable(library().make(seed))
+    return hash_index.native().HashTable(seed)
 
 
-MAKERS = {"python": PythonTable, "native": native}
+MAKERS = {"python": PythonHashIndex, "native": native}
 
 
 @pytest.fixture(params=sorted(MAKERS))
@@ -61,8 +61,8 @@ class TableMachine(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, (1 << 63) - 1))
     def begin(self, seed):
-        self.rows = [Row(PythonTable(), 64)]
-        if library() is not None:
+        self.rows = [Row(PythonHashIndex(), 64)]
+        if hash_index.native() is not None:
             self.rows.append(Row(native(seed), 64))
 
     @property
@@ -141,11 +141,11 @@ def test_the_compiled_table_takes_little_and_gives_it_back():
 
 
 def test_the_dict_is_copied_when_it_is_much_too_large():
-    row = Row(PythonTable(), 100_001)
+    row = Row(PythonHashIndex(), 100_001)
     row.add([number.to_bytes(16, "big") for number in range(100_000)], 1)
-    large = row.table._slot_of.__sizeof__()
+    large = row.table._row_of.__sizeof__()
     row.remove(list(row.slot_of)[10:])
-    assert row.table._slot_of.__sizeof__() < large / 1000
+    assert row.table._row_of.__sizeof__() < large / 1000
     row.check(list(row.slot_of))
 
 
@@ -153,9 +153,9 @@ def test_the_dict_is_copied_when_it_is_much_too_large():
 def test_the_compiled_table_touches_nothing_outside_of_the_row(slots, first):
     row = Row(native(), 9)
     row.add(NAMES[:3], 1)
-    with pytest.raises(ValueError, match="no slot"):
+    with pytest.raises(ValueError, match="no row"):
         row.table.move(row.names, slots, first)
-    with pytest.raises(ValueError, match="no slot"):
+    with pytest.raises(ValueError, match="no row"):
         row.table.add(row.names, NAMES[3:6], 7)
     with pytest.raises(ValueError, match="16 bytes"):
         row.table.add(row.names, [b"short"], 7)
@@ -164,11 +164,11 @@ def test_the_compiled_table_touches_nothing_outside_of_the_row(slots, first):
 
 
 def test_without_a_compiler_it_is_a_dict(monkeypatch):
-    monkeypatch.setattr(block_table, "library", lambda: None)
-    assert isinstance(block_table.block_table(), PythonTable)
-    if library() is not None:
+    monkeypatch.setattr(hash_index, "native", lambda: None)
+    assert isinstance(hash_index.new_hash_index(), PythonHashIndex)
+    if hash_index.native() is not None:
         monkeypatch.undo()
-        assert isinstance(block_table.block_table(), NativeTable)
+        assert isinstance(hash_index.new_hash_index(), hash_index.native().HashTable)
 
 
 @pytest.mark.parametrize("has_library", [True, False])
@@ -176,7 +176,7 @@ def test_without_a_compiler_it_is_a_dict(monkeypatch):
 def test_each_name_once_in_their_order(has_library, hashes):
     with pytest.MonkeyPatch.context() as patch:
         if not has_library:
-            patch.setattr(block_table, "library", lambda: None)
+            patch.setattr(hash_index, "native", lambda: None)
         assert distinct(hashes) == distinct(tuple(hashes)) == list(dict.fromkeys(hashes))
 
 
@@ -187,8 +187,13 @@ def test_many_names_and_names_that_crowd_are_told_apart():
     many = [number.to_bytes(16, "little") for number in range(5000)]
     for names in (crowded, many, crowded[:1], []):
         assert distinct(names) == names and distinct([*names, *names]) == names
-    if library() is not None:
-        assert [library().are_distinct(names) for names in (crowded, crowded[:10], many, many[:1000])] == [0, 1, 0, 1]
+    if hash_index.native() is not None:
+        assert [hash_index.native().are_distinct(names) for names in (crowded, crowded[:10], many, many[:1000])] == [
+            False,
+            True,
+            False,
+            True,
+        ]
 
 
 def test_distinct_names_are_not_copied():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.hashing import HASH_BYTES, HashChain, block_hashes, next_hash, pack_tokens, root_hash, tenant_name
-from kvrelay.native import block_hash as hashing_native
+from kvrelay.native import block_hash
 
 pytestmark = pytest.mark.pure
 
@@ -83,20 +83,14 @@ def test_another_process_agrees():
 # ---- in C and in Python
 
 
-@pytest.fixture(params=["native", "native through the interpreter's functions", "python"])
+@pytest.fixture(params=["native", "python"])
 def library(request, monkeypatch):
-    """The ways of hashing and packing."""
+    """Hashing and packing in C and in Python."""
     if request.param == "python":
-        monkeypatch.setattr(hashing_native, "native", lambda: None)
-        yield request.param
-        return
-    native = hashing_native.native()
-    if native is None:
+        monkeypatch.setattr(block_hash, "native", lambda: None)
+    elif block_hash.native() is None:
         pytest.skip("no C compiler")
-    layout = hashing_native.layout_of_ints() if request.param == "native" else 0
-    native.use_layout(layout)
-    yield request.param
-    native.use_layout(hashing_native.layout_of_ints())
+    return request.param
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 16, 28, 29, 32, 60, 61, 64, 256])
@@ -137,7 +131,7 @@ def test_a_list_that_changes_while_it_is_packed_does_no_harm(library):
 
 
 def test_a_chain_begins_with_sixteen_bytes_and_blocks_are_not_empty():
-    native = hashing_native.native()
+    native = block_hash.native()
     if native is None:
         pytest.skip("no C compiler")
     for parent, width in ((b"short", 64), (bytes(16), 0), (bytes(16), -4)):
@@ -168,8 +162,8 @@ def test_long_prompts_hash_the_same_while_other_threads_run(library):
 
 @pytest.mark.slow
 def test_without_native_code_the_digests_are_the_same():
-    code = "from kvrelay import hashing, hashing_native; print(hashing.block_hashes(list(range(4000)), 16)[-1].hex()); "
-    code += "assert hashing_native.native() is None"
+    code = "from kvrelay import hashing; from kvrelay.native import block_hash; print(hashing.block_hashes(list(range(4000)), 16)[-1].hex()); "
+    code += "assert block_hash.native() is None"
     run = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

@@ -3,11 +3,13 @@
 import shutil
 import subprocess
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.native.build import load_native
+from kvrelay.native.build import WARNINGS, load_extension, load_native, source_flags
 
 pytestmark = pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
 
@@ -31,7 +33,7 @@ def test_a_library_is_compiled_once_and_again_when_its_source_changes(source, tm
     assert load_native("answer", [source]).answer() == 43
 
 
-def test_a_broken_source_reports_the_compilers_words_and_leaves_nothing(source, tmp_path):
+def test_a_broken_source_reports_the_compilers_error_and_leaves_nothing(source, tmp_path):
     source.write_text("int answer(void) { return fortytwo; }\n")
     with pytest.raises(BackendUnavailable, match="fortytwo"):
         load_native("answer", [source])
@@ -44,10 +46,55 @@ def test_it_can_be_switched_off(source, monkeypatch):
         load_native("answer", [source])
 
 
-def test_no_compiler_is_told(source, monkeypatch):
+def test_a_missing_compiler_is_reported(source, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(BackendUnavailable, match="no C compiler"):
         load_native("answer", [source])
+
+
+MODULE = """
+#include <Python.h>
+static PyModuleDef MODULE = {PyModuleDef_HEAD_INIT, .m_name = "kvrelay_answer"};
+PyMODINIT_FUNC PyInit_kvrelay_answer(void)
+{
+    PyObject *module = PyModule_Create(&MODULE);
+    if (module) PyModule_AddIntConstant(module, "answer", 42);
+    return module;
+}
+"""
+
+
+def test_an_extension_module_is_compiled_against_this_interpreters_headers(source, monkeypatch, tmp_path):
+    source.write_text(MODULE)
+    assert load_extension("kvrelay_answer", [source]).answer == 42
+    with pytest.raises(BackendUnavailable, match="PyInit_kvrelay_other"):
+        load_extension("kvrelay_other", [source])
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(BackendUnavailable, match="no Python.h"):
+        load_extension("kvrelay_answer", [source])
+
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("kvrelay", "kernels", "kvcache", "kvtransfer")
+SOURCES = sorted(str(path.relative_to(ROOT)) for folder in FOLDERS for path in (ROOT / folder).rglob("*.c"))
+
+
+def test_every_source_is_found():
+    assert len(SOURCES) >= 20
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("source", SOURCES)
+def test_sources_compile_without_a_warning(source):
+    path = ROOT / source
+    folders = {path.parent, ROOT / "kvrelay/native/xxh3"}
+    includes = [*(f"-I{folder}" for folder in folders), "-isystem", sysconfig.get_path("include")]
+    for target in ("-march=native", "-march=x86-64-v3") if sysconfig.get_platform() == "linux-x86_64" else ("-O2",):
+        flags = ["-O2", "-std=gnu11", "-fPIC", target, *source_flags(path), *WARNINGS, "-Werror"]
+        done = subprocess.run(
+            ["cc", *flags, *includes, "-c", str(path), "-o", "/dev/null"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ static void prepare(const quant_job *j, long m)
 
 const quant_kernels *quant_dot_kernels(int bits)
 {
-    static const quant_kernels of_4 = {wide_4, narrow_4, 2, prepare, 2}, of_8 = {wide_8, narrow_8, 4, prepare, 2};
+    static const quant_kernels of_4 = {wide_4, narrow_4, 2, prepare, 2, NULL}, of_8 = {wide_8, narrow_8, 4, prepare, 2, NULL};
     return bits == 4 ? &of_4 : &of_8;
 }
 #else

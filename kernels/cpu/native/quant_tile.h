@@ -10,12 +10,11 @@ static __attribute__((noinline)) void NAME(ROWS, NP)(const quant_job *j, const c
 {
     const long group = j->group, group_bytes = j->group_bytes, panel_bytes = j->panel_bytes, ldx = j->x_bytes / 4;
     const float *x = (const float *)rows;
-    const long scale_bytes = quant_scale_bytes(j->bits);
     for (long g = 0; g < groups; g++, w += group_bytes, x += group) {
         vf part[ROWS][NP * NV];
         UNROLL for (int r = 0; r < ROWS; r++) UNROLL for (int v = 0; v < NP * NV; v++) part[r][v] = (vf){0};
 #if KIND
-        const char *at = w + scale_bytes;
+        const char *at = w + quant_scale_bytes(KIND);
         /* where these panels end, the next ones begin NP - 1 further on */
         const long ahead = AHEAD * group_bytes + (g + AHEAD < groups ? 0 : (NP - 1) * panel_bytes);
 #endif

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvrelay.native import hash_index as block_table
+from kvrelay.native import hash_index
 from kvrelay.router.index import hash_rows as slots_module
 from kvrelay.router.index.bits import both_bits
 from kvrelay.router.index.hash_rows import Slots
@@ -35,7 +35,7 @@ def chain(name, length, first=0):
 @pytest.fixture(params=["native", "python"])
 def either_table(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr("kvrelay.router.index.hash_rows.block_table", block_table.PythonTable)
+        monkeypatch.setattr("kvrelay.router.index.hash_rows.new_hash_index", hash_index.PythonHashIndex)
 
 
 ROADS = [chain("r", 12) + chain(name, 28) for name in ("a", "b", "c")] + [chain("d", 40)]
@@ -212,7 +212,7 @@ def num_bytes(index):
     """Of the row's columns, the table of names and the kinds."""
     holders = index._holders[1]
     slots, kinds = holders._slots, holders._kinds
-    names = index.native_bytes or sys.getsizeof(slots._table._slot_of)
+    names = index.native_bytes or sys.getsizeof(slots._table._row_of)
     columns = (slots._names, slots.kinds, slots._used, slots._chained, slots._edges, kinds.masks, kinds._counts)
     return names + sum(map(sys.getsizeof, columns))
 
