@@ -32,7 +32,7 @@ def ask(it: Driven, prompt, *, hold_s=30.0, name="p"):
 @pytest.mark.parametrize("write", ["write-through", "selective"])
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_a_pinned_prompt_is_found_below_the_pool_after_pressure(drive, oracle, write, is_pinned):  # noqa: F811
-    it, prompt = drive(pool_blocks=20, host_blocks=24, write=write), prompt_of(64)
+    it, prompt = drive(pool_blocks=20, host_blocks=24, write_policy=write), prompt_of(64)
     it.run(prompt, hints=KvHints(pin_s=600.0 if is_pinned else 0.0))
     it.settle()
     it.engine.pool.reset_cache()  # its pins end, too
@@ -122,7 +122,7 @@ def test_a_tenant_has_its_share_of_the_host_tier_and_no_more(drive):  # noqa: F8
 @pytest.mark.parametrize("write", ["write-through", "selective", "write-back"])
 def test_what_is_not_to_be_kept_is_kept_nowhere(drive, tmp_path, write):  # noqa: F811
     it = drive(
-        pool_blocks=20, host_blocks=24, write=write, disk_path=str(tmp_path / "kv"), disk_size="8MiB"
+        pool_blocks=20, host_blocks=24, write_policy=write, disk_path=str(tmp_path / "kv"), disk_size="8MiB"
     )  # fmt: skip
     for seed in range(4):
         for _ in range(2):
