@@ -137,7 +137,7 @@ class Backend(Protocol):
     quantizes: bool  # whether it has products with quantised weights
 
     @property
-    def spared_kv_tokens(self) -> int:
+    def cascade_saved_tokens(self) -> int:
         """Tokens of KV that decode rows did not read again as another row of their step had read them, in a layer without
         a window; since the start.
         """

@@ -59,7 +59,7 @@ class Ours:
         )
         model = SimpleNamespace(attention_shape=shape, spec=spec)
         backend = SimpleNamespace(
-            name="none", device=torch.device("cpu"), share_prefixes=lambda **_: None, spared_kv_tokens=0
+            name="none", device=torch.device("cpu"), share_prefixes=lambda **_: None, cascade_saved_tokens=0
         )
         config = EngineConfig(
             block_size=BLOCK, kv_memory_bytes=num_blocks * BLOCK * 4, token_budget=BUDGET, max_running=MAX_RUNNING, max_waiting=MAX_RUNNING,

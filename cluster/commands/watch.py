@@ -68,7 +68,7 @@ _SHOWN = frozenset(
         "accepted_tokens",
         "model_drafted_tokens",
         "model_accepted_tokens",
-        "spared_kv_tokens",
+        "cascade_saved_tokens",
     ]
 ) | frozenset(QUEUES)
 """Of a load report, what has a place of its own, or none here; the rest is listed by name, whatever it is."""
@@ -250,7 +250,7 @@ def _events(workers: list[View], front: View) -> Table:
         (
             "KV spared",
             ", ".join(
-                f"{name} {told} tokens" for name, load in loads.items() if (told := load.get("spared_kv_tokens"))
+                f"{name} {told} tokens" for name, load in loads.items() if (told := load.get("cascade_saved_tokens"))
             ),
         ),
         ("by tenant", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _tenants(load)))),

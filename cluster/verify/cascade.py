@@ -87,11 +87,11 @@ class CascadeRows:
         self, cluster: "LocalCluster", worker: WorkerService, prompts: Sequence[Case], expected: list[list[int]], row: Row
     ) -> int:  # fmt: skip
         """Serve them at once; returns the KV tokens that the decode worker spared."""
-        before = (await worker.thread.call(lambda engine: engine.load())).spared_kv_tokens
+        before = (await worker.thread.call(lambda engine: engine.load())).cascade_saved_tokens
         answers = await asyncio.gather(*(self._verifier.tokens_of(cluster, prompt, "remote") for prompt in prompts))
         for prompt, wanted, (tokens, _) in zip(prompts, expected, answers, strict=True):
             row.count(prompt.name, wanted, tokens)
-        return (await worker.thread.call(lambda engine: engine.load())).spared_kv_tokens - before
+        return (await worker.thread.call(lambda engine: engine.load())).cascade_saved_tokens - before
 
     async def _control_row(
         self, cluster: "LocalCluster", worker: WorkerService, engine: Engine, expected: list[list[int]]

@@ -752,7 +752,7 @@ class Engine:
         """This engine's load now; the transfer fields are the worker's to fill."""
         self._load_seq += 1
         return load_report(
-            self._load_seq, self.scheduler, self._speed, self.drafts.load(), self.backend.spared_kv_tokens
+            self._load_seq, self.scheduler, self._speed, self.drafts.load(), self.backend.cascade_saved_tokens
         )
 
     def check(self) -> None:

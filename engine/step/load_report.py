@@ -10,7 +10,7 @@ from kvrelay.plane.messages import LoadReport
 
 
 def load_report(
-    seq: int, scheduler: Scheduler, speed: StepTiming, drafts: Mapping[str, Any], spared_kv_tokens: int = 0
+    seq: int, scheduler: Scheduler, speed: StepTiming, drafts: Mapping[str, Any], cascade_saved_tokens: int = 0
 ) -> LoadReport:
     """The load now, as report number `seq`; the transfer fields are the worker's to fill. drafts: see `DraftSteps.load`."""
     pool, tiers, preemptor = scheduler.pool, scheduler.tiers, scheduler.preemptor
@@ -56,7 +56,7 @@ def load_report(
         steps=speed.num_steps,
         batch_sequences=speed.batch_sequences,
         batch_tokens=speed.batch_tokens,
-        spared_kv_tokens=spared_kv_tokens,
+        cascade_saved_tokens=cascade_saved_tokens,
         **drafts,
         **(_swap_load(preemptor.area) if preemptor.area is not None else {}),
     )

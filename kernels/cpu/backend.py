@@ -82,7 +82,7 @@ class CpuBackend:
         return self._native
 
     @property
-    def spared_kv_tokens(self) -> int:
+    def cascade_saved_tokens(self) -> int:
         return 0 if self._native is None else self._native.spared_tokens
 
     def share_prefixes(self, *, enabled: bool) -> None:

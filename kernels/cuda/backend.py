@@ -104,7 +104,7 @@ class CudaBackend:
         self._graph_pool: Any = None
         self._told: set[str] = set()
         self._sampler = DeviceSampler(self.device)
-        self._shares_prefixes, self._spared_kv_tokens = True, 0
+        self._shares_prefixes, self._cascade_saved_tokens = True, 0
         self._try_out()
 
     def _try_out(self) -> None:
@@ -128,8 +128,8 @@ class CudaBackend:
         }
 
     @property
-    def spared_kv_tokens(self) -> int:
-        return self._spared_kv_tokens
+    def cascade_saved_tokens(self) -> int:
+        return self._cascade_saved_tokens
 
     def share_prefixes(self, *, enabled: bool) -> None:
         self._shares_prefixes = enabled
@@ -360,7 +360,7 @@ class CudaBackend:
         cascade: CascadeDecode = self._wrappers[key]
         with self.staging.planning(cascade):
             cascade.plan(levels, plan.shape, self.staging, options_of(variant, plan.shape.dtype))
-        self._spared_kv_tokens += levels.spared_tokens
+        self._cascade_saved_tokens += levels.spared_tokens
         return cascade
 
     def attention(

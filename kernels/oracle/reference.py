@@ -124,7 +124,7 @@ class ReferenceBackend:
         self.device = torch.device(device)
 
     @property
-    def spared_kv_tokens(self) -> int:
+    def cascade_saved_tokens(self) -> int:
         return 0
 
     def share_prefixes(self, *, enabled: bool) -> None:

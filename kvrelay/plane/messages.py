@@ -261,7 +261,7 @@ class LoadReport(_Message, frozen=True, tag="load"):
     steps: int = 0  # computed since the start
     batch_sequences: int = 0  # of the last of them
     batch_tokens: int = 0
-    spared_kv_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
+    cascade_saved_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
     drafted_tokens: int = 0  # computed behind sequences' next tokens
     accepted_tokens: int = 0  # of those, right
     model_drafted_tokens: int = 0  # of the drafted ones, by the draft model; the others are from sequences' own texts

@@ -68,7 +68,7 @@ def _counted(stats: ServeStats, table: _Table) -> None:
     for (name, verdict), count in stats.slo_verdicts.items():
         table.add(metrics.SLO_VERDICTS_TOTAL, "Requests with an SLO.", {"class": name, "verdict": verdict}, count)
     for (name, is_kept), count in stats.slo_outcomes.items():
-        labels = {"class": name, "kept": "true" if is_kept else "false"}
+        labels = {"class": name, "met": "true" if is_kept else "false"}
         table.add(metrics.SLO_OUTCOMES_TOTAL, "Finished requests by promised class.", labels, count)
 
 
@@ -108,8 +108,8 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Of those, brought up from below the pool.", who, load.tier_hit_tokens
     )
     table.add(
-        metrics.WORKER_SPARED_KV_TOKENS_TOTAL, "KV not read again, as another sequence of the step had read the same.", who,
-        load.spared_kv_tokens,
+        metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL, "KV not read again, as another sequence of the step had read the same.", who,
+        load.cascade_saved_tokens,
     )  # fmt: skip
     table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
     _drafted(who, load, table)

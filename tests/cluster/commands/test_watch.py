@@ -115,7 +115,7 @@ async def test_who_is_in_line_what_was_pre_empted_and_who_was_served_have_lines_
         "waiting_by_priority": {"3": 5, "-1": 2, "0": 0}, "deadline_refusals": 4, "preempted": {"swap": 70, "recompute": 1},
         "recomputed_tokens": 99, "swap_out_s": 0.25, "swap_in_s": 0.5, "swapped_blocks": 18, "swapped_bytes": 1 << 20,
         "tenant_tokens": {"": 10, "abcdef0123": 40, "b": 30, "c": 20, "d": 5}, "other_tenant_tokens": 7,
-        "drafted_tokens": 50, "accepted_tokens": 20, "model_drafted_tokens": 10, "model_accepted_tokens": 8, "spared_kv_tokens": 640,
+        "drafted_tokens": 50, "accepted_tokens": 20, "model_drafted_tokens": 10, "model_accepted_tokens": 8, "cascade_saved_tokens": 640,
     }  # fmt: skip
     told = printed(render(view), 200)
     assert "d0 priority -1: 2, priority 3: 5, 4 too late" in told

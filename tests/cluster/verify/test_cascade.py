@@ -49,7 +49,7 @@ class Served:
         """Never called."""
 
     async def call(self, action):
-        return action(SimpleNamespace(load=lambda: LoadReport(seq=1, spared_kv_tokens=self.spared)))
+        return action(SimpleNamespace(load=lambda: LoadReport(seq=1, cascade_saved_tokens=self.spared)))
 
     def add_row(self, name):
         self.rows.append(Row(name))

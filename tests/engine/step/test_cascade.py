@@ -61,7 +61,7 @@ WAVES = {
 def serve(folder, backend, waves, *, cascade):
     """(tokens by stream and choice, KV tokens spared) of waves of requests, each begun once the last one decodes."""
     config = EngineConfig(block_size=BLOCK, kv_memory_bytes=8 << 20, token_budget=64, cascade=cascade)
-    engine, before = load_engine(folder, backend, torch.float32, config), backend.spared_kv_tokens
+    engine, before = load_engine(folder, backend, torch.float32, config), backend.cascade_saved_tokens
     streams, left = {}, list(waves)
     while left or engine.scheduler.has_work:
         if left and (not engine.scheduler.has_work or streams):
@@ -71,7 +71,7 @@ def serve(folder, backend, waves, *, cascade):
             streams.setdefault((output.request_id, output.choice), []).extend(output.token_ids)
         engine.check()
     assert engine.pool.counts().used == 0
-    return streams, engine.load().spared_kv_tokens - before
+    return streams, engine.load().cascade_saved_tokens - before
 
 
 @pytest.mark.parametrize("name", WAVES)

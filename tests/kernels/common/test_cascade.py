@@ -68,11 +68,11 @@ def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
 
 def run(backend, step, *, shares, worth=WORTH):
     """(attention, tokens spared) of a step with or without sharing."""
-    native, before = backend.native, backend.spared_kv_tokens
+    native, before = backend.native, backend.cascade_saved_tokens
     native.worth = worth
     backend.share_prefixes(enabled=shares)
     try:
-        return run_attention(backend, step), backend.spared_kv_tokens - before
+        return run_attention(backend, step), backend.cascade_saved_tokens - before
     finally:
         native.worth = WORTH
         backend.share_prefixes(enabled=True)

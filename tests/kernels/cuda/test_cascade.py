@@ -112,7 +112,7 @@ def test_a_step_in_two_levels_equals_the_reference_on_a_fake_gpu(fake_gpu, refer
     found = run_attention(fake_gpu, dataclasses.replace(step, batch=on_host(step.batch)))
     torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
     shares = "window" not in variant
-    assert (fake_gpu.spared_kv_tokens > 0) is shares
+    assert (fake_gpu.cascade_saved_tokens > 0) is shares
     assert fake_gpu.gpu.not_causal_plans == (3 if shares else 0)
     fake_gpu.share_prefixes(enabled=False)
     run_attention(fake_gpu, dataclasses.replace(step, batch=on_host(step.batch)))
@@ -156,4 +156,4 @@ def test_a_step_in_two_levels_equals_the_reference(cuda, reference, head_dim, so
     gpu = dataclasses.replace(step, q=step.q.cuda(), kv_layer=step.kv_layer.nan_to_num(0).cuda())
     found = run_attention(cuda, gpu).cpu()
     torch.testing.assert_close(found, run_attention(reference, step), atol=2e-2, rtol=2e-2)
-    assert cuda.spared_kv_tokens > 0
+    assert cuda.cascade_saved_tokens > 0

@@ -110,7 +110,7 @@ async def test_verdicts_outcomes_and_errors_are_metrics(make_cluster):
     await complete(cluster, TIGHT)
     verdicts = await samples(cluster, "kvrelay_slo_verdicts_total")
     assert {'{class="tight",verdict="refused"} 1.0', '{class="slow",verdict="admitted"} 1.0'} <= verdicts
-    assert '{class="slow",kept="true"} 1.0' in await samples(cluster, "kvrelay_slo_outcomes_total")
+    assert '{class="slow",met="true"} 1.0' in await samples(cluster, "kvrelay_slo_outcomes_total")
     assert '{outcome="slo"} 1.0' in await samples(cluster, "kvrelay_requests_total")
     counts = await samples(cluster, "kvrelay_slo_prediction_ratio_count")
     assert counts == {'{time="ttft"} 1.0', '{time="tpot"} 0.0'}  # those before had no prediction yet
