@@ -1,7 +1,7 @@
 """What is known of each block: its references, how often it was handed out, the node of the index that names it. Pure.
 
 Flat arrays, and the operations that touch many blocks at once. Where a compiler is these are single calls into C
-(native/pool.c); the class has the same in Python, a few blocks one by one and many as arrays.
+(native/ledger.c); the class has the same in Python, a few blocks one by one and many as arrays.
 """
 
 from array import array

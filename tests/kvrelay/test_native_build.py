@@ -70,7 +70,7 @@ def test_an_extension_module_is_compiled_against_this_interpreters_headers(sourc
     with pytest.raises(BackendUnavailable, match="PyInit_kvrelay_other"):
         load_extension("kvrelay_other", [source])
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    with pytest.raises(BackendUnavailable, match="no Python.h"):
+    with pytest.raises(BackendUnavailable, match=r"no Python\.h"):
         load_extension("kvrelay_answer", [source])
 
 
