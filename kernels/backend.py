@@ -78,7 +78,7 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class HeadInputs:
     """What is done to a layer's heads between their projection and attention.
 
     norms: weights [head_dim] of queries and of keys, or None. The rest: see Backend.rope and Backend.store_kv.
@@ -222,7 +222,7 @@ class Backend(Protocol):
         """Scatter k, v [T, kv_heads, head_dim] into the layer's cache at slot_mapping [T] int64, in place."""
         ...
 
-    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
         """Norms of queries and keys, rotation, and the cache write; returns the queries for `attention`.
 
         Equals rms_norm, rope and store_kv one after the other, to the bit. May work in place on q and k.

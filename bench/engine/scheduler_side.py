@@ -125,9 +125,9 @@ class OursDrafting(Ours):
     """The same with speculation on, as it is by default, where it does not pay: but for a try now and then, nothing is drafted."""
 
     def __init__(self, num_blocks: int) -> None:
-        from kvrelay.engine.speculation.speculation import StepTimes
+        from kvrelay.engine.speculation.speculation import SpeculationTimes
 
-        class NothingPays(StepTimes):
+        class NothingPays(SpeculationTimes):
             def plain(self, num_sequences: int) -> float:
                 super().plain(num_sequences)
                 return 1.0

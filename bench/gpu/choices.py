@@ -80,7 +80,7 @@ def drawing(context: Context) -> None:
 def _searched(
     device: torch.device, draw: Callable[..., Tensor] = sampling_search.draw
 ) -> Callable[[Tensor, SamplingBatch], Tensor]:
-    settings = sampling_search.LastSettings(device)
+    settings = sampling_search.SettingsCache(device)
     return lambda logits, batch: draw(logits, settings.of(batch), sampling_search.to_device(batch.uniform, device))
 
 

@@ -12,7 +12,7 @@ from bench.gpu.engines import build, decoding, seconds_of
 from bench.gpu.kernels import Step, batch_of
 from bench.gpu.models import folder_of
 from bench.gpu.section import Context
-from kvrelay.engine.profiling.step_profile import StepProfiler, Workload
+from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.step.engine import Engine
 from kvrelay.types import BlockId
 
@@ -141,7 +141,7 @@ def profile(context: Context, engine: Engine) -> None:
     """As `kvrelay profile --step` measures it."""
     profiler = StepProfiler(engine, context_tokens=16 if context.tiny else 128, num_steps=3 if context.tiny else 20)
     for batch in (1, 3) if context.tiny else (1, 16, 64):
-        found = profiler.run(Workload(batch, 0))
+        found = profiler.run(StepWorkload(batch, 0))
         phases = {phase.name: round(1e6 * phase.outside_s) for phase in found.phases}
         context.add(
             check=f"{found.workload}: step", step_us=1e6 * found.step_s, kernels_us=1e6 * found.kernels_s,

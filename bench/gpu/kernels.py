@@ -18,7 +18,7 @@ _COMPILE_S = 60.0  # what one kernel may take; nothing can be interrupted meanwh
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class KernelStep:
     """(new tokens, context with them) of each sequence; single tokens first."""
 
     name: str
@@ -47,20 +47,23 @@ VARIANTS = (
 )  # fmt: skip
 
 
-def steps(*, tiny: bool) -> list[Step]:
+def steps(*, tiny: bool) -> list[KernelStep]:
     if tiny:
-        return [Step("decode, ragged", ((1, 1), (1, 17), (1, 40))), Step("mixed", ((1, 33), (5, 5), (16, 48)))]
+        return [
+            KernelStep("decode, ragged", ((1, 1), (1, 17), (1, 40))),
+            KernelStep("mixed", ((1, 33), (5, 5), (16, 48))),
+        ]
     return [
-        Step("decode 1", ((1, 1000),)),
-        Step("decode, ragged", tuple((1, length) for length in (1, 2, 15, 16, 17, 31, 33, 500, 4097, 32768))),
-        Step("decode 64", tuple((1, 100 + 37 * index) for index in range(64))),
-        Step("chunk", ((512, 512),)),
-        Step("chunk after context", ((300, 5000),)),
-        Step("mixed", ((1, 33), (1, 700), (1, 1), (5, 5), (16, 48), (17, 49), (400, 3000))),
+        KernelStep("decode 1", ((1, 1000),)),
+        KernelStep("decode, ragged", tuple((1, length) for length in (1, 2, 15, 16, 17, 31, 33, 500, 4097, 32768))),
+        KernelStep("decode 64", tuple((1, 100 + 37 * index) for index in range(64))),
+        KernelStep("chunk", ((512, 512),)),
+        KernelStep("chunk after context", ((300, 5000),)),
+        KernelStep("mixed", ((1, 33), (1, 700), (1, 1), (5, 5), (16, 48), (17, 49), (400, 3000))),
     ]
 
 
-def batch_of(step: Step, block_size: int, generator: torch.Generator) -> tuple[AttentionBatch, int]:
+def batch_of(step: KernelStep, block_size: int, generator: torch.Generator) -> tuple[AttentionBatch, int]:
     """Metadata with shuffled blocks; and how many blocks there must be."""
     needed = [-(-context // block_size) for _, context in step.sequences]
     order = torch.randperm(sum(needed) + 2, generator=generator).to(torch.int32)
@@ -174,7 +177,7 @@ class Grid:
     def control(self) -> None:
         """A changed key must show: the comparison can fail."""
         shape = AttentionShape(4, 2, 64, 16, torch.bfloat16)
-        batch, num_blocks = batch_of(Step("control", ((1, 40),)), 16, self.generator)
+        batch, num_blocks = batch_of(KernelStep("control", ((1, 40),)), 16, self.generator)
         kv = self.random(num_blocks, 2, 16, 2, 64, dtype=shape.dtype)
         q = self.random(1, 4, 64, dtype=shape.dtype)
         expected = self.attend(self.reference, shape, batch, q, kv, None, None)
@@ -211,7 +214,7 @@ class Grid:
         for dim, dtype in itertools.product(
             [64] if self.context.tiny else [64, 128, 256], (torch.bfloat16, torch.float32)
         ):
-            batch, num_blocks = batch_of(Step("mixed", ((1, 33), (5, 5), (16, 48))), 16, self.generator)
+            batch, num_blocks = batch_of(KernelStep("mixed", ((1, 33), (5, 5), (16, 48))), 16, self.generator)
             shape = AttentionShape(8, 2, dim, 16, dtype)
             q, k, v = (self.random(22, heads, dim, dtype=dtype) for heads in (8, 2, 2))
             table = torch.rand(64, dim, generator=self.generator).to(self.context.device)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.oracle.grid_steps import Case, Step, make_step
+from kvrelay.kernels.oracle.grid_steps import KernelCase, KernelStep, make_step
 
 SHAPES = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536)}
 ROWS = (1, 4, 16, 32, 128, 512)
@@ -94,10 +94,10 @@ def measure_attention(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str,
     bandwidth, peak = read_bytes_per_s(), peak_flops(backend, dtype)
     lines: list[dict[str, float | str]] = []
     for name, lengths in STEPS.items():
-        step = make_step(Case(lengths, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype))
+        step = make_step(KernelCase(lengths, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, dtype))
         plan = backend.plan(step.batch, step.case.shape)
 
-        def attend(step: Step = step, plan: object = plan) -> None:
+        def attend(step: KernelStep = step, plan: object = plan) -> None:
             for _ in range(COPIES):
                 backend.attention(step.q, step.kv_layer, plan, scale=0.125, window=None, softcap=None)
 

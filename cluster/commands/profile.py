@@ -25,7 +25,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.planning.speed_fit import Fitted, fit_curve
 
 if TYPE_CHECKING:
-    from kvrelay.engine.profiling.step_profile import StepProfile, Workload
+    from kvrelay.engine.profiling.step_profile import StepProfile, StepWorkload
     from kvrelay.engine.step.engine import Engine
 
 BUSY_SPREAD = 0.10  # of steps of the same work: beyond what a quiet machine shows
@@ -80,12 +80,12 @@ def command(
     if fit is not None:
         _fit(settings, fit, seconds, workers)
         return
-    from kvrelay.engine.profiling.step_profile import StepProfiler, Workload
+    from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 
     sizes = batch or [1, 16]
-    workloads = [Workload(size, 0) for size in sizes]
+    workloads = [StepWorkload(size, 0) for size in sizes]
     if prompt:
-        workloads += [Workload(0, prompt), Workload(max(sizes), prompt)]
+        workloads += [StepWorkload(0, prompt), StepWorkload(max(sizes), prompt)]
     engine = _engine(settings)
     try:
         profiler = StepProfiler(engine, context_tokens=context, num_steps=steps, temperature=temperature)
@@ -188,7 +188,7 @@ def _engine(settings: Settings) -> "Engine":
 
 
 def _measure(
-    engine: "Engine", profiler: Any, workloads: "list[Workload]", *, with_flame: bool
+    engine: "Engine", profiler: Any, workloads: "list[StepWorkload]", *, with_flame: bool
 ) -> "tuple[list[StepProfile], list[dict[str, Any]]]":
     profiles: list[StepProfile] = []
     trees: list[dict[str, Any]] = []

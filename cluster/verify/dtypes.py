@@ -99,7 +99,7 @@ def rows_stand_alone(backend: Backend, dtype: "torch.dtype") -> bool:
     """Whether the backend promises a row the same bits whatever else is in its batch: the compiled CPU kernels do."""
     import torch
 
-    from kvrelay.kernels.cpu.compiled import NativeLinear
+    from kvrelay.kernels.cpu.native_kernels import NativeLinear
 
     return isinstance(backend.pack_linear(torch.zeros(16, 16, dtype=dtype, device=backend.device)), NativeLinear)
 

@@ -19,12 +19,12 @@ from kvrelay.engine.models.packing import Packer
 from kvrelay.engine.models.rope import cos_sin_table
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.weights import WeightReader
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, KvOrder, Linear, Placement
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Backend, HeadInputs, KvOrder, Linear
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 
 logger = logging.getLogger(__name__)
 
-_TELL_EVERY_S = 5.0  # while weights are loaded
+_LOG_EVERY_S = 5.0  # while weights are loaded
 _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a sequence gets there
 
 
@@ -156,8 +156,8 @@ class DecoderModel:
         num_q, num_kv = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
         q, k, v = heads.split_with_sizes((num_q, num_kv, num_kv), dim=1)  # half of what split costs
-        placement = Placement(layer.head_norms, spec.norm_eps, cos_sin, positions, kv_layer, slots)
-        q = backend.place_heads(q, k, v, placement)
+        inputs = HeadInputs(layer.head_norms, spec.norm_eps, cos_sin, positions, kv_layer, slots)
+        q = backend.norm_rope_store(q, k, v, inputs)
         out = backend.attention(
             q,
             kv_layer,
@@ -178,11 +178,11 @@ class DecoderModel:
 
 def _pack_layers(packer: Packer, spec: ModelSpec) -> list[Layer]:
     layers: list[Layer] = []
-    told_s = time.monotonic()
+    logged_s = time.monotonic()
     for index in range(spec.num_layers):
         layers.append(_pack_layer(packer, spec, index))
-        if time.monotonic() - told_s > _TELL_EVERY_S:
-            told_s = time.monotonic()
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
             logger.info("%d of %d layers are loaded", index + 1, spec.num_layers)
     return layers
 

@@ -31,7 +31,7 @@ _CALIBRATION_CALLS = 2000
 
 
 @dataclass(slots=True)
-class StepTimes:
+class MeteredStep:
     """One round's seconds by phase: inside kernels, and outside them."""
 
     outside_s: dict[str, float] = field(default_factory=dict)
@@ -118,13 +118,13 @@ class Meter:
             sums.clear()
         self._since = self._clock()
 
-    def taken(self) -> StepTimes:
+    def taken(self) -> MeteredStep:
         """Since `begin`, less what the wrappers cost."""
         outside = {
             name: max(0.0, seconds - self._cost_s(name)) for name, seconds in self._outside.items() if name != _NOWHERE
         }
         num_kernels = sum(self._num_kernels.values())
-        return StepTimes(outside, dict(self._kernels), num_kernels)
+        return MeteredStep(outside, dict(self._kernels), num_kernels)
 
     def _cost_s(self, name: str) -> float:
         return (

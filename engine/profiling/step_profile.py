@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from kvrelay.engine.profiling.device_profile import DeviceTimes, profile_device
-from kvrelay.engine.profiling.instruments import ENCODING, PHASES, Meter, StepTimes, metered, named_kernels
+from kvrelay.engine.profiling.instruments import ENCODING, PHASES, Meter, MeteredStep, metered, named_kernels
 from kvrelay.engine.step.engine import Engine, StepResult
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import block_hashes
@@ -26,7 +26,7 @@ _MOST_ROUNDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
+class StepWorkload:
     """What each step computes: one token of `num_decode` sequences and a new prompt of `prompt_tokens` (0: none)."""
 
     num_decode: int
@@ -93,7 +93,7 @@ class StepProfiler:
         self._meter = Meter()
         self._meter.calibrate()
 
-    def check(self, workload: Workload, more_rounds: int = 0) -> None:
+    def check(self, workload: StepWorkload, more_rounds: int = 0) -> None:
         """Raises ConfigError: this engine cannot run the workload as a step; says which number is too large."""
         engine = self._engine
         budget, longest = engine.config.token_budget, self._longest(workload, more_rounds)
@@ -111,23 +111,23 @@ class StepProfiler:
         if blocks > engine.pool.num_blocks:
             raise ConfigError(f"{workload.name}: needs {blocks} blocks of KV, the pool has {engine.pool.num_blocks}")
 
-    def _longest(self, workload: Workload, more_rounds: int) -> int:
+    def _longest(self, workload: StepWorkload, more_rounds: int) -> int:
         """Tokens that a decoding sequence may have in the end; the first ones decode while others' prompts are computed."""
         prompts = -(-workload.num_decode * self._context_tokens // self._engine.config.token_budget)
         return self._context_tokens + prompts + 2 * self._num_steps + _WARM_UP + _DEVICE_STEPS + more_rounds + 2
 
-    def run(self, workload: Workload) -> StepProfile:
+    def run(self, workload: StepWorkload) -> StepProfile:
         """Measure one workload. Raises ConfigError: see `check`."""
         with self._running(workload, 0):
             rounds: list[Round] = []
-            times: list[StepTimes] = []
+            times: list[MeteredStep] = []
             for _ in range(self._num_steps):
                 rounds.append(self._round(workload))
                 times.append(self._metered(workload))
             device = self._device(workload)
         return _summary(workload, rounds, times, device, looks_ahead=self._engine.looks_ahead)
 
-    def sample(self, workload: Workload, num_rounds: int, watch: Callable[[Callable[[], None]], None]) -> None:
+    def sample(self, workload: StepWorkload, num_rounds: int, watch: Callable[[Callable[[], None]], None]) -> None:
         """Hand `watch` a function that runs so many steps of it, kernels in frames of their names; fewer if the
         sequences cannot grow so long."""
         num_rounds = max(1, min(num_rounds, self._spare(workload)))
@@ -139,7 +139,7 @@ class StepProfiler:
         with self._running(workload, num_rounds), named_kernels(self._engine):
             watch(run_rounds)
 
-    def _spare(self, workload: Workload) -> int:
+    def _spare(self, workload: StepWorkload) -> int:
         """By how many tokens each decoding sequence could be longer than those of `run`."""
         if not workload.num_decode:
             return _MOST_ROUNDS
@@ -149,7 +149,7 @@ class StepProfiler:
         return longest - self._longest(workload, 0)
 
     @contextmanager
-    def _running(self, workload: Workload, more_rounds: int) -> Iterator[None]:
+    def _running(self, workload: StepWorkload, more_rounds: int) -> Iterator[None]:
         self.check(workload, more_rounds)
         with self._sequences(workload, self._longest(workload, more_rounds)):
             for _ in range(_WARM_UP):
@@ -159,7 +159,7 @@ class StepProfiler:
 
     # ---- one step
 
-    def _take_step(self, workload: Workload) -> tuple[StepResult, Round]:
+    def _take_step(self, workload: StepWorkload) -> tuple[StepResult, Round]:
         """As the engine's thread does, its outputs encoded. The prompt comes in before.
 
         An engine that looks ahead brings what the call before has launched.
@@ -170,7 +170,7 @@ class StepProfiler:
         result = self._step()
         return result, Round(time.perf_counter() - begin_s, result.ahead_s, result.waited_s)
 
-    def _round(self, workload: Workload) -> Round:
+    def _round(self, workload: StepWorkload) -> Round:
         """One step, which must be of this workload."""
         result, taken = self._take_step(workload)
         if result.num_decode != workload.num_decode + (workload.prompt_tokens == 1):
@@ -186,7 +186,7 @@ class StepProfiler:
         encode_result(result)
         return result
 
-    def _metered(self, workload: Workload) -> StepTimes:
+    def _metered(self, workload: StepWorkload) -> MeteredStep:
         if workload.prompt_tokens:
             self._add(workload.prompt_tokens, max_tokens=1)
         encoding = self._meter.phase(ENCODING, encode_result)
@@ -197,7 +197,7 @@ class StepProfiler:
             encoding(result)
             return self._meter.taken()
 
-    def _device(self, workload: Workload) -> DeviceTimes | None:
+    def _device(self, workload: StepWorkload) -> DeviceTimes | None:
         if self._engine.backend.device.type != "cuda":
             return None
         return profile_device(lambda: self._round(workload), _DEVICE_STEPS)
@@ -205,7 +205,7 @@ class StepProfiler:
     # ---- sequences
 
     @contextmanager
-    def _sequences(self, workload: Workload, longest: int) -> Iterator[None]:
+    def _sequences(self, workload: StepWorkload, longest: int) -> Iterator[None]:
         """`num_decode` sequences whose prompts are computed; they are aborted at the end."""
         engine = self._engine
         names = [self._add(self._context_tokens, max_tokens=longest) for _ in range(workload.num_decode)]
@@ -253,7 +253,12 @@ def encode_result(result: StepResult) -> None:
 
 
 def _summary(
-    workload: Workload, rounds: list[Round], times: list[StepTimes], device: DeviceTimes | None, *, looks_ahead: bool
+    workload: StepWorkload,
+    rounds: list[Round],
+    times: list[MeteredStep],
+    device: DeviceTimes | None,
+    *,
+    looks_ahead: bool,
 ) -> StepProfile:
     def median(by_phase: list[dict[str, float]], name: str) -> float:
         return statistics.median(one.get(name, 0.0) for one in by_phase)

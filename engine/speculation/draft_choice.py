@@ -15,7 +15,7 @@ _FEW = 8  # tokens of a pass beyond one for each sequence, from which their time
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class DraftCandidate:
     """A sequence that the model might draft for.
 
     rate: chance that a token of the model's is right when those before it were. most: tokens that may be drafted.
@@ -88,7 +88,7 @@ def _moved(old: float, newest: float) -> float:
     return old + _BLEND * (min(newest, 2 * old) - old)  # a pause of the machine is no pass
 
 
-def choose(candidates: Sequence[Candidate], prices: Prices, most: int) -> list[int]:
+def choose(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> list[int]:
     """Tokens to draft for each of the candidates, up to `most`; 0: none by the model."""
     lengths = [0] * len(candidates)
     left = list(range(len(candidates)))
@@ -111,7 +111,7 @@ def choose(candidates: Sequence[Candidate], prices: Prices, most: int) -> list[i
     return lengths
 
 
-def _is_worth_it(one: Candidate, length: int, gain: float, prices: Prices) -> bool:
+def _is_worth_it(one: DraftCandidate, length: int, gain: float, prices: Prices) -> bool:
     """Whether what the model brings until the sequence ends is more than what it takes to compute its text first.
 
     gain: of a step, in tokens. It is asked of those far behind only: of the others that is part of the gain.
@@ -122,7 +122,7 @@ def _is_worth_it(one: Candidate, length: int, gain: float, prices: Prices) -> bo
     return gain * num_steps > prices.behind * one.num_behind
 
 
-def _deepest(candidates: Sequence[Candidate], prices: Prices, most: int) -> tuple[int, list[int], list[float]]:
+def _deepest(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> tuple[int, list[int], list[float]]:
     """(passes that bring the most, tokens to draft for each candidate, what they bring more than its other draft).
 
     (0, zeros, zeros) when none pays.

@@ -44,7 +44,7 @@ class Acceptance:
 
 
 @dataclass(slots=True)
-class StepTimes:
+class SpeculationTimes:
     """What steps take without drafts, and what drafts add: a fixed part and a part per token. By the power of two of sequences."""
 
     plain_s: dict[int, float] = field(default_factory=dict)
@@ -120,7 +120,7 @@ class Speculation(DraftSource):
     def __init__(self, most: int) -> None:
         """most: tokens drafted for a sequence in one step."""
         self.most = most
-        self.times = StepTimes()
+        self.times = SpeculationTimes()
         super().__init__(0.5, Acceptance(0.5, 1.0))
         self._num_steps = 0
 

@@ -5,7 +5,7 @@ Beside `speculation.py`, which knows what verifying costs and what drafts from a
 
 from collections.abc import Sequence
 
-from kvrelay.engine.speculation.draft_choice import Candidate, Pass, PassTimes, Prices, choose
+from kvrelay.engine.speculation.draft_choice import DraftCandidate, Pass, PassTimes, Prices, choose
 from kvrelay.engine.speculation.speculation import MARGIN, Acceptance, DraftSource, Speculation, expected
 
 _PRIOR_RATE = 0.7  # of a model of which nothing is known
@@ -41,7 +41,7 @@ class ModelSpeculation(DraftSource):
         return expected(rate, length) - MARGIN * num_sequences / plain_s * extra[1] * length
 
     def lengths(
-        self, num_sequences: int, candidates: Sequence[Candidate], *, has_drafts: bool, chunk: int
+        self, num_sequences: int, candidates: Sequence[DraftCandidate], *, has_drafts: bool, chunk: int
     ) -> list[int]:
         """Tokens that the model is to draft for each candidate of a step of `num_sequences` that `begins`.
 
@@ -67,7 +67,7 @@ class ModelSpeculation(DraftSource):
             return found
         return self._try(candidates, plain_s, chunk)
 
-    def _try(self, candidates: Sequence[Candidate], plain_s: float, chunk: int) -> list[int]:
+    def _try(self, candidates: Sequence[DraftCandidate], plain_s: float, chunk: int) -> list[int]:
         """For the one that is nearest, when there has been time enough; its text may take several tries."""
         num_behind = min(one.num_behind for one in candidates)
         cost_s = min(num_behind, chunk) * self.times.behind(1, plain_s) + _TRY_TOKENS * self.times.one_pass(1, plain_s)
@@ -77,7 +77,7 @@ class ModelSpeculation(DraftSource):
         return self._for_nearest(candidates, min(_TRY_TOKENS, self._speculation.most))
 
     @staticmethod
-    def _for_nearest(candidates: Sequence[Candidate], length: int) -> list[int]:
+    def _for_nearest(candidates: Sequence[DraftCandidate], length: int) -> list[int]:
         nearest = min(range(len(candidates)), key=lambda index: candidates[index].num_behind)
         lengths = [0] * len(candidates)
         lengths[nearest] = min(length, candidates[nearest].most)

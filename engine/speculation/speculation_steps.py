@@ -13,7 +13,7 @@ import numpy as np
 from kvrelay.engine.scheduling.headroom import OutputLengths
 from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.engine.speculation.draft_choice import Candidate, Pass
+from kvrelay.engine.speculation.draft_choice import DraftCandidate, Pass
 from kvrelay.engine.speculation.prompt_lookup import PromptLookup
 from kvrelay.engine.speculation.speculation import Acceptance, Speculation
 from kvrelay.engine.speculation.speculation_model import ModelSpeculation
@@ -22,7 +22,7 @@ from kvrelay.kvcache.pool.block_pool import BlockPool
 _MOST_IN_VAIN = 5  # then every 32nd step is asked about, as often as one is plain where drafts pay
 
 
-class Drafter:
+class SequenceDrafts:
     """One sequence's: where its drafts come from, and how good they have been."""
 
     __slots__ = ("acceptance", "by_model", "is_by_model", "lookup")
@@ -39,7 +39,7 @@ class _Drafted(Protocol):
     passes: list[Pass]
 
 
-class DraftModel(Protocol):
+class DraftModelProtocol(Protocol):
     """What is used of draft_model.DraftModel, which needs torch."""
 
     share: float
@@ -65,12 +65,12 @@ class DraftSteps:
         self.speculation = Speculation(most)
         self._num_in_vain = 0  # steps, one after the other, that could have had drafts: nothing was found
         self._num_to_pass = 0  # steps that are not asked about
-        self.model: DraftModel | None = None
+        self.model: DraftModelProtocol | None = None
         self.by_model: ModelSpeculation | None = None  # with a draft model
         self._lengths = OutputLengths()
         self._model_s = 0.0  # that the draft model took before the last plan
 
-    def attach(self, model: DraftModel, lengths: OutputLengths) -> None:
+    def attach(self, model: DraftModelProtocol, lengths: OutputLengths) -> None:
         """It drafts, too, from now on. lengths: of late outputs."""
         self.model, self.by_model = model, ModelSpeculation(self.speculation, model.share)
         self._lengths = lengths
@@ -89,7 +89,7 @@ class DraftSteps:
         if self.model is not None:  # which guesses for whom, and whether that pays, is seen when tokens are known
             return self.speculation.begins_next(len(running))
         count, able = len(running), [seq for seq in running if _may_draft(seq)]
-        return self.speculation.comes_next(count, [_drafter_of(seq).acceptance for seq in able])
+        return self.speculation.comes_next(count, [_drafts_of(seq).acceptance for seq in able])
 
     def note_plan(self, plan: StepPlan) -> None:
         """What `widen` has made of a plan."""
@@ -122,7 +122,7 @@ class DraftSteps:
 
     def _from_text(self, able: list[Sequence], num_running: int) -> dict[int, list[int]]:
         """What the sequences' own texts say, for those for which it is expected to pay; by identity."""
-        drafters = [_drafter_of(seq) for seq in able]
+        drafters = [_drafts_of(seq) for seq in able]
         lengths = self.speculation.lengths(num_running, [drafter.acceptance for drafter in drafters])
         found: dict[int, list[int]] = {}
         for seq, drafter, length in zip(able, drafters, lengths, strict=True):
@@ -146,18 +146,18 @@ class DraftSteps:
         for seq, _ in wanted:
             if id(seq) in drafted.tokens:
                 found[id(seq)] = drafted.tokens[id(seq)]
-                _drafter_of(seq).is_by_model = True
+                _drafts_of(seq).is_by_model = True
 
-    def _candidates(self, able: list[Sequence], found: dict[int, list[int]], num_running: int) -> list[Candidate]:
+    def _candidates(self, able: list[Sequence], found: dict[int, list[int]], num_running: int) -> list[DraftCandidate]:
         assert self.model is not None and self.by_model is not None
         so_far = np.fromiter((seq.num_output for seq in able), np.float64, len(able))
         most = np.fromiter((seq.max_output for seq in able), np.float64, len(able))
         left = self._lengths.remaining(so_far, most).tolist()
-        candidates: list[Candidate] = []
+        candidates: list[DraftCandidate] = []
         for seq, num_left in zip(able, left, strict=True):
-            drafter, from_text = _drafter_of(seq), len(found.get(id(seq), ()))
+            drafter, from_text = _drafts_of(seq), len(found.get(id(seq), ()))
             candidates.append(
-                Candidate(
+                DraftCandidate(
                     rate=self.by_model.rate(drafter.by_model),
                     most=min(self.speculation.most, self._most_for(seq), self.model.most_for(seq)),
                     num_behind=self.model.num_behind(seq),
@@ -198,7 +198,7 @@ class DraftSteps:
 
     def note(self, item: Scheduled, num_accepted: int) -> None:
         """So many of its drafted tokens were what would have been drawn."""
-        drafter, num_drafted = _drafter_of(item.seq), len(item.drafts)
+        drafter, num_drafted = _drafts_of(item.seq), len(item.drafts)
         if drafter.is_by_model and self.by_model is not None:
             self.by_model.observe(drafter.by_model, num_accepted, num_drafted)
         else:
@@ -229,10 +229,10 @@ class DraftSteps:
         }
 
 
-def _drafter_of(seq: Sequence) -> Drafter:
+def _drafts_of(seq: Sequence) -> SequenceDrafts:
     if seq.drafter is None:
-        seq.drafter = Drafter()
-    assert isinstance(seq.drafter, Drafter)
+        seq.drafter = SequenceDrafts()
+    assert isinstance(seq.drafter, SequenceDrafts)
     return seq.drafter
 
 

@@ -28,7 +28,7 @@ from kvrelay.engine.scheduling.request_checks import rejection_message, request_
 from kvrelay.engine.scheduling.scheduler import Scheduled, Scheduler, SchedulerLimits, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.engine.speculation.speculation_steps import DraftModel, DraftSteps
+from kvrelay.engine.speculation.speculation_steps import DraftModelProtocol, DraftSteps
 from kvrelay.engine.step.in_flight import InFlightStep, sampled
 from kvrelay.engine.step.layer_events import LayerEvents, LayerHook
 from kvrelay.engine.step.load_report import load_report
@@ -40,7 +40,7 @@ from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.engine.worker.memory import pool_bytes
 from kvrelay.engine.worker.preflight import num_blocks_for
 from kvrelay.hashing import HASH_SEED
-from kvrelay.kernels.asynchronous import AsyncBackend, PendingTokens
+from kvrelay.kernels.async_backend import AsyncBackend, PendingTokens
 from kvrelay.kernels.backend import Backend, KvOrder
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kvcache.eviction.registry import make_policy
@@ -236,7 +236,7 @@ class Engine:
         area.probe(range(self.pool.num_blocks))
         self.scheduler.preemptor.area = area
 
-    def attach_draft_model(self, model: DraftModel) -> None:
+    def attach_draft_model(self, model: DraftModelProtocol) -> None:
         """It drafts tokens from now on. Before the first request."""
         self.drafts.attach(model, self.scheduler.lengths)
 

@@ -1,6 +1,6 @@
 """A step that was launched and is not collected yet. No torch of its own.
 
-Where the device computes by itself (kernels/asynchronous.py), the next step is planned and launched while it works on this
+Where the device computes by itself (kernels/async_backend.py), the next step is planned and launched while it works on this
 one; then this one's tokens are taken, which is the one wait of a step. To the scheduler, while it plans that next step, each
 sequence that a token is being drawn for has one more token (`shown`): how many there are decides everything that it decides.
 Outside of that, sequences hold tokens that are known, and nothing else.
@@ -17,7 +17,7 @@ from torch import Tensor
 from kvrelay.engine.scheduling.scheduler import Scheduler, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.engine.step.runner import Drawn
-from kvrelay.kernels.asynchronous import PendingTokens
+from kvrelay.kernels.async_backend import PendingTokens
 from kvrelay.types import BlockId
 
 _UNKNOWN = 0  # stands for a token that is being drawn; the device replaces it, and it is gone before anybody else looks

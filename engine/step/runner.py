@@ -12,14 +12,14 @@ from torch import Tensor
 from kvrelay.engine.models.decoder import DecoderModel
 from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.kernels.asynchronous import AsyncBackend, Feed
+from kvrelay.kernels.async_backend import AsyncBackend, TokenFeed
 from kvrelay.kernels.backend import AttentionBatch, Backend
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.graphs import DecodeGraphs as CpuDecodeGraphs
+from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 
 if TYPE_CHECKING:
+    from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs
     from kvrelay.kernels.cuda.graph_pieces import StepPieces
-    from kvrelay.kernels.cuda.graphs import DecodeGraphs as CudaDecodeGraphs
     from kvrelay.kernels.cuda.plan import Variant
 
 
@@ -66,7 +66,7 @@ class Runner:
         """On a GPU, choose kernels and capture steps now rather than in the first requests. No block may be in use yet."""
         self.choose_kernels()
         if self._pieces is not None:
-            cast("CudaDecodeGraphs", self._graphs).warm_up(self._forward)
+            cast("CudaGraphs", self._graphs).warm_up(self._forward)
             self._pieces.warm_up(self._forward)
 
     def forget(self, seq: Sequence) -> None:
@@ -188,17 +188,17 @@ class Runner:
     def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
         """Float32 logits [R, vocab] of some rows of the step's hidden states."""
         if len(rows) == hidden.shape[0]:
-            known = self._graphs.logits_of(hidden) if isinstance(self._graphs, CpuDecodeGraphs) else None
+            known = self._graphs.logits_of(hidden) if isinstance(self._graphs, RecordedSteps) else None
             return self._model.logits(hidden) if known is None else known
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
 
 
-def _feed(plan: StepPlan, drawn: Drawn) -> Feed:
+def _feed(plan: StepPlan, drawn: Drawn) -> TokenFeed:
     """Whose last token is not known lacks no other one, and comes first in the step."""
     sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
     rows = [drawn.rows.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
     sources[: plan.num_single] = torch.tensor(rows, dtype=torch.int64)
-    return Feed(sources, drawn.tokens)
+    return TokenFeed(sources, drawn.tokens)
 
 
 def _then(
@@ -217,7 +217,7 @@ def _then(
 
 def _decode_graphs(
     model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int, max_running: int
-) -> "CpuDecodeGraphs | CudaDecodeGraphs | None":
+) -> "RecordedSteps | CudaGraphs | None":
     """The decode step captured once and replayed, where the backend can. Unverified on a GPU.
 
     FlashInfer plans latent attention by another wrapper. Experts chosen on a GPU are captured where their products are
@@ -226,11 +226,11 @@ def _decode_graphs(
     if model.spec.latent is not None:
         return None
     if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
-        return CpuDecodeGraphs(native, model.attention_shape, max_blocks=max_blocks, head=model.logits)
+        return RecordedSteps(native, model.attention_shape, max_blocks=max_blocks, head=model.logits)
     if backend.name != "cuda":
         return None
     from kvrelay.kernels.cuda import backend as cuda
-    from kvrelay.kernels.cuda import graphs as cuda_graphs
+    from kvrelay.kernels.cuda import cuda_graphs
     from kvrelay.kernels.cuda.experts import has_grouped_products
 
     assert isinstance(backend, cuda.CudaBackend)
@@ -241,7 +241,7 @@ def _decode_graphs(
         return None
     model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
     num_layers = sum(window is None for window in model.spec.layer_windows)
-    return cuda_graphs.DecodeGraphs(
+    return cuda_graphs.CudaGraphs(
         backend,
         model.attention_shape,
         max_blocks=max_blocks,

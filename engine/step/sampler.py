@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.kernels.asynchronous import AsyncBackend
+from kvrelay.kernels.async_backend import AsyncBackend
 from kvrelay.kernels.backend import Backend, SamplingBatch
 from kvrelay.kernels.common.logit_changes import LogitChanges
 from kvrelay.kernels.common.logprobs import LogProbabilities, packed_log_probabilities, unpacked

@@ -19,7 +19,7 @@ _UNITS, _MEMBERS, _ROWS, _PARTS, _SAVED = range(5)  # of the header
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class CascadeUnit:
     """Rows that go together through a partition's first tiles.
 
     rows: decode rows. common: tiles that each has in common with the one before it, 0 for the first.
@@ -74,7 +74,7 @@ class Schedule:
         )  # fmt: skip
         return saved
 
-    def units(self) -> list[Unit]:
+    def units(self) -> list[CascadeUnit]:
         """The schedule to read, in the order in which it is worked off."""
         header = self.words[:_HEADER_WORDS].tolist()
         num_units, num_members, most = header[_UNITS], header[_MEMBERS], header[_ROWS] * header[_PARTS]
@@ -84,7 +84,7 @@ class Schedule:
         at += most // 2 + 1 + most // 2
         rows, common = (self.words[start : start + num_members].tolist() for start in (at, at + most))
         return [
-            Unit(parts[unit], tuple(rows[begin:end]), tuple(common[begin:end]))
+            CascadeUnit(parts[unit], tuple(rows[begin:end]), tuple(common[begin:end]))
             for unit, (begin, end) in enumerate(pairwise(first))
         ]
 

@@ -1,7 +1,7 @@
 """Weights in groups of 4- or 8-bit integers: the form, its error, and its products in plain torch.
 
 Of an output and a group of inputs, w = scale * q + offset, scale and offset half floats that stand for multiples of a
-power of two of the whole weight. The compiled form is kernels/cpu/compiled_quant.py's; integers are chosen alike in both.
+power of two of the whole weight. The compiled form is kernels/cpu/native_quant.py's; integers are chosen alike in both.
 """
 
 import math

@@ -16,7 +16,7 @@ _DIGIT_BITS = 11
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingSettings:
     """What a batch asks for, on the device, and whether any row asks for it. [R] each, as in SamplingBatch."""
 
     temperature: Tensor
@@ -35,8 +35,8 @@ def to_device(x: Tensor, device: torch.device) -> Tensor:
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
-def settings_of(batch: SamplingBatch, device: torch.device) -> Settings:
-    return Settings(
+def settings_of(batch: SamplingBatch, device: torch.device) -> SamplingSettings:
+    return SamplingSettings(
         temperature=to_device(batch.temperature, device),
         top_k=to_device(batch.top_k, device),
         top_p=to_device(batch.top_p, device),
@@ -49,14 +49,14 @@ def settings_of(batch: SamplingBatch, device: torch.device) -> Settings:
     )
 
 
-class LastSettings:
+class SettingsCache:
     """The settings of the batch before, which the next one most often shares: they are moved once for both."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._last: tuple[tuple[Tensor, ...], Settings] | None = None
+        self._last: tuple[tuple[Tensor, ...], SamplingSettings] | None = None
 
-    def of(self, batch: SamplingBatch) -> Settings:
+    def of(self, batch: SamplingBatch) -> SamplingSettings:
         """Tensors are compared by identity: kept here, so that none is taken for another in its place."""
         own = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         if self._last is None or any(x is not y for x, y in zip(own, self._last[0], strict=True)):
@@ -118,7 +118,7 @@ def _keep_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
     return (weights > least) | (is_least & (is_least.cumsum(dim=1) <= num_equal)) | (share >= 1.0)
 
 
-def kept_weights(logits: Tensor, settings: Settings) -> Tensor:
+def kept_weights(logits: Tensor, settings: SamplingSettings) -> Tensor:
     """`whole_weights` with zeros for what top-k, top-p and min-p leave out."""
     weights = whole_weights(logits, settings.temperature)
     vocab = logits.shape[1]
@@ -134,7 +134,7 @@ def kept_weights(logits: Tensor, settings: Settings) -> Tensor:
     return weights
 
 
-def draw(logits: Tensor, settings: Settings, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     """One token id for each row of float32 logits [R, V] -> [R] int64. uniform: [R] float64, on the same device.
 
     The draw is the first id, in id order, whose cumulative weight exceeds uniform * total.

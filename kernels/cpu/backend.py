@@ -18,24 +18,24 @@ from kvrelay.kernels.backend import (
     AttentionBatch,
     AttentionShape,
     Experts,
+    HeadInputs,
     HeadLinears,
     KvOrder,
     Linear,
-    Placement,
     QuantizedLinear,
     SamplingBatch,
 )
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import HeadByHead
-from kvrelay.kernels.cpu.compiled import KV_KINDS, SUPPORTED, NativeKernels, NativePlan, places
-from kvrelay.kernels.cpu.compiled_experts import NativeExperts, choose_experts
-from kvrelay.kernels.cpu.compiled_quant import NativeQuantLinear
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
+from kvrelay.kernels.cpu.native_experts import NativeExperts, choose_experts
+from kvrelay.kernels.cpu.native_kernels import KV_KINDS, SUPPORTED, NativeKernels, NativePlan, places
+from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cpu.torch_fallback import TorchCpuBackend
+from kvrelay.kernels.norm_rope_store import norm_rope_store
 from kvrelay.kernels.oracle.reference import ReferencePlan
-from kvrelay.kernels.placing import place_heads
 from kvrelay.machine import own_cores
 from kvrelay.native.build import processor
 
@@ -71,7 +71,7 @@ class CpuBackend:
         torch.set_num_threads(self.num_threads)
         self._torch = TorchCpuBackend()
         self._native, self._why_not = _load(self.num_threads)
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._packers: dict[torch.dtype, tuple[str, Pack]] = {}
         if self._native is None:
             logger.warning("compiled CPU kernels are off (%s); torch's are used, several times slower", self._why_not)
@@ -105,13 +105,13 @@ class CpuBackend:
         """The compiled kernels where they have attention for this shape."""
         native = self._native_for(shape.dtype)
         if native is not None and shape.kv_dtype not in (None, torch.float8_e4m3fn, *SUPPORTED):
-            self._tell_once(f"attention over a cache of {shape.kv_dtype} is not compiled; torch's is used, slower")
+            self._warn_once(f"attention over a cache of {shape.kv_dtype} is not compiled; torch's is used, slower")
             return None
         return native
 
-    def _tell_once(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning("%s", what)
 
     def _native_for(self, dtype: torch.dtype) -> NativeKernels | None:
@@ -192,10 +192,10 @@ class CpuBackend:
         else:
             native.store_kv(k, v, kv_layer, slot_mapping)
 
-    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
-        if self._native is None or not places(q, k, v, placement):
-            return place_heads(self, q, k, v, placement)
-        return self._native.place_heads(q, k, v, placement)
+    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
+        if self._native is None or not places(q, k, v, inputs):
+            return norm_rope_store(self, q, k, v, inputs)
+        return self._native.norm_rope_store(q, k, v, inputs)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> NativePlan | ReferencePlan:
         native = self.native_for(shape)

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from kvrelay.environment import cache_dir
 from kvrelay.kernels.backend import Linear
-from kvrelay.kernels.cpu.compiled import SUPPORTED, NativeKernels
+from kvrelay.kernels.cpu.native_kernels import SUPPORTED, NativeKernels
 from kvrelay.kernels.oracle.reference import ReferenceLinear
 
 logger = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import AttentionBatch, AttentionShape, Placement, SamplingBatch
+from kvrelay.kernels.backend import AttentionBatch, AttentionShape, HeadInputs, SamplingBatch
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme
-from kvrelay.kernels.cpu.compiled import NativeKernels
-from kvrelay.kernels.cpu.compiled_experts import NativeExperts, choose_experts
-from kvrelay.kernels.cpu.compiled_quant import NativeQuantLinear
+from kvrelay.kernels.cpu.native_experts import NativeExperts, choose_experts
+from kvrelay.kernels.cpu.native_kernels import NativeKernels
+from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -68,7 +68,7 @@ def _rope(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype
     return all(_near(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def _placing(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
+def _norm_rope_store(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
     generator = torch.Generator().manual_seed(11)
     heads, table = _random(generator, dtype, 3, 8, 48), torch.rand(8, 40, generator=generator)
     norms, at = (torch.rand(48, generator=generator), torch.rand(48, generator=generator)), torch.tensor([0, 5, 7])
@@ -76,7 +76,7 @@ def _placing(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dt
 
     def place(kernels: NativeKernels | ReferenceBackend, layer: Tensor) -> Tensor:
         q, k, v = heads.clone().split((4, 2, 2), 1)
-        return kernels.place_heads(q, k, v, Placement(norms, 1e-5, table, at, layer, 4 * at))
+        return kernels.norm_rope_store(q, k, v, HeadInputs(norms, 1e-5, table, at, layer, 4 * at))
 
     found, expected = place(native, layers[0]), place(reference, layers[1])
     return _near(found, expected) and _near(*layers)
@@ -178,7 +178,7 @@ _CHECKS: dict[str, Callable[[NativeKernels, ReferenceBackend, torch.dtype], bool
     "quantised linear": _quantized,
     "norm": _norm,
     "rope": _rope,
-    "placing": _placing,
+    "norm, rope and store": _norm_rope_store,
     "activation": _activation,
     "attention": _attention,
     "fp8 cache": _fp8_cache,

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from kvrelay.kernels.backend import SamplingBatch
 from kvrelay.kernels.common import sampling, sampling_search
-from kvrelay.kernels.common.sampling_search import LastSettings
+from kvrelay.kernels.common.sampling_search import SettingsCache
 from kvrelay.kernels.oracle.reference import ReferenceBackend, ReferencePlan, attend, causal_mask, gather_kv
 
 
@@ -20,7 +20,7 @@ class TorchCpuBackend(ReferenceBackend):
 
     def __init__(self) -> None:
         super().__init__("cpu")
-        self._settings = LastSettings(self.device)
+        self._settings = SettingsCache(self.device)
 
     def attention(
         self,

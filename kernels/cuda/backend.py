@@ -23,16 +23,16 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.asynchronous import Feed
+from kvrelay.kernels.async_backend import TokenFeed
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
     Experts,
+    HeadInputs,
     HeadLinears,
     KvOrder,
     Linear,
-    Placement,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -60,9 +60,9 @@ from kvrelay.kernels.cuda.plan import (
 from kvrelay.kernels.cuda.prefill import PrefillKernels
 from kvrelay.kernels.cuda.recorder import Recorder, Rehearsal
 from kvrelay.kernels.cuda.sampling import DeviceSampler
-from kvrelay.kernels.cuda.staging import Staging, TokensOnTheirWay
+from kvrelay.kernels.cuda.staging import DeviceStaging, PinnedTokens
+from kvrelay.kernels.norm_rope_store import norm_rope_store
 from kvrelay.kernels.oracle.reference import ReferenceBackend
-from kvrelay.kernels.placing import place_heads
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ class CudaBackend:
         if self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         self._plain = ReferenceBackend(self.device)
-        self.staging = Staging(self.device)
+        self.staging = DeviceStaging(self.device)
         # FlashInfer asks for zeros at first use
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
         self._wrappers: dict[tuple[str, KvOrder, Variant], Any] = {}
@@ -102,7 +102,7 @@ class CudaBackend:
         self._current: CudaPlan | None = None
         self._recorder: Recorder | Rehearsal | None = None
         self._graph_pool: Any = None
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._sampler = DeviceSampler(self.device)
         self._shares_prefixes, self._cascade_saved_tokens = True, 0
         self._try_out()
@@ -152,9 +152,9 @@ class CudaBackend:
             self._graph_pool = torch.cuda.graph_pool_handle()
         return self._graph_pool
 
-    def _tell_once(self, what: str) -> None:
-        if what not in self._told:
-            self._told.add(what)
+    def _warn_once(self, what: str) -> None:
+        if what not in self._warned:
+            self._warned.add(what)
             logger.warning("FlashInfer has no kernel for %s: torch is used, slower", what)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -178,8 +178,8 @@ class CudaBackend:
         if scheme is not None:
             raise BackendUnavailable(f"{scheme} weights", "the cuda backend has no products with them")
         packed = CudaExperts(experts, lambda x: self.gated_activation(x, activation), self.device)
-        if not packed.is_grouped and "experts" not in self._told:
-            self._told.add("experts")
+        if not packed.is_grouped and "experts" not in self._warned:
+            self._warned.add("experts")
             logger.warning("torch has no grouped product for experts in %s here: one after the other, slower", dtype)
         return packed
 
@@ -245,8 +245,8 @@ class CudaBackend:
         indices, indptr, last_page_len = self._whole_cache(kv_layer)
         self._flashinfer.append_paged_kv_cache(k, v, zeros, slots, kv_cache, indices, indptr, last_page_len, kv_layout)
 
-    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
-        return place_heads(self, q, k, v, placement)
+    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
+        return norm_rope_store(self, q, k, v, inputs)
 
     def _whole_cache(self, kv_layer: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(kv_indices, kv_indptr, kv_last_page_len) of one sequence that fills the whole cache, its blocks in order.
@@ -281,7 +281,7 @@ class CudaBackend:
         is_latent = shape.latent_dim is not None
         if not (has_latent_attention(shape) if is_latent else has_attention(shape)):
             kind = f"latent attention of {shape.num_heads} heads" if is_latent else "attention"
-            self._tell_once(f"{kind} with head_dim {shape.head_dim} in {shape.dtype}")
+            self._warn_once(f"{kind} with head_dim {shape.head_dim} in {shape.dtype}")
             plan.fallback = self._plain.plan(batch, shape)
             return plan
         if is_latent:
@@ -420,8 +420,8 @@ class CudaBackend:
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         return self._sampler(logits, batch)
 
-    def pending(self, tokens: Tensor) -> TokensOnTheirWay:
-        return TokensOnTheirWay(tokens)
+    def pending(self, tokens: Tensor) -> PinnedTokens:
+        return PinnedTokens(tokens)
 
-    def place(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+    def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         return self.staging.place(token_ids, feed)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionShape
-from kvrelay.kernels.cuda.staging import Staging
+from kvrelay.kernels.cuda.staging import DeviceStaging
 
 FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, taken over unmeasured
 WORTH = 7 * FEWEST_TOKENS  # tokens spared in a step: as eight rows with the shortest prefix (vLLM's fewest) do
@@ -25,7 +25,7 @@ EAGER_WORTH_BYTES = 4 << 30  # of KV spared in all layers, for which a captured 
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class PrefixGroup:
     """Decode rows whose first `num_blocks` blocks are the same, whole, and not all that any of them has."""
 
     rows: tuple[int, ...]
@@ -60,7 +60,7 @@ class Levels:
     spared_tokens: int
 
 
-def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: int) -> tuple[Group, ...]:
+def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: int) -> tuple[PrefixGroup, ...]:
     """The disjoint groups that spare most, each with a prefix of at least FEWEST_TOKENS; none where all is not WORTH it.
 
     context_lens: [R]. block_tables: [R, max_blocks] int32, one new token each.
@@ -77,11 +77,11 @@ def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: 
     return groups if sum(group.spared_blocks for group in groups) * block_size >= WORTH else ()
 
 
-def _best(order: list[int], same: list[int], fewest: int) -> tuple[Group, ...]:
+def _best(order: list[int], same: list[int], fewest: int) -> tuple[PrefixGroup, ...]:
     """Of sorted rows, same[i] blocks in common between i and i + 1: one group of all, or the best on either side of the
     shortest of these, whichever spares more.
     """
-    best: tuple[Group, ...] = ()
+    best: tuple[PrefixGroup, ...] = ()
     stack: list[list[int]] = [[]]
     for index in range(len(order)):  # runs in which every two neighbours share enough
         stack[-1].append(index)
@@ -92,11 +92,11 @@ def _best(order: list[int], same: list[int], fewest: int) -> tuple[Group, ...]:
     return best
 
 
-def _best_of_run(order: list[int], same: list[int], begin: int, end: int) -> tuple[Group, ...]:
+def _best_of_run(order: list[int], same: list[int], begin: int, end: int) -> tuple[PrefixGroup, ...]:
     """`_best` of the rows begin .. end - 1, any two of which share enough. Depth: levels of the tree of prefixes."""
     shortest = min(same[begin : end - 1])
-    whole = (Group(tuple(order[begin:end]), shortest),)
-    parts: tuple[Group, ...] = ()
+    whole = (PrefixGroup(tuple(order[begin:end]), shortest),)
+    parts: tuple[PrefixGroup, ...] = ()
     cut = begin
     for index in range(begin, end):
         if index == end - 1 or same[index] == shortest:
@@ -157,7 +157,7 @@ class CascadeDecode:
         self._shared, self._unique, self._alone = (make(workspace, kv_layout, backend=kernels) for _ in range(3))
         self._rows = self._others = torch.empty(0, dtype=torch.int64)
 
-    def plan(self, levels: Levels, shape: AttentionShape, staging: Staging, options: dict[str, Any]) -> None:
+    def plan(self, levels: Levels, shape: AttentionShape, staging: DeviceStaging, options: dict[str, Any]) -> None:
         """options: sm_scale and so on, as both wrappers take them; without a window."""
         self._rows, self._others = staging.put(levels.rows), staging.put(levels.alone)
         plans = [(self._shared, levels.shared), (self._unique, levels.unique)]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
 from kvrelay.kernels.cuda.backend import CudaBackend
-from kvrelay.kernels.cuda.graphs import Forward, capture_all, idle_batch
+from kvrelay.kernels.cuda.cuda_graphs import Forward, capture_all, idle_batch
 from kvrelay.kernels.cuda.plan import CudaPlan, Variant, has_attention, is_unpacked
 from kvrelay.kernels.cuda.recorder import Call, Recorder, Rehearsal
 

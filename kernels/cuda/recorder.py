@@ -56,7 +56,7 @@ class Recorder:
         self.end()
         assert self._stored is not None, "keys are stored before they are attended to"
         (k, v), self._stored = self._stored, None
-        self.calls.append(Call(borrowed(q), borrowed(k), borrowed(v), kv_layer, variant))
+        self.calls.append(Call(unowned(q), unowned(k), unowned(v), kv_layer, variant))
         self.begin()
         return self.out
 
@@ -74,12 +74,12 @@ class Rehearsal:
         return self.out
 
 
-def borrowed(x: Tensor) -> Tensor:
+def unowned(x: Tensor) -> Tensor:
     """x, on a GPU without holding its memory: later graphs of the pool may use it again once they have run."""
-    return lent(x) if x.device.type == "cuda" else x
+    return alias_of(x) if x.device.type == "cuda" else x
 
 
-def lent(x: Tensor) -> Tensor:
+def alias_of(x: Tensor) -> Tensor:
     """The same memory, shape and strides, of which this tensor is no owner: whoever has it must know that it stays."""
     storage = x.untyped_storage()
     again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())

@@ -11,18 +11,18 @@ from torch import Tensor
 
 from kvrelay.kernels.backend import SamplingBatch
 from kvrelay.kernels.common import sampling_search
-from kvrelay.kernels.common.sampling_search import LastSettings, Settings, to_device
+from kvrelay.kernels.common.sampling_search import SamplingSettings, SettingsCache, to_device
 
 logger = logging.getLogger(__name__)
 
-Draw = Callable[[Tensor, Settings, Tensor], Tensor]
+Draw = Callable[[Tensor, SamplingSettings, Tensor], Tensor]
 
 
 class DeviceSampler:
     """Call it with float32 logits [R, V] and a batch: the tokens [R] int64, on the device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._settings = device, LastSettings(device)
+        self._device, self._settings = device, SettingsCache(device)
         self.kernels, self._draw = self._chosen()
 
     def __call__(self, logits: Tensor, batch: SamplingBatch) -> Tensor:

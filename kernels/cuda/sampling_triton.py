@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvrelay.kernels.common.sampling_search import Settings, scale_bits
+from kvrelay.kernels.common.sampling_search import SamplingSettings, scale_bits
 
 _BLOCK = 2048
 _SMALL = 512  # where each number is compared with 16
@@ -152,7 +152,7 @@ def _choose(
         tl.store(tokens + number, tl.where(token < vocab, token, 0).to(tl.int64))
 
 
-def draw(logits: Tensor, settings: Settings, uniform: Tensor) -> Tensor:
+def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     """As `sampling_search.draw`."""
     if not settings.draws:
         return logits.argmax(dim=1)

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.asynchronous import Feed
+from kvrelay.kernels.async_backend import TokenFeed
 
 
-class Staging:
+class DeviceStaging:
     """One device's. Call it from the engine thread only."""
 
     def __init__(self, device: torch.device) -> None:
@@ -49,7 +49,7 @@ class Staging:
         yield
         event.record()
 
-    def place(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+    def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         """See AsyncBackend.place."""
         placed = self.put(token_ids)
         if feed is None:
@@ -58,7 +58,7 @@ class Staging:
         return torch.where(sources >= 0, feed.tokens[sources.clamp(min=0)], placed)
 
 
-class TokensOnTheirWay:
+class PinnedTokens:
     """See PendingTokens."""
 
     def __init__(self, tokens: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvrelay import fp8
 from kvrelay.kernels.backend import Activation
-from kvrelay.kernels.oracle.grid_steps import Case, Step
+from kvrelay.kernels.oracle.grid_steps import KernelCase, KernelStep
 
 LAMBDA = 8.0
 V = 2.0**-24  # unit roundoff of float32, which sums are in
@@ -96,7 +96,7 @@ def gated_activation(gate_up: Tensor, kind: Activation) -> Exact:
     return rounded(value, 16 * V * (gate * up).abs() + 8 * V * gate.abs() * value.abs(), gate_up.dtype)
 
 
-def attention(step: Step, scale: float) -> Exact:
+def attention(step: KernelStep, scale: float) -> Exact:
     """Causal attention of a step, sequence by sequence, over what its cache says -> [T, heads, dim of values]."""
     case, batch = step.case, step.batch
     size = (int(batch.query_starts[-1]), case.heads, case.latent_dim or case.head_dim)
@@ -108,7 +108,7 @@ def attention(step: Step, scale: float) -> Exact:
     return rounded(value, bound, case.dtype)
 
 
-def _read(step: Step, row: int) -> tuple[Tensor, Tensor]:
+def _read(step: KernelStep, row: int) -> tuple[Tensor, Tensor]:
     """Keys and values [context, kv_heads, dim] of one sequence, float64, token by token from where it lies."""
     case, tokens = step.case, torch.arange(int(step.batch.context_lens[row]))
     blocks = step.batch.block_tables[row, tokens // case.block_size].long()
@@ -116,7 +116,7 @@ def _read(step: Step, row: int) -> tuple[Tensor, Tensor]:
     return read[:, 0], read[:, -1, :, : case.latent_dim]
 
 
-def _attend(case: Case, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attend(case: KernelCase, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """(attention [Q, heads, dim], by how much it may be off before it is rounded) of q, the context's last tokens."""
     (num_queries, heads, dim), (context, kv_heads, _) = q.shape, keys.shape
     q = q.view(num_queries, kv_heads, heads // kv_heads, dim)

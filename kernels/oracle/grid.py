@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 from kvrelay import fp8
-from kvrelay.kernels.backend import Activation, Backend, Placement, SamplingBatch
+from kvrelay.kernels.backend import Activation, Backend, HeadInputs, SamplingBatch
 from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.kernels.norm_rope_store import norm_rope_store
 from kvrelay.kernels.oracle import exact
 from kvrelay.kernels.oracle.exact import Exact
 from kvrelay.kernels.oracle.grid_steps import (
     BLOCK_SIZES,
     FP8,
     HEADS,
-    Case,
-    Step,
+    KernelCase,
+    KernelStep,
     attention_cases,
     laid_out,
     long_cases,
     make_step,
 )
 from kvrelay.kernels.oracle.reference import ReferenceBackend
-from kvrelay.kernels.placing import place_heads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROWS = (0, 1, 2, 3, 5, 6, 7, 13, 33, 70)
@@ -181,7 +181,7 @@ def cache_writes(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """place_heads: the bits of rms_norm, rope and store_kv one after the other, and no other bytes of the cache."""
+    """norm_rope_store: the bits of rms_norm, rope and store_kv one after the other, and no other bytes of the cache."""
     numbers = _Numbers(backend, dtype)
     kinds, widths = (dtype, torch.float32, torch.uint8), ((64, 64), (20, 12), (128, 64))
     for rows, kind, layout, (dim, rotary) in product((0, 1, 7, 70), kinds, backend.kv_layouts, widths):
@@ -206,9 +206,9 @@ def _placed(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(queries, cache) of six heads of queries, two of keys and two of values side by side, by one kernel or several."""
     heads, cache = fused.clone().unflatten(1, (10, -1)), cache.clone()
-    placement = Placement(norms, 1e-5, table, slots * 131 % 500, cache, slots)
+    inputs = HeadInputs(norms, 1e-5, table, slots * 131 % 500, cache, slots)
     q, k, v = heads.split((6, 2, 2), dim=1)
-    placed = backend.place_heads(q, k, v, placement) if in_one else place_heads(backend, q, k, v, placement)
+    placed = backend.norm_rope_store(q, k, v, inputs) if in_one else norm_rope_store(backend, q, k, v, inputs)
     return placed, cache
 
 
@@ -231,7 +231,7 @@ def sampling(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
         yield _compare(f"{rows} rows, top_k {top_k}, top_p {top_p}", backend.sample(logits, batch), due)
 
 
-def attend(backend: Backend, step: Step, scale: float) -> Tensor:
+def attend(backend: Backend, step: KernelStep, scale: float) -> Tensor:
     """A step's attention by a backend."""
     case = step.case
     plan = backend.plan(step.batch, case.shape)
@@ -241,12 +241,12 @@ def attend(backend: Backend, step: Step, scale: float) -> Tensor:
 
 
 @functools.lru_cache(maxsize=32)
-def _right(case: Case, scale: float, device: torch.device) -> Exact:
+def _right(case: KernelCase, scale: float, device: torch.device) -> Exact:
     """Kept, because it is the same for all sizes of blocks, and several backends are asked one after the other."""
     return exact.attention(make_step(case).to(device), scale)
 
 
-def attention_case(backend: Backend, case: Case, scale: float) -> Compared:
+def attention_case(backend: Backend, case: KernelCase, scale: float) -> Compared:
     """One step of attention against its definition."""
     right = _right(replace(case, block_size=BLOCK_SIZES[0], kv_layout="NHD"), scale, backend.device)
     return _compare(f"{case}, scale {scale}", attend(backend, make_step(case).to(backend.device), scale), right)
@@ -266,7 +266,7 @@ def _compare(case: str, found: Tensor, right: Exact) -> Compared:
     return Compared(case, right.ratio(found))
 
 
-def _scale_of(case: Case) -> float:
+def _scale_of(case: KernelCase) -> float:
     """All tokens count about alike; or, where the cache is plain, a few count nearly alone."""
     return 0.125 if case.kv_dtype is FP8 or case.softcap is not None else 1.0
 
@@ -284,7 +284,7 @@ FAMILIES: dict[str, Family] = {
     "rope": rope,
     "gated activations": activations,
     "cache writes": cache_writes,
-    "placement": placements,
+    "inputs": placements,
     "widening": widening,
     "sampling": sampling,
     **{f"attention, {heads}": _of(heads, _attention) for heads in HEADS},
@@ -293,7 +293,7 @@ FAMILIES: dict[str, Family] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class KernelVerdict:
     """What came out of a family: how many cases there were, and the one that was nearest its bound, or past it."""
 
     num_cases: int
@@ -304,8 +304,8 @@ class Verdict:
         return self.num_cases > 0 and self.worst.ok
 
 
-def judge(family: str, backend: Backend, dtype: torch.dtype) -> Verdict:
+def judge(family: str, backend: Backend, dtype: torch.dtype) -> KernelVerdict:
     """All cases of a family."""
     with torch.inference_mode():
         compared = list(FAMILIES[family](backend, dtype))
-    return Verdict(len(compared), max(compared, key=lambda one: one.ratio, default=Compared("no case", 0.0)))
+    return KernelVerdict(len(compared), max(compared, key=lambda one: one.ratio, default=Compared("no case", 0.0)))

@@ -19,7 +19,7 @@ Sequences = tuple[tuple[int, int], ...]  # (new tokens, context with them) of ea
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class KernelCase:
     """One step. latent_dim: of latent attention, whose cache has one part and one head. kv_dtype: None is `dtype`.
 
     shared_tokens: so many first tokens of every sequence lie in the same blocks, in multiples of 128.
@@ -58,20 +58,20 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class KernelStep:
     """A cache that holds every context token, and queries. kv_layer: [blocks, parts, block_size, kv_heads, row]."""
 
-    case: Case
+    case: KernelCase
     q: Tensor
     kv_layer: Tensor
     batch: AttentionBatch
 
-    def to(self, device: torch.device | str) -> "Step":
+    def to(self, device: torch.device | str) -> "KernelStep":
         """Queries and cache there; metadata stays on the CPU."""
         return replace(self, q=self.q.to(device), kv_layer=self.kv_layer.to(device))
 
 
-def make_step(case: Case, seed: int = 0) -> Step:
+def make_step(case: KernelCase, seed: int = 0) -> KernelStep:
     """The step of a case. What its tokens hold does not depend on the size of blocks or on how they lie."""
     generator = torch.Generator().manual_seed(seed)
     lengths, size = [context for _, context in case.sequences], case.block_size
@@ -86,7 +86,7 @@ def make_step(case: Case, seed: int = 0) -> Step:
     kv[torch.cat([torch.zeros(0, dtype=torch.int64), *slots])] = held
     kv = kv.unflatten(0, (num_blocks, size)).transpose(1, 2)
     kv = fp8.encoded(kv) if case.kv_dtype is FP8 else kv.to(case.kv_dtype or case.dtype)
-    return Step(case, q.to(case.dtype), laid_out(kv, case.kv_layout), _batch(case, tables))
+    return KernelStep(case, q.to(case.dtype), laid_out(kv, case.kv_layout), _batch(case, tables))
 
 
 def laid_out(kv_layer: Tensor, layout: KvOrder) -> Tensor:
@@ -94,7 +94,7 @@ def laid_out(kv_layer: Tensor, layout: KvOrder) -> Tensor:
     return kv_layer.transpose(2, 3).contiguous().transpose(2, 3) if layout == "HND" else kv_layer.contiguous()
 
 
-def _tables(case: Case, generator: torch.Generator) -> tuple[Tensor, int]:
+def _tables(case: KernelCase, generator: torch.Generator) -> tuple[Tensor, int]:
     """Block tables [S, max_blocks], and how many blocks there are: three of them nobody's."""
     needed = [-(-context // case.block_size) for _, context in case.sequences]
     num_blocks = sum(needed) + 3
@@ -107,13 +107,13 @@ def _tables(case: Case, generator: torch.Generator) -> tuple[Tensor, int]:
     return tables, num_blocks
 
 
-def _common(case: Case, context: int) -> int:
+def _common(case: KernelCase, context: int) -> int:
     """So many first tokens of a context are the first sequence's: whole blocks of any size that the grid has."""
     most = BLOCK_SIZES[-1]
     return min(case.shared_tokens, context, case.sequences[0][1]) // most * most
 
 
-def _batch(case: Case, tables: Tensor) -> AttentionBatch:
+def _batch(case: KernelCase, tables: Tensor) -> AttentionBatch:
     size, none = case.block_size, torch.zeros(0, dtype=torch.int64)
     own = [torch.arange(context - new, context) for new, context in case.sequences]
     slots = [tables[row, at // size].long() * size + at % size for row, at in enumerate(own)]
@@ -156,9 +156,9 @@ def variants_of(heads: str) -> tuple[dict[str, float], ...]:
     return () if heads == "MLA" else VARIANTS
 
 
-def attention_cases(heads: str, dtype: torch.dtype, layouts: tuple[KvOrder, ...]) -> Iterator[Case]:
+def attention_cases(heads: str, dtype: torch.dtype, layouts: tuple[KvOrder, ...]) -> Iterator[KernelCase]:
     """The grid's cases for one kind of heads and one dtype, long contexts aside. The first of a kind of blocks is empty."""
-    plain, variants = Case((), dtype=dtype, **HEADS[heads]), variants_of(heads)  # type: ignore[arg-type]
+    plain, variants = KernelCase((), dtype=dtype, **HEADS[heads]), variants_of(heads)  # type: ignore[arg-type]
     kinds = [*product(BLOCK_SIZES, (None,)), (16, FP8), (1, FP8), (128, FP8)]
     for index, (size, kv_dtype) in enumerate(kinds):
         case = replace(plain, block_size=size, kv_dtype=kv_dtype)
@@ -173,9 +173,9 @@ def attention_cases(heads: str, dtype: torch.dtype, layouts: tuple[KvOrder, ...]
     yield replace(plain, sequences=EVERY_LENGTH)
 
 
-def long_cases(heads: str, dtype: torch.dtype) -> Iterator[Case]:
+def long_cases(heads: str, dtype: torch.dtype) -> Iterator[KernelCase]:
     """Contexts of up to 32k tokens: decode rows, and a prompt's last chunk."""
-    plain = Case((), dtype=dtype, **HEADS[heads])  # type: ignore[arg-type]
+    plain = KernelCase((), dtype=dtype, **HEADS[heads])  # type: ignore[arg-type]
     for size, kv_dtype in ((16, None), (128, FP8)):
         yield replace(plain, sequences=LONG["1k to 8k"], block_size=size, kv_dtype=kv_dtype)
     yield replace(plain, sequences=LONG["32k"], block_size=32)

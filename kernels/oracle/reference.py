@@ -16,10 +16,10 @@ from kvrelay.kernels.backend import (
     AttentionBatch,
     AttentionShape,
     Experts,
+    HeadInputs,
     HeadLinears,
     KvOrder,
     Linear,
-    Placement,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -28,7 +28,7 @@ from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.experts import ExpertLoop, choose_experts
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import TorchQuantLinear
-from kvrelay.kernels.placing import place_heads
+from kvrelay.kernels.norm_rope_store import norm_rope_store
 
 
 class ReferenceLinear:
@@ -197,8 +197,8 @@ class ReferenceBackend:
         kv_layer[block, 0, offset] = fp8.stored(k, kv_layer.dtype)
         kv_layer[block, 1, offset] = fp8.stored(v, kv_layer.dtype)
 
-    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
-        return place_heads(self, q, k, v, placement)
+    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
+        return norm_rope_store(self, q, k, v, inputs)
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> ReferencePlan:
         return plan_sequences(batch, shape, self.device)

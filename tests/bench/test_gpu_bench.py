@@ -11,7 +11,7 @@ import pytest
 
 from bench.gpu import gpu
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.graphs import DecodeGraphs
+from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 
 pytestmark = pytest.mark.alone
 
@@ -55,8 +55,8 @@ def test_a_kernel_that_is_wrong_fails_its_row_alone(scratch, tmp_path, monkeypat
 
 
 def test_a_graph_that_replays_something_else_fails(scratch, tmp_path, monkeypatch):
-    right = DecodeGraphs.run
-    monkeypatch.setattr(DecodeGraphs, "run", lambda *args: right(*args).flip(1))
+    right = RecordedSteps.run
+    monkeypatch.setattr(RecordedSteps, "run", lambda *args: right(*args).flip(1))
     rows = rows_of("graphs", scratch, tmp_path)
     if any("left_out" in row for row in rows):
         pytest.skip("nothing is recorded on this processor")

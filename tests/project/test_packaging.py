@@ -125,7 +125,7 @@ import pathlib, sys
 import kvrelay
 from kvrelay.cluster.commands.cli import run
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.kernels.cpu.compiled import _FOLDER
+from kvrelay.kernels.cpu.native_kernels import _FOLDER
 from tests_of_wheel import generate
 assert pathlib.Path(kvrelay.__file__).is_relative_to(sys.argv[1]), kvrelay.__file__
 assert _FOLDER.is_relative_to(sys.argv[1]) and list(_FOLDER.glob("*.c"))

@@ -1,6 +1,6 @@
 /* A recorded step: kernel calls one after another, without the interpreter between them.
  *
- * The arguments of call c stand in c.a, in the order of the kernel's own; kernels/cpu/graphs.py writes them.
+ * The arguments of call c stand in c.a, in the order of the kernel's own; kernels/cpu/recorded_steps.py writes them.
  */
 #include <stdint.h>
 #include "pool.h"
@@ -34,7 +34,7 @@ void kr_widen(pool *, const void *, float *, long);
 void kr_choose(pool *, const float *, const float *, float *, int64_t *, long, long, long, int, long, long, int, float);
 void kr_experts(pool *, int, int, int, const void *, long, const float *, const int64_t *, const void *const *,
                 const void *const *, const float *, const void *, const float *, void *, long, long, long, long, long, long);
-void kr_place(pool *, int, int, int, void *, void *, const void *, const void *, const void *, const float *,
+void kr_norm_rope_store(pool *, int, int, int, void *, void *, const void *, const void *, const void *, const float *,
               const int64_t *, const int64_t *, char *, long, long, long, long, long, long, long, long, long, float);
 
 static void call(int64_t kernel, const argument *a)
@@ -78,7 +78,7 @@ static void call(int64_t kernel, const argument *a)
                    a[12].p, a[13].p, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i);
         break;
     case PLACE:
-        kr_place(a[0].p, a[1].i, a[2].i, a[3].i, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].p,
+        kr_norm_rope_store(a[0].p, a[1].i, a[2].i, a[3].i, a[4].p, a[5].p, a[6].p, a[7].p, a[8].p, a[9].p, a[10].p, a[11].p, a[12].p,
                  a[13].i, a[14].i, a[15].i, a[16].i, a[17].i, a[18].i, a[19].i, a[20].i, a[21].i, a[22].f);
         break;
     }

@@ -130,7 +130,7 @@ static void place_task(void *arg, long index)
  * table: [positions, rotary] float32, cosines then sines; kv [blocks, 2, block_size, kv_heads, row] of `kind`. Equals
  * kr_rms_norm, kr_rope and kr_store_kv one after the other, bit for bit.
  */
-void kr_place(pool *p, int wide, int kind, int wide_norm, void *q, void *k, const void *v, const void *q_norm,
+void kr_norm_rope_store(pool *p, int wide, int kind, int wide_norm, void *q, void *k, const void *v, const void *q_norm,
               const void *k_norm, const float *table, const int64_t *positions, const int64_t *slots, char *kv, long tokens,
               long heads, long kv_heads, long q_stride, long k_stride, long v_stride, long dim, long rotary, long block_size,
               float eps)

@@ -6,7 +6,7 @@ import torch
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.profiling.device_profile import covered, device_times, is_wait
 from kvrelay.engine.profiling.instruments import PHASES, Meter, metered, named_kernels
-from kvrelay.engine.profiling.step_profile import StepProfiler, Workload
+from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.step.engine import EngineConfig, load_engine
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
@@ -105,7 +105,7 @@ def test_torch_operators_are_kernels_but_for_views():
 def test_every_phase_of_every_kind_of_step_is_seen_and_the_engine_is_left_clean(engine):
     before = vars(engine).keys() | vars(engine.scheduler).keys() | vars(engine._runner).keys()
     profiler = StepProfiler(engine, context_tokens=20, num_steps=3)
-    for workload in (Workload(1, 0), Workload(3, 0), Workload(0, 40), Workload(2, 24)):
+    for workload in (StepWorkload(1, 0), StepWorkload(3, 0), StepWorkload(0, 40), StepWorkload(2, 24)):
         profile = profiler.run(workload)
         assert [phase.name for phase in profile.phases] == list(PHASES)
         assert set(profiler._meter.taken().outside_s) == set(PHASES)  # of the last step with clocks
@@ -120,7 +120,7 @@ def test_compiled_kernels_are_counted_and_put_back(engine):
     if engine.backend.name != "cpu" or engine.backend.native is None:
         pytest.skip("no compiled kernels")
     lib = engine.backend.native.lib
-    profile = StepProfiler(engine, context_tokens=20, num_steps=3).run(Workload(0, 40))
+    profile = StepProfiler(engine, context_tokens=20, num_steps=3).run(StepWorkload(0, 40))
     assert profile.kernel_calls > 5 * engine.model.spec.num_layers
     assert engine.backend.native.lib is lib
 
@@ -136,7 +136,7 @@ def test_steps_to_sample_run_kernels_in_frames_of_their_names(engine):
         run_rounds()
         seen.append(engine._speed.num_steps - steps)
 
-    StepProfiler(engine, context_tokens=20, num_steps=2).sample(Workload(2, 0), 5, watch)
+    StepProfiler(engine, context_tokens=20, num_steps=2).sample(StepWorkload(2, 0), 5, watch)
     assert seen in (["kr_sample", 5], [5])
     with named_kernels(engine), metered(engine, Meter()):
         assert not engine.scheduler.has_work
@@ -145,9 +145,9 @@ def test_steps_to_sample_run_kernels_in_frames_of_their_names(engine):
 @pytest.mark.parametrize(
     ("workload", "named"),
     [
-        (Workload(1000, 0), "--batch 1000"),
-        (Workload(1, 4000), "engine.token_budget"),
-        (Workload(1, 0), "--context"),
+        (StepWorkload(1000, 0), "--batch 1000"),
+        (StepWorkload(1, 4000), "engine.token_budget"),
+        (StepWorkload(1, 0), "--context"),
     ],
 )
 def test_a_workload_that_the_engine_cannot_run_is_refused(folder, workload, named):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from kvrelay.engine.speculation.draft_choice import Candidate, Pass, PassTimes, Prices, choose
+from kvrelay.engine.speculation.draft_choice import DraftCandidate, Pass, PassTimes, Prices, choose
 from kvrelay.engine.speculation.speculation import Acceptance, Speculation
 from kvrelay.engine.speculation.speculation_model import ModelSpeculation
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.pure
 
 
 CHEAP = Prices(fixed=0.05, token=0.02, behind=0.002, one_pass=lambda count: 0.1, near=10)
-GOOD = Candidate(rate=0.9, most=8, num_behind=2, num_left=100)
+GOOD = DraftCandidate(rate=0.9, most=8, num_behind=2, num_left=100)
 
 
 def test_a_good_model_that_is_cheap_drafts_far_ahead():
@@ -128,7 +128,7 @@ class Device:
         if not self.speculation.begins(count):
             return [0] * count
         candidates = [
-            Candidate(self.by_model.rate(one), 8, behind, self.left)
+            DraftCandidate(self.by_model.rate(one), 8, behind, self.left)
             for one, behind in zip(self.each, self.behind, strict=True)
         ]
         return self.by_model.lengths(count, candidates, has_drafts=False, chunk=512)

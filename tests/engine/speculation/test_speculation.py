@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.engine.speculation.prompt_lookup import PromptLookup
-from kvrelay.engine.speculation.speculation import Acceptance, Speculation, StepTimes, expected
+from kvrelay.engine.speculation.speculation import Acceptance, Speculation, SpeculationTimes, expected
 
 pytestmark = pytest.mark.pure
 
@@ -52,7 +52,7 @@ def test_behind_a_wrong_token_nothing_is_learned():
 
 
 def test_the_fit_finds_what_a_draft_adds():
-    times, chance = StepTimes(), random.Random(1)
+    times, chance = SpeculationTimes(), random.Random(1)
     times.observe(1, 0, 0.020)
     for _ in range(200):
         count = chance.randint(1, 8)
@@ -74,7 +74,7 @@ def test_plain_steps_are_seen_before_anything_is_drafted_and_a_slow_one_does_not
 
 
 def test_a_fit_from_one_length_charges_all_to_the_tokens():
-    times = StepTimes()
+    times = SpeculationTimes()
     times.observe(4, 0, 0.010)
     for _ in range(10):
         times.observe(4, 5, 0.020)

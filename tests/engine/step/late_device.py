@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.step.engine import Engine
-from kvrelay.kernels.asynchronous import Feed
+from kvrelay.kernels.async_backend import TokenFeed
 from kvrelay.kernels.backend import SamplingBatch
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 
@@ -98,7 +98,7 @@ class LateBackend(ReferenceBackend):
     def pending(self, tokens: Tensor) -> LateTokens:
         return LateTokens(tokens, self.stream)
 
-    def place(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+    def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         if feed is None:
             return token_ids
         self.num_fed += 1

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvrelay.engine.profiling.step_profile import StepProfiler, Workload
+from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
 from kvrelay.engine.step.in_flight import InFlightStep
 from kvrelay.hashing import block_hashes
@@ -435,7 +435,7 @@ def test_the_profile_tells_what_the_host_did_meanwhile(make):
     for is_late in (False, True):
         engine = make(is_late, token_budget=64)
         profiler = StepProfiler(engine, context_tokens=8, num_steps=3)
-        for workload in (Workload(3, 0), Workload(0, 20), Workload(2, 16)):
+        for workload in (StepWorkload(3, 0), StepWorkload(0, 20), StepWorkload(2, 16)):
             profile = profiler.run(workload)
             assert (profile.ahead_s is not None) is is_late
             if is_late:

@@ -9,7 +9,7 @@ import torch
 from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
 from kvrelay.kernels.common.cascade import PART_TOKENS, TILE_TOKENS, WORTH, Schedule
-from tests.kernels.oracle.kernel_cases import Case, Step, run_attention
+from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, run_attention
 
 BF16 = torch.bfloat16
 TREE = ((1, 0, 1100), (2, 0, 700), (3, 2, 1000), (4, 0, 130))  # (row, of row, so many tokens in common)
@@ -32,7 +32,7 @@ KINDS = {
 
 def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
     """A decode row for each context, then `chunks` (new tokens, context); what no context fills is NaN."""
-    case = Case((*((1, context) for context in contexts), *chunks), **kind)
+    case = KernelCase((*((1, context) for context in contexts), *chunks), **kind)
     size, generator = case.block_size, torch.Generator().manual_seed(seed)
     lengths = [context for _, context in case.sequences]
     needed = [-(-length // size) for length in lengths]
@@ -63,7 +63,9 @@ def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
         max_query_len=max(news),
         max_context_len=max(lengths),
     )
-    return Step(case, torch.randn(starts[-1], case.heads, case.head_dim, generator=generator).to(case.dtype), kv, batch)
+    return KernelStep(
+        case, torch.randn(starts[-1], case.heads, case.head_dim, generator=generator).to(case.dtype), kv, batch
+    )
 
 
 def run(backend, step, *, shares, worth=WORTH):

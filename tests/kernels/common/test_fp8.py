@@ -7,14 +7,14 @@ import torch
 
 from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionShape
-from tests.kernels.oracle.kernel_cases import Case, Step, make_step, only, run_attention, written_out
+from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, make_step, only, run_attention, written_out
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 CASES = {
-    "decode and chunks": Case(((1, 33), (1, 530), (17, 49))),
-    "window and softcap": Case(((1, 90), (20, 80)), window=33, softcap=20.0),
-    "MQA, head 20": Case(((1, 40), (9, 20)), heads=8, kv_heads=1, head_dim=20),
-    "head 256, block of 1": Case(((1, 40), (9, 20)), heads=4, kv_heads=1, head_dim=256, block_size=1),
+    "decode and chunks": KernelCase(((1, 33), (1, 530), (17, 49))),
+    "window and softcap": KernelCase(((1, 90), (20, 80)), window=33, softcap=20.0),
+    "MQA, head 20": KernelCase(((1, 40), (9, 20)), heads=8, kv_heads=1, head_dim=20),
+    "head 256, block of 1": KernelCase(((1, 40), (9, 20)), heads=4, kv_heads=1, head_dim=256, block_size=1),
 }
 
 
@@ -34,7 +34,7 @@ def fp8_step(case):
     step = make_step(case)
     layer = fp8.encoded(step.kv_layer.float())
     plain = dataclasses.replace(case, dtype=torch.float32)
-    return dataclasses.replace(step, kv_layer=layer), Step(plain, step.q.float(), fp8.decoded(layer), step.batch)
+    return dataclasses.replace(step, kv_layer=layer), KernelStep(plain, step.q.float(), fp8.decoded(layer), step.batch)
 
 
 def run(backend, step):
@@ -124,7 +124,7 @@ def test_attention_over_fp8_is_attention_over_what_the_cache_says(cpu, reference
 
 @pytest.mark.parametrize("kind", [BF16, torch.float32, torch.float16])
 def test_a_plain_cache_need_not_have_the_models_dtype(cpu, kind):
-    step = make_step(Case(((1, 33), (9, 70))))
+    step = make_step(KernelCase(((1, 33), (9, 70))))
     layer = step.kv_layer.to(kind)
     expected = written_out(dataclasses.replace(step, kv_layer=layer), 0.125)
     plan = cpu.plan(step.batch, dataclasses.replace(step.case.shape, kv_dtype=kind))
@@ -133,7 +133,7 @@ def test_a_plain_cache_need_not_have_the_models_dtype(cpu, kind):
 
 
 def test_a_sequence_over_fp8_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compiled_2_threads):
-    step, _ = fp8_step(Case(((1, 33), (1, 700), (16, 48), (40, 600))))
+    step, _ = fp8_step(KernelCase(((1, 33), (1, 700), (16, 48), (40, 600))))
     together = run(compiled, step)
     assert torch.equal(together, run(compiled_2_threads, step))
     for s in range(4):
@@ -142,7 +142,7 @@ def test_a_sequence_over_fp8_alone_equals_itself_in_a_batch_bit_for_bit(compiled
 
 
 def test_fp8_attention_is_within_a_twentieth_of_the_exact_one(cpu):
-    step = make_step(Case(((1, 90), (17, 49))))
+    step = make_step(KernelCase(((1, 90), (17, 49))))
     exact = run_attention(cpu, step)
     quantised = run(cpu, dataclasses.replace(step, kv_layer=fp8.encoded(step.kv_layer)))
     assert 1e-3 < (quantised - exact).norm() / exact.norm() < 0.05

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvrelay.kernels.backend import SamplingBatch
 from kvrelay.kernels.common import sampling, sampling_search
-from kvrelay.kernels.common.sampling_search import LastSettings, least_kept, ordered_places, settings_of
+from kvrelay.kernels.common.sampling_search import SettingsCache, least_kept, ordered_places, settings_of
 
 CPU = torch.device("cpu")
 VOCABS = (1, 2, 31, 257, 1003)
@@ -122,7 +122,7 @@ def test_a_wrong_rule_is_seen():
 
 
 def test_settings_are_moved_once_for_batches_that_share_them():
-    last, (_, batch) = LastSettings(CPU), mixture(0, 4, 31)
+    last, (_, batch) = SettingsCache(CPU), mixture(0, 4, 31)
     first = last.of(batch)
     again = SamplingBatch(batch.temperature, batch.top_k, batch.top_p, batch.min_p, torch.rand(4, dtype=torch.float64))
     assert last.of(again) is first

@@ -7,36 +7,36 @@ import torch
 from torch.nn import functional as F
 
 from kvrelay import fp8
-from tests.kernels.oracle.kernel_cases import Case, make_step, only, run_attention, step_and_answer, written_out
+from tests.kernels.oracle.kernel_cases import KernelCase, make_step, only, run_attention, step_and_answer, written_out
 
 BF16 = torch.bfloat16
 CASES = {
-    "one token": Case(((1, 1),)),
-    "decode at block borders": Case(((1, 15), (1, 16), (1, 17), (1, 1), (1, 64), (1, 65))),
-    "long decode over partitions": Case(((1, 511), (1, 512), (1, 513), (1, 1100))),
-    "whole prompt": Case(((37, 37),)),
-    "chunk after a cached prefix": Case(((20, 150),)),
-    "long chunk over partitions": Case(((30, 1030),)),
-    "mixed": Case(((1, 33), (1, 700), (5, 5), (16, 48), (17, 49), (40, 40))),
-    "window in decode and chunk": Case(((1, 90), (1, 5), (30, 80)), window=20),
-    "window of one": Case(((1, 70), (5, 9)), window=1),
-    "long window": Case(((1, 1200), (9, 900)), window=600),
-    "softcap": Case(((1, 90), (30, 80)), softcap=5.0),
-    "window and softcap": Case(((1, 600), (30, 80)), window=33, softcap=20.0),
-    "no GQA": Case(((1, 40), (9, 20)), heads=4, kv_heads=4),
-    "MQA": Case(((1, 40), (9, 20)), heads=8, kv_heads=1),
-    "wide group": Case(((1, 40), (3, 20)), heads=60, kv_heads=1, head_dim=16),
-    "head 80": Case(((1, 40), (9, 20)), head_dim=80),
-    "head 96": Case(((1, 40), (9, 20)), head_dim=96),
-    "head 128": Case(((1, 40), (9, 20)), head_dim=128),
-    "head 256": Case(((1, 40), (9, 20)), heads=4, kv_heads=1, head_dim=256),
-    "head 20": Case(((1, 40), (9, 20)), head_dim=20),
-    "block of 1": Case(((1, 40), (9, 20)), block_size=1),
-    "block of 32": Case(((1, 31), (1, 32), (1, 33), (9, 70)), block_size=32),
-    "block of 128": Case(((1, 200), (9, 130)), block_size=128),
-    "latent": Case(((1, 40), (1, 600), (9, 20)), heads=4, kv_heads=1, head_dim=48, latent_dim=32),
-    "latent, DeepSeek's sizes": Case(((1, 33), (5, 20)), heads=16, kv_heads=1, head_dim=576, latent_dim=512),
-    "latent, odd sizes, block of 1": Case(
+    "one token": KernelCase(((1, 1),)),
+    "decode at block borders": KernelCase(((1, 15), (1, 16), (1, 17), (1, 1), (1, 64), (1, 65))),
+    "long decode over partitions": KernelCase(((1, 511), (1, 512), (1, 513), (1, 1100))),
+    "whole prompt": KernelCase(((37, 37),)),
+    "chunk after a cached prefix": KernelCase(((20, 150),)),
+    "long chunk over partitions": KernelCase(((30, 1030),)),
+    "mixed": KernelCase(((1, 33), (1, 700), (5, 5), (16, 48), (17, 49), (40, 40))),
+    "window in decode and chunk": KernelCase(((1, 90), (1, 5), (30, 80)), window=20),
+    "window of one": KernelCase(((1, 70), (5, 9)), window=1),
+    "long window": KernelCase(((1, 1200), (9, 900)), window=600),
+    "softcap": KernelCase(((1, 90), (30, 80)), softcap=5.0),
+    "window and softcap": KernelCase(((1, 600), (30, 80)), window=33, softcap=20.0),
+    "no GQA": KernelCase(((1, 40), (9, 20)), heads=4, kv_heads=4),
+    "MQA": KernelCase(((1, 40), (9, 20)), heads=8, kv_heads=1),
+    "wide group": KernelCase(((1, 40), (3, 20)), heads=60, kv_heads=1, head_dim=16),
+    "head 80": KernelCase(((1, 40), (9, 20)), head_dim=80),
+    "head 96": KernelCase(((1, 40), (9, 20)), head_dim=96),
+    "head 128": KernelCase(((1, 40), (9, 20)), head_dim=128),
+    "head 256": KernelCase(((1, 40), (9, 20)), heads=4, kv_heads=1, head_dim=256),
+    "head 20": KernelCase(((1, 40), (9, 20)), head_dim=20),
+    "block of 1": KernelCase(((1, 40), (9, 20)), block_size=1),
+    "block of 32": KernelCase(((1, 31), (1, 32), (1, 33), (9, 70)), block_size=32),
+    "block of 128": KernelCase(((1, 200), (9, 130)), block_size=128),
+    "latent": KernelCase(((1, 40), (1, 600), (9, 20)), heads=4, kv_heads=1, head_dim=48, latent_dim=32),
+    "latent, DeepSeek's sizes": KernelCase(((1, 33), (5, 20)), heads=16, kv_heads=1, head_dim=576, latent_dim=512),
+    "latent, odd sizes, block of 1": KernelCase(
         ((1, 9), (4, 20)), heads=3, kv_heads=1, head_dim=29, latent_dim=21, block_size=1
     ),
 }
@@ -57,7 +57,7 @@ def test_the_reference_follows_the_definition_too(reference, name):
 
 
 def test_the_reference_equals_torchs_causal_attention(reference):
-    step = make_step(Case(((48, 48),), heads=4, kv_heads=4))
+    step = make_step(KernelCase(((48, 48),), heads=4, kv_heads=4))
     table = step.batch.block_tables[0].long()
     k, v = step.kv_layer[table].transpose(0, 1).flatten(1, 2)
     q, k, v = (t.transpose(0, 1) for t in (step.q, k, v))
@@ -68,7 +68,7 @@ def test_the_reference_equals_torchs_causal_attention(reference):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("kind", [{}, {"window": 100}, {"kv_heads": 1, "latent_dim": 48}], ids=str)
 def test_a_sequence_alone_equals_itself_in_a_batch_bit_for_bit(compiled, compiled_2_threads, dtype, kind):
-    case = Case(((1, 33), (1, 1300), (5, 5), (16, 48), (40, 600)), dtype=dtype, **kind)
+    case = KernelCase(((1, 33), (1, 1300), (5, 5), (16, 48), (40, 600)), dtype=dtype, **kind)
     step = make_step(case)
     together = run_attention(compiled, step)
     assert torch.equal(together, run_attention(compiled_2_threads, step))
@@ -92,7 +92,7 @@ SHAPES = (
 def test_a_prompt_cut_into_chunks_and_single_tokens_equals_the_whole_bit_for_bit(
     compiled, compiled_2_threads, dtype, kind
 ):
-    step = make_step(Case(((600, 600),), dtype=dtype, **kind))
+    step = make_step(KernelCase(((600, 600),), dtype=dtype, **kind))
     whole = run_attention(compiled, step)
     for cut in (slice(0, 7), slice(7, 200), slice(511, 514), slice(599, 600), slice(64, 65), slice(0, 1)):
         for backend in (compiled, compiled_2_threads):
@@ -101,7 +101,7 @@ def test_a_prompt_cut_into_chunks_and_single_tokens_equals_the_whole_bit_for_bit
 
 @pytest.mark.parametrize("kind", SHAPES, ids=str)
 def test_each_token_decoded_alone_equals_its_row_of_the_prompt_bit_for_bit(compiled, kind):
-    step = make_step(Case(((70, 580),), dtype=BF16, **kind))  # over the borders of a tile and of a partition
+    step = make_step(KernelCase(((70, 580),), dtype=BF16, **kind))  # over the borders of a tile and of a partition
     whole = run_attention(compiled, step)
     alone = [run_attention(compiled, only(step, 0, slice(row, row + 1))) for row in range(70)]
     assert torch.equal(torch.cat(alone), whole)
@@ -110,7 +110,7 @@ def test_each_token_decoded_alone_equals_its_row_of_the_prompt_bit_for_bit(compi
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 def test_what_lies_behind_a_context_in_its_blocks_is_not_read(compiled, dtype):
-    step = make_step(Case(((1, 33), (9, 70), (1, 513)), dtype=dtype, block_size=32))
+    step = make_step(KernelCase(((1, 33), (9, 70), (1, 513)), dtype=dtype, block_size=32))
     found = run_attention(compiled, step)
     for s, context in enumerate((33, 70, 513)):
         last = int(step.batch.block_tables[s, context // 32])
@@ -122,14 +122,14 @@ def test_what_lies_behind_a_context_in_its_blocks_is_not_read(compiled, dtype):
 
 @pytest.mark.parametrize("factor", [1e3, 3e4])
 def test_scores_that_lie_far_apart_leave_one_token_its_whole_weight(compiled, factor):
-    step = make_step(Case(((1, 300), (20, 90)), dtype=BF16))
+    step = make_step(KernelCase(((1, 300), (20, 90)), dtype=BF16))
     step = dataclasses.replace(step, q=step.q * factor)
     found, expected = run_attention(compiled, step), written_out(step, 0.125)
     torch.testing.assert_close(found.double(), expected, atol=2e-2, rtol=2e-2)
 
 
 def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
-    step = make_step(Case(((1, 33), (9, 20))))
+    step = make_step(KernelCase(((1, 33), (9, 20))))
     fused = torch.cat((step.q.flatten(1), torch.zeros(10, 77)), dim=1)
     view = fused[:, : 6 * 64].unflatten(1, (6, 64))
     plan = cpu.plan(step.batch, step.case.shape)
@@ -139,7 +139,7 @@ def test_queries_may_be_a_view_into_the_fused_qkv(cpu):
 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16, torch.float16])
 def test_attention_over_latents_of_fp8_is_that_over_their_numbers(cpu, dtype):
-    case = Case(((1, 40), (1, 600), (9, 20)), heads=4, kv_heads=1, head_dim=48, latent_dim=32, dtype=dtype)
+    case = KernelCase(((1, 40), (1, 600), (9, 20)), heads=4, kv_heads=1, head_dim=48, latent_dim=32, dtype=dtype)
     step = make_step(case)
     cache = torch.zeros((*step.kv_layer.shape[:-1], 52), dtype=torch.uint8)
     slots = torch.arange(step.kv_layer.shape[0] * case.block_size)

@@ -9,7 +9,7 @@ from kvrelay.config import settings_from
 from kvrelay.engine.worker.preflight import check_kv_layout
 from kvrelay.errors import BackendUnavailable, ConfigError
 from kvrelay.kernels import select
-from kvrelay.kernels.cpu import compiled as native_cpu
+from kvrelay.kernels.cpu import native_kernels as native_cpu
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.select import kv_layouts, select_backend

@@ -13,7 +13,7 @@ from kvrelay.engine.step.engine import EngineConfig, load_engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.graphs import LARGEST, MOST_HEADED, DecodeGraphs, _Buffers
+from kvrelay.kernels.cpu.recorded_steps import LARGEST, MOST_HEADED, RecordedSteps, _Buffers
 from kvrelay.plane.messages import Sampling, SequenceRequest
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_BLOCKS = 4, 80, 12
@@ -61,7 +61,7 @@ class Decoder:
         self.generator = torch.Generator().manual_seed(3)
         sizes = (self.model.spec.num_layers, NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype)
-        self.graphs = DecodeGraphs(backend.native, shape, max_blocks=max_blocks, head=self.model.logits)
+        self.graphs = RecordedSteps(backend.native, shape, max_blocks=max_blocks, head=self.model.logits)
 
     def forward(self, token_ids, batch, plan):
         return self.model.forward(token_ids, batch, plan, list(self.kv))
@@ -167,7 +167,7 @@ def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
 def test_a_wrong_address_in_a_recording_is_noticed(compiled, tmp_path, monkeypatch):
     """The check after recording is no formality: a tape that drops a call turns recording off."""
     decoder = Decoder(compiled, tiny_checkpoint("llama", tmp_path), torch.float32)
-    import kvrelay.kernels.cpu.graphs as cpu_graphs
+    import kvrelay.kernels.cpu.recorded_steps as cpu_graphs
 
     class Forgetful(cpu_graphs._Tape):
         def __getattr__(self, name):

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from kvrelay.kernels.cpu.compiled import KIND_BF16, NativeLinear
 from kvrelay.kernels.cpu.linear import OneDnnLinear, choose_linear
+from kvrelay.kernels.cpu.native_kernels import KIND_BF16, NativeLinear
 
 BF16 = torch.bfloat16
 ROWS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 61, 200)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvrelay.kernels.cpu.compiled import NativeKernels, NativeLinear
+from kvrelay.kernels.cpu.native_kernels import NativeKernels, NativeLinear
 
 
 def random(*shape, seed=0):

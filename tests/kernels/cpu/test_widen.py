@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.compiled import NativeKernels
+from kvrelay.kernels.cpu.native_kernels import NativeKernels
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 

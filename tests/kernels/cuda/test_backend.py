@@ -12,13 +12,13 @@ from kvrelay.engine.models.decoder import load_model
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
 from kvrelay.kernels.cuda.backend import CudaBackend
-from kvrelay.kernels.cuda.graphs import DecodeGraphs, ladder, padded
+from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, ladder, padded
 from kvrelay.kernels.cuda.mla import has_latent_attention
 from kvrelay.kernels.cuda.plan import has_append, paged_index
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.kernels.select import why_no_cuda
 from tests.kernels.cuda.fake_gpu import HALF, OnHost, fake_gpu, on_host  # noqa: F401
-from tests.kernels.oracle.kernel_cases import Case, Step, make_step, run_attention
+from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, make_step, run_attention
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def cuda():
     return CudaBackend("cuda")
 
 
-def on_gpu(step: Step) -> Step:
+def on_gpu(step: KernelStep) -> KernelStep:
     return dataclasses.replace(step, q=step.q.cuda(), kv_layer=step.kv_layer.nan_to_num(0).cuda())
 
 
@@ -53,7 +53,7 @@ def test_block_tables_flatten_to_the_blocks_in_use():
 
 
 def test_a_decode_batch_is_padded_with_its_shortest_row():
-    step = make_step(Case(((1, 20), (1, 5))))
+    step = make_step(KernelCase(((1, 20), (1, 5))))
     batch, repeated = padded(step.batch, 4)
     assert repeated == 1 and batch.context_lens.tolist() == [20, 5, 5, 5]
     assert batch.slot_mapping[2:].tolist() == [batch.slot_mapping[1]] * 2 and batch.num_decode == 4
@@ -75,7 +75,7 @@ def test_the_ladder_ends_at_the_largest_batch_and_pads_little(most):
 @pytest.mark.parametrize("window_softcap", [(None, None), (20, None), (None, 5.0), (33, 20.0)])
 @pytest.mark.parametrize("block_size", [1, 16, 32])
 def test_attention_equals_the_reference(cuda, reference, dtype, head_dim, heads, window_softcap, block_size):
-    case = Case(
+    case = KernelCase(
         ((1, 33), (1, 700), (1, 1), (5, 5), (16, 48), (17, 49), (40, 300)), *heads, head_dim, block_size, dtype,
         *window_softcap,
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_attention_equals_the_reference(cuda, reference, dtype, head_dim, heads,
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", [Case(((1, 33), (9, 20)), head_dim=80), Case(((1, 33), (9, 20)))])
+@pytest.mark.parametrize("case", [KernelCase(((1, 33), (9, 20)), head_dim=80), KernelCase(((1, 33), (9, 20)))])
 def test_shapes_that_flashinfer_lacks_go_through_torch(cuda, reference, case):
     step = make_step(case)
     found = run_attention(cuda, on_gpu(step)).cpu()
@@ -117,7 +117,7 @@ def test_elementwise_kernels_equal_the_reference(cuda, reference, dtype):
 
 
 def check_store_kv(backend, planned, dtype, wrap=lambda batch: batch, kv_layout="NHD"):
-    step = make_step(Case(((1, 33), (9, 20)), dtype=dtype))
+    step = make_step(KernelCase(((1, 33), (9, 20)), dtype=dtype))
     fused, device = random(10, 6, 64, dtype=dtype), backend.device
     k, v = fused[:, 2:4], fused[:, 4:]  # strided, as the model's are
     cache = torch.zeros_like(step.kv_layer).to(device)
@@ -191,7 +191,7 @@ class Decoder:
 
     def step(self, sequences, seed):
         """(token ids, batch) of these (new tokens, context) pairs."""
-        batch = make_step(Case(sequences, dtype=self.shape.dtype), seed).batch
+        batch = make_step(KernelCase(sequences, dtype=self.shape.dtype), seed).batch
         num_tokens = int(batch.query_starts[-1])
         return torch.randint(3, self.model.spec.vocab_size, (num_tokens,), generator=self.generator), batch
 
@@ -204,7 +204,7 @@ class Decoder:
 
 def assert_graphs_equal_steps(decoder, wrap=lambda batch: batch):
     """Steps of changing sizes, contexts and blocks through two graphs: hidden states and caches as without."""
-    graphs = DecodeGraphs(decoder.backend, decoder.shape, max_blocks=8, sizes=(2, 4))
+    graphs = CudaGraphs(decoder.backend, decoder.shape, max_blocks=8, sizes=(2, 4))
     near = {"atol": 3e-2, "rtol": 3e-2}
     for seed, contexts in enumerate(((33, 60, 5), (6, 61, 34), (80,), (1, 17), (16, 1, 90, 2), (12,))):
         token_ids, batch = decoder.step(tuple((1, context) for context in contexts), seed)
@@ -225,7 +225,7 @@ def test_a_replayed_step_of_a_real_model_equals_the_step_on_a_fake_gpu(fake_gpu,
 
 def test_sizes_captured_before_the_first_request_replay_as_well(fake_gpu, folder, caplog):
     decoder = Decoder(fake_gpu, folder)
-    graphs = DecodeGraphs(fake_gpu, decoder.shape, max_blocks=8, sizes=(2, 4))
+    graphs = CudaGraphs(fake_gpu, decoder.shape, max_blocks=8, sizes=(2, 4))
     with caplog.at_level("INFO"):
         graphs.warm_up(decoder.forward)
     assert fake_gpu.gpu.num_captures == 2 and "decode steps are captured in 2 sizes" in caplog.text
@@ -247,7 +247,7 @@ def test_a_forward_that_copies_metadata_by_itself_cannot_be_captured(fake_gpu, f
     def copying(token_ids, batch, plan):
         return forward(token_ids, dataclasses.replace(batch, positions=batch.positions.to(fake_gpu.device)), plan)
 
-    graphs = DecodeGraphs(fake_gpu, decoder.shape, max_blocks=8)
+    graphs = CudaGraphs(fake_gpu, decoder.shape, max_blocks=8)
     with pytest.raises(RuntimeError, match="touches host memory in a capture"):
         graphs.run(token_ids, on_host(batch), copying)
 
@@ -341,11 +341,11 @@ def test_the_model_hands_the_batchs_own_tensors_to_the_backend(folder):
 
 
 def test_only_what_flashinfer_computes_is_captured():
-    batch = make_step(Case(((1, 5), (1, 20)))).batch
-    prompt = make_step(Case(((1, 5), (2, 20)))).batch
+    batch = make_step(KernelCase(((1, 5), (1, 20)))).batch
+    prompt = make_step(KernelCase(((1, 5), (2, 20)))).batch
 
     def fits(head_dim, dtype, batch=batch, sizes=(1, 2)):
-        return DecodeGraphs(None, AttentionShape(6, 2, head_dim, 16, dtype), max_blocks=8, sizes=sizes).fits(batch)
+        return CudaGraphs(None, AttentionShape(6, 2, head_dim, 16, dtype), max_blocks=8, sizes=sizes).fits(batch)
 
     assert fits(64, torch.bfloat16) and fits(128, torch.float16)
     assert not fits(64, torch.float32) and not fits(16, torch.bfloat16) and not fits(32, torch.bfloat16)

@@ -9,8 +9,8 @@ import torch
 
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda import cascade as cuda_cascade
-from kvrelay.kernels.cuda.cascade import FEWEST_TOKENS, WORTH, Group, find_groups, make_levels
-from kvrelay.kernels.cuda.graphs import DecodeGraphs
+from kvrelay.kernels.cuda.cascade import FEWEST_TOKENS, WORTH, PrefixGroup, find_groups, make_levels
+from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs
 from tests.kernels.common.test_cascade import shared_step
 from tests.kernels.cuda.test_backend import cuda, fake_gpu, on_host  # noqa: F401
 from tests.kernels.oracle.kernel_cases import run_attention
@@ -122,7 +122,7 @@ def test_a_step_in_two_levels_equals_the_reference_on_a_fake_gpu(fake_gpu, refer
 def test_levels_that_claim_what_is_not_so_give_other_results(fake_gpu, reference, monkeypatch):  # noqa: F811
     """The oracle can fail."""
     step = shared_step(STEP["contexts"], (), dtype=torch.bfloat16)
-    monkeypatch.setattr(cuda_cascade, "find_groups", lambda *args: (Group((0, 1), 100),))
+    monkeypatch.setattr(cuda_cascade, "find_groups", lambda *args: (PrefixGroup((0, 1), 100),))
     found, expected = run_attention(fake_gpu, step), run_attention(reference, step)
     torch.testing.assert_close(found[[0, 2, 3, 4]], expected[[0, 2, 3, 4]], atol=2e-2, rtol=2e-2)
     assert not torch.allclose(found[1], expected[1], atol=2e-2, rtol=2e-2)
@@ -141,8 +141,8 @@ def test_a_graph_is_given_up_only_for_much(fake_gpu, monkeypatch):  # noqa: F811
     num_bytes = spared * 2 * 2 * 64 * 2 * 30  # keys and values, heads, head_dim, bfloat16, layers
 
     def fits(limit, **options):
-        monkeypatch.setattr("kvrelay.kernels.cuda.graphs.EAGER_WORTH_BYTES", limit)
-        return DecodeGraphs(fake_gpu, step.case.shape, max_blocks=200, **options).fits(step.batch)
+        monkeypatch.setattr("kvrelay.kernels.cuda.cuda_graphs.EAGER_WORTH_BYTES", limit)
+        return CudaGraphs(fake_gpu, step.case.shape, max_blocks=200, **options).fits(step.batch)
 
     assert fits(num_bytes + 1, num_layers=30) and not fits(num_bytes, num_layers=30)
     assert fits(1)  # nothing but windows

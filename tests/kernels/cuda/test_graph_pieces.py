@@ -7,7 +7,7 @@ import torch
 
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda.graph_pieces import StepPieces
-from kvrelay.kernels.cuda.recorder import borrowed, lent
+from kvrelay.kernels.cuda.recorder import alias_of, unowned
 from tests.kernels.cuda.fake_gpu import OnHost, on_host
 from tests.kernels.cuda.test_backend import Decoder, cuda, fake_gpu, folder  # noqa: F401
 
@@ -116,11 +116,11 @@ def test_only_steps_that_flashinfer_attends_to_are_taken_to_pieces(fake_gpu, fol
 def test_a_borrowed_view_is_the_same_memory_and_does_not_hold_it():
     heads = torch.randn(5, 7, 8).to(torch.bfloat16)
     view = heads[:, 2:5]
-    found = lent(view)
+    found = alias_of(view)
     assert torch.equal(found, view) and found.stride() == view.stride()
     view[1] = 3.0
     assert torch.equal(found, view) and found.untyped_storage()._cdata != view.untyped_storage()._cdata
-    assert borrowed(view) is view  # off a GPU memory is nobody's pool's
+    assert unowned(view) is view  # off a GPU memory is nobody's pool's
 
 
 @pytest.mark.gpu

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.asynchronous import AsyncBackend, Feed
-from kvrelay.kernels.cuda.graphs import DecodeGraphs
-from kvrelay.kernels.cuda.staging import Staging
+from kvrelay.kernels.async_backend import AsyncBackend, TokenFeed
+from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs
+from kvrelay.kernels.cuda.staging import DeviceStaging
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from tests.kernels.cuda.fake_gpu import FakeEvent, OnHost, fake_gpu, on_host  # noqa: F401
 from tests.kernels.cuda.test_backend import Decoder, folder  # noqa: F401
@@ -27,14 +27,14 @@ def test_tokens_are_read_by_the_host_once_they_are_there(fake_gpu):  # noqa: F81
 
 def test_what_the_host_does_not_know_is_taken_from_the_device(fake_gpu):  # noqa: F811
     ids, sources = torch.tensor([0, 11, 0, 12]), torch.tensor([2, -1, 0, -1])
-    placed = fake_gpu.place(ids.as_subclass(OnHost), Feed(sources.as_subclass(OnHost), torch.tensor([70, 71, 72])))
+    placed = fake_gpu.place(ids.as_subclass(OnHost), TokenFeed(sources.as_subclass(OnHost), torch.tensor([70, 71, 72])))
     assert placed.tolist() == [72, 11, 70, 12] and not isinstance(placed, OnHost)
     assert fake_gpu.place(ids, None).tolist() == ids.tolist()
     assert OnHost.num_waits == 0
 
 
 def test_a_wrapper_is_planned_again_when_the_copies_of_its_last_plan_were_made(fake_gpu):  # noqa: F811
-    staging, first, second = Staging(torch.device("cpu:0")), object(), object()
+    staging, first, second = DeviceStaging(torch.device("cpu:0")), object(), object()
     for wrapper, num_waits in ((first, 0), (second, 0), (first, 1), (first, 2), (second, 3)):
         with staging.planning(wrapper):
             assert FakeEvent.num_waits == num_waits
@@ -43,7 +43,7 @@ def test_a_wrapper_is_planned_again_when_the_copies_of_its_last_plan_were_made(f
 def steps(backend, folder):  # noqa: F811
     """Decode steps through a graph and one beside a prompt's chunk: what was computed."""
     decoder = Decoder(backend, folder)
-    graphs, found = DecodeGraphs(backend, decoder.shape, max_blocks=8, sizes=(4,)), []
+    graphs, found = CudaGraphs(backend, decoder.shape, max_blocks=8, sizes=(4,)), []
     for seed in range(3):
         token_ids, batch = decoder.step(((1, 33), (1, 60), (1, 5)), seed)
         token_ids = backend.place(token_ids.as_subclass(OnHost), None)
@@ -63,7 +63,7 @@ def test_no_step_waits_for_the_device_but_for_a_wrappers_last_plan(fake_gpu, fol
 @one_model
 def test_copies_from_memory_that_is_not_pinned_are_noticed(fake_gpu, folder, monkeypatch):  # noqa: F811
     expected = steps(fake_gpu, folder)
-    monkeypatch.setattr(Staging, "put", lambda self, x: x.to(self._device))
+    monkeypatch.setattr(DeviceStaging, "put", lambda self, x: x.to(self._device))
     found = steps(fake_gpu, folder)
     assert OnHost.num_waits > 0
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

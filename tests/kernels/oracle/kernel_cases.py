@@ -8,12 +8,12 @@ from torch import Tensor
 from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.oracle.grid import attend
-from kvrelay.kernels.oracle.grid_steps import Case, Step, make_step
+from kvrelay.kernels.oracle.grid_steps import KernelCase, KernelStep, make_step
 
-__all__ = ["Case", "Step", "make_step", "only", "run_attention", "step_and_answer", "written_out"]
+__all__ = ["KernelCase", "KernelStep", "make_step", "only", "run_attention", "step_and_answer", "written_out"]
 
 
-def only(step: Step, s: int, tokens: slice = slice(None)) -> Step:
+def only(step: KernelStep, s: int, tokens: slice = slice(None)) -> KernelStep:
     """Sequence s alone, and of its new tokens only `tokens` (a prefix or suffix of them, or a middle part)."""
     batch, start = step.batch, int(step.batch.query_starts[s])
     new = int(batch.query_starts[s + 1]) - start
@@ -30,17 +30,17 @@ def only(step: Step, s: int, tokens: slice = slice(None)) -> Step:
         max_query_len=end - first,
         max_context_len=context,
     )
-    return Step(step.case, step.q[rows], step.kv_layer, alone)
+    return KernelStep(step.case, step.q[rows], step.kv_layer, alone)
 
 
 @functools.cache
-def step_and_answer(case: Case, scale: float = 0.125) -> tuple[Step, Tensor]:
+def step_and_answer(case: KernelCase, scale: float = 0.125) -> tuple[KernelStep, Tensor]:
     """A step and its attention by definition, once per case."""
     step = make_step(case)
     return step, written_out(step, scale)
 
 
-def written_out(step: Step, scale: float) -> Tensor:
+def written_out(step: KernelStep, scale: float) -> Tensor:
     """Attention by its definition: for every token and head, a loop-free formula in float64 -> [T, heads, dim]."""
     case, batch, cache = step.case, step.batch, fp8.loaded(step.kv_layer)
     out = torch.empty((*step.q.shape[:2], case.latent_dim or case.head_dim), dtype=torch.float64)
@@ -62,5 +62,5 @@ def written_out(step: Step, scale: float) -> Tensor:
     return out
 
 
-def run_attention(backend, step: Step, scale: float = 0.125) -> Tensor:
+def run_attention(backend, step: KernelStep, scale: float = 0.125) -> Tensor:
     return attend(backend, step, scale)

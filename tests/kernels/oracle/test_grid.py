@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.compiled import NativeLinear
+from kvrelay.kernels.cpu.native_kernels import NativeLinear
 from kvrelay.kernels.oracle import exact
 from kvrelay.kernels.oracle.grid import DTYPES, FAMILIES, attend, attention_case, judge
-from kvrelay.kernels.oracle.grid_steps import BLOCK_SIZES, FP8, HEADS, Case, make_step
+from kvrelay.kernels.oracle.grid_steps import BLOCK_SIZES, FP8, HEADS, KernelCase, make_step
 from tests.kernels.oracle.kernel_cases import only, run_attention, written_out
 
 BF16 = torch.bfloat16
@@ -72,8 +72,8 @@ def next_position(rope, q, k, table, positions):
     return rope(q, k, table, positions + 1)
 
 
-def next_slot(place, q, k, v, placement):
-    return place(q, k, v, dataclasses.replace(placement, slot_mapping=(placement.slot_mapping + 1) % 128))
+def next_slot(place, q, k, v, inputs):
+    return place(q, k, v, dataclasses.replace(inputs, slot_mapping=(inputs.slot_mapping + 1) % 128))
 
 
 def wrong_block(plan, batch, shape):
@@ -101,7 +101,7 @@ WRONG = {
     "rope": {"rope": next_position},
     "gated activations": {"gated_activation": lambda act, x, kind: act(x, "silu" if kind == "gelu_tanh" else "gelu_tanh")},
     "cache writes": {"store_kv": lambda store, k, v, cache, slots: store(k, v, cache, (slots + 1) % 128)},
-    "placement": {"place_heads": next_slot},
+    "inputs": {"norm_rope_store": next_slot},
     "widening": {"widened": lambda widened, x: widened(x) * (1 + 2.0**-20)},
     "sampling": {"sample": lambda sample, logits, batch: sample(logits.roll(1, -1), batch)},
     **{name: {"plan": wrong_block} for name in FAMILIES if name.startswith("attention")},
@@ -123,7 +123,7 @@ def test_what_is_a_little_wrong_is_out_of_bounds(best, family, dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, BF16], ids=str)
 def test_one_token_too_few_or_a_window_one_too_wide_is_out_of_bounds(best, dtype):
     """Of 300 tokens, in a batch."""
-    case = Case(((1, 33), (9, 300)), dtype=dtype, heads=4, kv_heads=2, head_dim=32)
+    case = KernelCase(((1, 33), (9, 300)), dtype=dtype, heads=4, kv_heads=2, head_dim=32)
     assert attention_case(best, case, 1.0).ok
     assert not attention_case(Spoiled(best, plan=one_token_less), case, 1.0).ok
     wider = Spoiled(best, attention=lambda right, *args, window, **kw: right(*args, window=window + 1, **kw))
@@ -148,7 +148,7 @@ def test_the_definition_of_attention_is_the_formula_written_out(heads):
     for variant in (
         ({}, {"kv_dtype": FP8}) if heads == "MLA" else ({}, {"window": 7, "softcap": 5.0}, {"kv_dtype": FP8})
     ):
-        step = make_step(Case(((1, 5), (1, 33), (9, 40)), block_size=8, **HEADS[heads], **variant))
+        step = make_step(KernelCase(((1, 5), (1, 33), (9, 40)), block_size=8, **HEADS[heads], **variant))
         found = exact.attention(step, 0.3).value
         torch.testing.assert_close(found, written_out(step, 0.3), atol=1e-12, rtol=1e-12)
 
@@ -163,7 +163,7 @@ def contiguous(step):
 def test_the_definition_and_the_reference_are_torchs_and_hugging_faces_attention_in_float64(reference, heads):
     from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward
 
-    step = make_step(Case(((64, 64),), block_size=8, **HEADS[heads]))
+    step = make_step(KernelCase(((64, 64),), block_size=8, **HEADS[heads]))
     q, k, v = contiguous(step)
     group = q.shape[1] // k.shape[1]
     mask = torch.ones(64, 64, dtype=torch.bool).tril()
@@ -208,7 +208,7 @@ def cases(draw):
     latent = draw(st.booleans())
     decodes = draw(st.lists(st.integers(1, 700), max_size=5))
     chunks = draw(st.lists(st.tuples(st.integers(2, 60), st.integers(0, 600)), max_size=3))
-    return Case(
+    return KernelCase(
         (*((1, context) for context in decodes), *((new, new + before) for new, before in chunks)),
         heads=group if latent else kv_heads * group,
         kv_heads=1 if latent else kv_heads,

@@ -8,8 +8,8 @@ from torch import Tensor
 from kvrelay.kernels.backend import Activation
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
-from kvrelay.kernels.cpu.compiled import NativeKernels, NativeLinear, contiguous_rows
-from kvrelay.kernels.cpu.compiled_quant import NativeQuantLinear
+from kvrelay.kernels.cpu.native_kernels import NativeKernels, NativeLinear, contiguous_rows
+from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
 
 
 def choose_experts(

@@ -25,7 +25,7 @@ class PendingTokens(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class TokenFeed:
     """Tokens of a step that are not known on the host yet.
 
     sources: [T] int64 on the CPU, the place in `tokens` of each of the step's tokens, or -1: the host knows it.
@@ -44,6 +44,6 @@ class AsyncBackend(Backend, Protocol):
         """`sample_on_device`'s tokens, on their way to the host from now on."""
         ...
 
-    def place(self, token_ids: Tensor, feed: Feed | None) -> Tensor:
+    def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
         """A step's token ids [T] int64 on the device, those that the host does not know filled in there. Does not wait."""
         ...

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, Placement, SamplingBatch
+from kvrelay.kernels.backend import Activation, AttentionBatch, AttentionShape, HeadInputs, SamplingBatch
 from kvrelay.kernels.common.cascade import WORTH, Schedule
 from kvrelay.native.build import load_native
 
@@ -34,7 +34,7 @@ SIGNATURES: dict[str, tuple[list[type], type | None]] = {
     "kr_quant_linear": ([_P, _I, _I, _P, _L, _P, _P, _P, _L, _L, _L, _L, _F], None),
     "kr_rms_norm": ([_P, _I, _I, _P, _P, _P, _P, _L, _L, _L, _L, _L, _F], None),
     "kr_rope": ([_P, _I, _P, _P, _P, _P, *[_L] * 8], None),
-    "kr_place": ([_P, _I, _I, _I, *[_P] * 9, *[_L] * 9, _F], None),
+    "kr_norm_rope_store": ([_P, _I, _I, _I, *[_P] * 9, *[_L] * 9, _F], None),
     "kr_gate": ([_P, _I, _I, _P, _P, _L, _L, _L], None),
     "kr_store_kv": ([_P, _P, _P, _P, *[_L] * 5], None),
     "kr_attention_tile_tokens": ([_L], _L),
@@ -86,19 +86,19 @@ def rows_for(x: Tensor, dtype: torch.dtype, in_features: int) -> Tensor:
     return contiguous_rows(x)
 
 
-def places(q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> bool:
-    """Whether kr_place takes these: heads that lie side by side, tables and caches without gaps, norms of one type."""
+def places(q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> bool:
+    """Whether kr_norm_rope_store takes these: heads that lie side by side, tables and caches without gaps, norms of one type."""
     side_by_side = all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v))
-    kinds = {norm.dtype for norm in placement.norms or ()}
+    kinds = {norm.dtype for norm in inputs.norms or ()}
     return (
         side_by_side
         and q.dtype in SUPPORTED
         and len(kinds) <= 1
         and kinds <= SUPPORTED
-        and placement.kv_layer.dtype in KV_KINDS
-        and placement.kv_layer.is_contiguous()
-        and placement.cos_sin.dtype == torch.float32
-        and placement.cos_sin.is_contiguous()
+        and inputs.kv_layer.dtype in KV_KINDS
+        and inputs.kv_layer.is_contiguous()
+        and inputs.cos_sin.dtype == torch.float32
+        and inputs.cos_sin.is_contiguous()
     )
 
 
@@ -202,16 +202,16 @@ class NativeKernels:
         )  # fmt: skip
         return q, k
 
-    def place_heads(self, q: Tensor, k: Tensor, v: Tensor, placement: Placement) -> Tensor:
+    def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
         """In place on q and k. What `places` says of them must hold."""
-        cos_sin, kv_layer, (q_norm, k_norm) = placement.cos_sin, placement.kv_layer, placement.norms or (None, None)
-        self.lib.kr_place(
+        cos_sin, kv_layer, (q_norm, k_norm) = inputs.cos_sin, inputs.kv_layer, inputs.norms or (None, None)
+        self.lib.kr_norm_rope_store(
             self.pool, q.dtype == torch.float32, KV_KINDS[kv_layer.dtype],
             q_norm is not None and q_norm.dtype == torch.float32, q.data_ptr(), k.data_ptr(), v.data_ptr(),
             None if q_norm is None else q_norm.data_ptr(), None if k_norm is None else k_norm.data_ptr(),
-            cos_sin.data_ptr(), placement.positions.data_ptr(), placement.slot_mapping.data_ptr(), kv_layer.data_ptr(),
+            cos_sin.data_ptr(), inputs.positions.data_ptr(), inputs.slot_mapping.data_ptr(), kv_layer.data_ptr(),
             q.shape[0], q.shape[1], k.shape[1], q.stride(0), k.stride(0), v.stride(0), q.shape[2], cos_sin.shape[1],
-            kv_layer.shape[2], placement.eps,
+            kv_layer.shape[2], inputs.eps,
         )  # fmt: skip
         return q
 

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 from kvrelay.kernels.common.quantized import unit_of
-from kvrelay.kernels.cpu.compiled import SUPPORTED, NativeKernels, rows_for
+from kvrelay.kernels.cpu.native_kernels import SUPPORTED, NativeKernels, rows_for
 
 
 class NativeQuantLinear:

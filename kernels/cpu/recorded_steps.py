@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
 from kvrelay.kernels.common.cascade import Schedule
-from kvrelay.kernels.cpu.compiled import SIGNATURES, NativeKernels, NativePlan
+from kvrelay.kernels.cpu.native_kernels import SIGNATURES, NativeKernels, NativePlan
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ _KERNELS = (
     "kr_widen",
     "kr_choose",
     "kr_experts",
-    "kr_place",
+    "kr_norm_rope_store",
 )
 _ATTENTION = _KERNELS.index("kr_attention")
 _ALIGNMENT = 64  # bytes
@@ -180,7 +180,7 @@ def _metadata(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...
     return tuple(tensor.numpy() for tensor in tensors)
 
 
-class DecodeGraphs:
+class RecordedSteps:
     """Recordings of one model's decode step. Call it from the engine thread only.
 
     Args:

@@ -32,7 +32,7 @@ from kvrelay.kernels.cuda.plan import (
 logger = logging.getLogger(__name__)
 
 Forward = Callable[[Tensor, AttentionBatch, CudaPlan], Tensor]  # (token ids, batch, plan) -> hidden [B, H]
-_TELL_EVERY_S = 5.0
+_LOG_EVERY_S = 5.0
 
 
 def ladder(most: int) -> tuple[int, ...]:
@@ -78,12 +78,12 @@ def capture_all(what: str, sizes: Sequence[int], capture: Callable[[int], object
 
     Raises whatever `capture` does.
     """
-    began_s = told_s = time.monotonic()
+    began_s = logged_s = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
     for number, size in enumerate(sorted(sizes, reverse=True), 1):
         capture(size)
-        if time.monotonic() - told_s > _TELL_EVERY_S:
-            told_s = time.monotonic()
+        if time.monotonic() - logged_s > _LOG_EVERY_S:
+            logged_s = time.monotonic()
             logger.info("%d of %d sizes of %s are captured", number, len(sizes), what)
     taken = free - torch.cuda.mem_get_info(device)[0]
     logger.info(
@@ -111,7 +111,7 @@ class _Shared:
     stream: Any
 
 
-class DecodeGraphs:
+class CudaGraphs:
     """Graphs of one model's decode step. Call `run` from the engine thread only.
 
     Args:
