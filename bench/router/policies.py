@@ -44,19 +44,22 @@ NO_LIMITS = {
 }
 PROMISES = {"slo": {"ttft_s": TTFT_S, "tpot_s": TPOT_S}}
 
+PEERS = "bench.router.peer_policies"
+"""Policies of other projects, named by their paths."""
+
 CONTENDERS: dict[str, dict[str, dict[str, Any]]] = {
-    "random": {"router": {"policy": "random"}},
+    "random": {"router": {"policy": f"{PEERS}.random_choice:RandomChoice"}},
     "round_robin": {"router": {"policy": "round_robin"}},
     "least_loaded": {"router": {"policy": "least_loaded"}},
     "power_of_two": {"router": {"policy": "power_of_two"}},
     "session": {"router": {"policy": "session"}},
     "prefix_affinity": {"router": {"policy": "prefix_affinity"}},
-    "sglang": {"router": {"policy": "sglang"}},
-    "llm_d": {"router": {"policy": "llm_d"}},
-    "dynamo": {"router": {"policy": "dynamo"}},
-    "dynamo, credit 4": {"router": {"policy": "dynamo", "policy_options": {"credit": 4.0}}},
-    "mooncake": {"router": {"policy": "mooncake"}},
-    "queue + 16 x prefill": {"router": {"policy": "queue_plus_prefill"}},
+    "sglang": {"router": {"policy": f"{PEERS}.sglang:Sglang"}},
+    "llm_d": {"router": {"policy": f"{PEERS}.llm_d:LlmD"}},
+    "dynamo": {"router": {"policy": f"{PEERS}.dynamo:Dynamo"}},
+    "dynamo, credit 4": {"router": {"policy": f"{PEERS}.dynamo:Dynamo", "policy_options": {"credit": 4.0}}},
+    "mooncake": {"router": {"policy": f"{PEERS}.mooncake:Mooncake"}},
+    "queue + 16 x prefill": {"router": {"policy": f"{PEERS}.queue_plus_prefill:QueuePlusPrefill"}},
     "joint": {"router": {"policy": "joint"}},
     "joint, SLO": {"router": {"policy": "joint"}, **PROMISES},
 }

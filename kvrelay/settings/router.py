@@ -47,7 +47,11 @@ class SchedulerSettings(Section):
 class RouterSettings(Section):
     """How workers are chosen. Costs are seconds of predicted time to first token."""
 
-    policy: str = setting("joint", "The routing policy; docs/routing.md lists them.")
+    policy: str = setting(
+        "joint",
+        "The routing policy: joint, round_robin, least_loaded, power_of_two, prefix_affinity, session, or module:Class of "
+        "your own; docs/design/routing.md.",
+    )
     policy_options: dict[str, bool | int | float | str] = setting({}, "The policy's own options, by name.")
     seed: int = setting(0, "Seed of the policies that draw at random; a request's id is part of each draw.")
     local_prefill_tokens: int = setting(

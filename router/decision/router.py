@@ -21,9 +21,9 @@ from kvrelay.router.fleet.fleet import Fleet
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.prefix_popularity import Heat
 from kvrelay.router.objectives import Prediction
-from kvrelay.router.policies.base import Floats, OrdersLines, Policy, RoutingContext, WorkerTable
-from kvrelay.router.policies.cost import CostModel
-from kvrelay.router.policies.registry import policy_of
+from kvrelay.router.policies.base import Floats, RoutingContext, RoutingPolicy, WorkerTable
+from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.registry import build_policy
 from kvrelay.router.slo.admission import refusal_message
 from kvrelay.router.slo.candidate_choice import choose_candidate
 from kvrelay.router.slo.forecast import Forecast
@@ -59,7 +59,7 @@ class Router:
         max_waiting: int = 256,
         model: CostModel | None = None,
         slo: SloSettings | None = None,
-        policy: Policy | None = None,
+        policy: RoutingPolicy | None = None,
         has_store: bool = False,
     ) -> None:
         """`tokens_per_hash` divides every worker's block size; requests bring one hash for so many tokens.
@@ -71,8 +71,7 @@ class Router:
         """
         self._settings, self._tokens_per_hash, self._max_waiting = settings, tokens_per_hash, max_waiting
         self._model = replace(model or CostModel(), local_prefill_tokens=settings.local_prefill_tokens)
-        self._policy = policy or policy_of(settings, self._model)
-        self._wanted = self._policy.wanted if isinstance(self._policy, OrdersLines) else None
+        self._policy = policy or build_policy(settings, self._model)
         self._index = PrefixIndex(mode=settings.index, learned_s=settings.learned_s)
         self._fleet = Fleet(self._model, self._index.row)
         self._ledger, self._deferral = Ledger(), Deferral(settings.max_deferred)
@@ -203,7 +202,7 @@ class Router:
             self._worker_table(Role.DECODE, request, held, now_s, unpaired),
             self._policy,
             self._model,
-            self._wanted(request) if self._wanted is not None else None,
+            self._policy.latency_targets(request),
         )
         ranking = snapshot.ranking(incompatible)
         if not ranking.candidates:
@@ -339,7 +338,7 @@ class Router:
         )
         return RoutingContext(
             request, _draw(request.request_id, self._settings.seed), now_s,
-            others=self._fleet.others(), arrivals_per_s=arrivals, excess=self._ledger.excess(request.tenant), stored=stored,
+            unreported_share=self._fleet.unreported_share(), arrivals_per_s=arrivals, tenant_excess=self._ledger.excess(request.tenant), stored_tokens=stored,
         )  # fmt: skip
 
     def _worker_table(

@@ -17,12 +17,13 @@ from kvrelay.router.policies.base import (
     MAX_CANDIDATES,
     Floats,
     Ints,
-    Policy,
     RoutingContext,
+    RoutingPolicy,
     WorkerTable,
     select_rows,
 )
-from kvrelay.router.policies.cost import CommonCost, CostModel, sources
+from kvrelay.router.policies.cost import CommonCost, sources
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.types import (
     TERM_NAMES,
     TTFT_TERMS,
@@ -45,9 +46,9 @@ class RoutingSnapshot:
     context: RoutingContext
     prefills: WorkerTable
     decodes: WorkerTable
-    policy: Policy
+    policy: RoutingPolicy
     model: CostModel
-    wanted: tuple[float, float] | None = None  # seconds to the first token, and for each further one
+    targets: tuple[float, float] | None = None  # (TTFT, TPOT), seconds
 
     @property
     def request(self) -> RouteRequest:
@@ -74,7 +75,7 @@ class RoutingSnapshot:
 
     def decision(self, ranking: Ranking, index: int = 0) -> Decision:
         """One of the ways, told in full."""
-        ttft_target_s, tpot_target_s = self.wanted or (None, None)
+        ttft_target_s, tpot_target_s = self.targets or (None, None)
         candidate, request = ranking.candidates[index], self.request
         prefill, decode = ranking.workers(candidate)
         common = self._common_terms(candidate)
@@ -105,7 +106,7 @@ class RoutingSnapshot:
     def _sources(self, table: WorkerTable, row: int) -> tuple[int, int]:
         """Tokens of the prompt that a worker has in its pool when it computes it, and those that it loads."""
         expected, size = int(table.expected[row]), int(table.block_size[row])
-        if not self.context.stored and table.in_any_tier[row] <= expected:
+        if not self.context.stored_tokens and table.in_any_tier[row] <= expected:
             return min(expected, (self.request.num_tokens - 1) // size * size), 0
         source = sources(self.context, (select_rows(table, np.array([row])),), self.model)
         return int(source.cached[0]), int(source.loaded[0])

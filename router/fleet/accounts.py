@@ -26,7 +26,7 @@ from kvrelay.router.fleet.columns import (
     WAITING,
     Columns,
 )
-from kvrelay.router.policies.cost import CostModel
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.types import WorkerLoad
 from kvrelay.types import Role
 

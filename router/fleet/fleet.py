@@ -12,7 +12,7 @@ from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, Worke
 from kvrelay.router.fleet.accounts import WorkerAccount
 from kvrelay.router.fleet.columns import PREFILL_RATE, Columns
 from kvrelay.router.fleet.compatibility import IncompatiblePairs, unpaired_workers
-from kvrelay.router.policies.cost import CostModel
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.types import Role
 
 
@@ -115,7 +115,7 @@ class Fleet:
             self._tables = self._laid_out()
         return self._tables[role]
 
-    def others(self) -> float:
+    def unreported_share(self) -> float:
         """The share of all sequences at the workers that other routers sent without telling; 0: none, or nothing runs."""
         prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
         foreign = prefills.num_foreign + decodes.num_foreign

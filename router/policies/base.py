@@ -1,16 +1,18 @@
-"""What every policy sees and what it answers. Pure: no torch, Ray, sockets, clock or random source.
+"""What every policy receives and returns. Pure: no torch, Ray, sockets, clock or random source.
 
-A policy is a function of what it is shown: it keeps nothing between two calls and changes nothing. What seems to need memory is
-in the columns (`turn`: when a worker was last chosen) or drawn from the request (`RoutingContext.draw`), so that a decision can be told
-again from its inputs, and the simulator runs the very same code.
+A policy is a function of its arguments: it keeps no state between two calls and changes nothing. What looks like state is in the
+columns (`turn`: when a worker was last chosen); randomness comes from the request (`RoutingContext.draw`). So a decision can be
+reproduced from its inputs, and the simulator runs the same code.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.types import Candidate, RouteRequest
 
 Ints = NDArray[np.int64]
@@ -18,98 +20,105 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 MAX_CANDIDATES = 16
-"""Ways that a policy lists, best first."""
+"""Candidates that a policy returns, at most."""
+
+Options = dict[str, Any]
+"""A policy's own settings, as in `router.policy_options`; unknown names and wrong types raise ConfigError."""
 
 
 @dataclass(slots=True, eq=False)
 class WorkerTable:
-    """The workers of one role that may take a request, as columns: row i is `names[i]`. Not to be written into.
+    """The workers of one role that may take a request, as columns: row i is `names[i]`. Read-only.
 
-    Two are made for each decision; not frozen, since making one of 19 fields then takes ten times as long (1.4 us).
+    Two are built per decision; not frozen, because building a frozen dataclass of 19 fields takes ten times as long (1.4 us).
 
-    Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured ones, else what is assumed of a
-    worker that has not measured: never 0.
+    Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured, or the assumed default
+    of a worker that has not measured yet: never 0.
     """
 
     names: tuple[str, ...]
     nodes: Ints  # equal numbers: the same machine
-    held: Ints  # of this prompt's tokens, in the worker's pool, for certain
-    expected: Ints  # at least `held`: and with prompts that are on their way there
-    in_any_tier: Ints  # at least `held`: and with its own lower tiers
-    queued_tokens: Ints  # of prompts, not yet computed
+    held: Ints  # tokens of this prompt in the worker's KV pool
+    expected: Ints  # at least `held`: also those of queued prompts with the same prefix
+    in_any_tier: Ints  # at least `held`: also those in the worker's lower tiers
+    queued_tokens: Ints  # prompt tokens not computed yet
     queued_requests: Ints
-    sequences: Ints  # running, waiting or receiving
-    waiting: Ints  # of those, in line
+    sequences: Ints  # running, waiting or receiving KV
+    waiting: Ints  # of those, queued
     free_blocks: Ints
     num_blocks: Ints
     block_size: Ints  # tokens
     prefill_tokens_per_s: Floats
     decode_step_s: Floats
-    recent_step_s: Floats  # between two tokens of a sequence there of late, whatever else its steps computed; at least decode_step_s
-    kv_bytes_per_s: Floats  # at which KV arrives there from another process of its machine
+    recent_step_s: Floats  # recent inter-token latency there, prefill chunks included; at least decode_step_s
+    kv_bytes_per_s: Floats  # KV transfer bandwidth from another process of its machine
     kv_bytes_per_token: Ints
-    turn: Ints  # when it was last chosen by this router: the larger, the later; 0: never
-    age_s: Floats  # of its last report; infinite before the first
-    output_tokens: Floats  # mean of the outputs that ended there last; 0: not known
+    turn: Ints  # when this router last chose it: the larger, the later; 0: never
+    age_s: Floats  # of its last load report; infinite before the first
+    output_tokens: Floats  # mean of its recent outputs; 0: unknown
 
     def __len__(self) -> int:
         return len(self.names)
 
 
 def any_of(bools: Bools) -> bool:
-    """As `bools.any()`, in a fifth of the time where there are few."""
+    """`bools.any()`, five times faster for short arrays."""
     return len(bools) > 0 and bool(bools[bools.argmax()])
 
 
 def only(column: Ints) -> int | None:
-    """The one value of a column that is stored once; None: it has several, or has them in as many places."""
+    """The value of a constant column, which is stored once (stride 0); None: the column has several values, or is empty."""
     return int(column[0]) if column.strides == (0,) and len(column) else None
 
 
 def select_rows(table: WorkerTable, rows: Ints) -> WorkerTable:
-    """Only these rows of it, in that order."""
+    """The table of these rows, in that order."""
     columns = (getattr(table, field.name)[rows] for field in fields(table) if field.name != "names")
     return WorkerTable(tuple(table.names[row] for row in rows), *columns)
 
 
 @dataclass(frozen=True, slots=True)
 class RoutingContext:
-    """What is the same for every worker. draw: in [0, 1), made of the request's id and the settings' seed."""
+    """Inputs of a decision that are the same for every worker."""
 
     request: RouteRequest
-    draw: float
+    draw: float  # in [0, 1), from a hash of the request id and `router.seed`
     now_s: float
-    others: float = 0.0  # share of all work at the workers that other routers sent, and do not tell of
-    arrivals_per_s: float = (
-        0.0  # of prompts that begin with the same prefix, as far as some worker holds or will hold it
+    unreported_share: float = (
+        0.0  # of all sequences at the workers, those of routers that do not report their assignments
     )
-    excess: float = 0.0  # by how many times its share of the queued work the request's tenant has more than it
-    stored: int = 0  # of the prompt's tokens, in the cluster's own store, from where any worker can load them
+    arrivals_per_s: float = 0.0  # of prompts that share this one's prefix, as far as a worker holds it or will hold it
+    tenant_excess: float = 0.0  # the tenant's queued work over an equal share, minus 1; at least 0
+    stored_tokens: int = 0  # of the prompt, in the cluster's KV store, from where any worker can load them
 
 
-class Policy(Protocol):
-    """One way of choosing. Constructed once, with its options; see `router/policies/registry.py`."""
+class RoutingPolicy(ABC):
+    """A routing policy: ranks (prefill worker, decode worker) candidates. Built once, from `router.policy_options`.
+
+    `name` is its value of `router.policy` (a policy from elsewhere is named by its path, `module:Class`); `term_names` names
+    the terms of its scores.
+    """
 
     name: ClassVar[str]
     term_names: ClassVar[tuple[str, ...]]
 
+    @abstractmethod
+    def __init__(self, options: Options) -> None:
+        """Raises ConfigError for an unknown option or a wrong type."""
+
+    @classmethod
+    def build(cls, options: Options, model: CostModel) -> Self:
+        """The policy of these options; `model` has the settings' cost parameters, for policies that use them."""
+        return cls(options)
+
+    @abstractmethod
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        """The best ways, best first, at most MAX_WAYS; empty where there is none.
+        """The best candidates, best first, at most MAX_CANDIDATES; empty if there is none.
 
-        Where the request forces it (`request.force`), all are local (prefill None) or all remote; where it needs no decode and
-        there are prefill workers, all have decode None. Without prefill workers every way is local.
+        With `request.force` all are local (prefill None) or all remote. For a request that needs no decode, all have decode
+        None if there are prefill workers. Without prefill workers every candidate is local.
         """
-        ...
 
-
-@runtime_checkable
-class OrdersLines(Protocol):
-    """A policy that says how soon tokens are wanted: workers order their lines and cut prompts in pieces by it."""
-
-    def wanted(self, request: RouteRequest) -> tuple[float, float]:
-        """Seconds to the first token, and for each further one."""
-        ...
-
-
-Options = dict[str, Any]
-"""A policy's own settings, as in `router.policy_options`; unknown names and wrong types raise ConfigError."""
+    def latency_targets(self, request: RouteRequest) -> tuple[float, float] | None:
+        """(TTFT target, TPOT target) in seconds, by which workers order their queues and size prefill chunks; None: none."""
+        return None

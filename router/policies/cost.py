@@ -1,16 +1,16 @@
-"""The cost of serving a request in any way, in seconds: predicted time to first token, and harm to others.
+"""The common cost of a candidate, in seconds: predicted time to first token, and harm to other requests.
 
-Columns in, columns out: a term is one array over all workers of a role, or over all ways asked for. Pure: never imports torch,
-Ray, sockets, a clock or a random source. The terms are types.TERM_NAMES; a way costs their plain sum.
+Columns in, columns out: a term is one array over all workers of a role, or over all candidates. Pure: never imports torch, Ray,
+sockets, a clock or a random source. The terms are types.TERM_NAMES; a candidate's cost is their plain sum.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from kvrelay.router.policies.base import Bools, Floats, Ints, RoutingContext, WorkerTable, any_of, only
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.types import TERM_NAMES, RouteRequest
 
 HANDOFF, TRANSFER, STALL = (TERM_NAMES.index(name) for name in ("handoff", "transfer", "stall"))
@@ -21,52 +21,30 @@ WORK = slice(COMPUTE, LOAD + 1)
 DECODE = slice(TERM_NAMES.index("decode_load"), TERM_NAMES.index("decode_wait") + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class CostModel:
-    """Weights, and what to assume of a worker before its first measurement."""
-
-    default_prefill_tokens_per_s: float = 2000.0
-    default_decode_step_s: float = 0.03
-    default_kv_bytes_per_s: float = 4e9  # between processes of one host
-    tier_bytes_per_s: float = 2e9  # from a worker's own lower tiers into its pool
-    other_node_share: float = 0.25  # of a bandwidth, between hosts
-    unhidden_share: float = 0.05  # of a transfer, even under a long prefill: its last layers
-    handoff_s: float = 0.002
-    decode_load_weight: float = 0.1  # of a step, per sequence already there
-    stall_weight: float = 0.1  # of the prefill's time, per sequence that it holds up
-    next_stall_weight: float = 1.0  # the like, for those that will come while it is computed
-    max_pressure: float = 8.0  # seconds that a second of work costs others, at most
-    missed_s: float = 8.0  # that one missed target counts as
-    ttft_s: float = 5.0  # target of a request that names none
-    tpot_s: float = 0.1  # the like
-    expected_output_tokens: int = 256  # mean output, and most that a request is charged blocks for in advance
-    local_prefill_tokens: int = 32  # at most so many uncached ones ride along with a decode step: they stall nobody
-
-
 Rows = Ints | slice
-"""Some rows of a column; a slice (with both ends): those next to each other, which are not copied."""
+"""Rows of a column; a slice (with both ends) selects adjacent rows without a copy."""
 
 
 class Source(NamedTuple):
-    """Where the beginning of a prompt comes from on each worker. Tokens, and the seconds to load `loaded` of them."""
+    """Where each worker gets the prefix of a prompt from, in tokens, and the seconds to load `loaded` of them."""
 
-    cached: Ints  # in the pool by the time that it computes the prompt
-    loaded: Ints  # from lower tiers or the cluster's store, where that is quicker than computing them
+    cached: Ints  # in its pool by the time it computes the prompt
+    loaded: Ints  # from its lower tiers or the cluster's store, where that is faster than computing them
     load_s: Floats
 
 
 def sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostModel) -> Source:
-    """For every worker of these sides, one after the other. The last token is always computed: its logits give the first output."""
+    """For all workers of these tables, concatenated. The last token is always computed: its logits give the first output token."""
     expected, in_any_tier, size = joined(tables, "expected"), joined(tables, "in_any_tier"), block_sizes(tables)
     usable = (context.request.num_tokens - 1) // size * size
     cached: Ints = np.minimum(expected, usable)
-    if not context.stored and not any_of(in_any_tier > expected):
+    if not context.stored_tokens and not any_of(in_any_tier > expected):
         return Source(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
     token_bytes, kv_rate, speed = (
         joined(tables, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
     )
     own = np.maximum(np.minimum(in_any_tier, usable) - cached, 0)
-    stored = np.maximum(np.minimum(context.stored // size * size, usable) - cached - own, 0)
+    stored = np.maximum(np.minimum(context.stored_tokens // size * size, usable) - cached - own, 0)
     own_s, stored_s = (
         own * token_bytes / model.tier_bytes_per_s,
         stored * token_bytes / (kv_rate * model.other_node_share),
@@ -77,22 +55,23 @@ def sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostM
 
 
 def joined(tables: Sequence[WorkerTable], name: str) -> np.ndarray:
-    """One column of several sides, one after the other."""
+    """One column of several tables, concatenated."""
     columns = [getattr(table, name) for table in tables]
     return columns[0] if len(columns) == 1 else np.concatenate(columns)
 
 
 def block_sizes(tables: Sequence[WorkerTable]) -> Ints | int:
-    """Of every worker of these sides, one after the other; one number where all are equal and that is known at once."""
+    """Block sizes of all workers of these tables, concatenated; one number if all tables store the same one."""
     sizes = {only(table.block_size) for table in tables if len(table)}
     size = sizes.pop() if len(sizes) == 1 else None
     return joined(tables, "block_size") if size is None else size
 
 
 class CommonCost:
-    """What every way costs, whatever policy chose it.
+    """The common cost of candidates, whatever policy ranks them.
 
-    A worker that computes the prompt has a number: its row, or, for decode workers, the number of prefill workers plus its row.
+    Workers that may compute the prompt are numbered: prefill workers by their row, decode workers by their row plus the number
+    of prefill workers.
     """
 
     def __init__(
@@ -104,7 +83,7 @@ class CommonCost:
         *,
         num_more: int = 0,
     ) -> None:
-        """`num_more`: terms that are 0 below the common ones, for the policy to fill."""
+        """`num_more`: further terms, of zeros, after the common ones: for the policy to fill."""
         self._num_terms = len(TERM_NAMES) + num_more
         self.request, self.model = context.request, model
         self.prefills, self.decodes = prefills, decodes
@@ -115,17 +94,17 @@ class CommonCost:
         self.arriving_s: Floats = (
             (self.request.num_tokens - decodes.held) * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
         )
-        """To move what each decode worker lacks from another process of its machine."""
+        """Seconds to transfer the KV that each decode worker lacks from another process of its machine."""
         self.is_near: Bools = self.uncached[self.num_prefills :] <= model.local_prefill_tokens
-        """Decode workers that lack at most local_prefill_tokens of the prompt."""
+        """Decode workers that lack at most `local_prefill_tokens` of the prompt."""
         self.has_near = any_of(self.is_near)
         self.stall = self._stall()
 
     def _work(self, source: Source) -> tuple[Floats, Ints]:
-        """([4, numbers]: own work, the queue ahead, the harm to those behind, and loading; tokens to be computed).
+        """([4, workers] seconds: own prefill, the queue ahead, harm to requests behind, loading; tokens to compute).
 
-        Near saturation a cached prefix *is* capacity: each second of own work counts once more for every request in the shortest
-        queue of any prefill worker, for so many will wait behind it; an idle worker anywhere makes it 0.
+        Near saturation a cached prefix *is* capacity: each second of own prefill counts once more for every request in the
+        shortest prefill queue, because so many will wait behind it; with an idle prefill worker it counts nothing.
         """
         tables = (self.prefills, self.decodes)
         queued, speed = joined(tables, "queued_tokens"), joined(tables, "prefill_tokens_per_s")
@@ -138,17 +117,17 @@ class CommonCost:
         return work, uncached
 
     def _pressure(self) -> float:
-        """Seconds that a second of work costs others: the prompts that wait in the shortest queue; 0 while a worker is idle."""
+        """Harm per second of prefill: the length of the shortest prefill queue, in requests; 0 while a worker is idle."""
         if not self.num_prefills or self.request.force == "local":
             return 0.0
         queued = self.prefills.queued_requests
         return min(float(queued[queued.argmin()]), self.model.max_pressure)
 
     def _decode(self) -> Floats:
-        """[3, decode workers]: the weight of the sequences and of the memory that are taken there, and the wait for blocks.
+        """[3, decode workers] seconds: load of the running sequences, share of the free memory, wait for free blocks.
 
-        The wait assumes a steady state, where as many blocks come free as the running sequences fill: sequences / block_size
-        per step.
+        The wait assumes a steady state, in which as many blocks are freed as the running sequences fill: sequences /
+        block_size per step.
         """
         table, model = self.decodes, self.model
         now, later = self._blocks()
@@ -165,10 +144,10 @@ class CommonCost:
         return terms
 
     def _blocks(self) -> tuple[Ints, Ints]:
-        """What must be reserved at once on each decode worker, and what it may grow to."""
+        """Blocks to reserve on each decode worker, and blocks that the request may grow to."""
         request, table = self.request, self.decodes
         size = block_sizes((table,))
-        num_others = request.width - 1  # of a group: they share the prompt's full blocks
+        num_others = request.width - 1  # sequences of the group; they share the prompt's full blocks
         held = table.held // size
         grown = -(-(request.num_tokens + min(request.max_tokens, self.model.expected_output_tokens)) // size)
         now = -(-(request.num_tokens + 1) // size) - held + num_others
@@ -176,10 +155,10 @@ class CommonCost:
         return now, later + num_others * (grown - request.num_tokens // size) if num_others else later
 
     def _stall(self) -> Floats:
-        """Harm to a decode worker's sequences while it computes the prompt: each waits for it, and some miss their TPOT.
+        """Harm to a decode worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT target.
 
-        Who has s seconds of slack per token is stalled for too long if its output ends up shorter than the stall over s. Outputs
-        are taken to be of exponential length, of which those that run at any moment are the longer ones (length-biased).
+        A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens. Output
+        lengths are assumed exponential; those running at any moment are length-biased.
         """
         table, model = self.decodes, self.model
         own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]
@@ -196,7 +175,7 @@ class CommonCost:
         return np.where(self.is_near, 0.0, harm_s) if self.has_near else harm_s
 
     def _transfer(self, computing: Ints, decode: Ints, compute_s: Floats) -> Floats:
-        """The part of moving the KV of each pair that computing the prompt, for so long, does not hide."""
+        """The part of each pair's KV transfer that `compute_s` of prefill does not hide, seconds."""
         seconds = self.arriving_s[decode]
         node = only(self.prefills.nodes)
         if node is None or node != only(self.decodes.nodes):
@@ -209,23 +188,23 @@ class CommonCost:
 
     @property
     def prefill_numbers(self) -> slice:
-        """Of all prefill workers."""
+        """The numbers of all prefill workers."""
         return slice(0, self.num_prefills)
 
     @property
     def decode_numbers(self) -> slice:
-        """Of all decode workers."""
+        """The numbers of all decode workers."""
         return slice(self.num_prefills, self.num_prefills + len(self.decodes))
 
     def prefill_only(self, computing: Rows) -> Floats:
-        """[terms, ways] of computing the prompt, by number, with nothing to follow."""
+        """[terms, candidates] of computing the prompt on these workers (by number) without decode."""
         count = computing.stop - computing.start if isinstance(computing, slice) else len(computing)
         parts = np.zeros((self._num_terms, count))
         parts[WORK] = self.work[:, computing]
         return parts
 
     def pairs(self, computing: Ints, decode: Ints) -> Floats:
-        """[terms, ways] of a prefill worker (its row) and a decode worker (its row) each."""
+        """[terms, candidates] of a prefill worker (by row) with a decode worker (by row) each."""
         parts = self.prefill_only(computing)
         parts[HANDOFF] = self.model.handoff_s
         parts[TRANSFER] = self._transfer(computing, decode, parts[COMPUTE])
@@ -233,7 +212,7 @@ class CommonCost:
         return parts
 
     def local(self, decode: Ints | None = None) -> Floats:
-        """[terms, ways] of decode workers (their rows; None: all) that compute the prompt themselves."""
+        """[terms, candidates] of decode workers (by row; None: all) that compute the prompt themselves."""
         rows: Rows = slice(0, len(self.decodes)) if decode is None else decode
         parts = self.prefill_only(self.decode_numbers if decode is None else decode + self.num_prefills)
         parts[DECODE] = self.decode[:, rows]
@@ -242,7 +221,7 @@ class CommonCost:
 
 
 def targets(request: RouteRequest, model: CostModel) -> tuple[float, float]:
-    """Seconds that are wanted at most: to the first token, and for each further one."""
+    """(TTFT target, TPOT target), seconds: those of the request's first SLO class, else the defaults."""
     wanted = request.slo.targets[0] if request.slo is not None else None
     ttft_s, tpot_s = (wanted.ttft_s, wanted.tpot_s) if wanted is not None else (None, None)
     return ttft_s or model.ttft_s, tpot_s or model.tpot_s

@@ -1,50 +1,59 @@
-"""Ours: prefill worker, decode worker, tier source and who computes the prompt are chosen together, by predicted seconds. Pure.
+"""The default policy: prefill worker, decode worker, KV source and path are chosen jointly, by predicted seconds. Pure.
 
-The score is the common cost (cost.py), and on top of it:
-- slo_miss: the chance that the request's own targets are missed, times what a miss counts.
-- replica: taken off a worker that does not hold the prompt's hot prefix, while too many prompts come for those that do.
-- tenant: of a tenant with more than its share of the queued work, the harm to others counts several times.
-- spread: a little, drawn anew for each request and worker, as far as other routers' work may not be reported yet.
+The score is the common cost (cost.py) plus four terms:
+- slo_miss: the probability that the request misses its own targets, times the cost of a miss.
+- replica: a discount for a worker that does not hold the prompt's popular prefix while too many prompts come for the workers that do.
+- tenant: harm to others counts several times for a tenant with more than its share of the queued work.
+- spread: a small random amount for each request and worker, as far as other routers' recent assignments are not reported yet.
 
 Rules:
 - A decode worker that lacks at most `local_prefill_tokens` of the prompt computes it itself.
-- Otherwise the least score wins, over all pairs of the shortlists and the cheapest local choices.
-- Equal scores (to a microsecond) go to the worker chosen longest ago, then by row.
+- Otherwise the lowest score wins, over all pairs of the shortlists and the cheapest local candidates.
+- Equal scores (to a microsecond) go to the least recently chosen worker, then by row.
 """
 
 from dataclasses import replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 from pydantic import Field
 
-from kvrelay.router.policies.base import MAX_CANDIDATES, Floats, Ints, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.cost import COMPUTE, PRESSURE, STALL, CommonCost, CostModel, Rows, targets
+from kvrelay.router.policies.base import (
+    MAX_CANDIDATES,
+    Floats,
+    Ints,
+    Options,
+    RoutingContext,
+    RoutingPolicy,
+    WorkerTable,
+)
+from kvrelay.router.policies.cost import COMPUTE, PRESSURE, STALL, CommonCost, Rows, targets
+from kvrelay.router.policies.cost_model import CostModel
+from kvrelay.router.policies.options import PolicyOptions, parse_options
 from kvrelay.router.policies.shortlist import cheapest, whole_units
 from kvrelay.router.types import TERM_NAMES, TTFT_TERMS, Candidate, RouteRequest
 
 SHORTLIST = 6
-"""Workers of each role that are paired in full."""
+"""Workers of each role whose pairs are all considered."""
 NONE = -1
-"""In a list of rows: no such worker."""
+"""In an array of rows: no worker."""
 OWN_TERMS = ("slo_miss", "replica", "tenant", "spread")
 MISS, REPLICA, TENANT, SPREAD = range(len(TERM_NAMES), len(TERM_NAMES) + len(OWN_TERMS))
 SURE_SHARE, LOST_SHARE = 0.7, 1.1
-"""Of a target: what is predicted within the first is certain to be kept, beyond the second to be missed."""
+"""Shares of a target: a prediction below the first certainly meets it, above the second certainly misses it."""
 FRESH_S = 0.05
-"""A report that is older tells no less: workers report changes about so often."""
+"""Age of a report beyond which it is no less accurate: workers report changes about so often."""
 SAME_SHARE = 0.5
-"""Of the best overlap: who has at least so much of it holds the prefix, too."""
+"""Share of the best overlap from which a worker counts as holding the prefix."""
 MAX_EXCESS = 3.0
-"""Times its share that a tenant pays for at most."""
+"""Upper bound of the tenant term's factor."""
 _TTFT = [TERM_NAMES.index(name) for name in TTFT_TERMS]
 _GOLDEN = 0.6180339887498949
 
 
-class JointOptions(Checked):
-    """Weights of the cost model that may be set; see cost.CostModel for their meanings and defaults."""
+class JointOptions(PolicyOptions):
+    """Parameters of the cost model that may be set; see CostModel for their meanings and defaults."""
 
     max_pressure: float | None = Field(None, ge=0)
     missed_s: float | None = Field(None, ge=0)
@@ -54,18 +63,22 @@ class JointOptions(Checked):
     tier_bytes_per_s: float | None = Field(None, gt=0)
 
 
-class Joint:
-    """Least predicted seconds: of the request's own first token, and of harm to others."""
+class Joint(RoutingPolicy):
+    """The lowest predicted cost: seconds to the request's own first token, and of harm to others."""
 
     name: ClassVar[str] = "joint"
     term_names: ClassVar[tuple[str, ...]] = TERM_NAMES + OWN_TERMS
 
     def __init__(self, options: Options, model: CostModel | None = None) -> None:
-        chosen = checked(JointOptions, self.name, options).model_dump(exclude_none=True)
+        chosen = parse_options(JointOptions, self.name, options).model_dump(exclude_none=True)
         self._model = replace(model or CostModel(), **chosen)
 
+    @classmethod
+    def build(cls, options: Options, model: CostModel) -> Self:
+        return cls(options, model)
+
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        """See base.Policy."""
+        """See RoutingPolicy."""
         scorer = _JointScorer(context, prefills, decodes, self._model)
         may_send = len(prefills) > 0 and context.request.force != "local"
         if may_send and not context.request.needs_decode:
@@ -79,13 +92,13 @@ class Joint:
             candidates.append(scorer.local())
         return _listed(scorer, _CandidateColumns.join(candidates)) if candidates else []
 
-    def wanted(self, request: RouteRequest) -> tuple[float, float]:
-        """See base.OrdersLines."""
+    def latency_targets(self, request: RouteRequest) -> tuple[float, float]:
+        """See RoutingPolicy."""
         return targets(request, self._model)
 
 
 class _CandidateColumns:
-    """Ways as columns: who computes the prompt (by number, see CommonCost), the row of who decodes (NONE: nobody), [terms, ways]."""
+    """Candidates as columns: the computing worker (by number, see CommonCost), the decode worker's row or NONE, [terms, candidates]."""
 
     __slots__ = ("computing", "decode", "parts")
 
@@ -93,18 +106,18 @@ class _CandidateColumns:
         self.computing, self.decode, self.parts = computing, decode, parts
 
     @classmethod
-    def join(cls, several: list["_CandidateColumns"]) -> "_CandidateColumns":
-        if len(several) == 1:
-            return several[0]
+    def join(cls, columns_of: list["_CandidateColumns"]) -> "_CandidateColumns":
+        if len(columns_of) == 1:
+            return columns_of[0]
         return cls(
-            np.concatenate([candidates.computing for candidates in several]),
-            np.concatenate([candidates.decode for candidates in several]),
-            np.concatenate([candidates.parts for candidates in several], axis=1),
+            np.concatenate([candidates.computing for candidates in columns_of]),
+            np.concatenate([candidates.decode for candidates in columns_of]),
+            np.concatenate([candidates.parts for candidates in columns_of], axis=1),
         )
 
 
 class _JointScorer:
-    """One request before all workers."""
+    """The scores of one request's candidates."""
 
     def __init__(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable, model: CostModel) -> None:
         self.context, self.model = context, model
@@ -113,48 +126,48 @@ class _JointScorer:
         self._spreads: Floats | None = None
 
     def prefill_only(self) -> _CandidateColumns:
-        rows = self._senders()
+        rows = self._prefill_shortlist()
         return _CandidateColumns(rows, np.full(len(rows), NONE), self.cost.prefill_only(rows))
 
     def pairs(self) -> _CandidateColumns:
-        """The cheapest of each role, each with each; not with decode workers that need nobody."""
-        senders, targets = self._senders(), self._targets()
+        """All pairs of the cheapest workers of each role, without decode workers that need no prefill worker."""
+        prefills, decodes = self._prefill_shortlist(), self._decode_shortlist()
         if self.context.request.force != "remote" and self.cost.has_near:
-            targets = targets[~self.cost.is_near[targets]]
-        first, second = _crossed(len(senders), len(targets))
-        computing, decode = senders[first], targets[second]
+            decodes = decodes[~self.cost.is_near[decodes]]
+        first, second = _crossed(len(prefills), len(decodes))
+        computing, decode = prefills[first], decodes[second]
         return _CandidateColumns(computing, decode, self.cost.pairs(computing, decode))
 
     def local(self) -> _CandidateColumns:
         """The cheapest decode workers that compute the prompt themselves."""
         rows, parts = np.arange(len(self.decodes)), self.cost.local()
         if len(rows) > SHORTLIST:
-            score = np.add.reduce(self.judged(parts, self.cost.decode_numbers, slice(0, len(rows))), axis=0)
+            score = np.add.reduce(self.scored(parts, self.cost.decode_numbers, slice(0, len(rows))), axis=0)
             rows = cheapest(score, self.decodes.turn, SHORTLIST)
             parts = parts[:, rows]
         return _CandidateColumns(rows + self.cost.num_prefills, rows, parts)
 
-    def _senders(self) -> Ints:
+    def _prefill_shortlist(self) -> Ints:
         if len(self.prefills) <= SHORTLIST:
             return np.arange(len(self.prefills))
-        everybody = self.cost.prefill_numbers
-        score = np.add.reduce(self.judged(self.cost.prefill_only(everybody), everybody, None), axis=0)
+        all_prefills = self.cost.prefill_numbers
+        score = np.add.reduce(self.scored(self.cost.prefill_only(all_prefills), all_prefills, None), axis=0)
         return cheapest(score, self.prefills.turn, SHORTLIST)
 
-    def _targets(self) -> Ints:
+    def _decode_shortlist(self) -> Ints:
         table, cost = self.decodes, self.cost
         if len(table) <= SHORTLIST:
             return np.arange(len(table))
-        late = chance_of_missing(table.recent_step_s / cost.tpot_s)
+        miss = chance_of_missing(table.recent_step_s / cost.tpot_s)
         score = (
             np.add.reduce(cost.decode, axis=0)
             + self.model.unhidden_share * cost.arriving_s
-            + self.model.missed_s * late
+            + self.model.missed_s * miss
         )
         return cheapest(score, table.turn, SHORTLIST)
 
-    def judged(self, parts: Floats, computing: Rows, decode: Rows | None) -> Floats:
-        """The common terms of some ways, with ours written below them. `computing`: by number, see CommonCost."""
+    def scored(self, parts: Floats, computing: Rows, decode: Rows | None) -> Floats:
+        """The common terms of candidates, with this policy's terms filled in. `computing`: by number, see CommonCost."""
         context, cost = self.context, self.cost
         share = parts[_TTFT[0]] + parts[_TTFT[1]]
         for term in _TTFT[2:]:
@@ -165,17 +178,17 @@ class _JointScorer:
         np.multiply(chance_of_missing(share), self.model.missed_s, out=parts[MISS])
         if context.arrivals_per_s:
             self._replicate(parts, computing)
-        if context.excess:
-            np.multiply(parts[PRESSURE] + parts[STALL], min(context.excess, MAX_EXCESS), out=parts[TENANT])
-        if context.others:
+        if context.tenant_excess:
+            np.multiply(parts[PRESSURE] + parts[STALL], min(context.tenant_excess, MAX_EXCESS), out=parts[TENANT])
+        if context.unreported_share:
             parts[SPREAD] = self._spread()[computing]
         return parts
 
-    def _replicate(self, judged: Floats, computing: Rows) -> None:
-        """The hotter a prefix for those that hold it, the less it counts that another has to compute it first.
+    def _replicate(self, terms: Floats, computing: Rows) -> None:
+        """Discount the extra prefill of workers that do not hold a prefix which is too popular for those that do.
 
-        Prompts that begin like this one keep `load` workers busy; as far as those are more than hold the prefix, others will have
-        to compute it anyway, and the sooner the better.
+        Prompts that share this prefix keep `load` workers busy; as far as these are more than hold it, others will have to
+        compute it anyway, and the sooner the better.
         """
         work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.context.request.num_tokens
         least = int(uncached.argmin())
@@ -188,26 +201,26 @@ class _JointScorer:
             return
         own = work[computing]
         extra = np.minimum(own - work[least], most_held / num_tokens * own)
-        factor = 1.0 + judged[PRESSURE] / np.maximum(judged[COMPUTE], 1e-9)
-        judged[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
+        factor = 1.0 + terms[PRESSURE] / np.maximum(terms[COMPUTE], 1e-9)
+        terms[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
 
     def _spread(self) -> Floats:
-        """By number, at most the work that other routers can have sent since the worker's last report: a second each second, of all."""
+        """By number: at most the work that other routers can have assigned since the worker's last report (a second per second)."""
         if self._spreads is None:
             age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))
             drawn = (self.context.draw + np.arange(1, len(age_s) + 1) * _GOLDEN) % 1.0
-            self._spreads = self.context.others * np.minimum(age_s, FRESH_S) * drawn
+            self._spreads = self.context.unreported_share * np.minimum(age_s, FRESH_S) * drawn
         return self._spreads
 
 
 @lru_cache(maxsize=64)
 def _crossed(count: int, other: int) -> tuple[Ints, Ints]:
-    """Each of so many with each of the others, by place."""
+    """The index pairs of a cross product."""
     return np.repeat(np.arange(count), other), np.tile(np.arange(other), count)
 
 
 def chance_of_missing(share: Floats) -> Floats:
-    """Of a target, whose share is predicted to be used up."""
+    """Probability of missing a target of which this share is predicted to be used."""
     chance = share - SURE_SHARE
     chance *= 1.0 / (LOST_SHARE - SURE_SHARE)
     np.maximum(chance, 0.0, out=chance)
@@ -215,17 +228,17 @@ def chance_of_missing(share: Floats) -> Floats:
 
 
 def _listed(scorer: _JointScorer, candidates: _CandidateColumns) -> list[Candidate]:
-    """The best of them in order."""
+    """The best candidates, best first."""
     computing, decode, num_prefills = candidates.computing, candidates.decode, scorer.cost.num_prefills
-    has_decode = len(decode) > 0 and decode[0] != NONE  # then all have
+    has_decode = len(decode) > 0 and decode[0] != NONE  # all have one, or none has
     prefill = np.where(computing < num_prefills, computing, NONE)
-    judged = scorer.judged(candidates.parts, computing, decode if has_decode else None)
-    scores = np.add.reduce(judged, axis=0)
+    terms = scorer.scored(candidates.parts, computing, decode if has_decode else None)
+    scores = np.add.reduce(terms, axis=0)
     source_turn = np.concatenate((scorer.prefills.turn, scorer.decodes.turn))[computing]
     target_turn = scorer.decodes.turn[decode] if has_decode else decode
     keys = (decode, prefill, target_turn, source_turn, whole_units(scores))
     order = np.lexsort(keys)[:MAX_CANDIDATES]
     prefills = [None if row == NONE else row for row in prefill[order].tolist()]
     decodes = [None if row == NONE else row for row in decode[order].tolist()]
-    parts = map(tuple, judged[:, order].T.tolist())
+    parts = map(tuple, terms[:, order].T.tolist())
     return list(map(Candidate, prefills, decodes, scores[order].tolist(), parts))

@@ -1,7 +1,7 @@
-"""The less loaded of two workers that chance names. Pure.
+"""Power of two choices: the less loaded of two random workers. Pure.
 
-Source: Ray 2.60, serve/_private/request_router/pow_2_router.py: two replicas at random, the one with fewer requests under way,
-the first where they are equal; when neither accepts, two others. SGLang's policy of that name compares tokens where it knows them.
+Source: Ray 2.60, serve/_private/request_router/pow_2_router.py: two replicas at random, the one with fewer ongoing requests, the
+first on a tie; when neither accepts, two others. SGLang's policy of that name compares tokens where it knows them.
 """
 
 from typing import ClassVar, Literal
@@ -9,50 +9,47 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from kvrelay.router.policies.base import Floats, Ints, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import (
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.selection import (
     DECODE_STREAM,
     PREFILL_STREAM,
-    Ranked,
-    TwoChoices,
+    IndependentChoice,
+    RankedRows,
     best_rows,
     draws,
-    ranked,
+    rank_rows,
 )
 
 
-class PowerOfTwoOptions(Checked):
-    """by: what a prefill worker's load is counted in; a decode worker's is always its requests."""
+class PowerOfTwoOptions(PolicyOptions):
+    """by: the unit of a prefill worker's load; a decode worker's is its requests."""
 
     by: Literal["requests", "tokens"] = "requests"
 
 
-class PowerOfTwo(TwoChoices):
-    """Two at random, then two others, and so on; of each two the one with less load first."""
+class PowerOfTwo(IndependentChoice):
+    """Random pairs of workers, one after the other; of each pair the less loaded first."""
 
     name: ClassVar[str] = "power_of_two"
-    term_names: ClassVar[tuple[str, ...]] = ("prefill_place", "decode_place")
+    term_names: ClassVar[tuple[str, ...]] = ("prefill_position", "decode_position")
 
     def __init__(self, options: Options) -> None:
-        self._by = checked(PowerOfTwoOptions, self.name, options).by
+        self._by = parse_options(PowerOfTwoOptions, self.name, options).by
 
-    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         load = table.queued_tokens if self._by == "tokens" else table.sequences
         rows = two_by_two(context, load, PREFILL_STREAM)
-        place = places(rows, len(table))
-        return ranked(rows, place, (place, 0.0))
+        position = positions(rows, len(table))
+        return rank_rows(rows, position, (position, 0.0))
 
-    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         rows = two_by_two(context, table.sequences, DECODE_STREAM)
-        place = places(rows, len(table))
-        return ranked(rows, place, (0.0, place))
-
-    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
-        return self.decode(context, table)
+        position = positions(rows, len(table))
+        return rank_rows(rows, position, (0.0, position))
 
 
 def two_by_two(context: RoutingContext, load: Ints, stream: int) -> Ints:
-    """Rows in an order of chance, of each two the less loaded first."""
+    """Rows in random order, of each two the less loaded first."""
     keys = draws(context.draw, len(load), stream)
     rows = best_rows(keys, keys)
     whole = len(rows) // 2 * 2
@@ -62,8 +59,8 @@ def two_by_two(context: RoutingContext, load: Ints, stream: int) -> Ints:
     return rows
 
 
-def places(rows: Ints, count: int) -> Floats:
-    """The place of each row of a side among `rows`; infinite for those that are not."""
-    place = np.full(count, np.inf)
-    place[rows] = np.arange(len(rows))
-    return place
+def positions(rows: Ints, count: int) -> Floats:
+    """The position in `rows` of each of `count` rows of a table; infinite for those that are not in it."""
+    position = np.full(count, np.inf)
+    position[rows] = np.arange(len(rows))
+    return position

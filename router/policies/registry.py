@@ -1,36 +1,40 @@
-"""Every policy by its name in `router.policy`. Pure."""
+"""Policies by their value of `router.policy`: a name of ours, or the path of a class of one's own. Pure."""
 
-from collections.abc import Callable
 from difflib import get_close_matches
+from importlib import import_module
 
 from kvrelay.errors import ConfigError
-from kvrelay.router.policies.base import Options, Policy
-from kvrelay.router.policies.cost import CostModel
-from kvrelay.router.policies.dynamo import Dynamo
+from kvrelay.router.policies.base import RoutingPolicy
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.least_loaded import LeastLoaded
-from kvrelay.router.policies.llm_d import LlmD
-from kvrelay.router.policies.mooncake import Mooncake
 from kvrelay.router.policies.power_of_two import PowerOfTwo
 from kvrelay.router.policies.prefix_affinity import PrefixAffinity
-from kvrelay.router.policies.queue_plus_prefill import QueuePlusPrefill
-from kvrelay.router.policies.random_choice import RandomChoice
 from kvrelay.router.policies.round_robin import RoundRobin
 from kvrelay.router.policies.session import Session
-from kvrelay.router.policies.sglang import Sglang
 from kvrelay.settings.router import RouterSettings
 
-_CLASSES: tuple[type[Policy], ...] = (
-    Joint, RandomChoice, RoundRobin, LeastLoaded, PowerOfTwo, Session, PrefixAffinity, Sglang, Dynamo, Mooncake, LlmD,
-    QueuePlusPrefill,
-)  # fmt: skip
-POLICIES: dict[str, Callable[[Options], Policy]] = {each.name: each for each in _CLASSES}
+POLICIES: dict[str, type[RoutingPolicy]] = {
+    policy.name: policy for policy in (Joint, RoundRobin, LeastLoaded, PowerOfTwo, PrefixAffinity, Session)
+}
 
 
-def policy_of(settings: RouterSettings, model: CostModel) -> Policy:
-    """The one that the settings name, with its options. Raises ConfigError for what is not known."""
-    if settings.policy not in POLICIES:
-        near = get_close_matches(settings.policy, POLICIES, 1) or sorted(POLICIES)
+def build_policy(settings: RouterSettings, model: CostModel) -> RoutingPolicy:
+    """The policy that the settings name, with its options. Raises ConfigError for an unknown policy or option."""
+    policy = _imported(settings.policy) if ":" in settings.policy else POLICIES.get(settings.policy)
+    if policy is None:
+        near = get_close_matches(settings.policy, POLICIES, 1) or [*sorted(POLICIES), "module:Class"]
         raise ConfigError(f"router.policy: there is no {settings.policy}: did you mean {', '.join(near)}?")
-    options = dict(settings.policy_options)
-    return Joint(options, model) if settings.policy == Joint.name else POLICIES[settings.policy](options)
+    return policy.build(dict(settings.policy_options), model)
+
+
+def _imported(path: str) -> type[RoutingPolicy]:
+    """The class at `module:Class`. Raises ConfigError."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(f"router.policy: {path} cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, RoutingPolicy)):
+        raise ConfigError(f"router.policy: {path} is no subclass of {RoutingPolicy.__module__}.RoutingPolicy")
+    return found

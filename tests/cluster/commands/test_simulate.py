@@ -37,12 +37,12 @@ def simulate(files, **flags):
 
 
 def test_one_run_for_each_policy_and_rate(files, capsys):
-    found = simulate(files, policy=["random", "joint"], rate=[5.0, 20.0])
-    assert [one["scenario"]["settings"]["router"]["policy"] for one in found] == ["random", "random", "joint", "joint"]
+    found = simulate(files, policy=["round_robin", "joint"], rate=[5.0, 20.0])
+    assert [one["scenario"]["settings"]["router"]["policy"] for one in found] == ["round_robin", "round_robin", "joint", "joint"]
     assert [round(one["offered_per_s"]) for one in found] == [5, 20, 5, 20]
     assert all(one["outcomes"] == {"done": 60} for one in found)
     printed = capsys.readouterr().out
-    assert "random 5/s" in printed and "joint 20/s" in printed and "TTFT" in printed
+    assert "round_robin 5/s" in printed and "joint 20/s" in printed and "TTFT" in printed
 
 
 def test_a_scenario_s_fields_hold_unless_a_flag_says_otherwise(files):
@@ -78,11 +78,11 @@ def test_a_scenario_file_that_is_none_is_refused(files):
 
 
 def test_pairs_win_over_a_scenario_s_settings_and_leave_them_as_they_are():
-    before = {"router": {"policy": "random"}}
+    before = {"router": {"policy": "round_robin"}}
     assert with_pairs(before, ["router.policy=joint", "engine.headroom=0.5"]) == {
         "router": {"policy": "joint"}, "engine": {"headroom": 0.5},
     }  # fmt: skip
-    assert before == {"router": {"policy": "random"}}
+    assert before == {"router": {"policy": "round_robin"}}
     assert simulate_command.with_pairs({}, []) == {}
 
 

@@ -13,12 +13,13 @@ from kvrelay.router.fleet.accounts import RECENT_STEP_WINDOW_S, RecentStepTime
 from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, Heat
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.policies.base import RoutingContext
-from kvrelay.router.policies.cost import CommonCost, CostModel, sources
+from kvrelay.router.policies.cost import CommonCost, sources
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.joint import OWN_TERMS, Joint
 from kvrelay.router.types import TERM_NAMES
 from kvrelay.settings.router import RouterSettings
 from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluster, decided, holds, info, load
-from tests.router.policies.test_policies import side
+from tests.router.policies.policy_cases import side
 
 pytestmark = pytest.mark.pure
 
@@ -56,7 +57,9 @@ def test_a_tier_that_is_slower_than_computing_is_left_alone():
 
 
 def test_the_clusters_store_serves_every_worker_behind_what_it_has_itself():
-    found = sources(asked(stored=900), [side(3, expected=[0, 320, 960], in_any_tier=[160, 320, 960])], CostModel())
+    found = sources(
+        asked(stored_tokens=900), [side(3, expected=[0, 320, 960], in_any_tier=[160, 320, 960])], CostModel()
+    )
     assert found.cached.tolist() == [0, 320, 960]
     assert found.loaded.tolist() == [896, 576, 0]  # whole blocks
     assert found.load_s[0] > found.load_s[1] > found.load_s[2] == 0
@@ -73,7 +76,7 @@ def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_compute
         max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(expected, columns, strict=True)
     ]
     workers = side(len(columns), expected=expected, in_any_tier=in_any_tier)
-    found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored=stored), [workers], CostModel())
+    found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored_tokens=stored), [workers], CostModel())
     computed = num_tokens - found.cached - found.loaded
     assert (computed >= 1).all() and (found.loaded >= 0).all()
     assert (found.load_s <= found.loaded / workers.prefill_tokens_per_s).all()
@@ -185,7 +188,7 @@ def test_sequences_go_to_decode_workers_that_keep_their_pace():
 def test_a_decision_says_how_soon_the_first_token_is_wanted():
     slo = SloRequirement((SloTarget("c", ttft_s=3.0),))
     for policy, request, wanted in (
-        ("joint", ask(), (5.0, 0.1)), ("joint", ask(slo=slo), (3.0, 0.1)), ("dynamo", ask(), (None, None)),
+        ("joint", ask(), (5.0, 0.1)), ("joint", ask(slo=slo), (3.0, 0.1)), ("least_loaded", ask(), (None, None)),
     ):  # fmt: skip
         choice = decided(cluster(["p1"], ["d1"], policy=policy).select_and_reserve(request, 0.0))
         assert (choice.ttft_target_s, choice.tpot_target_s) == wanted
@@ -313,7 +316,7 @@ def test_a_router_that_is_alone_takes_turns_and_draws_nothing():
 
 def test_the_draw_is_never_worth_more_than_what_others_can_have_sent():
     ages = side(4, prefix="p", age_s=[0.0, 0.1, 0.2, 50.0])
-    candidates = ranked(ask(force="remote"), ages, side(1), others=0.5)
+    candidates = ranked(ask(force="remote"), ages, side(1), unreported_share=0.5)
     drawn = {way.prefill: terms(way)["spread"] for way in candidates}
     assert drawn[0] == 0.0 and all(0 < drawn[row] <= 0.025 for row in (1, 2, 3))
 

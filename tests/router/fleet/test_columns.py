@@ -11,12 +11,12 @@ from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import LoadReport
 from kvrelay.router.decision.router import Router
 from kvrelay.router.fleet.compatibility import compatible_sets
-from kvrelay.router.policies.base import Candidate, WorkerTable
-from kvrelay.router.policies.cost import CostModel
+from kvrelay.router.policies.base import RoutingPolicy, WorkerTable
+from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.joint import Joint
 from kvrelay.router.policies.registry import POLICIES
 from kvrelay.router.policies.shortlist import cheapest, whole_units
-from kvrelay.router.types import TERM_NAMES, Decision
+from kvrelay.router.types import TERM_NAMES, Candidate, Decision
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Role
@@ -25,7 +25,7 @@ from tests.router.decision.test_placement_rules import BLOCK, ask, chain, cluste
 pytestmark = pytest.mark.pure
 
 
-class Spy:
+class Spy(RoutingPolicy):
     """Takes the first of each role, and keeps what it was shown."""
 
     name, term_names = "spy", ("only",)

@@ -9,35 +9,35 @@ from typing import ClassVar
 from pydantic import Field
 
 from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked, uncached
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.selection import IndependentChoice, RankedRows, best_rows, rank_rows, uncached
 
 
-class QueuePlusPrefillOptions(Checked):
+class QueuePlusPrefillOptions(PolicyOptions):
     """weight: times the own prefill."""
 
     weight: float = Field(16.0, ge=0)
 
 
-class QueuePlusPrefill(TwoChoices):
+class QueuePlusPrefill(IndependentChoice):
     """The least seconds of queue and `weight` times own prefill; the decode worker with the fewest sequences; equal ones in turn."""
 
     name: ClassVar[str] = "queue_plus_prefill"
     term_names: ClassVar[tuple[str, ...]] = ("queue_s", "weighted_prefill_s", "decode_sequences")
 
     def __init__(self, options: Options) -> None:
-        self._weight = checked(QueuePlusPrefillOptions, self.name, options).weight
+        self._weight = parse_options(QueuePlusPrefillOptions, self.name, options).weight
 
-    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         queue_s, own_s = self._seconds(context, table)
         score = queue_s + own_s
-        return ranked(best_rows(score, table.turn), score, (queue_s, own_s, 0.0))
+        return rank_rows(best_rows(score, table.turn), score, (queue_s, own_s, 0.0))
 
-    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
-        return ranked(best_rows(table.sequences, table.turn), table.sequences, (0.0, 0.0, table.sequences))
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        return rank_rows(best_rows(table.sequences, table.turn), table.sequences, (0.0, 0.0, table.sequences))
 
-    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
-        return self.prefill(context, table)
+    def rank_local(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        return self.rank_prefill(context, table)
 
     def _seconds(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats]:
         rate = table.prefill_tokens_per_s

@@ -1,4 +1,4 @@
-"""A policy's options as a model of their own, checked when the policy is made."""
+"""A policy's options as a pydantic model, validated when the policy is built."""
 
 import difflib
 from typing import TypeVar
@@ -9,24 +9,24 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import Options
 
 
-class Checked(BaseModel):
-    """Options of one policy: nothing unknown, no text for a number."""
+class PolicyOptions(BaseModel):
+    """Options of one policy: unknown names and wrong types are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-Model = TypeVar("Model", bound=Checked)
+Model = TypeVar("Model", bound=PolicyOptions)
 
 
-def checked(model: type[Model], policy: str, options: Options) -> Model:
-    """The options with their defaults. Raises ConfigError, which names the first one at fault."""
+def parse_options(model: type[Model], policy: str, options: Options) -> Model:
+    """The options with their defaults. Raises ConfigError, which names the first invalid one."""
     try:
         return model.model_validate(options)
     except ValidationError as error:
-        raise ConfigError(f"router.policy_options of {policy}: {_first(error, model)}") from error
+        raise ConfigError(f"router.policy_options of {policy}: {_first_problem(error, model)}") from error
 
 
-def _first(error: ValidationError, model: type[Checked]) -> str:
+def _first_problem(error: ValidationError, model: type[PolicyOptions]) -> str:
     problem = error.errors(include_url=False)[0]
     name = ".".join(map(str, problem["loc"]))
     if problem["type"] != "extra_forbidden":

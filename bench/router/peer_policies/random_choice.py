@@ -6,37 +6,37 @@ Source: what every load balancer has; Dynamo's router mode `random` and SGLang's
 from typing import ClassVar
 
 from kvrelay.router.policies.base import Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import (
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.selection import (
     DECODE_STREAM,
     PREFILL_STREAM,
-    Ranked,
-    TwoChoices,
+    IndependentChoice,
+    RankedRows,
     best_rows,
     draws,
-    ranked,
+    rank_rows,
     unit,
 )
 
 
-class RandomChoice(TwoChoices):
+class RandomChoice(IndependentChoice):
     """Any worker is as likely as any other."""
 
     name: ClassVar[str] = "random"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_draw", "decode_draw")
 
     def __init__(self, options: Options) -> None:
-        checked(Checked, self.name, options)
+        parse_options(PolicyOptions, self.name, options)
 
-    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         keys = draws(context.draw, len(table), PREFILL_STREAM)
         drawn = unit(keys)
-        return ranked(best_rows(drawn, keys), drawn, (drawn, 0.0))
+        return rank_rows(best_rows(drawn, keys), drawn, (drawn, 0.0))
 
-    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         keys = draws(context.draw, len(table), DECODE_STREAM)
         drawn = unit(keys)
-        return ranked(best_rows(drawn, keys), drawn, (0.0, drawn))
+        return rank_rows(best_rows(drawn, keys), drawn, (0.0, drawn))
 
-    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
-        return self.decode(context, table)
+    def rank_local(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
+        return self.rank_decode(context, table)

@@ -3,7 +3,7 @@
 Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its launcher: load is
 uneven when the most loaded worker has over 64 requests more than the least loaded one, and over 1.5 times as many; a match counts
 above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs) both are chosen by the same policy unless
-told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`WorkerTable.coming`).
+told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`WorkerTable.expected`).
 """
 
 from typing import ClassVar, Literal
@@ -12,12 +12,12 @@ import numpy as np
 from pydantic import Field
 
 from kvrelay.router.policies.base import Floats, Ints, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import DECODE_STREAM, Ranked, TwoChoices, best_rows, ranked
-from kvrelay.router.policies.power_of_two import places, two_by_two
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.power_of_two import positions, two_by_two
+from kvrelay.router.policies.selection import DECODE_STREAM, IndependentChoice, RankedRows, best_rows, rank_rows
 
 
-class SglangOptions(Checked):
+class SglangOptions(PolicyOptions):
     """cache_threshold: share of the prompt. balance_abs_threshold: requests; balance_rel_threshold: times the least load."""
 
     cache_threshold: float = Field(0.3, ge=0, le=1)
@@ -26,28 +26,28 @@ class SglangOptions(Checked):
     decode: Literal["cache_aware", "power_of_two"] = "cache_aware"
 
 
-class Sglang(TwoChoices):
+class Sglang(IndependentChoice):
     """The worker with the longest prefix, guarded against uneven load."""
 
     name: ClassVar[str] = "sglang"
     term_names: ClassVar[tuple[str, ...]] = ("prefill_matched", "prefill_requests", "decode_matched", "decode_requests")
 
     def __init__(self, options: Options) -> None:
-        self._options = checked(SglangOptions, self.name, options)
+        self._options = parse_options(SglangOptions, self.name, options)
 
-    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         rows, score = self._cache_aware(context, table)
-        return ranked(rows, score, (_matched(context, table), table.sequences, 0.0, 0.0))
+        return rank_rows(rows, score, (_matched(context, table), table.sequences, 0.0, 0.0))
 
-    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         if self._options.decode == "cache_aware":
-            return self.alone(context, table)
+            return self.rank_local(context, table)
         rows = two_by_two(context, table.sequences, DECODE_STREAM)
-        return ranked(rows, places(rows, len(table)), (0.0, 0.0, _matched(context, table), table.sequences))
+        return rank_rows(rows, positions(rows, len(table)), (0.0, 0.0, _matched(context, table), table.sequences))
 
-    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_local(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         rows, score = self._cache_aware(context, table)
-        return ranked(rows, score, (0.0, 0.0, _matched(context, table), table.sequences))
+        return rank_rows(rows, score, (0.0, 0.0, _matched(context, table), table.sequences))
 
     def _cache_aware(self, context: RoutingContext, table: WorkerTable) -> tuple[Ints, Floats | Ints]:
         """The best rows, best first, and what ordered them: requests (equal ones in turn), or minus the share matched."""

@@ -15,20 +15,20 @@ import numpy as np
 from pydantic import Field
 
 from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import (
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.selection import (
     DECODE_STREAM,
     PREFILL_STREAM,
-    Ranked,
-    TwoChoices,
+    IndependentChoice,
+    RankedRows,
     best_rows,
     draws,
-    ranked,
+    rank_rows,
     unit,
 )
 
 
-class DynamoOptions(Checked):
+class DynamoOptions(PolicyOptions):
     """Dynamo's names without `router_` and `overlap_score_`. predicted: count prefixes that are on their way, too."""
 
     credit: float = Field(1.0, ge=0)
@@ -41,7 +41,7 @@ class DynamoOptions(Checked):
     predicted: bool = False
 
 
-class Dynamo(TwoChoices):
+class Dynamo(IndependentChoice):
     """The least cost in blocks."""
 
     name: ClassVar[str] = "dynamo"
@@ -54,15 +54,15 @@ class Dynamo(TwoChoices):
     )
 
     def __init__(self, options: Options) -> None:
-        self._options = checked(DynamoOptions, self.name, options)
+        self._options = parse_options(DynamoOptions, self.name, options)
 
-    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         return self._least(context, (*self._prefill_terms(context, table), 0.0, 0.0), PREFILL_STREAM)
 
-    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         return self._least(context, (0.0, 0.0, *self._decode_terms(context, table)), DECODE_STREAM)
 
-    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_local(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         return self._least(
             context, (*self._prefill_terms(context, table), *self._decode_terms(context, table)), DECODE_STREAM
         )
@@ -72,7 +72,7 @@ class Dynamo(TwoChoices):
         context: RoutingContext,
         terms: tuple[Floats | float, Floats | float, Floats | float, Floats | float],
         stream: int,
-    ) -> Ranked:
+    ) -> RankedRows:
         cost = np.asarray(sum(terms))
         keys = draws(context.draw, len(cost), stream)
         noise: Floats | float = 0.0
@@ -80,14 +80,14 @@ class Dynamo(TwoChoices):
             gumbel = -np.log(-np.log(unit(keys)))
             noise = -self._options.temperature * np.ptp(cost) * gumbel
         score = cost + noise
-        return ranked(best_rows(score, keys), score, (*terms, noise))
+        return rank_rows(best_rows(score, keys), score, (*terms, noise))
 
     def _prefill_terms(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats]:
         """The work there, and what is taken off it for what is cached."""
         options, num_tokens = self._options, context.request.num_tokens
         device = table.expected if options.predicted else table.held
         host = np.maximum(table.in_any_tier - device, 0)
-        shared = np.maximum(context.stored - device, 0)
+        shared = np.maximum(context.stored_tokens - device, 0)
         credit = (
             self._credit(table, num_tokens) * device
             + options.host_cache_hit_weight * host

@@ -15,24 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from kvrelay.router.policies.base import MAX_CANDIDATES, Floats, Ints, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import (
+from kvrelay.router.policies.base import (
+    MAX_CANDIDATES,
+    Floats,
+    Ints,
+    Options,
+    RoutingContext,
+    RoutingPolicy,
+    WorkerTable,
+)
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.selection import (
     DECODE_STREAM,
-    EACH,
+    PAIRED_ROWS,
     PREFILL_STREAM,
-    Ranked,
+    RankedRows,
     best_rows,
     draws,
-    is_local,
     local_candidates,
+    must_be_local,
     prefill_only,
-    ranked,
+    rank_rows,
 )
 from kvrelay.router.types import Candidate
 
 
-class LlmDOptions(Checked):
+class LlmDOptions(PolicyOptions):
     """Weights of the scorers. precise: what workers have announced instead of what was sent there; without a limit of blocks."""
 
     prefix_weight: float = Field(2.0, ge=0)
@@ -43,7 +51,7 @@ class LlmDOptions(Checked):
     precise: bool = False
 
 
-class LlmD:
+class LlmD(RoutingPolicy):
     """The best weighted score of each profile."""
 
     name: ClassVar[str] = "llm_d"
@@ -57,11 +65,11 @@ class LlmD:
     )
 
     def __init__(self, options: Options) -> None:
-        self._options = checked(LlmDOptions, self.name, options)
+        self._options = parse_options(LlmDOptions, self.name, options)
 
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        """See base.Policy."""
-        if is_local(context, prefills):
+        """See RoutingPolicy."""
+        if must_be_local(context, prefills):
             return local_candidates(self._decode(context, decodes)) if len(decodes) else []
         if not len(prefills) or (context.request.needs_decode and not len(decodes)):
             return []
@@ -70,13 +78,13 @@ class LlmD:
         return self._staged(context, self._prefill(context, prefills), self._decode(context, decodes), decodes)
 
     def _staged(
-        self, context: RoutingContext, prefill: Ranked, decode: Ranked, decodes: WorkerTable
+        self, context: RoutingContext, prefill: RankedRows, decode: RankedRows, decodes: WorkerTable
     ) -> list[Candidate]:
         """Of each decode worker in turn: local, or with each of the best prefill workers."""
         is_remote = (
             np.full(len(decodes), True) if context.request.force == "remote" else self._is_remote(context, decodes)
         )
-        each = max(EACH, MAX_CANDIDATES // len(decode.rows))
+        each = max(PAIRED_ROWS, MAX_CANDIDATES // len(decode.rows))
         candidates = []
         for own in local_candidates(decode):
             if not is_remote[own.decode]:
@@ -93,17 +101,17 @@ class LlmD:
         lacking = context.request.num_tokens - self._matched_blocks(context, table) * table.block_size
         return (lacking >= least) & (least > 0)
 
-    def _decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def _decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         short = self._short(context, table)
         score = short[0] + short[1] + short[2]
         rows = best_rows(score, draws(context.draw, len(table), DECODE_STREAM))
-        return ranked(rows, score, (*short, 0.0, 0.0, 0.0))
+        return rank_rows(rows, score, (*short, 0.0, 0.0, 0.0))
 
-    def _prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def _prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         short = self._short(context, table)
         score = short[0] + short[1] + short[2]
         rows = best_rows(score, draws(context.draw, len(table), PREFILL_STREAM))
-        return ranked(rows, score, (0.0, 0.0, 0.0, *short))
+        return rank_rows(rows, score, (0.0, 0.0, 0.0, *short))
 
     def _short(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
         """What each worker falls short of the best by: prefix, queue and memory, weighted."""

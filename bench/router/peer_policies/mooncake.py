@@ -15,12 +15,12 @@ import numpy as np
 from pydantic import Field
 
 from kvrelay.router.policies.base import Floats, Options, RoutingContext, WorkerTable
-from kvrelay.router.policies.checked import Checked, checked
-from kvrelay.router.policies.picking import Ranked, TwoChoices, best_rows, ranked, uncached
+from kvrelay.router.policies.options import PolicyOptions, parse_options
+from kvrelay.router.policies.selection import IndependentChoice, RankedRows, best_rows, rank_rows, uncached
 from kvrelay.router.types import Candidate
 
 
-class MooncakeOptions(Checked):
+class MooncakeOptions(PolicyOptions):
     """balancing_threshold: infinite never fetches. other_node_share: of a link's speed, between machines. Limits in seconds."""
 
     balancing_threshold: float = Field(1.0, gt=0)
@@ -29,38 +29,38 @@ class MooncakeOptions(Checked):
     tbt_slo_s: float | None = Field(None, gt=0)
 
 
-class Mooncake(TwoChoices):
+class Mooncake(IndependentChoice):
     """The least predicted TTFT; equal ones in turn."""
 
     name: ClassVar[str] = "mooncake"
     term_names: ClassVar[tuple[str, ...]] = ("transfer_s", "queue_s", "prefill_s", "decode_share")
 
     def __init__(self, options: Options) -> None:
-        self._options = checked(MooncakeOptions, self.name, options)
+        self._options = parse_options(MooncakeOptions, self.name, options)
 
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
-        """See base.Policy. Empty, too, where the chosen way is predicted to miss a limit."""
+        """See RoutingPolicy. Empty, too, where the chosen way is predicted to miss a limit."""
         candidates = super().rank(context, prefills, decodes)
         return [] if candidates and self._is_overdue(candidates[0], decodes) else candidates
 
-    def prefill(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         terms = self._ttft_terms(context, table)
         ttft = terms[0] + terms[1] + terms[2]
-        return ranked(best_rows(ttft, table.turn), ttft, (*terms, 0.0))
+        return rank_rows(best_rows(ttft, table.turn), ttft, (*terms, 0.0))
 
-    def decode(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_decode(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         share = _share(context, table)
-        return ranked(best_rows(share, table.turn), share, (0.0, 0.0, 0.0, share))
+        return rank_rows(best_rows(share, table.turn), share, (0.0, 0.0, 0.0, share))
 
-    def alone(self, context: RoutingContext, table: WorkerTable) -> Ranked:
+    def rank_local(self, context: RoutingContext, table: WorkerTable) -> RankedRows:
         terms, share = self._ttft_terms(context, table), _share(context, table)
         score = terms[0] + terms[1] + terms[2] + share
-        return ranked(best_rows(score, table.turn), score, (*terms, share))
+        return rank_rows(best_rows(score, table.turn), score, (*terms, share))
 
     def _ttft_terms(self, context: RoutingContext, table: WorkerTable) -> tuple[Floats, Floats, Floats]:
         """Seconds: to fetch what others have more of, in the queue, to compute the rest."""
         own = table.in_any_tier
-        longest = max(int(own.max()), context.stored)
+        longest = max(int(own.max()), context.stored_tokens)
         is_fetched = own < longest / self._options.balancing_threshold
         prefix = np.where(is_fetched, longest, own)
         holders = table.nodes[own == longest]
