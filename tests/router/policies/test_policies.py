@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.settings.router import RouterSettings
 from kvrelay.errors import ConfigError
 from kvrelay.router.policies.base import MAX_CANDIDATES, Candidate, RoutingContext, RoutingPolicy
 from kvrelay.router.policies.cost_model import CostModel
@@ -20,6 +19,7 @@ from kvrelay.router.policies.round_robin import RoundRobin
 from kvrelay.router.policies.selection import best_rows, draws, unit
 from kvrelay.router.policies.session import Session
 from kvrelay.router.types import RouteRequest
+from kvrelay.settings.router import RouterSettings
 from tests.router.policies.policy_cases import (
     ask,
     best,
