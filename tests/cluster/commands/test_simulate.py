@@ -38,7 +38,12 @@ def simulate(files, **flags):
 
 def test_one_run_for_each_policy_and_rate(files, capsys):
     found = simulate(files, policy=["round_robin", "joint"], rate=[5.0, 20.0])
-    assert [one["scenario"]["settings"]["router"]["policy"] for one in found] == ["round_robin", "round_robin", "joint", "joint"]
+    assert [one["scenario"]["settings"]["router"]["policy"] for one in found] == [
+        "round_robin",
+        "round_robin",
+        "joint",
+        "joint",
+    ]
     assert [round(one["offered_per_s"]) for one in found] == [5, 20, 5, 20]
     assert all(one["outcomes"] == {"done": 60} for one in found)
     printed = capsys.readouterr().out
