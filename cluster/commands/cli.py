@@ -16,7 +16,7 @@ USAGE_ERROR = 2  # a wrong flag or setting
 FAILED = 1
 
 _LAZY = {  # command -> module and what its `command` function does
-    "verify": ("kvrelay.cluster.verify.oracle", "Compare every path's tokens with Hugging Face generate."),
+    "verify": ("kvrelay.cluster.verify.cli", "Compare every path's tokens with Hugging Face generate."),
     "kv": ("kvrelay.cluster.commands.kv", "Write a prompt's KV to a file, or read one and go on from it."),
     "profile": ("kvrelay.cluster.commands.profile", "Measure what a step of the engine costs outside its kernels."),
     "trace": ("kvrelay.cluster.commands.trace", "Write a load as a trace file, or say what it is like."),

@@ -1,13 +1,12 @@
-"""`kvrelay verify`'s rows about 16-bit models: as near to float32 as Hugging Face is in that dtype, and the same bits on every way.
+"""Rows about 16-bit models: as near to float32 as Hugging Face is in that dtype, and the same bits on every path.
 
-bfloat16's tokens part from float32's wherever two are close, so what is compared is what the model says of a fixed text, each
-token given those before it: log-probabilities of the next token and of the likeliest ones, through the product itself
-(`prompt_logprobs`), against Hugging Face in float32. What may be off is told by Hugging Face too: by how much the same model
-is off there, on the same text, with all numbers rounded to the dtype. Controls: the rotary base, or one layer's weights, a
-little wrong.
+bfloat16's tokens differ from float32's wherever two are close. Compared are therefore log-probabilities of a fixed text,
+each token given those before it, from the product (`prompt_logprobs`) and from Hugging Face in float32. How far off they
+may be is measured too: it is how far Hugging Face is off with all numbers rounded to the dtype. Controls: the rotary
+base, or one layer's weights, a little wrong.
 
-Where a row of a batch gets the same bits whatever else is in it (the compiled CPU kernels), log-probabilities of generated
-tokens must be the same bits whichever way a prompt was served. Control: KV that changed in flight.
+Where a row of a batch gets the same bits whatever else is in it (the compiled CPU kernels), log-probabilities of
+generated tokens must be the same bits on every path. Control: lowest bits of KV that change in flight.
 """
 
 import asyncio
@@ -15,65 +14,64 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from kvrelay.cluster.verify.rows import Case, Row, Verifier, tampering, target_of
+from kvrelay.cluster.launch.local import LocalCluster
+from kvrelay.cluster.verify.damage import flip_lowest_bits, in_flight
+from kvrelay.cluster.verify.hugging_face import log_probabilities
+from kvrelay.cluster.verify.prompts import VerifyPrompt
+from kvrelay.cluster.verify.rows import Evidence
+from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
 from kvrelay.errors import KvrelayError
 from kvrelay.kernels.backend import Backend
-from kvrelay.plane.messages import SequenceRequest, TokenLogprob
-from kvrelay.types import KvLayout
+from kvrelay.plane.messages import TokenLogprob
 
 if TYPE_CHECKING:
     import torch
 
-    from kvrelay.cluster.launch.local import LocalCluster
-
 TEXT = Path(__file__).with_name("text.txt")
 TOP = 20  # tokens that are compared at every position, beside the text's own
-RMS_MOST = 2.0  # of Hugging Face's error; seen: 0.9 to 1.2
+RMS_MOST = 2.0  # times Hugging Face's error; seen: 0.9 to 1.2
 DEVIATIONS = 4.0  # of a mean's standard error
-THETA_FACTOR = 1.5  # what the controls multiply by
+THETA_FACTOR = 1.5  # of the rotary base, in the control
 LAYER_FACTORS = {"bfloat16": 1.1, "float16": 1.02}  # rounding alone is up to 0.4 % of each weight in bfloat16
 _TOP_OUT = 5  # likeliest tokens that are compared beside each generated one
-_CONTROL = "3 blocks"  # the case that the control spoils
+_CONTROL = "3 blocks"
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a model says at the positions of a text: for each, log-probabilities of some tokens, the text's next one first."""
+class TextLogprobs:
+    """Log-probabilities of some tokens at each position of a text, the text's next token first."""
 
     tokens: "torch.Tensor"  # [positions, 1 + TOP] int64
     logprobs: "torch.Tensor"  # [positions, 1 + TOP] float64
 
 
 @dataclass(frozen=True, slots=True)
-class Off:
+class DtypeError:
     """How far a model is from float32 on the same tokens. In nats; agreement as a share of the positions."""
 
     rms: float
     worst: float
-    surprise: (
-        float  # mean of the text's negative log-probabilities, less float32's: the logarithm of perplexities' ratio
-    )
-    spread: float  # root of the mean square of that, position by position
+    surprise: float  # mean negative log-probability of the text minus float32's: the logarithm of perplexities' ratio
+    spread: float  # root mean square of that by position
     agreement: float  # of the likeliest token
     num_positions: int
 
-    def excess(self, theirs: "Off") -> list[str]:
+    def excess(self, theirs: "DtypeError") -> list[str]:
         """In what this is further off than `theirs`, Hugging Face in the same dtype, explains."""
         chance = DEVIATIONS / math.sqrt(self.num_positions)  # times a standard deviation: of a mean over the positions
-        wavering = math.sqrt(theirs.agreement * (1 - theirs.agreement) + 1 / self.num_positions)
+        deviation = math.sqrt(theirs.agreement * (1 - theirs.agreement) + 1 / self.num_positions)
         found = []
         if not self.rms <= RMS_MOST * theirs.rms:
             found.append(f"log-probabilities {self.rms:.2g} off, Hugging Face's {theirs.rms:.2g}")
         if not abs(self.surprise) <= abs(theirs.surprise) + chance * theirs.spread:
             found.append(f"perplexity {math.expm1(self.surprise):+.2%}")
-        if not self.agreement >= theirs.agreement - chance * wavering:
+        if not self.agreement >= theirs.agreement - chance * deviation:
             found.append(f"the best token in {self.agreement:.1%}, Hugging Face's in {theirs.agreement:.1%}")
         return found
 
@@ -81,11 +79,11 @@ class Off:
         return f"rms {self.rms:.2g}, perplexity {math.expm1(self.surprise):+.2%}, best token in {self.agreement:.1%}"
 
 
-def off(said: Said, exact: "torch.Tensor") -> Off:
+def dtype_error(found: TextLogprobs, exact: "torch.Tensor") -> DtypeError:
     """exact: float32's log-probabilities [positions, vocabulary]."""
-    error = said.logprobs - exact.gather(1, said.tokens)
-    best = said.tokens[:, 1] == exact.argmax(1)
-    return Off(
+    error = found.logprobs - exact.gather(1, found.tokens)
+    best = found.tokens[:, 1] == exact.argmax(1)
+    return DtypeError(
         rms=float(error.square().mean().sqrt()),
         worst=float(error.abs().max()),
         surprise=-float(error[:, 0].mean()),
@@ -104,199 +102,142 @@ def rows_stand_alone(backend: Backend, dtype: "torch.dtype") -> bool:
     return isinstance(backend.pack_linear(torch.zeros(16, 16, dtype=dtype, device=backend.device)), NativeLinear)
 
 
-def said_by(logprobs: Sequence[TokenLogprob]) -> Said:
-    """What came back with a prompt."""
+def of_prompt(logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
+    """What was served with a prompt."""
     import torch
 
     tokens = [[one.token_id, *(token for token, _ in one.top)] for one in logprobs]
     values = [[one.logprob, *(value for _, value in one.top)] for one in logprobs]
-    return Said(torch.tensor(tokens), torch.tensor(values, dtype=torch.float64))
+    return TextLogprobs(torch.tensor(tokens), torch.tensor(values, dtype=torch.float64))
 
 
-def hugging_face(folder: Path, pieces: Sequence[list[int]], dtype: str = "float32") -> list["torch.Tensor"]:
-    """Log-probabilities [positions, vocabulary] of each piece of text, in float64.
-
-    In 16 bits: float32 with weights and every module's result rounded to them, because not every processor has products of
-    such numbers that end in minutes. What happens inside of a module is not rounded, so that this is nearer to float32 than
-    a model loaded in the dtype is.
-    """
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    with torch.inference_mode():
-        if dtype != "float32":
-            _round_everything(model, getattr(torch, dtype))
-        return [model(torch.tensor([piece])).logits[0, :-1].double().log_softmax(-1) for piece in pieces]
-
-
-def _round_everything(model: Any, dtype: "torch.dtype") -> None:
-    import torch
-
-    def rounded(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(rounded, value))
-        return value.to(dtype).float() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-    for parameter in model.parameters():
-        parameter.copy_(rounded(parameter))
-    for module in model.modules():
-        module.register_forward_hook(lambda module, args, out: rounded(out))
-
-
-def on_same_tokens(logprobs: "torch.Tensor", text: list[int], top: int) -> Said:
-    """The text's tokens and the likeliest ones, by one's own choice."""
+def on_same_tokens(logprobs: "torch.Tensor", text: list[int], top: int) -> TextLogprobs:
+    """The text's tokens and the likeliest ones, of log-probabilities [positions, vocabulary]."""
     import torch
 
     likeliest = logprobs.topk(top, dim=-1)
     own = torch.tensor(text[1:]).unsqueeze(1)
-    return Said(
-        torch.cat((own, likeliest.indices), 1), torch.cat((logprobs.gather(1, own), likeliest.values), 1)
-    )  # fmt: skip
+    values = torch.cat((logprobs.gather(1, own), likeliest.values), 1)
+    return TextLogprobs(torch.cat((own, likeliest.indices), 1), values)
 
 
-def together(parts: Sequence[Said]) -> Said:
+def concatenated(parts: Sequence[TextLogprobs]) -> TextLogprobs:
     import torch
 
-    return Said(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
+    return TextLogprobs(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
 
 class DtypeRows:
-    """Runs the rows of one 16-bit dtype.
+    """Adds the rows of the verifier's 16-bit dtype. stands_alone: see `rows_stand_alone`."""
 
-    most_tokens: of one piece of text. stands_alone: whether a row's bits do not depend on its batch.
-    """
-
-    def __init__(
-        self, verifier: Verifier, model_dir: Path, transport: str, *, dtype: str, most_tokens: int, stands_alone: bool
-    ) -> None:
+    def __init__(self, verifier: Verifier, transport: str, *, stands_alone: bool) -> None:
         from kvrelay.serve.text.tokenizer import Tokenizer
 
-        self._verifier, self._model_dir, self._transport = verifier, model_dir, transport
-        self._dtype, self._stands_alone = dtype, stands_alone
-        text = Tokenizer(model_dir).encode(TEXT.read_text())
-        self._pieces = [text[at : at + most_tokens] for at in range(0, min(len(text), 3 * most_tokens), most_tokens)]
-        self._pieces = [piece for piece in self._pieces if len(piece) > most_tokens // 2]
+        self._verifier, self._transport, self._stands_alone = verifier, transport, stands_alone
+        text, most = Tokenizer(verifier.model_dir).encode(TEXT.read_text()), verifier.longest_prompt
+        pieces = [text[at : at + most] for at in range(0, min(len(text), 3 * most), most)]
+        self._pieces = [piece for piece in pieces if len(piece) > most // 2]
 
     async def run(self) -> None:
-        from kvrelay.cluster.launch.local import local_cluster
-
-        self._verifier.tell(f"Hugging Face's log-probabilities, float32 and {self._dtype}")
-        exact, theirs = await asyncio.to_thread(self._yardstick)
-        settings = self._verifier.settings_over(self._transport, "off")  # bits are compared here; and the control
-        async with local_cluster(settings, self._model_dir) as cluster:
-            for force, way in (("local", "aggregated"), ("remote", "disaggregated")):
-                row = self._verifier.add_row(f"{self._dtype}: a text's log-probabilities, {way}")
-                await self._text_row(row, cluster, force, exact, theirs)
-            await self._changed_row(cluster, await self._ways_rows(cluster, 2 * theirs.worst))
-        for what, spoil in (("the rotary base", _other_base), ("one layer's weights", self._other_layer)):
+        """Raises KvrelayError when a worker cannot start."""
+        verifier, dtype = self._verifier, self._verifier.dtype
+        verifier.progress(f"Hugging Face's log-probabilities, float32 and {dtype}")
+        exact, theirs = await asyncio.to_thread(self._reference)
+        async with verifier.cluster(self._transport, "off") as cluster:
+            for force, path in (("local", "aggregated"), ("remote", "disaggregated")):
+                row = verifier.report.row(f"{dtype}: a text's log-probabilities, {path}")
+                try:
+                    ours = await self._error_of(cluster, force, exact)
+                    excess = ours.excess(theirs)
+                    row.check("; ".join(excess) or f"{ours} (Hugging Face: {theirs})", holds=not excess)
+                except KvrelayError as error:
+                    row.check(str(error), holds=False)
+            await self._control_of_paths(cluster, await self._path_rows(cluster, 2 * theirs.worst))
+        layer = partial(_scale_first_layer, factor=LAYER_FACTORS[dtype])
+        for what, change in (("the rotary base", _scale_rotary_base), ("one layer's weights", layer)):
             with tempfile.TemporaryDirectory() as scratch:
-                folder = await asyncio.to_thread(_spoiled, self._model_dir, Path(scratch) / "model", spoil)
-                await self._control_row(f"{what} a little wrong", folder, exact, theirs)
+                folder = await asyncio.to_thread(_changed_copy, verifier.model_dir, Path(scratch) / "model", change)
+                row = verifier.report.row(f"{dtype}: {what} a little wrong is out of bounds")
+                overrides = {"model": {"source": str(folder)}}
+                async with verifier.cluster(self._transport, overrides=overrides, num_prefill=0) as cluster:
+                    excess = (await self._error_of(cluster, "local", exact)).excess(theirs)
+                row.check("; ".join(excess) or "UNDETECTED: within bounds", holds=bool(excess))
 
-    def _yardstick(self) -> tuple["torch.Tensor", Off]:
+    def _reference(self) -> tuple["torch.Tensor", DtypeError]:
         """Float32's log-probabilities, and how far Hugging Face is from them in the dtype."""
         import torch
 
-        exact = hugging_face(self._model_dir, self._pieces)
-        half = hugging_face(self._model_dir, self._pieces, self._dtype)
+        exact = log_probabilities(self._verifier.model_dir, self._pieces)
+        half = log_probabilities(self._verifier.model_dir, self._pieces, self._verifier.dtype)
         top = min(TOP, exact[0].shape[1])
-        said = [on_same_tokens(one, piece, top) for one, piece in zip(half, self._pieces, strict=True)]
-        return torch.cat(exact), off(together(said), torch.cat(exact))
+        found = [on_same_tokens(one, piece, top) for one, piece in zip(half, self._pieces, strict=True)]
+        return torch.cat(exact), dtype_error(concatenated(found), torch.cat(exact))
 
-    async def _off(self, cluster: "LocalCluster", force: str, exact: "torch.Tensor") -> Off:
+    async def _error_of(self, cluster: LocalCluster, force: str, exact: "torch.Tensor") -> DtypeError:
         """How far this cluster's model is off. Raises KvrelayError."""
-        said = []
+        found = []
         for index, piece in enumerate(self._pieces):
-            case = Case(f"text {index}", piece)
-            _, prompt = await self._logprobs_of(cluster, case, force, prompt_logprobs=min(TOP, exact.shape[1]))
-            said.append(said_by(prompt))
-        return off(together(said), exact)
+            prompt = VerifyPrompt(f"text {index}", piece)
+            answer = await self._serve(cluster, prompt, force, prompt_logprobs=min(TOP, exact.shape[1]))
+            found.append(of_prompt(answer.prompt_logprobs))
+        return dtype_error(concatenated(found), exact)
 
-    async def _text_row(
-        self, row: Row, cluster: "LocalCluster", force: str, exact: "torch.Tensor", theirs: Off
-    ) -> None:
-        try:
-            ours = await self._off(cluster, force, exact)
-        except KvrelayError as error:
-            row.claim(holds=False, note=str(error))
-            return
-        excess = ours.excess(theirs)
-        row.claim(holds=not excess, note="; ".join(excess) or f"{ours} (Hugging Face: {theirs})")
+    async def _serve(self, cluster: LocalCluster, prompt: VerifyPrompt, force: str, **sampling: Any) -> ServedAnswer:
+        """Raises KvrelayError."""
+        answer = await self._verifier.serve(cluster, prompt, force, self._verifier.request(prompt, **sampling))
+        if answer.error is not None:
+            raise answer.error
+        return answer
 
-    async def _logprobs_of(
-        self, cluster: "LocalCluster", case: Case, force: str, **sampling: Any
-    ) -> tuple[list[TokenLogprob], list[TokenLogprob]]:
-        """Log-probabilities of generated tokens, and of the prompt's. Raises KvrelayError."""
-        request: SequenceRequest = self._verifier.request_of(case)
-        request = msgspec.structs.replace(request, sampling=msgspec.structs.replace(request.sampling, **sampling))
-        tokens: list[TokenLogprob] = []
-        prompt: list[TokenLogprob] = []
-        async for output in cluster.dispatcher.generate(request, force=force):  # type: ignore[arg-type]
-            tokens += output.logprobs
-            prompt = output.prompt_logprobs or prompt
-        return tokens, prompt
+    async def _logprobs(self, cluster: LocalCluster, prompt: VerifyPrompt, force: str) -> list[TokenLogprob]:
+        return (await self._serve(cluster, prompt, force, logprobs=_TOP_OUT)).logprobs[0]
 
-    async def _ways_rows(self, cluster: "LocalCluster", most: float) -> list[list[TokenLogprob]]:
-        """Generated tokens and their log-probabilities, each way against one worker's alone, which are returned.
+    async def _path_rows(self, cluster: LocalCluster, most: float) -> dict[str, list[TokenLogprob]]:
+        """Compare generated tokens' log-probabilities on each path with one worker's alone, which are returned.
 
         most: by how much log-probabilities may differ where rows depend on their batch.
         """
-        cases, alone = self._verifier.cases, []
-        for case in cases:
-            await _forget(cluster)
-            alone.append((await self._logprobs_of(cluster, case, "local", logprobs=_TOP_OUT))[0])
-        await _forget(cluster)
-        how = "bit for bit" if self._stands_alone else f"within {most:.2g}"
-        for way in ("disaggregated", "cached", "batched"):
-            row = self._verifier.add_row(f"{self._dtype}: log-probabilities {how}, {way}")
-            if way == "batched":
-                await _forget(cluster)
-            found = await self._served(cluster, side_by_side=way == "batched")
-            for case, wanted, got in zip(cases, alone, found, strict=True):
-                at = first_other(wanted, got, 0.0 if self._stands_alone else most)
-                row.claim(holds=at is None, note=f"{sum(map(len, alone))} tokens" if at is None else f"{case.name}: token {at}")  # fmt: skip
+        verifier, alone = self._verifier, {}
+        for prompt in verifier.prompts:
+            await reset_caches(cluster)
+            alone[prompt.name] = await self._logprobs(cluster, prompt, "local")
+        await reset_caches(cluster)
+        bound = 0.0 if self._stands_alone else most
+        num_tokens = sum(map(len, alone.values()))
+        for path in ("disaggregated", "cached", "batched"):
+            how = "bit for bit" if self._stands_alone else f"within {most:.2g}"
+            row = verifier.report.row(f"{verifier.dtype}: log-probabilities {how}, {path}")
+            if path == "batched":
+                await reset_caches(cluster)
+                forces = ("remote" if index % 2 else "local" for index in range(len(verifier.prompts)))
+                pairs = zip(verifier.prompts, forces, strict=True)
+                found = await asyncio.gather(*(self._logprobs(cluster, *pair) for pair in pairs))
+            else:
+                found = [await self._logprobs(cluster, prompt, "remote") for prompt in verifier.prompts]
+            for prompt, got in zip(verifier.prompts, found, strict=True):
+                at = first_difference(alone[prompt.name], got, bound)
+                row.check(f"{num_tokens} tokens" if at is None else f"{prompt.name}: token {at}", holds=at is None)
         return alone
 
-    async def _served(self, cluster: "LocalCluster", *, side_by_side: bool) -> list[list[TokenLogprob]]:
-        """Every case over the hop, or side by side, every other one over the hop. Raises KvrelayError."""
-        cases = self._verifier.cases
-        if not side_by_side:
-            return [(await self._logprobs_of(cluster, case, "remote", logprobs=_TOP_OUT))[0] for case in cases]
-        forces = ["remote" if index % 2 else "local" for index in range(len(cases))]
-        asked = (self._logprobs_of(cluster, case, force, logprobs=_TOP_OUT) for case, force in zip(cases, forces, strict=True))  # fmt: skip
-        return [tokens for tokens, _ in await asyncio.gather(*asked)]
-
-    async def _changed_row(self, cluster: "LocalCluster", alone: list[list[TokenLogprob]]) -> None:
-        """The comparison can fail: the lowest bits of numbers that no check sees changing in flight."""
-        row = self._verifier.add_row(
-            f"{self._dtype}: lowest bits changed in flight, checks off, change log-probabilities"
-        )
-        index = [case.name for case in self._verifier.cases].index(_CONTROL)
-        await _forget(cluster)
-        with _other_lowest_bits(cluster) as count:
-            got, _ = await self._logprobs_of(cluster, self._verifier.cases[index], "remote", logprobs=_TOP_OUT)
-        changed = first_other(alone[index], got, 0.0) is not None
-        row.claim(holds=count() > 0 and changed, note="they changed" if changed else "UNDETECTED: the same bits")
-
-    async def _control_row(self, what: str, folder: Path, exact: "torch.Tensor", theirs: Off) -> None:
-        from kvrelay.cluster.launch.local import local_cluster
-
-        row = self._verifier.add_row(f"{self._dtype}: {what} is out of bounds")
-        plain = self._verifier.settings_over(self._transport, "full")
-        settings = plain.model_copy(update={"model": plain.model.model_copy(update={"source": str(folder)})})
-        async with local_cluster(settings, folder, num_prefill=0) as cluster:
-            excess = (await self._off(cluster, "local", exact)).excess(theirs)
-        row.claim(holds=bool(excess), note="; ".join(excess) or "UNDETECTED: within bounds")
-
-    def _other_layer(self, folder: Path) -> None:
-        _scale_first_layer(folder, LAYER_FACTORS[self._dtype])
+    async def _control_of_paths(self, cluster: LocalCluster, alone: dict[str, list[TokenLogprob]]) -> None:
+        """The comparison can fail: lowest bits that no check sees change in flight."""
+        name = "lowest bits changed in flight, checks off, change log-probabilities"
+        row, evidence = self._verifier.report.row(f"{self._verifier.dtype}: {name}"), Evidence()
+        await reset_caches(cluster)
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(in_flight(flip_lowest_bits)(cluster, evidence))
+            got = await self._logprobs(cluster, self._verifier.prompt(_CONTROL), "remote")
+        changed = first_difference(alone[_CONTROL], got, 0.0) is not None
+        row.check("they changed" if changed else "UNDETECTED: the same bits", holds=changed)
+        for finding in evidence.findings:
+            holds, note = finding(())
+            row.check(note, holds=holds)
 
 
-def first_other(wanted: Sequence[TokenLogprob], got: Sequence[TokenLogprob], most: float) -> int | None:
+def first_difference(wanted: Sequence[TokenLogprob], got: Sequence[TokenLogprob], most: float) -> int | None:
     """The first token at which log-probabilities differ by more than `most`, or None. most 0: by any bit.
 
-    Where tokens part, both must have been as likely by twice `most`; what follows is another text and not compared.
+    Where tokens differ, both must have been as likely within twice `most`; what follows is another text and not compared.
     """
     for at, (one, other) in enumerate(zip(wanted, got, strict=False)):
         if most == 0.0 and one != other:
@@ -309,31 +250,17 @@ def first_other(wanted: Sequence[TokenLogprob], got: Sequence[TokenLogprob], mos
     return None if len(wanted) == len(got) > 0 else min(len(wanted), len(got))
 
 
-async def _forget(cluster: "LocalCluster") -> None:
-    for member in cluster.members:
-        await cluster.dispatcher.reset_cache(member.worker_id)
-
-
-def _other_lowest_bits(cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]:
-    """Flip the lowest bit of every number of every region that the decode worker receives; yields a counter of regions."""
-
-    def flip(region: "torch.Tensor", layout: KvLayout) -> None:
-        region[:: layout.itemsize].bitwise_xor_(1)
-
-    return tampering(target_of(cluster), flip)
-
-
-def _spoiled(model_dir: Path, folder: Path, spoil: Callable[[Path], None]) -> Path:
-    """A copy of a model's folder, of links to its files, that `spoil` may write files of its own into."""
+def _changed_copy(model_dir: Path, folder: Path, change: Callable[[Path], None]) -> Path:
+    """A copy of a model's folder, of links to its files, into which `change` writes files of its own."""
     folder.mkdir()
     for path in model_dir.iterdir():
         (folder / path.name).symlink_to(path.resolve())
-    spoil(folder)
+    change(folder)
     return folder
 
 
-def _other_base(folder: Path) -> None:
-    """Every rotary base in the configuration is THETA_FACTOR times as large."""
+def _scale_rotary_base(folder: Path) -> None:
+    """Multiply every rotary base in the configuration by THETA_FACTOR."""
 
     def changed(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -345,7 +272,7 @@ def _other_base(folder: Path) -> None:
 
 
 def _scale_first_layer(folder: Path, factor: float) -> None:
-    """Half of the rows of every matrix of layer 0, times `factor`: a norm that follows hides what all have in common."""
+    """Multiply half of the rows of every matrix of layer 0: a norm that follows hides a common factor."""
     import torch
     from safetensors.torch import load_file, save_file
 
@@ -358,6 +285,6 @@ def _scale_first_layer(folder: Path, factor: float) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """A file of its own where a link was."""
+    """Write a file where a link was."""
     path.unlink()
     write(path)

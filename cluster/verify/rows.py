@@ -1,135 +1,178 @@
-"""What the files that add rows to `kvrelay verify` share: prompts, the report and its rows, and what runs a prompt."""
+"""Rows as data, and the one runner that serves them.
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+A row names prompts, how they are served, what is done to the workers meanwhile, and what the answers must be. Negative
+controls are rows as well: damage that must be refused, or must change the answers, so that the comparison can fail.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from enum import Enum
 
-from kvrelay.config import Settings
-from kvrelay.decode.worker import DecodeWorker
+from kvrelay.cluster.launch.local import LocalCluster
+from kvrelay.cluster.verify.prompts import VerifyPrompt
+from kvrelay.cluster.verify.report import RowResult
+from kvrelay.cluster.verify.verifier import Overrides, ServedAnswer, Verifier, reset_caches
 from kvrelay.plane.messages import SequenceRequest
-from kvrelay.types import KvLayout, KvMemory
 
-if TYPE_CHECKING:
-    import torch
+ROW_TIMEOUT_S = 300.0
+REFUSAL = "did not arrive as they left"  # of ChecksumMismatch
 
-    from kvrelay.cluster.launch.local import LocalCluster
-    from kvrelay.decode.target import KvTarget
+
+class Must(Enum):
+    """What a row requires of the answers."""
+
+    EQUAL = "the expected tokens"
+    CHANGE = "other tokens in one answer at least"
+    FAIL_CHECKSUM = "an error that names the checksum"
+    ANYTHING = "only what the evidence requires"
+
+
+Finding = Callable[[Sequence[ServedAnswer]], tuple[bool, str]]
+"""(answers of the row) -> whether it is as required, and a note."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What a row requires beside its answers; filled while its prompts are served."""
+
+    findings: list[Finding] = field(default_factory=list)
+
+    def require(self, note: str = "", *, holds: bool) -> None:
+        """Require something that does not depend on the answers."""
+        self.findings.append(lambda answers: (holds, note))
+
+
+During = Callable[[LocalCluster, Evidence], AbstractAsyncContextManager[object]]
+"""What is done to the workers, or counted, while a row is served."""
+
+
+def usual_request(verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
+    return verifier.request(prompt)
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """One prompt."""
+class VerifyRow:
+    """One row.
+
+    Args:
+        prompts: names; none: all prompts of the setup.
+        force: where prompts are prefilled: `remote`, `local`, `alternate` (every other one), or by prompt.
+        cold: the workers' caches are reset before.
+        together: all requests are sent concurrently, after the first `num_first` of them one by one.
+        request: the request of a prompt, if not the usual one.
+        when: whether the row applies to a cluster.
+    """
 
     name: str
-    token_ids: list[int]
+    must: Must = Must.EQUAL
+    prompts: tuple[str, ...] = ()
+    force: str | Callable[[VerifyPrompt], str] = "remote"
+    cold: bool = False
+    together: bool = False
+    num_first: int = 0
+    during: tuple[During, ...] = ()
+    request: Callable[[Verifier, VerifyPrompt], SequenceRequest] = usual_request
+    when: Callable[[LocalCluster], bool] = lambda cluster: True
 
 
-Expect = Callable[[Path, Sequence[Case], int], list[list[int]]]
-"""(folder, prompts, tokens) -> Hugging Face's tokens."""
-
-
-@dataclass(slots=True)
-class Row:
-    """One way of serving: how many cases gave the expected tokens, and what went wrong first."""
+@dataclass(frozen=True, slots=True)
+class BlocksFreed:
+    """A row: no block of the decode worker is in use when the rows before it have ended."""
 
     name: str
-    passed: int = 0
-    total: int = 0
-    note: str = ""
-
-    @property
-    def ok(self) -> bool:
-        return self.passed == self.total and self.total > 0
-
-    @property
-    def wrong(self) -> int:
-        return self.total - self.passed
-
-    def count(self, case: str, expected: Sequence[int], got: Sequence[int]) -> None:
-        self.total += 1
-        if list(expected) == list(got):
-            self.passed += 1
-        elif not self.note:
-            at = next((i for i, pair in enumerate(zip(expected, got, strict=False)) if pair[0] != pair[1]), len(got))
-            self.note = f"{case}: token {at} differs"
-
-    def claim(self, *, holds: bool, note: str) -> None:
-        self.total += 1
-        self.passed += holds
-        if not holds or not self.note:
-            self.note = note
-
-    def claim_changed(self, answers: "Row", *, also: bool = True) -> None:
-        """A control: of `answers`, which count what must not be the same, one is not; and something else holds."""
-        note = f"{answers.wrong} of {answers.total} answers changed"
-        self.claim(holds=also and answers.wrong > 0, note=note if answers.wrong else "UNDETECTED: the same answers")
 
 
-@dataclass(slots=True)
-class Report:
-    """What was compared and what came out."""
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One cluster, and the rows that it serves in order.
 
-    model: str
-    cases: list[str]
-    rows: list[Row] = field(default_factory=list)
-    device: str = "cpu"
-    dtype: str = "float32"
-    left_out: dict[str, str] = field(default_factory=dict)  # rows, or transports that the pool cannot use, and why
+    Args:
+        prompts: of its rows; none: the verifier's.
+        prepare: is awaited before the first row.
+    """
 
-    @property
-    def ok(self) -> bool:
-        return bool(self.rows) and all(row.ok for row in self.rows)
-
-    def row(self, name: str) -> Row:
-        self.rows.append(Row(name))
-        return self.rows[-1]
-
-
-class Verifier(Protocol):
-    """What rows use of verify.Verifier."""
-
-    cases: list[Case]
-
-    def add_row(self, name: str) -> Row: ...
-    def expected(self, index: int) -> list[int]: ...
-    def settings_over(self, transport: str, checks: str, **engine: Any) -> Settings: ...
-    def request_of(self, case: Case) -> SequenceRequest: ...
-    async def tokens_of(self, cluster: "LocalCluster", case: Case, force: Any = ...) -> tuple[list[int], int]: ...
-    def flipped(self, cluster: "LocalCluster") -> AbstractContextManager[Callable[[], int]]: ...
-    def tell(self, what: str) -> None: ...
+    title: str
+    rows: tuple[VerifyRow | BlocksFreed, ...]
+    transport: str
+    checks: str = "full"
+    overrides: Overrides = field(default_factory=dict)
+    num_prefill: int = 1
+    prompts: tuple[VerifyPrompt, ...] = ()
+    prepare: Callable[[Verifier, LocalCluster], Awaitable[object]] | None = None
 
 
-def target_of(cluster: "LocalCluster") -> "KvTarget":
-    """Where the decode worker of this process receives KV."""
-    worker = cluster.inside[0]
-    assert isinstance(worker, DecodeWorker)
-    return worker.target
+async def run_setup(verifier: Verifier, setup: Setup) -> None:
+    """Start the setup's cluster and add its rows to the report. Raises KvrelayError when a worker cannot start."""
+    prompts = setup.prompts or tuple(verifier.prompts)
+    await verifier.learn(prompts)
+    verifier.progress(setup.title)
+    cluster_of = verifier.cluster(setup.transport, setup.checks, setup.overrides, num_prefill=setup.num_prefill)
+    async with cluster_of as cluster:
+        if setup.prepare is not None:
+            await setup.prepare(verifier, cluster)
+        for row in setup.rows:
+            if isinstance(row, BlocksFreed):
+                leaks = await cluster.pool_leaks()
+                note = leaks[0] if leaks else "free + cached = total"
+                verifier.report.row(row.name).check(note, holds=not leaks)
+            elif row.when(cluster):
+                await run_row(verifier, cluster, row, prompts)
 
 
-Change = Callable[["torch.Tensor", KvLayout], None]
-"""(bytes of a region, layout of the pool) -> None: changes the bytes in place."""
-
-
-@contextmanager
-def tampering(target: "KvTarget", change: Change, *, most: int | None = None) -> Iterator[Callable[[], int]]:
-    """Change the regions that `target` receives, `most` of them at most; yields a counter of those."""
-    import torch
-
-    count = 0
-
-    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
-        nonlocal count
-        if count == most:
-            return
-        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
-        with torch.inference_mode():
-            change(memory.owner.reshape(-1).view(torch.uint8)[offset : offset + num_bytes], memory.layout)
-        count += 1
-
-    target.tamper = tamper
+async def run_row(
+    verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt]
+) -> Sequence[ServedAnswer]:
+    """Serve one row, add its result to the report, and return the answers."""
+    verifier.progress(row.name)
+    result, evidence = verifier.report.row(row.name), Evidence()
+    chosen = [prompt for prompt in prompts if not row.prompts or prompt.name in row.prompts]
+    if row.cold:
+        await reset_caches(cluster)
     try:
-        yield lambda: count
-    finally:
-        target.tamper = None
+        async with AsyncExitStack() as stack, asyncio.timeout(ROW_TIMEOUT_S):
+            for during in row.during:
+                await stack.enter_async_context(during(cluster, evidence))
+            answers = await _serve(verifier, cluster, row, chosen)
+    except TimeoutError:
+        result.check(f"not served within {ROW_TIMEOUT_S:.0f} s", holds=False)
+        return ()
+    judge(result, row.must, answers, verifier.expected)
+    for finding in evidence.findings:
+        holds, note = finding(answers)
+        result.check(note, holds=holds)
+    return answers
+
+
+async def _serve(
+    verifier: Verifier, cluster: LocalCluster, row: VerifyRow, prompts: Sequence[VerifyPrompt]
+) -> list[ServedAnswer]:
+    def serve(index: int, prompt: VerifyPrompt) -> Awaitable[ServedAnswer]:
+        force = row.force(prompt) if callable(row.force) else row.force
+        if force == "alternate":
+            force = "remote" if index % 2 else "local"
+        return verifier.serve(cluster, prompt, force, row.request(verifier, prompt))
+
+    requests = list(enumerate(prompts))
+    num_first = row.num_first if row.together else len(requests)
+    answers = [await serve(index, prompt) for index, prompt in requests[:num_first]]
+    return answers + await asyncio.gather(*(serve(index, prompt) for index, prompt in requests[num_first:]))
+
+
+def judge(result: RowResult, must: Must, answers: Sequence[ServedAnswer], expected: dict[str, list[int]]) -> None:
+    """Compare a row's answers with what it requires."""
+    if must is Must.FAIL_CHECKSUM:
+        for answer in answers:
+            note = str(answer.error or f"answered with {len(answer.tokens)} tokens from a corrupt block")
+            result.check(note, holds=answer.error is not None and REFUSAL in note)
+        return
+    for answer in answers:
+        if answer.error is not None:
+            result.check(f"{answer.prompt.name}: {answer.error}", holds=False)
+        elif must is Must.EQUAL:
+            result.compare(answer.prompt.name, expected[answer.prompt.name], answer.tokens)
+    if must is Must.CHANGE:
+        changed = sum(answer.tokens != expected[answer.prompt.name] for answer in answers)
+        note = f"{changed} of {len(answers)} answers changed" if changed else "UNDETECTED: the same answers"
+        result.check(note, holds=changed > 0)

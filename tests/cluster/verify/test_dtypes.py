@@ -8,28 +8,31 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from kvrelay.cluster.verify import oracle as verify_module
+from kvrelay.cluster.verify import cli
 from kvrelay.cluster.verify.dtypes import (
     LAYER_FACTORS,
     THETA_FACTOR,
-    Off,
-    Said,
-    _other_base,
+    DtypeError,
+    DtypeRows,
+    TextLogprobs,
+    _changed_copy,
     _scale_first_layer,
-    _spoiled,
-    first_other,
-    hugging_face,
-    off,
+    _scale_rotary_base,
+    dtype_error,
+    first_difference,
     on_same_tokens,
     rows_stand_alone,
 )
-from kvrelay.cluster.verify.oracle import Verifier
+from kvrelay.cluster.verify.hugging_face import expected_tokens, log_probabilities
+from kvrelay.cluster.verify.rows import run_setup
+from kvrelay.cluster.verify.suites import paths
+from kvrelay.cluster.verify.verifier import Verifier
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.oracle.reference import ReferenceBackend
 from kvrelay.plane.messages import TokenLogprob
 
-THEIRS = Off(rms=0.02, worst=0.2, surprise=0.001, spread=0.02, agreement=0.98, num_positions=400)
+THEIRS = DtypeError(rms=0.02, worst=0.2, surprise=0.001, spread=0.02, agreement=0.98, num_positions=400)
 
 
 def failures(report):
@@ -41,7 +44,8 @@ def failures(report):
 async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_way(dtype, tmp_path):
     folder = tiny_checkpoint("qwen3", tmp_path / "model")
     verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype, progress=lambda what: None)
-    await verifier.run_dtype("shm", stands_alone=verifier.rows_stand_alone())
+    stands_alone = rows_stand_alone(CpuBackend(1), getattr(torch, dtype))
+    await DtypeRows(verifier, "shm", stands_alone=stands_alone).run()
     assert failures(verifier.report) == []
     assert len(verifier.report.rows) == 8
 
@@ -50,13 +54,15 @@ async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_
 async def test_tokens_of_every_way_are_one_workers_and_another_expectation_fails(tmp_path):
     folder = tiny_checkpoint("llama", tmp_path / "model")
     verifier = Verifier(folder, max_model_len=160, num_output=6, dtype="bfloat16", progress=lambda what: None)
-    if not verifier.rows_stand_alone():
+    if not rows_stand_alone(CpuBackend(1), torch.bfloat16):
         pytest.skip("this processor's bfloat16 products depend on the batch")
-    assert failures(await verifier.run(["shm"])) == []
+    for setup in paths(["shm"]):
+        await run_setup(verifier, setup)
+    assert failures(verifier.report) == []
     assert len(verifier.report.rows) == 8
-    assert [len(tokens) for tokens in verifier._expected] == [6] * len(verifier.cases)
-    fp32 = verify_module.expected_tokens(folder, verifier.cases, 6)
-    assert verifier._expected != fp32  # bfloat16 is another model
+    assert [len(tokens) for tokens in verifier.expected.values()] == [6] * len(verifier.prompts)
+    fp32 = expected_tokens(folder, verifier.prompts, 6)
+    assert list(verifier.expected.values()) != fp32  # bfloat16 is another model
 
 
 @pytest.mark.parametrize(
@@ -79,10 +85,10 @@ def test_how_far_off_a_model_is():
     exact = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.1, 0.8]], dtype=torch.float64).log()
     said = on_same_tokens(exact, [7, 1, 2], top=2)
     assert said.tokens.tolist() == [[1, 0, 1], [2, 2, 0]]
-    assert off(said, exact) == Off(0.0, 0.0, -0.0, 0.0, 1.0, 2)
-    found = off(Said(said.tokens, said.logprobs - 0.1), exact)
+    assert dtype_error(said, exact) == DtypeError(0.0, 0.0, -0.0, 0.0, 1.0, 2)
+    found = dtype_error(TextLogprobs(said.tokens, said.logprobs - 0.1), exact)
     assert (found.rms, found.worst, found.surprise) == pytest.approx((0.1, 0.1, 0.1))
-    other = off(Said(said.tokens[:, [0, 2, 1]], said.logprobs[:, [0, 2, 1]]), exact)
+    other = dtype_error(TextLogprobs(said.tokens[:, [0, 2, 1]], said.logprobs[:, [0, 2, 1]]), exact)
     assert other.rms == 0.0 and other.agreement == 0.0
 
 
@@ -92,20 +98,22 @@ def token(which, logprob, *top):
 
 def test_answers_are_compared_bit_for_bit_or_up_to_where_two_tokens_are_close():
     one = [token(5, -0.5), token(6, -0.7, (6, -0.7), (9, -0.75))]
-    assert first_other(one, one, 0.0) is None
-    assert first_other(one, [one[0], token(6, -0.7 + 1e-7, *one[1].top)], 0.0) == 1
-    assert first_other(one, [token(5, -0.52), one[1]], 0.03) is None
-    assert first_other(one, [token(5, -0.55), one[1]], 0.03) == 0
-    assert first_other(one, [one[0], token(9, -0.72)], 0.03) is None  # as likely as the other, nearly
-    assert first_other(one, [one[0], token(9, -0.72)], 0.02) == 1
-    assert first_other(one, [one[0], token(4, -0.72)], 0.03) == 1
-    assert first_other(one, one[:1], 0.03) == 1 and first_other([], [], 0.0) == 0
+    assert first_difference(one, one, 0.0) is None
+    assert first_difference(one, [one[0], token(6, -0.7 + 1e-7, *one[1].top)], 0.0) == 1
+    assert first_difference(one, [token(5, -0.52), one[1]], 0.03) is None
+    assert first_difference(one, [token(5, -0.55), one[1]], 0.03) == 0
+    assert first_difference(one, [one[0], token(9, -0.72)], 0.03) is None  # as likely as the other, nearly
+    assert first_difference(one, [one[0], token(9, -0.72)], 0.02) == 1
+    assert first_difference(one, [one[0], token(4, -0.72)], 0.03) == 1
+    assert first_difference(one, one[:1], 0.03) == 1 and first_difference([], [], 0.0) == 0
 
 
-def test_a_spoiled_model_differs_in_what_was_spoiled_alone(tmp_path):
+def test_a_changed_copy_model_differs_in_what_was_changed_copy_alone(tmp_path):
     plain = tiny_checkpoint("gemma3", tmp_path / "plain")
-    base = _spoiled(plain, tmp_path / "base", _other_base)
-    layer = _spoiled(plain, tmp_path / "layer", lambda folder: _scale_first_layer(folder, LAYER_FACTORS["float16"]))
+    base = _changed_copy(plain, tmp_path / "base", _scale_rotary_base)
+    layer = _changed_copy(
+        plain, tmp_path / "layer", lambda folder: _scale_first_layer(folder, LAYER_FACTORS["float16"])
+    )
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (plain, base))
     parameters = before["rope_parameters"]
     assert {kind: one["rope_theta"] for kind, one in after["rope_parameters"].items()} == {
@@ -115,8 +123,8 @@ def test_a_spoiled_model_differs_in_what_was_spoiled_alone(tmp_path):
     changed = {name for name in weights if not torch.equal(weights[name], scaled[name])}
     assert changed and all(".layers.0." in name and weights[name].dim() == 2 for name in changed)
     text = [list(range(3, 90))]
-    exact, *others = (hugging_face(folder, text)[0] for folder in (plain, base, layer))
-    assert all(off(on_same_tokens(other, text[0], 5), exact).rms > 1e-3 for other in others)
+    exact, *others = (log_probabilities(folder, text)[0] for folder in (plain, base, layer))
+    assert all(dtype_error(on_same_tokens(other, text[0], 5), exact).rms > 1e-3 for other in others)
 
 
 def test_only_the_compiled_kernels_promise_that_rows_stand_alone(monkeypatch):
@@ -131,6 +139,6 @@ def test_a_dtype_that_there_is_not_is_refused():
     import typer
 
     app = typer.Typer()
-    app.command()(verify_module.command)
+    app.command()(cli.command)
     result = CliRunner().invoke(app, ["--dtype", "float8"])
     assert result.exit_code == 2 and "bfloat16" in result.output

@@ -1,0 +1,229 @@
+"""`kvrelay verify`: every path on which a prompt can be served gives Hugging Face's tokens, or fails visibly.
+
+Runs real worker processes on this machine. Negative controls damage KV on purpose: with checks on it must be refused,
+with checks off it must change the answer, so that the comparison itself is shown to work.
+
+In a 16-bit dtype, log-probabilities of a fixed text are compared with Hugging Face (dtypes.py), and the tokens of every
+path with those of one worker. Heavy modules are imported when the command runs: `--help` is fast.
+"""
+
+import asyncio
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kvrelay.errors import BackendUnavailable, KvrelayError
+
+if TYPE_CHECKING:
+    from kvrelay.cluster.verify.report import VerifyReport
+    from kvrelay.cluster.verify.verifier import Verifier
+    from kvrelay.types import KvMemory
+
+DTYPES = ("float32", "bfloat16", "float16")
+TRANSPORTS = ("shm", "tcp", "nixl")
+LATENT_FAMILY = "deepseek_v3"
+
+
+def pool_memory(backend: str) -> "KvMemory":
+    """A pool of a few bytes where a worker with this kernel backend has its own. Raises BackendUnavailable."""
+    import torch
+
+    from kvrelay.cluster.verify.prompts import BLOCK_SIZE
+    from kvrelay.kernels.select import why_no_cuda
+    from kvrelay.kvcache.memory.storage import KvStorage
+    from kvrelay.types import KvLayout
+
+    why = why_no_cuda() if backend in ("auto", "cuda") else "another backend was named"
+    if backend == "cuda" and why is not None:
+        raise BackendUnavailable("cuda", why)
+    layout = KvLayout(num_layers=1, num_blocks=2, block_size=BLOCK_SIZE, num_kv_heads=1, head_dim=16, dtype="float32")
+    return KvStorage(layout, torch.device("cpu" if why is not None else "cuda")).memory
+
+
+def usable_transports(named: Sequence[str] | None, memory: "KvMemory") -> tuple[list[str], dict[str, str]]:
+    """(transports to verify over, those left out and why), by the rules that a worker with such a pool follows.
+
+    Raises BackendUnavailable: one that was named cannot be used, or none can.
+    """
+    from kvrelay.kvtransfer.paths.selection import TRANSPORTS as ALL_TRANSPORTS
+    from kvrelay.kvtransfer.paths.selection import offered
+
+    chosen: list[str] = []
+    left_out: dict[str, str] = {}
+    for name in named or TRANSPORTS:
+        try:
+            chosen += offered(name, memory, ALL_TRANSPORTS)
+        except BackendUnavailable as error:
+            if named:
+                raise
+            left_out[name] = error.why
+    if not chosen:
+        raise BackendUnavailable("KV transport", "; ".join(f"{name}: {why}" for name, why in left_out.items()))
+    return chosen, left_out
+
+
+def command(
+    model: Annotated[str | None, typer.Option(help="Folder, GGUF file or hub id; default: the built-in model.")] = None,
+    transport: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(TRANSPORTS)}; repeatable; default: all that the device's pool can use."),
+    ] = None,
+    max_model_len: Annotated[int, typer.Option(min=192, help="Context limit to verify up to, tokens.")] = 512,
+    tokens: Annotated[int, typer.Option(min=2, max=256, help="Tokens generated for each prompt.")] = 16,
+    family: Annotated[
+        list[str] | None, typer.Option(help="Instead of a model, tiny random weights of a family, or 'all' of them.")
+    ] = None,
+    backend: Annotated[str, typer.Option(help="Kernel backend: auto, cpu, reference, cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or float16: what the model computes in.")] = "float32",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the report there.")] = None,
+) -> None:
+    """Compare every path's tokens with Hugging Face's. Exit code 1 on any difference.
+
+    In 16 bits: every path's tokens with one worker's, and a text's log-probabilities and perplexity with Hugging Face's.
+    """
+    console = Console()
+    for what, name, known in [("dtype", dtype, DTYPES), *(("transport", one, TRANSPORTS) for one in transport or ())]:
+        if name not in known:
+            console.print(f"unknown {what} {name!r}; choose from {', '.join(known)}", style="red")
+            raise typer.Exit(2)
+    from kvrelay.cluster.verify.report import print_report
+    from kvrelay.cluster.verify.verifier import Verifier
+
+    reports: list[VerifyReport] = []
+    try:
+        memory = pool_memory(backend)
+        chosen, left_out = usable_transports(transport, memory)
+        with console.status("preparing the model") as status, tempfile.TemporaryDirectory() as scratch:
+            for folder in _folders(model, family, Path(scratch), status.update):
+                verifier = Verifier(
+                    folder,
+                    max_model_len=max_model_len,
+                    num_output=tokens,
+                    backend=backend,
+                    dtype=dtype,
+                    progress=status.update,
+                )
+                verifier.report.device, verifier.report.left_out = memory.device, dict(left_out)
+                if not reports:
+                    run_kernels(verifier)
+                reports.append(verifier.report)
+                asyncio.run(run_all(verifier, chosen, is_random=bool(family)))
+                if not family and dtype == "float32":
+                    asyncio.run(run_latent(verifier, Path(scratch), chosen[0]))
+                print_report(verifier.report, console)
+    except KvrelayError as error:
+        console.print(f"[red]{type(error).__name__}[/]: {error}")
+        raise typer.Exit(1) from None
+    if json_file is not None:
+        json_file.write_text(json.dumps([{**asdict(report), "ok": report.ok} for report in reports], indent=1))
+    if not all(report.ok for report in reports):
+        raise typer.Exit(1)
+
+
+def run_kernels(verifier: "Verifier") -> None:
+    """Add the row about the backend's kernels: each against its definition, over the grid of shapes."""
+    import torch
+
+    from kvrelay.kernels.oracle.grid import FAMILIES, judge
+    from kvrelay.kernels.select import select_backend
+
+    backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
+    row = verifier.report.row(f"kernels in {verifier.dtype} within rounding of their definitions")
+    num_cases = 0
+    for family in FAMILIES:
+        verifier.progress(f"kernels: {family}")
+        verdict = judge(family, backend, getattr(torch, verifier.dtype))
+        num_cases += verdict.num_cases
+        worst = verdict.worst
+        holds = verdict.ok or verdict.num_cases == 0
+        row.check("" if holds else f"{family}, {worst.case}: {worst.ratio:.3g} of its bound", holds=holds)
+    row.note = row.note or f"{num_cases} cases"
+
+
+async def run_all(verifier: "Verifier", transports: Sequence[str], *, is_random: bool) -> None:
+    """Add every row that has a meaning in the verifier's dtype. is_random: the model's weights are noise."""
+    import torch
+
+    from kvrelay.cluster.verify import suites
+    from kvrelay.cluster.verify.dtypes import DtypeRows, rows_stand_alone
+    from kvrelay.cluster.verify.groups import run_groups
+    from kvrelay.cluster.verify.near_float32 import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, run_near
+    from kvrelay.cluster.verify.rows import run_setup
+    from kvrelay.kernels.select import quantizes, select_backend
+
+    first = transports[0]
+    if verifier.dtype != "float32":
+        backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
+        stands_alone = rows_stand_alone(backend, getattr(torch, verifier.dtype))
+        await DtypeRows(verifier, first, stands_alone=stands_alone).run()
+        if not stands_alone:
+            why = "with these kernels a row's bits depend on its batch, so tokens may differ where two are close"
+            verifier.report.left_out["tokens of every path"] = why
+            return
+    for setup in suites.paths(transports):
+        await run_setup(verifier, setup)
+    if verifier.dtype == "float32":
+        await run_near(verifier, first, FP8_KV)
+        if quantizes(verifier.backend)[1]:  # type: ignore[arg-type]
+            for variant in WEIGHTS:
+                await run_near(verifier, first, variant, slack=OF_RANDOM_WEIGHTS if is_random else 1.0)
+        await run_groups(verifier, first)
+    with tempfile.TemporaryDirectory() as scratch:
+        for setup in suites.tiers(Path(scratch), verifier.kv_bytes):
+            await run_setup(verifier, setup)
+    for setup in (
+        *suites.preemption(first),
+        *suites.queue_order(verifier, first),
+        *suites.mixed_batches(verifier, first),
+        *suites.cascade(verifier, first),
+        *suites.speculation(verifier, first),
+    ):
+        await run_setup(verifier, setup)
+
+
+async def run_latent(verifier: "Verifier", scratch: Path, transport: str) -> None:
+    """Add the rows of latent KV (MLA), of a tiny random model that is made below `scratch`."""
+    from kvrelay.cluster.verify.prompts import CHUNK, latent_prompts
+    from kvrelay.cluster.verify.rows import run_setup
+    from kvrelay.cluster.verify.suites import latent
+    from kvrelay.cluster.verify.verifier import Verifier
+    from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+
+    folder = tiny_checkpoint(LATENT_FAMILY, scratch / "tiny-latent")
+    tiny = Verifier(
+        folder,
+        max_model_len=4 * CHUNK,
+        num_output=8,
+        backend=verifier.backend,
+        prompts=latent_prompts(),
+        report=verifier.report,
+        progress=verifier.progress,
+    )
+    for setup in latent(tiny, transport):
+        await run_setup(tiny, setup)
+
+
+def _folders(
+    model: str | None, families: list[str] | None, scratch: Path, progress: Callable[[str], None]
+) -> Iterator[Path]:
+    """The checkpoint folders to verify, one after the other."""
+    from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
+    from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
+    from kvrelay.settings.engine import ModelSettings
+
+    if not families:
+        settings = ModelSettings(source=model) if model else ModelSettings()
+        yield prepare_checkpoint(settings, lambda what, share: progress(f"{what} {share:.0%}"))
+        return
+    for name in TINY_CONFIGS if "all" in families else (family.replace("-", "_") for family in families):
+        yield tiny_checkpoint(name, scratch / f"tiny-{name}")
+
+
+if __name__ == "__main__":
+    typer.run(command)

@@ -1,0 +1,174 @@
+"""Damage to KV that negative controls do: to what the decode worker receives, and to what its lower tiers hold.
+
+Each function returns a `During` of rows.py: a context in which the damage is done, and evidence that it was.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from kvrelay.cluster.launch.local import LocalCluster
+from kvrelay.cluster.verify.rows import During, Evidence
+from kvrelay.decode.worker import DecodeWorker
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.worker.service import WorkerService
+from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.types import KvLayout, KvMemory
+
+if TYPE_CHECKING:
+    import torch
+
+    from kvrelay.decode.target import KvTarget
+
+TIERS_IDLE_S = 30.0
+Change = Callable[["torch.Tensor", KvLayout], None]
+"""(bytes of a region, layout of the pool) -> None: changes the bytes in place."""
+
+
+def decode_worker(cluster: LocalCluster) -> DecodeWorker:
+    """The decode worker of this process."""
+    worker = cluster.inside[0]
+    assert isinstance(worker, DecodeWorker)
+    return worker
+
+
+# ---- in flight
+
+
+@contextmanager
+def tampering(target: "KvTarget", change: Change, *, most: int | None = None) -> Iterator[Callable[[], int]]:
+    """Change the regions that `target` receives, `most` of them at most; yields a counter of those."""
+    import torch
+
+    count = 0
+
+    def tamper(memory: KvMemory, offset: int, num_bytes: int) -> None:
+        nonlocal count
+        if count == most:
+            return
+        assert isinstance(memory.owner, torch.Tensor)  # through the tensor: a GPU's pool has no host view
+        with torch.inference_mode():
+            change(memory.owner.reshape(-1).view(torch.uint8)[offset : offset + num_bytes], memory.layout)
+        count += 1
+
+    target.tamper = tamper
+    try:
+        yield lambda: count
+    finally:
+        target.tamper = None
+
+
+def in_flight(change: Change, *, most: int | None = None) -> During:
+    """Every region that arrives is changed, or the first `most`; at least one must arrive."""
+
+    @asynccontextmanager
+    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+        with tampering(decode_worker(cluster).target, change, most=most) as count:
+            yield
+        evidence.require("" if count() else "no KV was transferred", holds=count() > 0)
+
+    return during
+
+
+def flip_exponent_bit(region: "torch.Tensor", layout: KvLayout) -> None:
+    """The top exponent bit of one float32: byte 3 of the first one in the second half, where values are."""
+    region[len(region) // 2 + 3].bitwise_xor_(0x40)
+
+
+def flip_lowest_bits(region: "torch.Tensor", layout: KvLayout) -> None:
+    """The lowest bit of every number."""
+    region[:: layout.itemsize].bitwise_xor_(1)
+
+
+def scale_fp8_scales(region: "torch.Tensor", layout: KvLayout) -> None:
+    """Every scale of fp8 KV times 8."""
+    import torch
+
+    scales = _fp8_scales(region, layout)
+    scales.copy_((scales.clone().view(torch.float32) * 8).view(torch.uint8))
+
+
+def flip_scale_exponent(region: "torch.Tensor", layout: KvLayout) -> None:
+    """The top exponent bit of one scale of fp8 KV: of the first value's, which follows the keys'."""
+    scales = _fp8_scales(region, layout)
+    scales[len(scales) // 2, 3].bitwise_xor_(0x40)
+
+
+def _fp8_scales(region: "torch.Tensor", layout: KvLayout) -> "torch.Tensor":
+    """[vectors, 4] bytes, a view."""
+    return region.view(-1, layout.row_bytes)[:, layout.head_dim * layout.itemsize :]
+
+
+def negate_entries(start: int, end: int) -> Change:
+    """The numbers start .. end - 1 of every token's latent KV, float32."""
+    import torch
+
+    def change(region: "torch.Tensor", layout: KvLayout) -> None:
+        region.view(torch.float32).view(-1, layout.head_dim)[:, start:end].neg_()
+
+    return change
+
+
+# ---- in lower tiers
+
+
+def tiers_of(engine: Engine) -> TierController:
+    assert engine.tiers is not None
+    return engine.tiers.tiers
+
+
+def corrupt_host_tier(*, is_checked: bool) -> During:
+    """What the host tier holds is changed, and the pool forgotten. is_checked: the damage must be noticed."""
+
+    @asynccontextmanager
+    async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+        worker = cluster.inside[0]
+        await tiers_idle(worker)
+        before = await worker.thread.call(lambda engine: tiers_of(engine).sums.corrupt)
+        await worker.thread.call(_corrupt_host_tier)
+        await worker.thread.call(lambda engine: engine.pool.reset_cache())
+        yield
+        await tiers_idle(worker)
+        found = await worker.thread.call(lambda engine: tiers_of(engine).sums.corrupt) - before
+        if is_checked:
+            evidence.require(f"{found} blocks found corrupt, the prompt was recomputed", holds=found > 0)
+
+    return during
+
+
+def _corrupt_host_tier(engine: Engine) -> None:
+    tiers = tiers_of(engine)
+    for digest in tiers.index.hashes():
+        slot = tiers.index.slot(digest)
+        assert slot is not None
+        _corrupt(tiers.slab.slot(slot))
+
+
+async def tiers_idle(worker: WorkerService) -> None:
+    """Wait until nothing moves between the worker's tiers. Raises TimeoutError."""
+    async with asyncio.timeout(TIERS_IDLE_S):
+        while not await worker.thread.call(lambda engine: tiers_of(engine).is_idle):
+            await asyncio.sleep(0.02)
+
+
+def corrupt_swapped(engine: Engine) -> None:
+    """Change bytes of every swapped block."""
+    area = engine.scheduler.preemptor.area
+    assert area is not None
+    for seq in engine.scheduler.swapped:
+        for slot in seq.swapped.slots if seq.swapped is not None else ():
+            _corrupt(area.slab.slot(slot))
+
+
+def _corrupt(view: memoryview) -> None:
+    """Change the first 4 KiB, exponents included."""
+    view[:] = bytes(byte ^ 0x5A for byte in view[:4096]) + bytes(view[4096:])
+
+
+def scale_block(engine: Engine, block: int) -> None:
+    """Multiply every key and value of a block of the pool."""
+    import torch
+
+    with torch.inference_mode():
+        engine.storage.tensor[:, block].mul_(-4.0)

@@ -1,0 +1,358 @@
+"""The rows of `kvrelay verify`: what is served how, and the negative controls. Each function returns setups as data."""
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvrelay.cluster.launch.local import LocalCluster
+from kvrelay.cluster.verify.damage import (
+    corrupt_host_tier,
+    corrupt_swapped,
+    flip_exponent_bit,
+    in_flight,
+    negate_entries,
+    tiers_idle,
+)
+from kvrelay.cluster.verify.latent import latent_blocks_whole
+from kvrelay.cluster.verify.prompts import (
+    BLOCK_SIZE,
+    VerifyPrompt,
+    repeating_prompts,
+    shared_prompts,
+    unlike_prompts,
+)
+from kvrelay.cluster.verify.rows import BlocksFreed, Evidence, Must, Setup, VerifyRow, usual_request
+from kvrelay.cluster.verify.steering import (
+    accepting_every_draft,
+    all_queued,
+    always_drafting,
+    corrupt_mixed,
+    counted,
+    drafts_partly_accepted,
+    has_native_cascade,
+    mixed,
+    preempting,
+    prefix_read_once,
+    served_in_order,
+    sharing_unlike_kv,
+)
+from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier
+from kvrelay.engine.models.spec import ModelSpec
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.step.engine import Engine
+from kvrelay.plane.messages import SequenceRequest
+
+FLIPPED_BIT = in_flight(flip_exponent_bit, most=1)
+CONTROL = ("3 blocks",)  # the prompt that controls damage
+_PLACES = (("remote", "disaggregated"), ("local", "on one worker"))
+
+
+# ---- paths: aggregated, disaggregated, cached, batched
+
+
+@asynccontextmanager
+async def _hits_cache(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
+    def most_hit(answers: Sequence[ServedAnswer]) -> tuple[bool, str]:
+        hits = sum(answer.cached_tokens > 0 for answer in answers)
+        return hits > len(answers) // 2, f"{hits} of {len(answers)} prompts hit the cache"
+
+    evidence.findings.append(most_hit)
+    yield
+
+
+def paths(transports: Sequence[str]) -> list[Setup]:
+    """Every transport, the first one also cached, batched, and in blocks of two sizes."""
+    first = transports[0]
+    own = (
+        VerifyRow("prefix-cached on both workers", during=(_hits_cache,)),
+        VerifyRow("batched with others", cold=True, together=True, force="alternate"),
+    )
+    setups = []
+    for transport in transports:
+        rows: list[VerifyRow | BlocksFreed] = [VerifyRow(f"disaggregated over {transport}", cold=True)]
+        if transport == first:
+            rows = [VerifyRow("aggregated (one worker)", force="local"), *rows, *own]
+        rows.append(
+            VerifyRow(
+                f"flipped bit refused ({transport})",
+                Must.FAIL_CHECKSUM,
+                ("one block",),
+                cold=True,
+                during=(FLIPPED_BIT,),
+            )
+        )
+        rows.append(BlocksFreed(f"every block freed ({transport})"))
+        setups.append(Setup(f"prefill and decode over {transport}", tuple(rows), transport))
+    size = 2 * BLOCK_SIZE
+    unequal = VerifyRow(f"prefill in blocks of {size} tokens, decode in {BLOCK_SIZE}")
+    unchecked = VerifyRow(
+        "flipped bit with checks off changes the answer", Must.CHANGE, ("one block",), during=(FLIPPED_BIT,)
+    )
+    return [
+        *setups,
+        Setup("unequal block sizes", (unequal,), first, overrides={"prefill": {"block_size": size}}),
+        Setup("negative control with checks off", (unchecked,), first, checks="off"),
+    ]
+
+
+# ---- lower tiers: host memory, disk, the cluster's store
+
+
+FROM_TIER = counted(lambda load: load.tier_hit_tokens, "{} tokens were loaded from the tier")
+
+
+async def _fill(
+    verifier: Verifier,
+    cluster: LocalCluster,
+    forget: Callable[[Engine], object] | None = None,
+    only: Sequence[str] | None = None,
+) -> None:
+    """Serve every prompt twice, since the disk stores a block that is offered again; then forget what is above the tier."""
+    worker = cluster.inside[0]
+    for _ in range(2):
+        for prompt in verifier.prompts:
+            if only is None or prompt.name in only:
+                await verifier.serve(cluster, prompt, "local")
+        await tiers_idle(worker)
+    if forget is not None:
+        await worker.thread.call(forget)
+
+
+def _forget_pool(engine: Engine) -> None:
+    engine.pool.reset_cache()
+
+
+def _forget_memory(engine: Engine) -> None:
+    engine.reset_cache()
+
+
+def tiers(scratch: Path, kv_bytes: int) -> list[Setup]:
+    """Prompts are served, offloaded, forgotten above the tier and served again, on one worker."""
+    disk = {"disk_path": str(scratch / "disk"), "disk_size": 4 * kv_bytes}
+
+    def setup(
+        title: str, rows: tuple[VerifyRow, ...], cache: dict[str, Any], prepare: Any = _fill, checks: str = "full"
+    ) -> Setup:
+        cache = {"host_memory": kv_bytes, "prefetch": "wait", **cache}
+        return Setup(title, rows, "auto", checks, {"cache": cache}, num_prefill=0, prepare=prepare)
+
+    def row(name: str) -> VerifyRow:
+        return VerifyRow(f"KV from {name}", force="local", during=(FROM_TIER,))
+
+    def tier(name: str, cache: dict[str, Any], forget: Callable[[Engine], object]) -> list[Setup]:
+        refused = VerifyRow(
+            f"changed bytes refused ({name})",
+            Must.EQUAL,
+            CONTROL,
+            force="local",
+            during=(corrupt_host_tier(is_checked=True),),
+        )
+        believed = VerifyRow(
+            f"changed bytes with checks off change the answer ({name})", Must.CHANGE, CONTROL, force="local",
+            during=(corrupt_host_tier(is_checked=False),),
+        )  # fmt: skip
+        checked = setup(f"KV from {name}", (row(name), refused), cache, partial(_fill, forget=forget))
+        unchecked = setup(f"KV from {name}, checks off", (believed,), cache, partial(_fill, only=CONTROL), "off")
+        return [checked, unchecked]
+
+    restarted = "disk, after a restart"
+    return [
+        *tier("host memory", {}, _forget_pool),
+        *tier("disk", disk, _forget_memory),
+        setup(f"KV for {restarted}", (), disk),
+        setup(f"KV from {restarted}", (row(restarted),), disk, prepare=None),
+        *tier("the cluster's store", {"remote": "cluster"}, _forget_memory),
+    ]
+
+
+# ---- preemption: swapped, recomputed, returned to prefill
+
+
+def preemption(transport: str) -> list[Setup]:
+    """Every sequence is preempted on the decode worker, which forgets its cache, so that only the mode can restore its KV."""
+
+    def setup(mode: str, rows: tuple[VerifyRow | BlocksFreed, ...], checks: str = "full") -> Setup:
+        engine = {"preemption": mode, "speculation": "off"}  # drafts could end an answer before it is preempted
+        return Setup(f"preemption: {mode}", rows, transport, checks, {"engine": engine})
+
+    damaged = preempting(str(PreemptionMode.SWAP), corrupt_swapped)
+    found = counted(lambda load: load.swap_corrupt_blocks, "{} blocks found corrupt, the sequence was recomputed")
+    refused = VerifyRow("preempted: changed swapped bytes refused", Must.EQUAL, CONTROL, during=(found, damaged))
+    name = "preempted: changed swapped bytes with checks off change the answer"
+    believed = VerifyRow(name, Must.CHANGE, CONTROL, during=(damaged,))
+    setups = []
+    for mode in map(str, PreemptionMode):
+        row = VerifyRow(f"preempted on the decode worker: {mode}", during=(preempting(mode),))
+        freed = BlocksFreed(f"preempted: every block freed ({mode})")
+        setups.append(setup(mode, (row, refused, freed) if mode == str(PreemptionMode.SWAP) else (row, freed)))
+    return [*setups, setup(str(PreemptionMode.SWAP), (believed,), "off")]
+
+
+# ---- queue order: priorities, deadlines, tenants
+
+_DEADLINE_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankedPrompt:
+    """One request of the ranked load, by its prompt, and what decides its place in the queue."""
+
+    prompt: str
+    priority: int = 0
+    tenant: str = "greedy"
+    deadline_s: float | None = None
+
+
+RANKED_LOAD = (
+    RankedPrompt("1 token", priority=3),
+    RankedPrompt("block - 1"),
+    RankedPrompt("one block"),
+    RankedPrompt("block + 1"),
+    RankedPrompt("Chinese", tenant="modest"),
+    RankedPrompt("Russian", tenant="hurried", deadline_s=2 * _DEADLINE_S),
+    RankedPrompt("Arabic", tenant="hurried", deadline_s=_DEADLINE_S),
+    RankedPrompt("several chunks", priority=-4),
+)
+"""In order of arrival."""
+RANKED_ORDER = ("several chunks", "Arabic", "Russian", "Chinese", "block - 1", "one block", "block + 1", "1 token")
+"""By priority; deadline; the tenant with the least service; arrival; the lowest priority last."""
+ARRIVAL_ORDER = tuple(one.prompt for one in RANKED_LOAD)
+
+
+def _ranked_request(where: str, verifier: Verifier, prompt: VerifyPrompt) -> SequenceRequest:
+    ranked = next(one for one in RANKED_LOAD if one.prompt == prompt.name)
+    tenant = f"{ranked.tenant} {where}"  # a tenant's counters last as long as the worker
+    request = verifier.request(prompt)
+    return msgspec.structs.replace(request, priority=ranked.priority, tenant=tenant, deadline_s=ranked.deadline_s)
+
+
+def queue_order(verifier: Verifier, transport: str) -> list[Setup]:
+    """A whole load queues at a decode worker that runs one sequence at a time. Control: without ranks, order of arrival."""
+    # a tenant that was served "several chunks" loses its turn; one that was served any other prompt keeps its deadlines
+    credit_tokens = 4.0 * (len(verifier.prompt("several chunks").token_ids) + verifier.num_output)
+    rows: list[VerifyRow | BlocksFreed] = []
+    for (force, where), stage in zip(_PLACES, ("reserved", "first token"), strict=True):
+        name = f"priorities, deadlines, tenants {where}"
+        for order, suffix, request in (
+            (RANKED_ORDER, "", partial(_ranked_request, where)),
+            (ARRIVAL_ORDER, ": without them, arrival", usual_request),
+        ):
+            during = (served_in_order(stage, order),)
+            rows.append(VerifyRow(name + suffix, Must.EQUAL, ARRIVAL_ORDER, force, cold=True, together=True, during=during, request=request))  # fmt: skip
+    rows.append(BlocksFreed("every block of queued requests freed"))
+    overrides: dict[str, dict[str, Any]] = {
+        "decode": {"max_running": 1},
+        "scheduler": {"credit_tokens": credit_tokens},
+        "router": {"reserve_timeout_s": 2 * _DEADLINE_S},
+    }
+    in_arrival_order = tuple(map(verifier.prompt, ARRIVAL_ORDER))
+    return [
+        Setup(
+            "priorities, deadlines and tenants", tuple(rows), transport, overrides=overrides, prompts=in_arrival_order
+        )
+    ]
+
+
+# ---- mixed batches
+
+SHORT = ("block - 1", "one block", "block + 1")  # these decode
+LONG = "several chunks"  # while this prompt is computed
+
+
+def mixed_batches(verifier: Verifier, transport: str) -> list[Setup]:
+    """Steps that decode some sequences and compute another one's prompt; the long prompt is always the decode worker's own."""
+
+    def only_long_queued(scheduler: Scheduler) -> bool:
+        return len(scheduler.running) == len(SHORT) and len(scheduler.waiting) == 1
+
+    ready = {"local": all_queued(len(SHORT) + 1), "remote": only_long_queued}
+
+    def row(name: str, place: str, must: Must, during: Any) -> VerifyRow:
+        def force(prompt: VerifyPrompt) -> str:
+            return "local" if prompt.name == LONG else place
+
+        return VerifyRow(name, must, (*SHORT, LONG), force, cold=True, together=True, during=(during,))
+
+    names = {"local": "on one worker", "remote": "transferred KV and a prompt of its own"}
+    rows = [row(f"mixed batches: {name}", place, Must.EQUAL, mixed(ready[place])) for place, name in names.items()]
+    controls = [
+        row(
+            f"changed KV in a mixed batch changes the answers ({name})", place, Must.ANYTHING,
+            corrupt_mixed(ready[place], verifier.expected, LONG),
+        )
+        for place, name in names.items()
+    ]  # fmt: skip
+    freed = BlocksFreed("every block of mixed batches freed")
+    return [Setup("mixed batches", (*rows, freed, *controls), transport)]
+
+
+# ---- cascade attention
+
+
+def cascade(verifier: Verifier, transport: str) -> list[Setup]:
+    """Requests that decode side by side over one prefix, which is read once; controls with nothing in common."""
+    shared = shared_prompts(verifier.prompts, verifier.longest_prompt)
+    unlike = unlike_prompts(verifier.prompts, verifier.longest_prompt)
+    names = tuple(prompt.name for prompt in shared), tuple(prompt.name for prompt in unlike)
+    note = "{} tokens of KV not read again"
+    nothing_shared = counted(lambda load: load.cascade_saved_tokens, note, lambda count: count == 0)
+    some_shared = counted(lambda load: load.cascade_saved_tokens, note)
+    rows = (
+        VerifyRow("cascade: a shared prefix is read once", Must.EQUAL, names[0], together=True, num_first=1, during=(prefix_read_once,)),
+        VerifyRow("cascade: nothing in common, nothing shared", Must.EQUAL, names[1], together=True, during=(nothing_shared,)),
+        VerifyRow(
+            "cascade: sharing unlike KV changes the answer", Must.CHANGE, names[1], together=True,
+            during=(some_shared, sharing_unlike_kv), when=has_native_cascade,
+        ),
+    )  # fmt: skip
+    return [Setup("cascade attention", rows, transport, prompts=(*shared, *unlike))]
+
+
+# ---- speculation
+
+
+def speculation(verifier: Verifier, transport: str) -> list[Setup]:
+    """Prompts that repeat themselves, drafted by n-grams and by a draft model: the model itself, its last token wrong."""
+    prompts = tuple(repeating_prompts(verifier.prompts, verifier.longest_prompt))
+    by_model = {"speculation": "model", "draft_model": str(verifier.model_dir), "draft_kv_memory": verifier.kv_bytes}
+    setups = []
+    for kind, engine in (("speculation", {}), ("draft model", by_model)):
+        rows = [
+            VerifyRow(f"{kind} {where}", force=force, together=True, during=(always_drafting, drafts_partly_accepted))
+            for force, where in _PLACES
+        ]
+        name = f"{kind}: accepting every draft changes the answers"
+        rows.append(VerifyRow(name, Must.CHANGE, together=True, during=(always_drafting, accepting_every_draft)))
+        setups.append(Setup(kind, tuple(rows), transport, overrides={"engine": engine}, prompts=prompts))
+    return setups
+
+
+# ---- latent KV (MLA)
+
+
+def latent(verifier: Verifier, transport: str) -> list[Setup]:
+    """Latents and rotary parts travel as one vector per token, and both matter. The verifier's model must have them."""
+    spec = ModelSpec.from_folder(verifier.model_dir)
+    assert spec.latent is not None
+    rank, width = spec.latent.kv_rank, spec.latent.kv_rank + spec.latent.rope_dim
+    rotary, latents = (in_flight(negate_entries(*part)) for part in ((rank, width), (0, rank)))
+    one = ("one block",)
+    rows = (
+        VerifyRow(f"MLA layout ({transport})", during=(latent_blocks_whole(spec, spec.latent),)),
+        VerifyRow("MLA: changed rotary parts refused", Must.FAIL_CHECKSUM, one, during=(rotary,)),
+    )
+    controls = (
+        VerifyRow("MLA: changed rotary parts with checks off change the answer", Must.CHANGE, one, during=(rotary,)),
+        VerifyRow("MLA: changed latents with checks off change the answer", Must.CHANGE, one, during=(latents,)),
+    )
+    uncached = {"engine": {"prefix_caching": False}}
+    return [
+        Setup("latent attention", rows, transport, overrides=uncached),
+        Setup("latent attention, checks off", controls, transport, "off", uncached),
+    ]

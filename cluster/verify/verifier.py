@@ -1,0 +1,179 @@
+"""One model under `kvrelay verify`: its prompts, the tokens that they must give, and clusters that serve them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvrelay.cluster.launch.local import LocalCluster, local_cluster
+from kvrelay.cluster.verify.hugging_face import expected_tokens
+from kvrelay.cluster.verify.prompts import BLOCK_SIZE, CHUNK, VerifyPrompt, make_prompts
+from kvrelay.cluster.verify.report import VerifyReport
+from kvrelay.config import Settings, settings_from
+from kvrelay.errors import KvrelayError
+from kvrelay.hashing import block_hashes
+from kvrelay.plane.messages import Sampling, SequenceRequest, TokenLogprob
+
+Overrides = Mapping[str, Mapping[str, Any]]
+"""Settings by section, over the verifier's own."""
+
+
+@dataclass(slots=True)
+class ServedAnswer:
+    """What came back for one request. choices: tokens of each; logprobs: of the tokens of each choice."""
+
+    prompt: VerifyPrompt
+    request_id: str
+    choices: list[list[int]]
+    logprobs: list[list[TokenLogprob]]
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    cached_tokens: int = 0
+    error: KvrelayError | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.choices[0]
+
+    @property
+    def scores(self) -> list[float]:
+        """The summed log-probability of each choice."""
+        return [sum(entry.logprob for entry in choice) for choice in self.logprobs]
+
+
+class Verifier:
+    """Serves prompts on real workers of this machine.
+
+    expected: tokens by prompt, from Hugging Face in float32; in a 16-bit dtype from one worker, one prompt at a time.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        *,
+        max_model_len: int,
+        num_output: int,
+        backend: str = "auto",
+        dtype: str = "float32",
+        prompts: Sequence[VerifyPrompt] | None = None,
+        report: VerifyReport | None = None,
+        progress: Callable[[str], None] = print,
+    ) -> None:
+        """prompts: instead of the usual ones; report: an existing one, which gets the rows."""
+        self.model_dir, self.max_model_len, self.num_output = model_dir, max_model_len, num_output
+        self.backend, self.dtype, self.progress = backend, dtype, progress
+        self.prompts = list(prompts) if prompts is not None else self._usual_prompts()
+        self.report = report or VerifyReport(model_dir.name, [prompt.name for prompt in self.prompts], dtype=dtype)
+        self.expected: dict[str, list[int]] = {}
+        self._num_requests = 0
+
+    def _usual_prompts(self) -> list[VerifyPrompt]:
+        from kvrelay.serve.text.tokenizer import Tokenizer
+
+        encode = Tokenizer(self.model_dir).encode
+        return make_prompts(encode, max_model_len=self.max_model_len, num_output=self.num_output)
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of a prompt that leaves room for its output."""
+        return self.max_model_len - self.num_output
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of a float32 pool that holds every prompt with its output twice."""
+        from kvrelay.engine.models.spec import ModelSpec
+
+        spec = ModelSpec.from_folder(self.model_dir)
+        tokens = 2 * sum(len(prompt.token_ids) + self.num_output + 2 * BLOCK_SIZE for prompt in self.prompts)
+        num_parts = 2 if spec.latent is None else 1
+        return tokens * spec.num_layers * spec.num_kv_heads * spec.head_dim * num_parts * 4
+
+    def settings(self, transport: str, checks: str, overrides: Overrides) -> Settings:
+        """Small prefill chunks, no retries, every prompt prefilled where the row says."""
+        own: dict[str, dict[str, Any]] = {
+            "model": {"source": str(self.model_dir), "dtype": self.dtype, "max_model_len": self.max_model_len},
+            "engine": {
+                "backend": self.backend,
+                "block_size": BLOCK_SIZE,
+                "kv_memory": self.kv_bytes,
+                "token_budget": CHUNK,
+                "num_threads": 1,
+            },
+            "transfer": {"transport": transport, "checks": checks},
+            "router": {"retry_budget": 0, "local_prefill_tokens": 0},
+        }
+        for section, values in overrides.items():
+            own[section] = own.get(section, {}) | dict(values)
+        return settings_from(own)
+
+    @asynccontextmanager
+    async def cluster(
+        self, transport: str, checks: str = "full", overrides: Overrides | None = None, *, num_prefill: int = 1
+    ) -> AsyncIterator[LocalCluster]:
+        """Prefill processes and one decode worker in this process. Raises KvrelayError when a worker cannot start."""
+        settings = self.settings(transport, checks, overrides or {})
+        async with local_cluster(settings, Path(settings.model.source), num_prefill=num_prefill) as cluster:
+            yield cluster
+
+    async def learn(self, prompts: Sequence[VerifyPrompt]) -> None:
+        """Fill in `expected` for those prompts that are not in it."""
+        missing = [prompt for prompt in prompts if prompt.name not in self.expected]
+        if not missing:
+            return
+        if self.dtype == "float32":
+            self.progress("Hugging Face generate (float32)")
+            tokens = await asyncio.to_thread(expected_tokens, self.model_dir, missing, self.num_output)
+        else:
+            self.progress("one worker")
+            async with self.cluster("auto", overrides={"engine": {"prefix_caching": False}}) as cluster:
+                answers = [await self.serve(cluster, prompt, "local") for prompt in missing]
+            if failed := [answer.error for answer in answers if answer.error is not None]:
+                raise failed[0]
+            tokens = [answer.tokens for answer in answers]
+        self.expected.update({prompt.name: answer for prompt, answer in zip(missing, tokens, strict=True)})
+
+    def prompt(self, name: str) -> VerifyPrompt:
+        return next(prompt for prompt in self.prompts if prompt.name == name)
+
+    def request(self, prompt: VerifyPrompt, **sampling: Any) -> SequenceRequest:
+        """Greedy, end-of-sequence ignored, with these changes to its sampling."""
+        self._num_requests += 1
+        plain = Sampling(max_tokens=self.num_output, temperature=0.0, ignore_eos=True)
+        return SequenceRequest(
+            request_id=f"verify-{self._num_requests}",
+            token_ids=prompt.token_ids,
+            num_prompt_tokens=len(prompt.token_ids),
+            block_hashes=list(block_hashes(prompt.token_ids, BLOCK_SIZE)),
+            tokens_per_hash=BLOCK_SIZE,
+            sampling=msgspec.structs.replace(plain, **sampling),
+        )
+
+    async def serve(
+        self, cluster: LocalCluster, prompt: VerifyPrompt, force: str, request: SequenceRequest | None = None
+    ) -> ServedAnswer:
+        """Serve one request; an error is part of the answer.
+
+        force: `local` prefills on the decode worker, `remote` on the prefill worker. request: the prompt's, if not the
+        usual one.
+        """
+        request = request or self.request(prompt)
+        count = request.group.num_choices if request.group is not None else 1
+        answer = ServedAnswer(prompt, request.request_id, [[] for _ in range(count)], [[] for _ in range(count)])
+        try:
+            async for output in cluster.dispatcher.generate(request, force=force):  # type: ignore[arg-type]
+                answer.choices[output.choice] += output.token_ids
+                answer.logprobs[output.choice] += output.logprobs
+                answer.prompt_logprobs = output.prompt_logprobs or answer.prompt_logprobs
+                answer.cached_tokens = output.cached_tokens or answer.cached_tokens
+        except KvrelayError as error:
+            answer.error = error
+        return answer
+
+
+async def reset_caches(cluster: LocalCluster) -> None:
+    """Every worker forgets its unused cached blocks."""
+    for member in cluster.members:
+        await cluster.dispatcher.reset_cache(member.worker_id)
