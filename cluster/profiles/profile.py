@@ -1,7 +1,8 @@
-"""A worker's speed, memory and links as a file: what the simulator and the planner compute with. JSON.
+"""A worker's speed, memory and links as a JSON file: what the simulator and the planner compute with.
 
-`kvrelay profile --fit` writes one from a real engine; configs/profiles/ has ready-made ones, made of published figures by
-cluster/profiles/published.py. Never imports torch or Ray.
+`kvrelay profile --fit` measures one on a real engine. published/ has ready-made ones of datacentre GPUs: each constant
+stands there with its source. Their curves are rooflines whose two efficiencies (matrix products, memory) are fitted to
+NVIDIA's throughput tables; the error is in each file's `fit`. Never imports torch or Ray.
 """
 
 import difflib
@@ -15,6 +16,7 @@ from kvrelay.errors import ConfigError
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.types import Role
 
+PUBLISHED = Path(__file__).parent / "published"
 Tier = Literal["host", "disk", "remote"]
 StepKind = Literal["prefill", "decode"]
 Seconds = Annotated[float, Field(ge=0, le=1e4, allow_inf_nan=False)]
@@ -155,6 +157,21 @@ def load_profile(path: str | Path) -> SimulatorProfile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"profile {path}: {error}") from error
     return parse_profile(text, f"profile {path}")
+
+
+def published_profile(name: str) -> SimulatorProfile:
+    """A ready-made profile. Raises ConfigError that lists the names."""
+    names = sorted(path.stem for path in PUBLISHED.glob("*.json"))
+    if name not in names:
+        raise ConfigError(f"no ready-made profile {name}; there are {', '.join(names)}")
+    return load_profile(PUBLISHED / f"{name}.json")
+
+
+def find_profile(name: str) -> SimulatorProfile:
+    """A ready-made profile by its name, else the file of that name. Raises ConfigError."""
+    if Path(name).suffix != ".json" and not Path(name).is_file():
+        return published_profile(name)
+    return load_profile(name)
 
 
 def _refuse_constant(text: str) -> float:
