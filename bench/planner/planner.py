@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument(
         "--traces", type=Path, help="folder of conversation_trace.jsonl and the AzureLLMInferenceTrace files"
     )
-    parser.add_argument("--profile", default="configs/profiles/llama-70b-a800x8-mooncake.json")
+    parser.add_argument("--profile", default="llama-70b-a800x8-mooncake")
     parser.add_argument("--slow", type=float, default=10.0, help="times the profile's steps")
     parser.add_argument("--start", type=float, default=180.0, help="until a worker serves")
     parser.add_argument("--drain", type=float, default=300.0)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from bench.planner.loads import bursty_days, made_days, stretched_days
-from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
+from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator.reporting.results import Tally
 from kvrelay.cluster.simulator.requests import Job
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
@@ -199,7 +199,7 @@ class Day:
 
     def __init__(self, setting: Setting, runs: Runs) -> None:
         self.setting, self._runs = setting, runs
-        self.profile = slowed(load_profile(setting.profile), setting.slow)
+        self.profile = slowed(find_profile(setting.profile), setting.slow)
         self._entries: dict[int, list[TraceEntry]] = {}
 
     def entries(self, num_days: int) -> list[TraceEntry]:

@@ -27,8 +27,7 @@ from typing import Any
 
 from kvrelay.cluster.commands.settings_flags import with_pairs
 from kvrelay.cluster.commands.simulate import simulated
-from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.router.planning.speed_curve import SpeedCurve

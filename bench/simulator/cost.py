@@ -23,14 +23,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from kvrelay.cluster.profiles.profile import load_profile
+from kvrelay.cluster.profiles.profile import published_profile
 from kvrelay.cluster.simulator.scenario import scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.choose import make_workload
 from kvrelay.cluster.workloads.trace import TraceEntry
 
 ROOT = Path(__file__).resolve().parents[2]
-PROFILE = ROOT / "configs" / "profiles" / "llama-3.1-70b-h100x8-bf16.json"
+PROFILE = "llama-3.1-70b-h100x8-bf16"
 MOST_NAMED = 25
 SAMPLE_S = 0.001
 RAMP_SHARE = 0.6  # of the requests: by then the batches are as large as they get
@@ -52,7 +52,7 @@ class Case:
 
     def simulation(self, entries: list[TraceEntry]) -> Simulation:
         """Made, not run."""
-        profile = load_profile(PROFILE)
+        profile = published_profile(PROFILE)
         if self.token_budget is not None:
             profile = profile.model_copy(update={"token_budget": self.token_budget})
         return Simulation(

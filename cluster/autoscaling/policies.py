@@ -16,7 +16,7 @@ from kvrelay.cluster.autoscaling import feed
 from kvrelay.cluster.autoscaling.memory import Keeper, Kept, Memory, RegistryKeeper, decoded, encoded
 from kvrelay.cluster.autoscaling.retirement import Candidate, Retiring
 from kvrelay.cluster.autoscaling.worker_model import LearntModel, model_of, rules_of, target_of
-from kvrelay.cluster.profiles.profile import load_profile
+from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Plan, Planner, PlannerState
 from kvrelay.router.planning.types import Counts, Limits, WorkerModel
@@ -77,7 +77,7 @@ class Planned:
     def __init__(self, **settings: Any) -> None:
         """`settings`: as the section `planner` of kvrelay's settings. Raises ConfigError."""
         self._settings = planner_settings_from(settings)
-        self._profile = model_of(load_profile(self._settings.profile)) if self._settings.profile else None
+        self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
         self._feed, self._learnt = feed.Feed(target_of(self._settings)), LearntModel()
         self._retiring = {role: Retiring(self._settings.drain_timeout_s) for role in (PREFILL, DECODE)}
         self._keeper: Keeper = RegistryKeeper()

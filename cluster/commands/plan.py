@@ -11,8 +11,7 @@ from rich.table import Table
 
 from kvrelay.cluster.autoscaling.worker_model import DEFAULT_TPOT_S, DEFAULT_TTFT_S, model_of
 from kvrelay.cluster.commands.plan_load import planned
-from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.workloads.choose import GENERATORS, make_workload
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.capacity import batch_of, hopeless_share, prompts_of

@@ -18,8 +18,7 @@ from rich.table import Table
 
 from kvrelay.cluster.commands.settings_flags import settings_from_flags
 from kvrelay.cluster.profiles.flame import below, sampled, tree_of, write_page
-from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.profiles.published import published_profile
+from kvrelay.cluster.profiles.profile import SimulatorProfile, published_profile
 from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.speed_fit import Fitted, fit_curve

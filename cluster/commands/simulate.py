@@ -11,8 +11,7 @@ import typer
 from rich.console import Console
 
 from kvrelay.cluster.commands.settings_flags import with_pairs
-from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator.reporting.plots import check_picture, runs_of
 from kvrelay.cluster.simulator.reporting.plots import plot as draw
 from kvrelay.cluster.simulator.reporting.report import show

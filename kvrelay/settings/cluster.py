@@ -84,8 +84,8 @@ class PlannerSettings(Section):
     )
     profile: str | None = setting(
         None,
-        "A worker's speed: a file of `kvrelay profile --fit` or of configs/profiles, at the same path on every node; default: "
-        "learned from the workers' reports.",
+        "A worker's speed: a ready-made profile's name, or a file of `kvrelay profile --fit` at the same path on every node; "
+        "default: learned from the workers' reports.",
     )
     ttft_s: float | None = setting(
         None, "TTFT target to plan for; default: slo.ttft_s, else 5.", unit="s", gt=0, allow_inf_nan=False

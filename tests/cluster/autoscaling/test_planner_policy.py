@@ -19,7 +19,7 @@ from kvrelay.cluster.deployments.app import replica_arguments
 from kvrelay.cluster.deployments.serve_config import PLANNED_PATH, scaled, serve_config
 from kvrelay.cluster.deployments.worker import DecodeReplica
 from kvrelay.cluster.errors import WorkerRetired
-from kvrelay.cluster.profiles.published import find_profile
+from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.cluster.registry.members import TIMEOUT_S, Retirements
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError

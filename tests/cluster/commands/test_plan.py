@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kvrelay.cluster.autoscaling.worker_model import model_of
 from kvrelay.cluster.commands.plan_load import burstiness, busy_rate, cached_tokens, measured, planned
-from kvrelay.cluster.profiles.profile import load_profile
+from kvrelay.cluster.profiles.profile import PUBLISHED, load_profile
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.errors import ConfigError
 from kvrelay.router.planning.types import Limits, Target
@@ -18,8 +18,7 @@ from kvrelay.router.planning.types import Limits, Target
 pytestmark = pytest.mark.pure
 
 
-PROFILES = Path(__file__).parents[3] / "configs" / "profiles"
-PROFILE = PROFILES / "llama-3.1-8b-h100-bf16.json"
+PROFILE = PUBLISHED / "llama-3.1-8b-h100-bf16.json"
 TARGET = Target(2.0, 0.05)
 
 
@@ -152,7 +151,7 @@ def test_what_cannot_be_planned_is_refused(arguments: tuple[object, ...]):
         invoked(*arguments)
 
 
-@pytest.mark.parametrize("profile", sorted(PROFILES.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("profile", sorted(PUBLISHED.glob("*.json")), ids=lambda path: path.stem)
 def test_every_ready_profile_can_be_planned_with(profile: Path):
     report = invoked(profile, "--rate", 1, "--input", 1000, "--output", 100)
     assert report["prefill"] and report["decode"] and report["aggregated"]

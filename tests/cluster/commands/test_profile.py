@@ -11,8 +11,7 @@ import pytest
 from kvrelay.cluster.commands import profile as profile_command
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
 from kvrelay.cluster.profiles.flame import below, page, sampled, stack_of, tree_of
-from kvrelay.cluster.profiles.profile import load_profile, parse_profile
-from kvrelay.cluster.profiles.published import published_profile
+from kvrelay.cluster.profiles.profile import load_profile, parse_profile, published_profile
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 
@@ -127,7 +126,7 @@ def test_a_tree_adds_up_and_a_name_cannot_break_out_of_the_page():
 
 def test_a_stack_is_named_from_the_outside_in():
     names = stack_of(sys._getframe())
-    assert names[-1] == "test_profile_command:test_a_stack_is_named_from_the_outside_in"
+    assert names[-1] == "test_profile:test_a_stack_is_named_from_the_outside_in"
 
 
 def test_steps_that_are_profiled_carry_no_drafts(tmp_path):
