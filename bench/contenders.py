@@ -19,7 +19,7 @@ class Contender:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def ask(self, *job: int) -> dict[str, float] | None:
+    def query(self, *job: int) -> dict[str, float] | None:
         """Seconds of each step of such a job; None when the process has gone (its last words are printed)."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:

@@ -5,7 +5,7 @@
 
 COMMAND starts a Python that can import vLLM, as for bench/kvcache/pool.py; without it vLLM is left out. Both run the same batches, each
 in a process of its own; they take turns, batch by batch and round by round, and each keeps its best round. What is timed is
-told in scheduler_side.py. `step` is schedule and apply together. "drafting" is kvrelay with speculation on, where no draft pays.
+explained in scheduler_side.py. `step` is schedule and apply together. "drafting" is kvrelay with speculation on, where no draft pays.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def compare(
     for _ in range(rounds):
         for num_decodes, is_mixed in batches:
             for contender in list(contenders):
-                times = contender.ask(num_decodes, is_mixed, steps)
+                times = contender.query(num_decodes, is_mixed, steps)
                 if times is None:
                     contenders.remove(contender)
                     continue

@@ -35,7 +35,7 @@ class Contender(Protocol):
     def add(self, name: str, tokens: list[int], max_tokens: int) -> None: ...
 
     def is_idle(self) -> bool:
-        """Whether nothing is in line and no prompt is under way."""
+        """Whether no request is queued and no prompt is under way."""
 
     def step(self) -> dict[str, float]:
         """Seconds of each part, and how many sequences took part."""
@@ -88,7 +88,7 @@ class Ours:
         self._batch_s = time.thread_time() - began
 
     def logits(self, hidden: Any, rows: list[int]) -> None:
-        """Nobody looks at them."""
+        """Events are not read."""
 
     def sample(self, logits: Any, seqs: list[Any], ahead: list[int] | None = None) -> tuple[list[int], list[None]]:
         began = time.thread_time()

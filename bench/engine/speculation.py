@@ -65,21 +65,21 @@ def engine_of(folder: Path, options: argparse.Namespace, kind: str) -> Engine:
 def decode(
     engine: Engine, prompt: list[int], concurrency: int, tokens: int, salt: int
 ) -> tuple[float, list[list[int]]]:
-    """(tokens per second of steps without prompts, what each stream said). Streams begin one token apart in the prompt."""
-    said: dict[str, list[int]] = {}
+    """(tokens per second of steps without prompts, what each stream printed). Streams begin one token apart in the prompt."""
+    printed: dict[str, list[int]] = {}
     for index in range(concurrency):
         wanted = inprocess.request(salt * 1000 + index, prompt[index:], tokens, engine.config.block_size)
-        said[wanted.request_id] = []
+        printed[wanted.request_id] = []
         engine.add(wanted)
     seconds, count = 0.0, 0
     while engine.scheduler.has_work:
         result = engine.step()
         for output in result.outputs:
-            said[output.request_id] += output.token_ids
+            printed[output.request_id] += output.token_ids
         if result.num_decode == concurrency:  # all of them
             seconds += result.seconds
             count += sum(len(output.token_ids) for output in result.outputs)
-    return count / seconds, list(said.values())
+    return count / seconds, list(printed.values())
 
 
 def compare(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
@@ -103,12 +103,12 @@ def compare(options: argparse.Namespace) -> tuple[list[dict[str, Any]], bool]:
 def compare_one(
     engines: dict[str, Engine], prompt: list[int], concurrency: int, options: argparse.Namespace
 ) -> tuple[dict[str, Any], bool]:
-    """(a row's figures, whether all said the same)."""
-    best, said = dict.fromkeys(engines, 0.0), {}
+    """(a row's figures, whether all printed the same)."""
+    best, printed = dict.fromkeys(engines, 0.0), {}
     before = {kind: engine.load() for kind, engine in engines.items()}
     for turn in range(options.rounds):
         for kind, engine in engines.items():
-            speed, said[kind] = decode(engine, prompt, concurrency, options.tokens, turn * 100 + concurrency)
+            speed, printed[kind] = decode(engine, prompt, concurrency, options.tokens, turn * 100 + concurrency)
             best[kind] = max(best[kind], speed)
     row: dict[str, Any] = {"plain tok/s": best["plain"]}
     for kind, engine in engines.items():
@@ -119,7 +119,7 @@ def compare_one(
             row[f"{kind} ratio"] = best[kind] / best["plain"]
             row[f"{kind} drafted per token"] = drafted / (options.rounds * concurrency * options.tokens)
             row[f"{kind} right"] = accepted / drafted if drafted else None
-    is_same = all(tokens == said["plain"] for tokens in said.values())
+    is_same = all(tokens == printed["plain"] for tokens in printed.values())
     return {**row, "same tokens": str(is_same)}, is_same
 
 

@@ -1,4 +1,4 @@
-"""An engine in this process, and sequences that decode behind a context that nobody computed: as on a decode worker."""
+"""An engine in this process, and sequences that decode behind a context that was not computed here: as on a decode worker."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
     engine = load_engine(folder, backend, torch.bfloat16, config)
     if (context.scratch / FA3_IS_BUILT).exists():
         engine._runner.choose_kernels()
-    engine.storage.tensor.uniform_(-1.0, 1.0)  # what a context that nobody computed consists of: no zeros
+    engine.storage.tensor.uniform_(-1.0, 1.0)  # noise in place of a computed context
     return engine
 
 

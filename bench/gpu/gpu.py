@@ -6,7 +6,7 @@
 Each section runs in a process of its own with a time limit, so that one that fails, hangs or takes the device down
 with it leaves the others alone. Needs no network and no Ray; kvrelay need not be installed. Writes
 <out>/<date>-<device>.json and prints the same as Markdown. <out> is $OUT, else bench/results. Exit status 1 when a
-section failed; a speed below its target is no failure, but is told.
+section failed; a speed below its target is printed and is no failure.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def child(name: str, order: str) -> int:
-    """One section; its exit status: 0, 1 for an error (told on standard error), 3 where it was left out."""
+    """One section; its exit status: 0, 1 for an error (printed to standard error), 3 where it was left out."""
     section = next((one for one in SECTIONS if one.name == name), None)
     if section is None:
         print(f"there is no section {name}", file=sys.stderr)

@@ -135,7 +135,7 @@ class Grid:
         return backend.attention(q, kv, plan, scale=SCALE, window=window, softcap=softcap)
 
     def attention(self) -> None:
-        """One row for each kernel that FlashInfer compiles by itself, the most used first; what there is no time for is told."""
+        """One row for each kernel that FlashInfer compiles by itself, the most used first; those left out for lack of time are printed."""
         for variant in [Variant(torch.bfloat16, 64)] if self.context.tiny else VARIANTS:
             if self.context.is_cuda and self.context.left_s < _COMPILE_S:
                 self.context.add(kernel=f"attention: {variant}", left_out="no time left to compile it")

@@ -76,7 +76,7 @@ async def one_length(
     for repeat in range(repeats + 1):
         for way in times:
             prompt = random_prompt(length + repeat, length, spec.vocab_size)
-            tokens[way], ttft_s, tpot_s = await ask(cluster, request(next_id(), prompt, num_output), way)
+            tokens[way], ttft_s, tpot_s = await query(cluster, request(next_id(), prompt, num_output), way)
             await reset(cluster)
             if repeat:  # the first of each way warms up
                 times[way].append((ttft_s, tpot_s))
@@ -104,7 +104,7 @@ def next_id() -> int:
     return next(_ids)
 
 
-async def ask(cluster: LocalCluster, wanted: Any, way: str) -> tuple[list[int], float, float]:
+async def query(cluster: LocalCluster, wanted: Any, way: str) -> tuple[list[int], float, float]:
     """(tokens, TTFT, TPOT)."""
     began, first, tokens = time.perf_counter(), 0.0, []
     async for output in cluster.dispatcher.generate(wanted, force=way):

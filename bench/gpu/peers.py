@@ -33,11 +33,11 @@ def run(context: Context) -> None:
 
 
 def row(context: Context, way: str, batch: int, length: int, work: Callable[[int], int]) -> None:
-    """One decode step is generate(n) less generate(1), over n - 1; a way that does not run here is told, not counted."""
+    """One decode step is generate(n) less generate(1), over n - 1; what does not run here is printed, not counted."""
     try:
         work(1)
         one_s, all_s = seconds(context, work, 1), seconds(context, work, NUM_OUTPUT)
-    except Exception as error:  # somebody else's code: what it raises is its own
+    except Exception as error:  # a peer may raise anything
         context.add(
             way=f"Hugging Face {way}", batch=batch, context=length, left_out=f"{type(error).__name__}: {error}"[:200]
         )

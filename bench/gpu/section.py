@@ -60,6 +60,6 @@ class Context:
         return rate / known if known else None
 
     def synchronize(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has finished all launched work."""
         if self.is_cuda:
             torch.cuda.synchronize()

@@ -55,7 +55,7 @@ def copies(layout: KvLayout, count: int, seed: int) -> tuple[CopyList, np.ndarra
 
 
 def source_process(pipe: Connection, layout: dict[str, Any], device: str) -> None:
-    """Exports a pool until it is told to end."""
+    """Exports a pool until it receives the end message."""
 
     async def serve() -> None:
         storage = pool(KvLayout(**layout), device, seed=1)

@@ -67,7 +67,7 @@ def measure(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str, float | s
             num_bytes, flops = out_features * in_features * dtype.itemsize, 2 * rows * out_features * in_features
             figures = figures_of(seconds, num_bytes, flops, max(num_bytes / bandwidth, flops / peak))
             lines.append({"shape": name, "rows": rows, **figures})
-            print(f"{name:8} rows {rows:4}  {told(figures)}")
+            print(f"{name:8} rows {rows:4}  {formatted(figures)}")
     return lines
 
 
@@ -81,7 +81,7 @@ def figures_of(seconds: float, num_bytes: float, flops: float, limit_s: float) -
     }
 
 
-def told(figures: dict[str, float]) -> str:
+def formatted(figures: dict[str, float]) -> str:
     """They in a line."""
     return (
         f"{figures['ms']:8.3f} ms  {figures['gb_per_s']:6.1f} GB/s  {figures['gflop_per_s']:7.1f} GFLOP/s"
@@ -107,7 +107,7 @@ def measure_attention(backend: CpuBackend, dtype: torch.dtype) -> list[dict[str,
         num_bytes = 2 * KV_HEADS * HEAD_DIM * dtype.itemsize * sum(context for _, context in lengths)
         figures = figures_of(seconds, num_bytes, flops, max(num_bytes / bandwidth, flops / peak))
         lines.append({"step": name, **figures})
-        print(f"{name:18}  {told(figures)}")
+        print(f"{name:18}  {formatted(figures)}")
     return lines
 
 

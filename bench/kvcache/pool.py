@@ -6,7 +6,7 @@
 COMMAND starts a Python that can import that peer, for instance "env PYTHONPATH=/unpacked/wheel:/site-packages python3": the
 unpacked wheel is enough where torch, pydantic and transformers are there too (standins.py stands in for the rest). Without
 it the peer is left out. Every contender runs the same prompts in a process of its own; the contenders take turns, length by
-length and round by round, and each keeps its best round's medians. What is timed is told in pool_side.py.
+length and round by round, and each keeps its best round's medians. What is timed is explained in pool_side.py.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def compare(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     for _ in range(arguments.rounds):
         for length in arguments.lengths:
             for contender in list(contenders):
-                times = contender.ask(length, arguments.requests)
+                times = contender.query(length, arguments.requests)
                 if times is None:
                     contenders.remove(contender)
                     continue

@@ -6,7 +6,7 @@
 copies: blocks of the model's shape between a pool and a slab, in batches as the cache controller moves them, with and
 without their checksums; memcpy moves the same bytes in pieces of one block. Both memories have been touched before.
 ttft: one engine with a host tier, then with a disk below it, then with a node of the cluster's store (a process of its
-own); and a worker process that lends the other what it computed, told to by nodes of the store that hold nothing themselves.
+own); and a worker process from which the other reads what it computed; the store nodes hold nothing themselves.
 Before each measurement the nearer tiers forget the prompt. Sides alternate; medians count.
 """
 
@@ -249,14 +249,14 @@ async def measure_peer(folder: Path, options: argparse.Namespace) -> list[dict[s
                 "kv_memory": str(memory), "token_budget": options.token_budget, "num_threads": options.threads,
                 "backend": options.backend,
             },
-            "cache": {"host_memory": str(3 * memory), "remote": "cluster", "prefetch": "wait"},  # it lends a quarter
+            "cache": {"host_memory": str(3 * memory), "remote": "cluster", "prefetch": "wait"},  # a quarter may be read by peers
             "store": {"memory": options.store_memory},
             "cluster": {"prefill": 0},
         }
     )  # fmt: skip
     rows = []
     async with local_cluster(settings, folder, num_prefill=0, num_decode=1, num_inside=1) as cluster:
-        (lender,), (inside,) = cluster.decode, cluster.inside
+        (peer,), (inside,) = cluster.decode, cluster.inside
         assert inside.info is not None and isinstance(inside.cluster_store, ClusterStores)
         here = Member(inside.worker_id, str(inside.role), HOST, inside.info.port)
         (store,) = inside.cluster_store._made
@@ -264,11 +264,11 @@ async def measure_peer(folder: Path, options: argparse.Namespace) -> list[dict[s
             computed, found = [], []
             for repeat in range(options.repeats):
                 prompt = inprocess.random_prompt(300 * length + repeat + len(rows), length, count.vocab_size)
-                computed.append((await first_from(cluster, lender.member, prompt))[0])
+                computed.append((await first_from(cluster, peer.member, prompt))[0])
                 hashes = block_hashes(prompt, settings.engine.block_size)
                 while not all(await asyncio.to_thread(store.contains, hashes)):
                     await asyncio.sleep(0.05)
-                await asyncio.to_thread(store.delete, hashes)  # of the nodes: from now on only the lender has them
+                await asyncio.to_thread(store.delete, hashes)  # of the nodes: from now on only the peer has them
                 seconds, cached = await first_from(cluster, here, prompt)
                 if cached < (length - 1) // settings.engine.block_size * settings.engine.block_size:
                     raise SystemExit(f"only {cached} of {length} tokens were found at the other worker")

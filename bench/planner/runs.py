@@ -237,10 +237,10 @@ class Day:
             sim.tally = WindowTally(sim.tally)
             found = outcome(sim.run(), from_s, num_days * self.setting.day_s)
             self._runs[name] = found
-            told = (
+            summary = (
                 f"{100 * found.kept_share:.1f} %, {found.per_hour:.1f} good per worker-hour, {found.worker_hours:.0f} h"
             )
-            print(f"{name}: {told}; {time.process_time() - began_s:.0f} s", file=sys.stderr, flush=True)
+            print(f"{name}: {summary}; {time.process_time() - began_s:.0f} s", file=sys.stderr, flush=True)
         return self._runs.outcomes[name]
 
     # ---- ways to choose counts

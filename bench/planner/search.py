@@ -24,7 +24,7 @@ Follow = Callable[[list[Counts]], Outcome]
 
 
 def better(one: Outcome, other: Outcome, least: float = KEPT) -> bool:
-    """Of two: who keeps that share, then who does more for a worker-hour; of two that do not, who keeps more."""
+    """The better of two: one that keeps that share, then more goodput per worker-hour; of two that do not, the one that keeps more."""
     both = one.kept_share >= least, other.kept_share >= least
     if both == (True, True):
         return one.per_hour > other.per_hour
@@ -67,7 +67,7 @@ def static_splits(run: Static, guess: Counts, most: int) -> dict[Counts, Outcome
 
 
 def best_of(tried: dict[Counts, Outcome], least: float = KEPT) -> Counts:
-    """Of those that keep that share; of none, who keeps most."""
+    """The best of those that keep that share; if none does, the one that keeps most."""
     best = next(iter(tried))
     for counts, found in tried.items():
         if better(found, tried[best], least):

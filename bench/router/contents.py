@@ -2,7 +2,7 @@
 
 A block is a random number of 64 bits, unlike every other. 16 prompts of P blocks; of each, one worker of even number holds the
 first half and one of odd number the first eighth. Of `shared` contents the first eighth of all prompts is one system prompt, which
-every worker holds. Beside those, chains of CHAIN blocks that nobody asks for: MAX_FILLER each, less where all workers
+every worker holds. Beside those, chains of CHAIN blocks that no request asks for: MAX_FILLER each, less where all workers
 together would have more than MAX_TOTAL (with 4,096 workers 488 each), so that memory stays within a few GB.
 """
 
@@ -39,7 +39,7 @@ def contents(num_workers: int, prompt_blocks: int, *, shared: bool, seed: int) -
 
 
 def fresh(rng: random.Random, num_events: int, num_blocks: int) -> list[Chain]:
-    """Chains that nobody holds yet, one for each event."""
+    """Chains that no worker holds yet, one for each event."""
     return [_chain(rng, num_blocks) for _ in range(num_events)]
 
 

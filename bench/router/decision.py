@@ -6,7 +6,7 @@ length of prompt, in microseconds: `first`, the index's lookup of a prompt that 
 turns with ours and checked to find the same depths; `ratio`, bare over lookup; `decision`, the whole of `select_and_reserve`,
 `on_first_token` and `on_end`, 10 ms of the router's time apart, and how many of them a core makes in a second; with --dynamo,
 `theirs`: `select_and_reserve`, `prefill_complete` and `free_reservation` of its `SelectionService`, which picks one worker (ours a
-pair), knows what workers hold from its own decisions alone, and is given hashes, too. Then news: events a second from the wire's bytes
+pair), knows what workers hold from its own decisions alone, and is given hashes, too. Then events: how many a second from the wire's bytes
 to the index, half of them storing a chain and half removing it.
 PYTHON is that of an environment with ai-dynamo-runtime (pip install ai-dynamo-runtime==1.6.1). --memory: bytes instead.
 """
@@ -119,7 +119,7 @@ class Other:
             env=settings,
         )
 
-    def ask(self, do: str, **fields: Any) -> Any:
+    def query(self, do: str, **fields: Any) -> Any:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.write(json.dumps({"do": do, **fields}) + "\n")
         self._child.stdin.flush()
@@ -142,7 +142,7 @@ def lookups(
     for _ in range(ROUNDS):
         again += timed_us(lambda i: depths(prompts[i % len(prompts)]), count, clock)
         if other is not None:
-            found = other.ask("find", count=count)
+            found = other.query("find", count=count)
             bare += [one / 1e3 for one in found["bare"]]
             read += [one / 1e3 for one in found["read"]]
 
@@ -158,11 +158,11 @@ def lookups(
     now_s, whole, theirs = [0.0], [], []
     timed_us(decide, 2 * len(prompts))
     if other is not None:
-        other.ask("decide", count=2 * len(prompts))
+        other.query("decide", count=2 * len(prompts))
     for _ in range(ROUNDS):
         whole += timed_us(decide, count, clock)
         if other is not None:
-            theirs += [one / 1e3 for one in other.ask("decide", count=count)["whole"]]
+            theirs += [one / 1e3 for one in other.query("decide", count=count)["whole"]]
     line = f" {statistics.median(first):>7.0f} {cuts(again)}"
     if other is not None:
         line += f" {statistics.median(their_first) / 1e3:>7.0f} {cuts(bare)} {cuts(read)} {statistics.median(bare) / statistics.median(again):>6.1f}"
@@ -170,7 +170,7 @@ def lookups(
     print(line + (f" {cuts(theirs)}" if other is not None else ""), flush=True)
 
 
-def news(router: Router, seqs: list[int], num_events: int, num_blocks: int, clock: Clock) -> float:
+def event_rate(router: Router, seqs: list[int], num_events: int, num_blocks: int, clock: Clock) -> float:
     """Seconds for as many events that store as that remove. `seqs`: each worker's last number; carried on."""
     chains = [list(hashes(chain)) for chain in fresh(random.Random(1), num_events, num_blocks)]
     frames: list[tuple[str, bytes]] = []
@@ -199,21 +199,21 @@ def cell(
     router = build(made)
     their_first: list[float] = []
     if other is not None:
-        theirs = other.ask("build", num_workers=num_workers, prompt_blocks=blocks, shared=shared, seed=0)
+        theirs = other.query("build", num_workers=num_workers, prompt_blocks=blocks, shared=shared, seed=0)
         ours = [router.index.match(hashes(prompt)) for prompt in made.prompts]
         assert ours == theirs["depths"], "the two indexes do not find the same"
         their_first = theirs["first"]
-        other.ask("workers", num_workers=num_workers)
+        other.query("workers", num_workers=num_workers)
         router = build(made)  # nothing has been looked up in it
     print(f"{num_workers:>7} {tokens:>7} {'shared' if shared else 'own':>6}", end="")
     lookups(made, router, count, other, their_first, clock)
     seqs = [0] * num_workers
     for num_blocks, num_events in EVENTS if tokens < 10_000 else ():
-        mine = 2 * num_events / news(router, seqs, num_events, num_blocks, clock)
-        line = f"{'':>7} news of {num_blocks} blocks: {mine:>9.0f} events/s"
+        mine = 2 * num_events / event_rate(router, seqs, num_events, num_blocks, clock)
+        line = f"{'':>7} events of {num_blocks} blocks: {mine:>9.0f} events/s"
         if other is not None:
             asked = {"num_workers": num_workers, "num_events": num_events, "num_blocks": num_blocks, "seed": 1}
-            line += f", Dynamo {2 * num_events / other.ask('ingest', **asked)['seconds']:>9.0f}"
+            line += f", Dynamo {2 * num_events / other.query('ingest', **asked)['seconds']:>9.0f}"
         print(line, flush=True)
 
 
@@ -241,7 +241,7 @@ def memory(num_blocks: int = 100_000) -> None:
 
 
 def churn(num_blocks: int) -> None:
-    """A worker stays; hundreds with blocks of their own come, hear news, and go."""
+    """A worker stays; hundreds with blocks of their own come, publish events, and leave."""
     rng = random.Random(1)
     tracemalloc.start()
     index = PrefixIndex()

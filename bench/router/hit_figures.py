@@ -39,7 +39,7 @@ class Routed:
 
     @property
     def worker(self) -> str:
-        """Who computes the prompt."""
+        """The worker that computes the prompt."""
         worker = self.decision.prefill or self.decision.decode
         assert worker is not None
         return worker
@@ -50,30 +50,30 @@ class Looked:
     """One worker's pool and one prompt, in leading blocks; see index_watch.py."""
 
     claimed: int
-    told: int
+    published: int
     held: int
     is_changing: bool  # what follows those is being taken or given up
 
     @property
     def fault(self) -> int:
         """Blocks that the index has too many (below 0: too few) of, whatever is on its way."""
-        wrong = self.told - self.held
+        wrong = self.published - self.held
         return 0 if self.is_changing and wrong > 0 else wrong
 
     @property
     def late(self) -> int:
-        """Blocks that were claimed and not held (below 0: held and not claimed), with all news in order: some was on its way."""
+        """Blocks that were claimed and not held (below 0: held and not claimed), with all events in order: some were on their way."""
         return 0 if self.fault else self.claimed - self.held
 
 
-def looked(claimed: int, told: int, tiers: Sequence[int]) -> Looked:
+def looked(claimed: int, published: int, tiers: Sequence[int]) -> Looked:
     """`tiers`: a worker's answer, of the prompt's blocks in order."""
     held = next((index for index, tier in enumerate(tiers) if tier != wire.IN_POOL), len(tiers))
-    return Looked(claimed, told, held, held < len(tiers) and tiers[held] == wire.CHANGING)
+    return Looked(claimed, published, held, held < len(tiers) and tiers[held] == wire.CHANGING)
 
 
 @dataclass(slots=True)
-class Off:
+class Deviation:
     """How often so many tokens too many, or too few, were claimed."""
 
     too_many: list[int] = field(default_factory=list)
@@ -109,9 +109,9 @@ class Tally:
     failed: int = 0
     retried: int = 0
     claims: int = 0
-    faults: Off = field(default_factory=Off)
-    late: Off = field(default_factory=Off)
-    begun: Off = field(default_factory=Off)
+    faults: Deviation = field(default_factory=Deviation)
+    late: Deviation = field(default_factory=Deviation)
+    begun: Deviation = field(default_factory=Deviation)
     promised: int = (
         0  # of those that were too many at the begin: in the pool was what the index said, on the way was more
     )
@@ -149,7 +149,7 @@ class Tally:
                 {
                     "request": routed.decision.request_id, "path": routed.decision.path, "worker": routed.worker,
                     "expected": expected, "found": cached, "chosen": routed.chosen,
-                    "claimed, told, held": None if look is None else [look.claimed, look.told, look.held],
+                    "claimed, published, held": None if look is None else [look.claimed, look.published, look.held],
                 }
             )  # fmt: skip
 
@@ -173,5 +173,5 @@ class Tally:
 
     @property
     def is_sound(self) -> bool:
-        """Whether the index was what the workers had told, each time."""
+        """Whether the index was what the workers had published, each time."""
         return not (self.faults.too_many or self.faults.too_few)

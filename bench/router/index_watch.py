@@ -1,15 +1,15 @@
 """What the router's index says of each worker's pool, held against the worker's own word: at every decision, for every worker.
 
 Before a decision's own messages leave, every live worker is asked where it has the blocks of that prompt; it looks between two steps,
-before the request gets in line there. The answer comes behind the events that it is as of, so that three depths of the prompt can be
+before the request is queued there. The answer comes behind the events that it is as of, so that three depths of the prompt can be
 compared, in leading blocks:
 
     claimed   by the index when the decision was made
-    told      by the index when the answer comes: every event before the answer is in, and none after it
+    published by the index when the answer comes: every event before the answer is in, and none after it
     held      in the worker's pool, as its caches themselves say
 
-`told` against `held` is no matter of time: where they differ, news was lost, wrong or wrongly taken, and the index is at fault. Where
-only `claimed` differs, news was on its way: late. Blocks that a worker had taken or given up and not told of yet are late news, too.
+`published` against `held` is no matter of time: where they differ, events were lost, wrong or wrongly applied, and the index is at fault. Where
+only `claimed` differs, events were on their way: late. Blocks that a worker had taken or given up and not announced yet count as late events, too.
 """
 
 import asyncio
@@ -73,9 +73,9 @@ class IndexWatch:
 
     def _watched_deliver(self, link: WorkerLink, message: wire.FromWorker) -> None:
         if isinstance(message, wire.Audited) and (question := self._questions.pop(message.query_id, None)):
-            told = depth_in_pool(self._index, question.worker_id, question.chain)
+            published = depth_in_pool(self._index, question.worker_id, question.chain)
             seen = self.found.setdefault(question.request_id, {})
-            seen[question.worker_id] = looked(question.claimed, told, message.tiers)
+            seen[question.worker_id] = looked(question.claimed, published, message.tiers)
             return
         if isinstance(message, wire.Transferred):
             self._on_transferred(message.request_id)

@@ -15,7 +15,7 @@ caches. Columns, in prompt tokens that need not be computed, as a share of all p
     short       requests that hit less than `chosen`, and by how many tokens in all
 
 The oracle follows the decisions, so a policy that scatters a conversation lowers its own `best`. It counts a prompt from its routing at
-who computes it, for whoever comes later begins later, and at a decode worker from the arrival of its KV.
+the worker that computes it, since later requests begin later, and at a decode worker from the arrival of its KV.
 
 The second table is of the index: how often it was wrong, and by how many tokens in all; + too many, - too few. A claim is of one
 prompt at one worker, so each decision looks at as many as there are workers (see index_watch.py).
@@ -63,7 +63,7 @@ from kvrelay.serve.workers.dispatcher import Dispatcher
 
 BLOCK = 16
 LENGTH_SCALE = BLOCK / 512
-LATE_S = 12.0  # after the last arrival nobody is waited for any longer
+LATE_S = 12.0  # after the last arrival the run ends
 SESSIONS = SessionSpec(
     sessions_per_s=1.0, one_off_share=0.2, first_continues=0.8, think_s=(8.0, 0.5), user_tokens=(1600.0, 0.8),
     document_tokens=(12000.0, 0.5), output_tokens=(400.0, 0.3), num_apps=6, system_tokens=(12000.0, 0.4),
@@ -130,7 +130,7 @@ class Run:
             self.pools[decode].add([*request.block_hashes, *((number, index) for index in range(num_blocks))])
 
     def _decided(self, decision: Decision) -> None:
-        """From now on the prompt counts as in the pool of who computes it: whoever comes later begins later."""
+        """From now on the prompt counts as in the pool of the worker that computes it: later requests begin later."""
         request = self._prompts[decision.request_id.partition("~")[0]]
         chain, usable = request.block_hashes, (len(request.token_ids) - 1) // BLOCK
         depths = {worker: min(usable, pool.depth(chain)) * BLOCK for worker, pool in self.pools.items()}
@@ -257,7 +257,7 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
 
 
 async def _quiet(dispatcher: Dispatcher) -> None:
-    """Nothing is computed any more, and the last news have arrived."""
+    """Nothing is computed any more, and the last events have arrived."""
     async with asyncio.timeout(60):
         while any(load.running + load.waiting + load.receiving + load.held for _, load in dispatcher.live_workers()):
             await asyncio.sleep(0.05)

@@ -8,8 +8,8 @@ the schedulers, the caches (kvrelay simulate). For each policy and seed:
                refused ones counted as missed; by bisection
     goodput    requests per second within both, at every load of `--loads` and at 1.25 times the policy's capacity
 
-The others run as their projects do: no limit on their lines, nobody refused. `joint` is the product's default; `joint, SLO` is the
-product told what counts (slo.ttft_s, slo.tpot_s), so that it refuses who would miss. Seeds move arrivals within the trace's rounded
+The others run as their projects do: no limit on their queues, no request refused. `joint` is the product's default; `joint, SLO` is the
+product with targets set (slo.ttft_s, slo.tpot_s), so that it refuses requests that would miss. Seeds move arrivals within the trace's rounded
 times, and the policies' draws. Below the table: each of ours against the best of the others, and the load at which it
 compares worst.
 """
@@ -132,8 +132,8 @@ class Lab:
             task, began_s = self._task, time.perf_counter()
             entries = make_workload(task.source, rate_per_s=load, limit=task.requests, seed=task.seed)
             summary = self.runs[load] = simulated(self._scenario, self._profile, entries).summary()
-            told = f"{task.contender}, seed {task.seed}, {load:.2f}/s: {summary['kept_share']:.1%} kept"
-            print(f"{told} ({time.perf_counter() - began_s:.0f} s)", file=sys.stderr, flush=True)
+            summary = f"{task.contender}, seed {task.seed}, {load:.2f}/s: {summary['kept_share']:.1%} kept"
+            print(f"{summary} ({time.perf_counter() - began_s:.0f} s)", file=sys.stderr, flush=True)
         return self.runs[load]
 
     def holds(self, load: float) -> bool:
@@ -228,14 +228,16 @@ def comparison(found: Iterable[Found], loads: tuple[float, ...]) -> list[str]:
 def _compared(name: str, runs: list[Found], others: dict[str, list[Found]], loads: tuple[float, ...]) -> str:
     best = max(others, key=lambda other: _capacity(others[other]))
     capacity = _capacity(runs) / max(_capacity(others[best]), 1e-9)
-    told = f"{name}: capacity {capacity:.2f} x {best}'s; at 1.25 x its capacity {_kept(runs):.0%} of its peak"
+    summary = f"{name}: capacity {capacity:.2f} x {best}'s; at 1.25 x its capacity {_kept(runs):.0%} of its peak"
     ratios = {
         load: _goodput(runs, load) / max(max(_goodput(other, load) for other in others.values()), 1e-9)
         for load in loads
     }
     worst = min(ratios, key=lambda load: ratios[load], default=None)
     return (
-        told if worst is None else f"{told}; goodput at least {ratios[worst]:.3f} x the best other's (at {worst:g}/s)"
+        summary
+        if worst is None
+        else f"{summary}; goodput at least {ratios[worst]:.3f} x the best other's (at {worst:g}/s)"
     )
 
 
@@ -244,7 +246,7 @@ def main() -> None:
     parser.add_argument("load", help="a trace file, or a load that is made up (see kvrelay trace)")
     parser.add_argument("--profile", default=str(PROFILE), help="a file, or the name of a ready-made one")
     parser.add_argument("--prefill-tokens-per-s", type=float, help="instead of the profile's speed, without attention")
-    parser.add_argument("--set", nargs="+", default=[], help="settings of everybody, section.key=value")
+    parser.add_argument("--set", nargs="+", default=[], help="settings of every contender, section.key=value")
     parser.add_argument("--prefill", type=int, default=8)
     parser.add_argument("--decode", type=int, default=8)
     parser.add_argument("--requests", type=int, help="of the load; default: all of a trace")

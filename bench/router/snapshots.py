@@ -42,7 +42,7 @@ def filled(rng: random.Random, num_blocks: int) -> PrefixIndex:
 
 
 class Sender:
-    """Sends what it is given to whoever connects, as fast as that reads."""
+    """Sends what it is given to each client that connects, as fast as it reads."""
 
     def __init__(self) -> None:
         self._frames: asyncio.Queue[list[bytes]] = asyncio.Queue()

@@ -6,7 +6,7 @@
 
 Each server in turn is started on all cores, warmed, loaded and stopped; only one is alive at a time. Then all again in the
 opposite order, as far as --minutes allow; medians over the rounds. Decode: N requests of 128 tokens start together, 64 out,
-greedy; "decode tok/s" counts the time when all N decode and nobody prefills, "whole" everything. Prefill: one prompt at a
+greedy; "decode tok/s" counts the time when all N decode and none prefills, "whole" everything. Prefill: one prompt at a
 time, time to its first token. Prompts are token ids and never repeat. Speculation is off but for the peer "kvrelay
 drafting" (random weights: left out, it would draft from noise). The memory's and the GEMM's limits are measured before
 and after (bench/kernels/limits.py, the better counts); the GEMM's is the faster of float32 and bfloat16. A peer that is not
@@ -119,7 +119,7 @@ def load_all(server: Server, shapes: list[Shape], seed: int, options: argparse.N
 def visit(
     peer: Peer, values: dict[str, str], seed: int, log: Path, cells: list[Cell], options: argparse.Namespace
 ) -> None:
-    """Add all shapes of one peer to `cells`, once. What fails is told and leaves a hole."""
+    """Add all shapes of one peer to `cells`, once. A failure is printed and leaves a hole."""
     for shapes, slots, context in starts(peer, options):
         values |= {"slots": str(slots), "context": str(context)}
         try:

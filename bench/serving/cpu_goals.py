@@ -16,7 +16,7 @@ class Cell:
     """What one peer did in one shape, in one round. Rates are tokens per second; None: could not be measured.
 
     `decode_rate` counts the tokens between the last request's first token and the first request's last one: all decode,
-    nobody prefills. `whole_rate` is all output tokens over the time from sending to the last one. `prefill_rate` is the
+    none prefills. `whole_rate` is all output tokens over the time from sending to the last one. `prefill_rate` is the
     prompt's length over the time to its first token.
     """
 

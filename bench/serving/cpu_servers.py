@@ -44,7 +44,7 @@ LLAMA = [
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One server under test. `weights` says whom it is compared with: "16 bits", "int8", "int4"."""
+    """One server under test. `weights` says which servers it is compared with: "16 bits", "int8", "int4"."""
 
     name: str
     weights: str

@@ -42,7 +42,7 @@ def find_root() -> int:
 
 
 def members(root: int) -> set[int]:
-    """The cluster's processes: descendants, and whoever names the same Ray session."""
+    """The cluster's processes: descendants, and processes that name the same Ray session."""
     family = processes.descendants(root)
     sessions = {name for pid in family for name in _SESSION.findall(" ".join(processes.command_line(pid)))}
     if sessions:

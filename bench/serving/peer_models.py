@@ -9,7 +9,7 @@ tokenizer of its size: its texts are nonsense, its speed is not. The integers ar
 products are of the one type, tied head included, as kvrelay's are (8.5, 5.0 and 4.5 bits per weight).
 
 PYTHON needs torch, transformers and safetensors, and gguf's own dependencies (numpy, pyyaml, requests, sentencepiece);
-default: the one that runs this. The made-up tokenizer is none that the converter knows: a line of its own code is told
+default: the one that runs this. The made-up tokenizer is none that the converter knows: a line of its own code is changed
 which pre-tokenizer to write (token-id prompts never meet it).
 """
 

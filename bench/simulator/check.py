@@ -9,16 +9,16 @@
    prompts at each rate: from empty caches, after a warm-up, each request at its time whatever is under way. What a message and a
    transfer take is measured between single requests before.
 3. The simulator gets the same requests at the times at which they really came, the same settings, pools and policy.
-4. Printed for each rate: both runs' figures and their errors; how far single requests are off; and, to tell the curve's errors from
+4. Printed for each rate: both runs' figures and their errors; how far single requests are off; and, to separate the curve's errors from
    the rest's, how far the curve is from the steps that the workers really made.
 
-What is the same by construction: lengths, shared prefixes, arrivals, limits of outputs (told to the router in both). What is not:
+What is the same by construction: lengths, shared prefixes, arrivals, limits of outputs (known to the router in both). What is not:
 the real ingress's own computing, and everything that the machine does beside it.
 
 --tiny --paced --profile FILE: a tiny model's workers, whose every step is drawn out, asleep, to what the profile says. That leaves the
 curve and the machine's cores out of the comparison: what is left are the simulator's own errors, and more workers than the machine
 has cores do not disturb each other.
-Each run is also simulated with workers of twice the speed: the errors must tell that this profile is wrong.
+Each run is also simulated with workers of twice the speed: the errors must show that this profile is wrong.
 The real runs need a quiet machine: others' work makes its steps longer, not the simulator's.
 """
 
@@ -39,7 +39,7 @@ from typing import Any
 
 from bench.engine.inprocess import count_weights, prepare
 from bench.figures import machine, show
-from bench.simulator.check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, per_request, said
+from bench.simulator.check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, stated, per_request
 from bench.simulator.check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
 from bench.simulator.step_log import AT_ONCE_S, LoggedStep
 from kvrelay.cluster.commands.settings_flags import with_pairs
@@ -79,7 +79,7 @@ def sections_of(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def load_of(count: int, rate_per_s: float, seed: int) -> list[TraceEntry]:
-    """A warm-up of single prompts, then the conversations. No session is named: prompts do not go on from what was really said."""
+    """A warm-up of single prompts, then the conversations. No session is named: prompts do not go on from what was really stated."""
     entries = with_own_blocks(generate(replace(SESSIONS, seed=seed), count))
     entries = scale_entries(at_rate(entries, rate_per_s), length_scale=LENGTH_SCALE)
     measured = [
@@ -157,7 +157,7 @@ def simulate(
     """The same requests, settings and pools. max_tokens of 1: every client allows just what its output will have."""
     scenario = scenario_from(
         {
-            "prefill": options.prefill, "decode": options.decode, "max_tokens": 1, "hop_s": ways.hop_s,
+            "prefill": options.prefill, "decode": options.decode, "max_tokens": 1, "hop_s": ways.message_s,
             "settings": sections_of(options),
         }
     )  # fmt: skip
@@ -261,7 +261,7 @@ def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str,
     file = options.save_profile or scratch / "profile.json"
     profile = load_profile(options.profile) if options.profile else fit(options, folder, file)
     ways, runs = asyncio.run(real_runs(options, folder, logs))
-    print(f"a message takes {1e3 * ways.hop_s:.2f} ms, KV moves at {ways.kv_bytes_per_s / 1e9:.2f} GB/s")
+    print(f"a message takes {1e3 * ways.message_s:.2f} ms, KV moves at {ways.kv_bytes_per_s / 1e9:.2f} GB/s")
     data: dict[str, Any] = {
         "machine": machine(),
         "profile": profile.model_dump(mode="json"),
@@ -275,26 +275,26 @@ def check(options: argparse.Namespace, folder: Path, scratch: Path) -> dict[str,
             measured_only(simulate(options, profile, came, ways, speed)) for speed in (1.0, WRONG_SPEED)
         )
         figures, off = (compare(real, one, ttft_s=options.ttft_s, tpot_s=options.tpot_s) for one in (simulated, wrong))
-        single, control = per_request(real, simulated), said_of_control(off)
+        single, control = per_request(real, simulated), control_summary(off)
         title = f"{options.prefill}P + {options.decode}D, {folder.name}, {len(real.answers)} requests, {rate:g}/s"
         show(title, [figure.row() for figure in figures])
         print(
-            f"{said(single)} {control}\nThe real ingress and the load's making took {real.ingress_busy:.1%} of a core."
+            f"{stated(single)} {control}\nThe real ingress and the load's making took {real.ingress_busy:.1%} of a core."
         )
         rows = step_rows(profile, steps)
         show("The curve against the workers' own steps", rows)
-        sections.append(as_markdown(title, figures, f"{said(single)} {control}"))
+        sections.append(as_markdown(title, figures, f"{stated(single)} {control}"))
         data["runs"].append(_data(rate, figures, single, real, simulated) | {"control": control, "steps": rows})
     if options.markdown:
         options.markdown.write_text("\n".join(sections))
     return data
 
 
-def said_of_control(figures: Sequence[Figure]) -> str:
+def control_summary(figures: Sequence[Figure]) -> str:
     """Of a simulation with the wrong speed."""
     errors = {figure.name: figure.error for figure in figures}
-    told = ", ".join(f"{name} {errors[name]:+.0%}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
-    return f"Workers {WRONG_SPEED:g} times as fast, simulated as a control, are off by: {told}."
+    stated = ", ".join(f"{name} {errors[name]:+.0%}" for name in ("TTFT p50", "TTFT p90", "TPOT p50", "TPOT p90"))
+    return f"Workers {WRONG_SPEED:g} times as fast, simulated as a control, are off by: {stated}."
 
 
 def _data(

@@ -44,10 +44,10 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One figure of both runs. `kind`: how its error is told."""
+    """One figure of both runs. `kind`: how its error is stated."""
 
     name: str
-    unit: str  # ms, /s, MB, "" (a count), % (a share, told in points)
+    unit: str  # ms, /s, MB, "" (a count), % (a share, stated in points)
     real: float
     simulated: float
 
@@ -132,7 +132,7 @@ def as_markdown(title: str, figures: Sequence[Figure], notes: str) -> str:
     return "\n".join([*lines, "", notes, ""])
 
 
-def said(single: PerRequest) -> str:
+def stated(single: PerRequest) -> str:
     return (
         f"Single requests: TTFT is off by {single.ttft_median:.0%} at the median and {single.ttft_p90:.0%} at p90, "
         f"TPOT by {single.tpot_median:.0%} and {single.tpot_p90:.0%}; {single.same_workers:.0%} went to the same workers."

@@ -27,16 +27,16 @@ from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.types import Role
 
-LATE_S = 60.0  # after the last arrival nobody is waited for any longer
-REPORTED_S = 3.0  # after a run the workers have told all that they did
-NUM_PROBES = 12  # single requests on an idle cluster that tell what a message takes
+LATE_S = 60.0  # after the last arrival the run ends
+REPORTED_S = 3.0  # after a run the workers have reported everything
+NUM_PROBES = 12  # single requests on an idle cluster, for the time of a message
 
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """What the real cluster tells of itself beside its workers' steps, while it is idle."""
+    """What the real cluster reports of itself beside its workers' steps, while it is idle."""
 
-    hop_s: float  # of a message: what a first token takes besides waiting and computing, by the number of messages
+    message_s: float  # of a message: what a first token takes besides waiting and computing, by the number of messages
     kv_bytes_per_s: float  # between two workers, as their pairs report it; 0: they do not
     sizes: dict[str, int] = field(default_factory=dict)  # of a worker: what a profile has of these names
 
@@ -59,7 +59,7 @@ class Player:
         self._dispatcher, self._entries, self._vocab_size = dispatcher, entries, vocab_size
         self._answers: list[Answer] = []
         self._moved_bytes = 0
-        self.hops_s: list[float] = []  # what a message took on average, of each request
+        self.messages_s: list[float] = []  # what a message took on average, of each request
         self._began_s = 0.0
 
     async def play(self) -> RealRun:
@@ -103,8 +103,8 @@ class Player:
         if explain.transfer is not None:
             self._moved_bytes += explain.transfer.num_bytes
         if decision is not None and times:
-            num_hops = 4 if decision.path == "disaggregated" else 2
-            self.hops_s.append((explain.reserve_s + explain.network_s) / num_hops)
+            num_messages = 4 if decision.path == "disaggregated" else 2
+            self.messages_s.append((explain.reserve_s + explain.network_s) / num_messages)
         self._answers.append(
             Answer(
                 index=number,
@@ -166,9 +166,9 @@ async def measure_ways(cluster: LocalCluster, settings: Settings, vocab_size: in
             await player._one(number, probe, player._request(number, probe))
         speeds = [pair.path.bytes_per_s for pair in dispatcher.pairs.book.pairs if pair.path is not None]
         info = dispatcher.live_workers()[0][0]
-    hop_s = statistics.median(player.hops_s[-NUM_PROBES:])
+    message_s = statistics.median(player.messages_s[-NUM_PROBES:])
     names = ("num_blocks", "block_size", "max_running", "max_model_len", "kv_bytes_per_token")
-    return Ways(max(hop_s, 0.0), min(speeds, default=0.0), {name: getattr(info, name) for name in names})
+    return Ways(max(message_s, 0.0), min(speeds, default=0.0), {name: getattr(info, name) for name in names})
 
 
 async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[TraceEntry], vocab_size: int) -> RealRun:

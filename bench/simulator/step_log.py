@@ -4,7 +4,7 @@
 
 FOLDER/<worker>.json has a row for each step when the worker has ended. Times are seconds of the machine's monotonic clock, which
 all its processes share. A step lasts from the engine's being called to its answer; what the worker does between two steps is not
-in it, but the gap between them is told by when they begin.
+in it, but the gap between them follows from their start times.
 
 With PROFILE, of a faster worker's steps each is drawn out to what the profile's curve says, asleep: a cluster whose speed is known
 exactly, on a machine that could not hold so many workers side by side.

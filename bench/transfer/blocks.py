@@ -80,7 +80,7 @@ def block_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]
 
 
 def region_lists(shape: Shape, num_bytes: int) -> list[tuple[list[int], list[int]]]:
-    """The same as numbers of regions, counted through the whole pool: for whoever knows nothing of layers."""
+    """The same as numbers of regions, counted through the whole pool: for peers without layers."""
     total = layout_of(shape, num_bytes).num_blocks
 
     def regions(blocks: list[int]) -> list[int]:

@@ -14,7 +14,7 @@ import traceback
 from typing import Any, TextIO
 
 from bench.transfer.blocks import ENDS, Pool, Shape, pool_bytes, shapes
-from bench.transfer.side import Side
+from bench.transfer.side import End
 
 MODULES = {"kvrelay": "bench.transfer.ours", "nixl": "bench.transfer.peers", "mooncake": "bench.transfer.peers",
            "zeromq": "bench.transfer.peers"}  # fmt: skip
@@ -23,7 +23,7 @@ MODULES = {"kvrelay": "bench.transfer.ours", "nixl": "bench.transfer.peers", "mo
 class Host:
     """Answers the driver on behalf of a side."""
 
-    def __init__(self, side: Side, every: dict[str, Shape]) -> None:
+    def __init__(self, side: End, every: dict[str, Shape]) -> None:
         self._side, self._shapes = side, every
         self._cpu_s: dict[str, float] = {}
 

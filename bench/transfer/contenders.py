@@ -1,4 +1,4 @@
-"""Who takes part in bench/transfer/transfer.py: kvrelay over every transport that it has, and the peers; processes for both ends."""
+"""The contenders of bench/transfer/transfer.py: kvrelay over every transport that it has, and the peers; processes for both ends."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ def _ours(transport: str) -> Contender:
 
 
 def contenders(transports: list[str] | None, peers: list[str] | None) -> list[Contender]:
-    """Everyone who is wanted; None: everyone there is."""
+    """The named contenders; None: all."""
     ours = [_ours(name) for name in TRANSPORTS if transports is None or name in transports]
     if transports is None or "nixl" in transports:
         rows = (row("nixl over UCX's TCP, checks off", checks="off"),)
@@ -85,7 +85,7 @@ PEERS = (
 
 
 class Child:
-    """One process of a contender. Its errors go to a file, of which the end is told when it fails."""
+    """One process of a contender. Its errors go to a file, whose end is printed when it fails."""
 
     def __init__(self, contender: Contender, role: str) -> None:
         self._contender, self._role = contender, role
@@ -100,7 +100,7 @@ class Child:
             env={**os.environ, **self._contender.env}, limit=1 << 24,
         )  # fmt: skip
 
-    async def ask(self, op: str, **fields: Any) -> dict[str, Any]:
+    async def query(self, op: str, **fields: Any) -> dict[str, Any]:
         """Raises ContenderFailed."""
         assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it has gone: the answer will be empty
@@ -147,22 +147,22 @@ class Pair:
         """Raises ContenderFailed."""
         for child in self._children.values():
             await child.start(num_blocks)
-        given = await self._other.ask("start")
+        given = await self._other.query("start")
         if self._actor is not self._other:
-            back = await self._actor.ask("start")
-            await self._other.ask("connect", peer=back)
-            await self._actor.ask("connect", peer=given)
+            back = await self._actor.query("start")
+            await self._other.query("connect", peer=back)
+            await self._actor.query("connect", peer=given)
 
     async def visit(self, measured: Row, shape: str) -> dict[str, Any]:
         """The shape's transfers once: seconds of each as "read" and (ours) "whole", CPU seconds by end as "cpu_s"."""
-        order = await self._other.ask("begin", row=measured, shape=shape)
+        order = await self._other.query("begin", row=measured, shape=shape)
         if self._actor is not self._other:
-            await self._actor.ask("begin", row=measured, shape=shape)
-        await self._actor.ask("move", row=measured, shape=shape, order=order)
-        figures = await self._actor.ask("end")
+            await self._actor.query("begin", row=measured, shape=shape)
+        await self._actor.query("move", row=measured, shape=shape, order=order)
+        figures = await self._actor.query("end")
         if self._actor is self._other:
             return figures
-        others = await self._other.ask("end")
+        others = await self._other.query("end")
         return {**others, **figures, "cpu_s": figures["cpu_s"] | others["cpu_s"]}
 
     async def prove(self, measured: Row, shape: str) -> None:
@@ -171,16 +171,16 @@ class Pair:
             "source": self._children.get("source", self._actor),
             "target": self._children.get("target", self._actor),
         }
-        await ends["target"].ask("clear", shape=shape)
+        await ends["target"].query("clear", shape=shape)
         await self.visit(measured, shape)
-        sent, came = [(await child.ask("digest", shape=shape, end=end))["digest"] for end, child in ends.items()]
+        sent, came = [(await child.query("digest", shape=shape, end=end))["digest"] for end, child in ends.items()]
         if sent != came:
             raise ContenderFailed(f"{measured['name']}: the target does not have the source's bytes")
 
     async def cpu_s(self) -> dict[str, float]:
         spent: dict[str, float] = {}
         for child in self._children.values():
-            spent |= (await child.ask("cpu"))["cpu_s"]
+            spent |= (await child.query("cpu"))["cpu_s"]
         return spent
 
     async def aclose(self) -> None:

@@ -54,12 +54,12 @@ class Prober:
     async def transfer(self, length: int) -> Transfer:
         self._index += 1
         prompt = random_prompt(self._index, length, self._vocab_size)
-        before, explain, compute_s = await self._sums(), Explain(0.0), 0.0
+        before, explain, compute_s = await self._totals(), Explain(0.0), 0.0
         asked = request(self._index, prompt, OUTPUT_TOKENS, self._block_size)
         async for output in self._dispatcher.generate(asked, force="remote", explain=explain):
             if output.timings is not None:
                 compute_s = compute_s or output.timings.compute_s
-        after = await self._sums()
+        after = await self._totals()
         if explain.transfer is None or after["transfers"] != before["transfers"] + 1:
             raise SystemExit(f"the prompt of {length} tokens was not transferred exactly once")
         return Transfer(
@@ -70,10 +70,10 @@ class Prober:
             compute_s=compute_s,
         )
 
-    async def _sums(self) -> dict[str, Any]:
+    async def _totals(self) -> dict[str, Any]:
         """The prefill worker's account of its transfers."""
-        sums: dict[str, Any] = json.loads(await self._dispatcher.status(self._prefill))["transfer"]
-        return sums
+        totals: dict[str, Any] = json.loads(await self._dispatcher.status(self._prefill))["transfer"]
+        return totals
 
 
 async def measure(
@@ -93,7 +93,7 @@ async def measure(
 
 
 def summary(length: int, seen: list[Transfer], plain: list[Transfer], transport: str) -> dict[str, Any]:
-    """One row: sums over all prompts, and the worst one."""
+    """One row: totals over all prompts, and the worst one."""
     exposed, work = sum(t.exposed_s for t in seen), sum(t.work_s for t in seen)
     unhidden = sum(t.exposed_s for t in plain) / len(plain) * len(seen) if plain else None
     return {

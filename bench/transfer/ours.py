@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from bench.transfer.blocks import Pool, Shape, block_lists, fingerprint_of
-from bench.transfer.side import Row, Side
+from bench.transfer.side import End, Row
 from kvrelay.decode.target import KvTarget
 from kvrelay.kvtransfer.paths import selection
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
@@ -54,7 +54,7 @@ class ReadClock:
 
 
 class _TimedReader:
-    """A reader that tells the clock; all else is the reader's own."""
+    """A reader that records the time; all else is the reader's own."""
 
     def __init__(self, reader: Any, clock: ReadClock) -> None:
         self._reader, self._clock = reader, clock
@@ -70,7 +70,7 @@ class _TimedReader:
         return done
 
 
-class OurSource(Side):
+class OurSource(End):
     """Opens, announces everything at once and commits, one transfer after the other."""
 
     def __init__(self, pools: dict[str, Pool], config: dict[str, Any]) -> None:
@@ -116,7 +116,7 @@ class OurSource(Side):
             await engine.aclose()
 
 
-class OurTarget(Side):
+class OurTarget(End):
     """Grants a visit's tickets in advance; its reads are timed where they are made."""
 
     def __init__(self, pools: dict[str, Pool], config: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class OurTarget(Side):
             await engine.aclose()
 
 
-class OurBoth(Side):
+class OurBoth(End):
     """Both ends in this process: loopback."""
 
     def __init__(self, pools: dict[str, Pool], config: dict[str, Any]) -> None:
@@ -186,5 +186,5 @@ class OurBoth(Side):
         await self._target.aclose()
 
 
-def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> Side:
+def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> End:
     return {"source": OurSource, "target": OurTarget, "both": OurBoth}[role](pools, config)

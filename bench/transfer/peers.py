@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from bench.transfer.blocks import MIB, Pool, Shape, region_lists
-from bench.transfer.side import Row, Side
+from bench.transfer.side import End, Row
 
 HOST = "127.0.0.1"
 
@@ -25,7 +25,7 @@ def by_source(pair: tuple[list[int], list[int]]) -> tuple[list[int], list[int]]:
     return list(sources), list(targets)
 
 
-class PullingSide(Side):
+class PullingSide(End):
     """A target that fetches; `_fetch` moves one transfer's blocks."""
 
     def __init__(self, pools: dict[str, Pool]) -> None:
@@ -64,7 +64,7 @@ def nixl_agent(name: str, pool: Pool) -> Any:
     return agent
 
 
-class NixlSource(Side):
+class NixlSource(End):
     """Makes progress during visits: all the time over TCP, where reads need it, else for the first connection only."""
 
     def __init__(self, pools: dict[str, Pool], *, spins: bool) -> None:
@@ -178,7 +178,7 @@ class MooncakeSide(PullingSide):
 # ---- ZeroMQ
 
 
-class ZeroMqSource(Side):
+class ZeroMqSource(End):
     """Answers a request for one transfer with its blocks: a frame each, or gathered into frames of 1 MiB."""
 
     def __init__(self, pools: dict[str, Pool], every: dict[str, Shape]) -> None:
@@ -252,8 +252,8 @@ class ZeroMqTarget(PullingSide):
         self._context.term()
 
 
-def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> Side:
-    ends: dict[tuple[str, str], Callable[[], Side]] = {
+def make(kind: str, role: str, pools: dict[str, Pool], every: dict[str, Shape], config: dict[str, Any]) -> End:
+    ends: dict[tuple[str, str], Callable[[], End]] = {
         ("nixl", "source"): lambda: NixlSource(pools, spins=config.get("spins", False)),
         ("nixl", "target"): lambda: NixlTarget(pools, every),
         ("mooncake", "source"): lambda: MooncakeSide(pools),

@@ -6,7 +6,7 @@
 Without --url it starts a prefill and a decode worker, both pinned to one core, so that both paths compute
 on the same core; the router runs here. With --url it asks a running `kvrelay serve` over HTTP, where the two
 workers have cores of their own, whose speeds differ too. Leave the machine alone meanwhile. Prompts are random
-and never repeat, so nothing is cached; both paths take turns (each goes first every other time) and the hop is
+and never repeat, so nothing is cached; both paths take turns (each goes first every other time) and the cost is
 the median of the paired differences, since a machine's speed drifts. "outside" is the TTFT without the engine's
 own step time. Goal: 5 ms + 2 % of the local TTFT.
 """
@@ -38,7 +38,7 @@ OUTPUT_TOKENS = 4  # more than one, or no decode worker is needed at all
 
 
 class First(NamedTuple):
-    """When the first token came, and how much of that the engine computed where it tells."""
+    """When the first token came, and how much of that the engine computed where that is known."""
 
     ttft_s: float
     compute_s: float | None
@@ -119,26 +119,26 @@ async def measure(prober: Prober, length: int, repeats: int) -> dict[str, Any]:
         for path in ("remote", "local") if repeat % 2 else ("local", "remote"):
             seen[path].append(await prober.first(length, path))
     local, remote = (1000 * statistics.median(first.ttft_s for first in seen[path]) for path in ("local", "remote"))
-    hops = [1000 * (far.ttft_s - near.ttft_s) for far, near in zip(seen["remote"], seen["local"], strict=True)]
-    low, hop, high = statistics.quantiles(hops, n=4)
+    costs = [1000 * (far.ttft_s - near.ttft_s) for far, near in zip(seen["remote"], seen["local"], strict=True)]
+    low, cost, high = statistics.quantiles(costs, n=4)
     goal = GOAL_MS + GOAL_SHARE * local
     return {
         "prompt tokens": length,
         "local TTFT ms": local,
         "remote TTFT ms": remote,
-        "hop ms": hop,
+        "remote prefill ms": cost,
         "quartiles ms": f"{low:.1f} .. {high:.1f}",
         "goal ms": goal,
-        "met": "yes" if hop <= goal else "no",
+        "met": "yes" if cost <= goal else "no",
         "outside, local ms": outside_ms(seen["local"]),
         "outside, remote ms": outside_ms(seen["remote"]),
     }
 
 
 def outside_ms(firsts: list[First]) -> float | None:
-    """Median of what the engine did not compute; None where it is not told."""
-    rests = [1000 * (first.ttft_s - first.compute_s) for first in firsts if first.compute_s is not None]
-    return statistics.median(rests) if rests else None
+    """Median of what the engine did not compute; None where it is not known."""
+    remainders = [1000 * (first.ttft_s - first.compute_s) for first in firsts if first.compute_s is not None]
+    return statistics.median(remainders) if remainders else None
 
 
 @asynccontextmanager
@@ -165,7 +165,7 @@ async def on_one_core(options: argparse.Namespace) -> AsyncIterator[tuple[Prober
 async def run(options: argparse.Namespace) -> None:
     async with (over_http if options.url else on_one_core)(options) as (prober, what):
         rows = [await measure(prober, length, options.repeats) for length in options.lengths]
-    show(f"P -> D hop, {what}, unloaded, medians of {options.repeats} pairs", rows, options.json)
+    show(f"remote prefill, {what}, unloaded, medians of {options.repeats} pairs", rows, options.json)
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from bench.transfer.blocks import Pool, Shape
 Row = dict[str, Any]  # one row of the table: {"name": ..., "settings": {...}}
 
 
-class Side:
-    """One end, with what most ends do. Whoever acts (`move`) is the source in kvrelay, the target elsewhere.
+class End:
+    """One end, with what most ends do. The acting end (`move`) is the source in kvrelay, the target elsewhere.
 
     Args:
         pools: by end: "source", "target"; both where one process is both.
@@ -45,7 +45,7 @@ class Side:
         return {next(iter(self.pools)) if len(self.pools) == 1 else "both": time.process_time()}
 
     def clear(self, shape: Shape) -> None:
-        """Zero the target's blocks, so that what comes can be told from what came before."""
+        """Zero the target's blocks, so that what arrives differs from what was there."""
         self.pools["target"].clear(shape)
 
     def digest(self, shape: Shape, end: str) -> str:

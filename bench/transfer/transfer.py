@@ -7,7 +7,7 @@ Shapes: 2,048 scattered blocks of 32 KiB; as much in 128 blocks of 16 layers (wh
 something out); 16 blocks of 64 KiB; 64 of 1 MiB; one block of 32 KiB, twenty times. "read" runs from the target's first
 read to its last byte verified; in it, "busy" is the time with a read under way (the source's checksums may be what the
 target waits for); "whole" runs from open to commit. A peer has no protocol around its read. The limit is libc's memcpy of the same blocks inside one process, measured
-in every round too. Everybody takes a turn in every round, in changing order, and the best round counts, so that
+in every round too. Each contender takes a turn in every round, in changing order, and the best round counts, so that
 foreign load hits all alike; a latency is the median of a round's twenty. What the target has is compared
 with what the source had before anything is timed. Handshakes are not counted. CPU is process time of either end.
 """
@@ -64,7 +64,7 @@ class Figures:
 
 
 async def start(wanted: list[Contender], num_blocks: int, every: dict[str, Shape]) -> list[tuple[Pair, list[Row]]]:
-    """Those that start and deliver, with the rows that they can fill; the others are told."""
+    """Those that start and deliver, with the rows that they can fill; the others are printed."""
     ready = []
     for contender in wanted:
         pair = Pair(contender)

@@ -34,7 +34,7 @@ def test_all_news_is_taken():
     router, seqs = bench.build(contents(4, 16, shared=False, seed=0)), [0] * 4
     before = len(router.index)
     for _ in range(2):
-        assert bench.news(router, seqs, 10, 3, time.perf_counter_ns) > 0
+        assert bench.event_rate(router, seqs, 10, 3, time.perf_counter_ns) > 0
         assert len(router.index) == before
     assert seqs == [12, 12, 8, 8]
 

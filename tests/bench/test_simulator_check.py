@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from bench.simulator import check as bench
-from bench.simulator.check_figures import Answer, Outcome, as_markdown, compare, per_request, said, worst
+from bench.simulator.check_figures import Answer, Outcome, as_markdown, compare, per_request, stated, worst
 from bench.simulator.check_real import Ways
 from kvrelay.cluster.profiles.fit import StepSampler
 from kvrelay.cluster.profiles.neighbours import profiled_engine, slowdowns
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.alone
 
 
 TIMES = [f"{what} p{cut}" for what in ("TTFT", "TPOT") for cut in (50, 90, 99)]
-WAYS = Ways(hop_s=0.001, kv_bytes_per_s=1e9)
+WAYS = Ways(message_s=0.001, kv_bytes_per_s=1e9)
 
 
 def answer(index, ttft_s, tpot_s=0.02, **fields):
@@ -61,7 +61,7 @@ def test_single_requests_are_compared_where_both_sides_answered():
     found = per_request(real, simulated)
     assert found.ttft_median == pytest.approx(0.5) and found.same_workers == 0.5
     figures = compare(real, simulated, ttft_s=1, tpot_s=1)
-    assert "50% went to the same workers" in as_markdown("a run", figures, said(found))
+    assert "50% went to the same workers" in as_markdown("a run", figures, stated(found))
 
 
 def test_both_sides_get_prompts_that_begin_alike_after_a_warm_up():
@@ -119,7 +119,7 @@ def test_a_real_cluster_is_simulated_and_a_slow_profile_makes_the_error_large(fo
     options = bench.options_of(["--tiny", "--kv-memory", "16MiB", "--rates", "8", "--seconds", "3"])
     monkeypatch.setattr(bench, "WARM_UP_S", 3.0)
     ways, [(came, real, steps)] = asyncio.run(bench.real_runs(options, folder, tmp_path))
-    assert 0 < ways.hop_s < 1 and ways.kv_bytes_per_s > 0
+    assert 0 < ways.message_s < 1 and ways.kv_bytes_per_s > 0
     real = bench.measured_only(real)
     assert [one.outcome for one in real.answers] == ["done"] * 24
     assert [one.output_tokens for one in real.answers] == [one.output_tokens for one in came[bench.WARM_UP :]]

@@ -1,0 +1,65 @@
+"""The docs name what there is: links, files, settings and commands in them exist."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from kvrelay.cluster.commands import cli
+from kvrelay.config.settings import Settings
+
+pytestmark = pytest.mark.pure
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+SECTIONS = Settings.model_fields
+
+
+def settings():
+    """Every `section.key`."""
+    return {f"{name}.{key}" for name, field in SECTIONS.items() for key in getattr(field.annotation, "model_fields", {})}
+
+
+def missing_links(page, text):
+    """Relative links that lead nowhere."""
+    targets = re.findall(r"\]\((?!https?:|#)([^)\s#]+)", text)
+    return [target for target in targets if not (page.parent / target).exists()]
+
+
+def unknown_settings(text):
+    """Backticked `section.key` whose section exists and whose key does not."""
+    named = re.findall(r"`([a-z]+)\.([a-z_]+)(?=[`:= ])", text)
+    return [f"{name}.{key}" for name, key in named if name in SECTIONS and f"{name}.{key}" not in settings()]
+
+
+def missing_files(text):
+    """Backticked paths below a folder of ours that are not there."""
+    named = re.findall(r"`((?:[a-z_]+/)+[a-zA-Z0-9_.-]*[a-z0-9]/?)[`:]", text)
+    tops = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name[0] != "."}
+    return [name for name in named if name.split("/")[0] in tops and not (ROOT / name).exists()]
+
+
+def unknown_commands(text):
+    named = set(re.findall(r"kvrelay ([a-z]+)(?= |`|$)", "\n".join(re.findall(r"`[^`\n]+`|^kvrelay .*$", text, re.MULTILINE))))
+    return sorted(named - set(cli.command_names()))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_exists(page):
+    text = page.read_text()
+    assert missing_links(page, text) == []
+    assert unknown_settings(text) == []
+    assert missing_files(text) == []
+    assert unknown_commands(text) == []
+
+
+def test_what_does_not_exist_is_seen():
+    text = "[a](nowhere.md) `engine.no_such_key` `engine/step/no_such_file.py` `kvrelay dance`"
+    assert missing_links(ROOT / "README.md", text) == ["nowhere.md"]
+    assert unknown_settings(text) == ["engine.no_such_key"]
+    assert missing_files(text) == ["engine/step/no_such_file.py"]
+    assert unknown_commands(text) == ["dance"]
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
