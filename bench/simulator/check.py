@@ -39,7 +39,7 @@ from typing import Any
 
 from bench.engine.inprocess import count_weights, prepare
 from bench.figures import machine, show
-from bench.simulator.check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, stated, per_request
+from bench.simulator.check_figures import Answer, Figure, Outcome, PerRequest, as_markdown, compare, per_request, stated
 from bench.simulator.check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
 from bench.simulator.step_log import AT_ONCE_S, LoggedStep
 from kvrelay.cluster.commands.settings_flags import with_pairs
