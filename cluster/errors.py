@@ -1,14 +1,18 @@
-"""Errors of the cluster commands: one clear line each, shown without a traceback."""
+"""Errors of the cluster's commands: the command line prints each as one line, without a traceback."""
 
 from kvrelay.errors import KvrelayError
 
 
 class ClusterError(KvrelayError):
-    """The cluster cannot be started, reached or changed; the message says why and what to do."""
+    """The cluster cannot be started, reached or changed; the message gives the reason and the remedy."""
+
+
+class ServerUnreachable(ClusterError):
+    """No server answers at an address."""
 
 
 class WorkerRetired(KvrelayError):
-    """The worker has finished and closed because there are to be fewer; no fault. What Serve is told so that it takes it away."""
+    """The worker has finished and closed because the planner wants fewer: no fault. Serve then removes its replica."""
 
     def __init__(self, worker_id: str) -> None:
         super().__init__(worker_id)

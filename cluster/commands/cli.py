@@ -1,66 +1,91 @@
-"""The command `kvrelay`. Owns flags and exit codes; what the commands do is in their own modules, imported lazily."""
+"""The command `kvrelay`: its flags and exit codes. Each command's work is in a module of its own, imported when it runs."""
 
 import difflib
 import importlib
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from rich.console import Console
 
 from kvrelay import __version__
 from kvrelay.errors import ConfigError, KvrelayError
+from kvrelay.settings.choices import BackendName, ChecksMode, Dtype, KvDtype, Quantization, TransportName
 
 USAGE_ERROR = 2  # a wrong flag or setting
 FAILED = 1
+INTERRUPTED = 130
 
-_LAZY = {  # command -> module and what its `command` function does
-    "verify": ("kvrelay.cluster.verify.cli", "Compare every path's tokens with Hugging Face generate."),
-    "kv": ("kvrelay.cluster.commands.kv", "Write a prompt's KV to a file, or read one and go on from it."),
-    "profile": ("kvrelay.cluster.commands.profile", "Measure what a step of the engine costs outside its kernels."),
-    "trace": ("kvrelay.cluster.commands.trace", "Write a load as a trace file, or say what it is like."),
-    "simulate": ("kvrelay.cluster.commands.simulate", "Simulate a cluster of any size under a load."),
-    "plan": ("kvrelay.cluster.commands.plan", "Say how many prefill and decode workers a load needs, or none."),
-    "bench": ("kvrelay.cluster.loadgen.cli", "Load an OpenAI server and report latency and throughput."),
+_LAZY = {  # command -> module with its `command` function, and its summary
+    "verify": ("kvrelay.cluster.verify.cli", "Compare the tokens of every serving path with Hugging Face generate."),
+    "kv": ("kvrelay.cluster.commands.kv", "Write a prompt's KV to a file, or continue from such a file."),
+    "profile": ("kvrelay.cluster.commands.profile", "Measure engine steps: time outside kernels, or a speed profile."),
+    "trace": ("kvrelay.cluster.commands.trace", "Write a workload as a trace file, or summarise it."),
+    "simulate": ("kvrelay.cluster.commands.simulate", "Simulate a cluster of any size under a workload."),
+    "plan": ("kvrelay.cluster.commands.plan", "Compute how many prefill and decode workers a workload needs."),
+    "bench": ("kvrelay.cluster.loadgen.cli", "Load an OpenAI server; report latency and throughput."),
 }
 
 app = typer.Typer(
-    name="kvrelay", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="LLM serving on Ray with prefill and decode on separate workers.",
+    name="kvrelay",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
-)  # fmt: skip
+)
 console = Console()
-_UsageProblem: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+_ClickException: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+
+
+def _choices(kind: Any) -> str:
+    return ", ".join(map(str, get_args(kind)))
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """LLM serving on Ray with prefill and decode on separate workers."""
 
 
 @app.command()
 def serve(
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags win over it")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags override it")] = None,
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers; 0 serves aggregated")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
     ingress: Annotated[int | None, typer.Option(help="ingresses, at consecutive ports")] = None,
-    host: Annotated[str | None, typer.Option(help="address to listen at")] = None,
+    host: Annotated[str | None, typer.Option(help="address to listen on")] = None,
     port: Annotated[int | None, typer.Option(help="port of the API")] = None,
-    dashboard_port: Annotated[int | None, typer.Option(help="port of Ray's dashboard; another when taken")] = None,
-    transport: Annotated[str | None, typer.Option(help="how KV travels: auto, nixl, shm, tcp")] = None,
-    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
-    quantization: Annotated[str | None, typer.Option(help="weights as integers: none, int8, int4")] = None,
+    dashboard_port: Annotated[
+        int | None, typer.Option(help="port of Ray's dashboard; another when it is taken")
+    ] = None,
+    transport: Annotated[str | None, typer.Option(help=f"how KV travels: {_choices(TransportName)}")] = None,
+    dtype: Annotated[str | None, typer.Option(help=_choices(Dtype))] = None,
+    quantization: Annotated[str | None, typer.Option(help=f"weights as integers: {_choices(Quantization)}")] = None,
     kv_memory: Annotated[
-        str | None, typer.Option(help="KV pool of each worker: 512MiB, or a share of the free memory: 50%")
+        str | None, typer.Option(help="KV pool of each worker: a size (512MiB) or a share of the free memory (50%)")
     ] = None,
-    kv_dtype: Annotated[
-        str | None, typer.Option(help="auto (as --dtype), float32, bfloat16, float16, fp8_e4m3")
-    ] = None,
-    max_model_len: Annotated[int | None, typer.Option(help="longest prompt and output, tokens")] = None,
+    kv_dtype: Annotated[str | None, typer.Option(help=f"type of KV: {_choices(KvDtype)}; auto: as --dtype")] = None,
+    max_model_len: Annotated[int | None, typer.Option(help="longest prompt plus output, tokens")] = None,
     draft_model: Annotated[
-        str | None, typer.Option(help="small model of the same vocabulary that drafts tokens: as --model")
+        str | None, typer.Option(help="small model with the same vocabulary that drafts tokens; same forms as --model")
     ] = None,
-    backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
-    checks: Annotated[str | None, typer.Option(help="checksums on transferred blocks: full, off")] = None,
+    backend: Annotated[str | None, typer.Option(help=f"kernels: {_choices(BackendName)}")] = None,
+    checks: Annotated[str | None, typer.Option(help=f"checksums of transferred KV: {_choices(ChecksMode)}")] = None,
     served_name: Annotated[str | None, typer.Option(help="the model's name in the API")] = None,
-    api_key: Annotated[str | None, typer.Option(help="clients must send this; unseen by ps: $KVRELAY_API_KEY")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="clients must send this key; $KVRELAY_API_KEY keeps it out of ps")
+    ] = None,
     cores_per_worker: Annotated[int | None, typer.Option(help="CPU cores each worker is pinned to")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
@@ -69,20 +94,30 @@ def serve(
     from kvrelay.cluster.commands.settings_flags import settings_from_flags
 
     flags: dict[str, dict[str, Any]] = {
-        "model": {"source": model, "dtype": dtype, "max_model_len": max_model_len, "served_name": served_name,
-                  "quantization": quantization},
+        "model": {
+            "source": model,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+            "served_name": served_name,
+            "quantization": quantization,
+        },
         "engine": {"kv_memory": kv_memory, "kv_dtype": kv_dtype, "backend": backend, "draft_model": draft_model},
         "transfer": {"transport": transport, "checks": checks},
         "serve": {"host": host, "port": port, "api_key": api_key},
-        "cluster": {"prefill": prefill, "decode": decode, "ingress": ingress, "dashboard_port": dashboard_port,
-                    "cores_per_worker": cores_per_worker},
-    }  # fmt: skip
+        "cluster": {
+            "prefill": prefill,
+            "decode": decode,
+            "ingress": ingress,
+            "dashboard_port": dashboard_port,
+            "cores_per_worker": cores_per_worker,
+        },
+    }
     raise typer.Exit(run(settings_from_flags(config, flags, set_ or []), console))
 
 
-Url = Annotated[str | None, typer.Option(help="the API's root; default: this machine's newest cluster")]
-Dashboard = Annotated[str | None, typer.Option(help="the Ray dashboard's root; default: as --url")]
-ApiKey = Annotated[str | None, typer.Option(help="when the cluster was started with one; default: $KVRELAY_API_KEY")]
+Url = Annotated[str | None, typer.Option(help="URL of the API; default: this machine's newest cluster")]
+Dashboard = Annotated[str | None, typer.Option(help="URL of Ray's dashboard; default: as --url")]
+ApiKey = Annotated[str | None, typer.Option(help="the cluster's API key, if it has one; default: $KVRELAY_API_KEY")]
 
 
 @app.command()
@@ -90,38 +125,47 @@ def status(
     url: Url = None,
     dashboard: Dashboard = None,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="live, until Ctrl-C; with --json a line each second")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="update every second until Ctrl-C; with --json: one line each")
+    ] = False,
 ) -> None:
-    """Show workers, their load, their KV pools, and how KV travels."""
+    """Show the workers, their load and KV pools, and how KV travels between them."""
     from kvrelay.cluster.commands import status as status_command
-    from kvrelay.cluster.launch.endpoints import endpoints
+    from kvrelay.cluster.launch.endpoints import endpoints, hint_to_start
     from kvrelay.environment import environment_api_key
 
     api_key = api_key or environment_api_key()
     api_url, dashboard_url = endpoints(url, dashboard)
-    if watch:
-        from kvrelay.cluster.commands import watch as watching
+    with hint_to_start():
+        if watch:
+            from kvrelay.cluster.commands import watch as watch_command
 
-        watching.watch(console, api_url, api_key, as_json=as_json)
-    else:
-        status_command.show_status(console, api_url, dashboard_url, api_key=api_key, as_json=as_json)
+            watch_command.watch(console, api_url, api_key, as_json=as_json)
+        else:
+            status_command.show_status(console, api_url, dashboard_url, api_key=api_key, as_json=as_json)
 
 
 @app.command()
 def doctor(
     url: Url = None,
     api_key: ApiKey = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
-    probe: Annotated[bool, typer.Option("--probe", help="measure every path anew")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    probe: Annotated[bool, typer.Option("--probe", help="measure every path again")] = False,
 ) -> None:
-    """Show between which workers KV can travel, how fast, and what to do where it cannot; exit code 1 on an incompatible pair."""
-    from kvrelay.cluster.commands import doctor as doctors
-    from kvrelay.cluster.launch.endpoints import endpoints
+    """Show between which workers KV can travel, how fast, and the remedy where it cannot.
+
+    The exit code is 1 when a pair is incompatible.
+    """
+    from kvrelay.cluster.commands import doctor as doctor_command
+    from kvrelay.cluster.launch.endpoints import endpoints, hint_to_start
     from kvrelay.environment import environment_api_key
 
     api_url, _ = endpoints(url, None)
-    raise typer.Exit(doctors.show(console, api_url, api_key or environment_api_key(), as_json=as_json, is_probe=probe))
+    api_key = api_key or environment_api_key()
+    with hint_to_start():
+        code = doctor_command.show(console, api_url, api_key, as_json=as_json, is_probe=probe)
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -131,18 +175,19 @@ def scale(
     ingress: Annotated[int | None, typer.Option(min=1, help="ingresses")] = None,
     url: Url = None,
     dashboard: Dashboard = None,
-    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="until the new count runs")] = True,
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="wait until the new count runs")] = True,
 ) -> None:
-    """Change how many workers run; the others are not restarted."""
+    """Change how many workers run, without restarting the others."""
     from kvrelay.cluster.commands import status as status_command
-    from kvrelay.cluster.launch.endpoints import endpoints
+    from kvrelay.cluster.launch.endpoints import endpoints, hint_to_start
 
     given = {"prefill": prefill, "decode": decode, "ingress": ingress}
     counts = {name: count for name, count in given.items() if count is not None}
     if not counts:
-        raise ConfigError("say what to scale: --prefill N, --decode N or --ingress N")
+        raise ConfigError("nothing to scale: give --prefill N, --decode N or --ingress N")
     _, dashboard_url = endpoints(url, dashboard)
-    status_command.scale(dashboard_url, counts, console, wait=wait)
+    with hint_to_start():
+        status_command.scale(dashboard_url, counts, console, wait=wait)
 
 
 @app.command()
@@ -152,10 +197,10 @@ def version() -> None:
 
 
 def _add_lazy_commands(arguments: list[str]) -> None:
-    """Import a heavy command only when it is the one that was asked for; the others are listed by name."""
-    asked = _command(arguments)
+    """Import a heavy command only when it is the one to run; list the others by name."""
+    wanted = _command(arguments)
     for name, (module, summary) in _LAZY.items():
-        if name == asked:
+        if name == wanted:
             app.command(name)(importlib.import_module(module).command)
         else:
             app.command(name, help=summary)(_placeholder)
@@ -165,14 +210,14 @@ def _command(arguments: list[str]) -> str | None:
     return next((argument for argument in arguments if not argument.startswith("-")), None)
 
 
-def _last_words(line: str) -> None:
-    """Of the process in front, when the other one may have been ended within a progress bar."""
+def _print_from_supervisor(line: str) -> None:
+    """Print a line after the driver has ended, perhaps in the middle of a progress bar."""
     console.print(line, highlight=False)
     console.show_cursor(True)
 
 
 def _placeholder() -> None:
-    raise AssertionError("replaced by the real command when it is asked for")
+    raise AssertionError("the real command replaces this before it runs")
 
 
 def main() -> None:
@@ -182,25 +227,25 @@ def main() -> None:
     if _command(arguments) == "serve":
         from kvrelay.cluster.launch.supervisor import supervise
 
-        supervise(_last_words)
+        supervise(_print_from_supervisor)
     sys.exit(run(arguments))
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command; its exit status. Known errors are one line, without a traceback."""
+    """Run one command; return its exit status. A known error prints one line and no traceback."""
     try:
         return int(app(args=arguments, standalone_mode=False) or 0)
     except ConfigError as error:
-        return _say(str(error), USAGE_ERROR)
+        return _print_error(str(error), USAGE_ERROR)
     except KvrelayError as error:
-        return _say(str(error), FAILED)
+        return _print_error(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
-        return 130
-    except _UsageProblem as error:
+        return INTERRUPTED
+    except _ClickException as error:
         if "\n" in error.format_message():  # no command: the message is the help
             error.show()
             return USAGE_ERROR
-        return _say(explained(error), USAGE_ERROR)
+        return _print_error(explained(error), USAGE_ERROR)
 
 
 def explained(error: Any) -> str:
@@ -223,7 +268,7 @@ def _wrong_word(error: Any) -> tuple[str | None, list[str]]:
     return None, []
 
 
-def _say(message: str, status_code: int) -> int:
+def _print_error(message: str, status_code: int) -> int:
     Console(stderr=True).print(f"[red]kvrelay:[/red] {_escaped(message)}", highlight=False, soft_wrap=True)
     return status_code
 

@@ -1,6 +1,7 @@
-"""`kvrelay profile`: what a step of the engine costs outside its kernels, and how long steps take by what they compute.
+"""`kvrelay profile`: time of an engine's steps inside and outside kernels, or a speed profile fitted to measured steps.
 
-One engine, in this process. With --published there is none: a ready-made profile is written out.
+One engine, in this process; none with --published, which prints a profile of configs/profiles. Torch is imported when a
+measurement runs, so that `--help` is fast.
 """
 
 import json
@@ -16,69 +17,74 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.cluster.commands.settings_flags import settings_from_flags
-from kvrelay.cluster.profiles.flame import below, sampled, tree_of, write_page
-from kvrelay.cluster.profiles.profile import SimulatorProfile, published_profile
-from kvrelay.config import Settings
 from kvrelay.errors import ConfigError
-from kvrelay.router.planning.speed_fit import Fitted, fit_curve
 
 if TYPE_CHECKING:
+    from kvrelay.cluster.profiles.profile import SimulatorProfile
+    from kvrelay.config import Settings
     from kvrelay.engine.profiling.step_profile import StepProfile, StepWorkload
     from kvrelay.engine.step.engine import Engine
+    from kvrelay.router.planning.speed_fit import Fitted
 
-BUSY_SPREAD = 0.10  # of steps of the same work: beyond what a quiet machine shows
-TARGET_SHARE = 0.10  # of a step with one sequence on the CPU
+BUSY_SPREAD = 0.10  # steps of the same work differ less on an idle machine
+TARGET_SHARE = 0.10  # outside kernels, of a decode step with one sequence on the CPU
 _SAMPLED_FUNCTION = "StepProfiler._step"
-_FLAME_S = 2.0  # sampled of each workload, if the sequences can grow so long
+_FLAME_S = 2.0  # sampled time of each workload, if the sequences can grow that long
 _MOST_FLAME_ROUNDS = 256
 
 
 def command(
-    step: Annotated[bool, typer.Option("--step", help="what a step costs outside its kernels")] = False,
+    step: Annotated[bool, typer.Option("--step", help="measure steps inside and outside kernels")] = False,
     fit: Annotated[
         Path | None,
-        typer.Option("--fit", help="measure steps of all kinds, write a profile for `kvrelay simulate` there"),
+        typer.Option(
+            "--fit",
+            help="measure steps of all kinds and write a speed profile for `kvrelay simulate` and `kvrelay plan`",
+        ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=5, help="longest that --fit measures")] = 90.0,
+    seconds: Annotated[float, typer.Option(min=5, help="longest time that --fit measures, s")] = 90.0,
     workers: Annotated[
-        int, typer.Option(min=1, help="of one machine: --fit also measures how they slow each other down")
+        int, typer.Option(min=1, help="workers on one machine: --fit also measures how much they slow each other down")
     ] = 1,
     published: Annotated[
         str | None,
-        typer.Option("--published", help="print this ready-made profile: H100s and A100s by published figures"),
+        typer.Option("--published", help="print a profile made from published figures of H100s and A100s"),
     ] = None,
     model: Annotated[str | None, typer.Option(help="folder, GGUF file, hub id; default: SmolLM2-135M-Instruct")] = None,
-    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags win over it")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file of settings; flags override it")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16, float16")] = None,
     backend: Annotated[str | None, typer.Option(help="kernels: auto, reference, cpu, cuda")] = None,
-    batch: Annotated[list[int] | None, typer.Option(min=1, help="sequences that decode; repeatable: 1, 16")] = None,
-    context: Annotated[
-        int, typer.Option(min=1, help="tokens of each sequence that decodes, when measuring begins")
-    ] = 128,
-    prompt: Annotated[int, typer.Option(min=0, help="tokens of the prompt in prefill and mixed steps; 0: none")] = 256,
-    steps: Annotated[int, typer.Option(min=1, help="steps measured of each kind")] = 40,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy")] = 0.0,
-    flame: Annotated[Path | None, typer.Option(help="write a flame graph there: one HTML file")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures there")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="decoding sequences; repeatable; default: 1 and 16")
+    ] = None,
+    context: Annotated[int, typer.Option(min=1, help="context of each decoding sequence at the start, tokens")] = 128,
+    prompt: Annotated[
+        int, typer.Option(min=0, help="prompt in prefill and mixed steps, tokens; 0: no such steps")
+    ] = 256,
+    steps: Annotated[int, typer.Option(min=1, help="measured steps of each kind")] = 40,
+    temperature: Annotated[float, typer.Option(min=0.0, help="sampling temperature; 0: greedy")] = 0.0,
+    flame: Annotated[Path | None, typer.Option(help="write a flame graph to this HTML file")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
-    """Measure steps of the engine: inside and outside their kernels, or how long they take by what they compute."""
+    """Measure engine steps: time inside and outside kernels (--step), or a speed profile (--fit)."""
     if [step, fit is not None, published is not None].count(True) != 1:
-        raise ConfigError("say what to profile: one of --step, --fit, --published")
+        raise ConfigError("choose one of --step, --fit and --published")
     if published is not None:
+        from kvrelay.cluster.profiles.profile import published_profile
+
         typer.echo(published_profile(published).text(), nl=False)
         return
     for file, flag in ((flame, "--flame"), (json_file, "--json"), (fit, "--fit")):
         _check_writable(file, flag)
-    flags: dict[str, dict[str, Any]] = {
-        "model": {"source": model, "dtype": dtype, "max_model_len": None},
-        "engine": {"backend": backend},
-    }
+    from kvrelay.cluster.commands.settings_flags import settings_from_flags
+
+    flags: dict[str, dict[str, Any]] = {"model": {"source": model, "dtype": dtype}, "engine": {"backend": backend}}
     settings = settings_from_flags(config, flags, set_ or [])
     if fit is not None:
         _fit(settings, fit, seconds, workers)
         return
+    from kvrelay.cluster.profiles.flame import write_page
     from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
 
     sizes = batch or [1, 16]
@@ -102,12 +108,13 @@ def command(
         json_file.write_text(json.dumps(_as_data(profiles, where), indent=1) + "\n")
 
 
-def _fit(settings: Settings, file: Path, budget_s: float, num_workers: int) -> None:
-    """Measure, fit, write, and say how well the curve tells what was measured. Raises ConfigError."""
+def _fit(settings: "Settings", file: Path, budget_s: float, num_workers: int) -> None:
+    """Measure, fit, write the profile, and print the errors of the fit. Raises ConfigError."""
     from kvrelay.cluster.profiles.fit import StepSampler, profile_of, step_clock_of
     from kvrelay.cluster.profiles.neighbours import slowdowns
     from kvrelay.cluster.profiles.step_loop import between_steps_s
     from kvrelay.engine.checkpoints.checkpoint import model_name, prepare_checkpoint
+    from kvrelay.router.planning.speed_fit import fit_curve
 
     engine, slowdown, between_s = _engine(settings), {}, 0.0
     try:
@@ -116,7 +123,7 @@ def _fit(settings: Settings, file: Path, budget_s: float, num_workers: int) -> N
         threads, where = _num_threads(engine), _where(engine, settings)
         if num_workers > 1:
             slowdown = slowdowns(engine, settings, prepare_checkpoint(settings.model), num_workers)
-        if not engine.looks_ahead:  # otherwise the device computes meanwhile
+        if not engine.looks_ahead:  # with lookahead the device computes meanwhile
             between_s = between_steps_s(engine)
     finally:
         engine.close()
@@ -131,13 +138,13 @@ def _fit(settings: Settings, file: Path, budget_s: float, num_workers: int) -> N
 
 
 def _num_threads(engine: "Engine") -> int:
-    """That compute; 0: none of the CPU's."""
+    """CPU threads that compute; 0 on another device."""
     import torch
 
     return torch.get_num_threads() if engine.backend.device.type == "cpu" else 0
 
 
-def _show_fit(console: Console, fitted: Fitted, where: str, file: Path, profile: SimulatorProfile) -> None:
+def _show_fit(console: Console, fitted: "Fitted", where: str, file: Path, profile: "SimulatorProfile") -> None:
     curve = fitted.curve
     console.print(where, highlight=False)
     table = Table(box=box.SIMPLE)
@@ -147,39 +154,39 @@ def _show_fit(console: Console, fitted: Fitted, where: str, file: Path, profile:
         table.add_row(kind, f"{error.num_samples}", f"{error.median:.1%}", f"{error.p90:.1%}")
     console.print(table)
     console.print(
-        f"a step: {_micro(curve.overhead_s)} µs + the longer of {_micro(curve.weights_s)} µs (weights) and "
-        f"{1e6 * curve.token_s:.1f} µs a token + {1e9 * curve.pair_s:.2f} ns a pair in prompts + "
-        f"{1e6 * curve.context_s:.3f} µs a token of context + {_micro(curve.sequence_s)} µs a sequence",
+        f"step time: {_micro(curve.overhead_s)} µs + the larger of {_micro(curve.weights_s)} µs (weights) and "
+        f"{1e6 * curve.token_s:.1f} µs per token + {1e9 * curve.pair_s:.2f} ns per token pair in prompts + "
+        f"{1e6 * curve.context_s:.3f} µs per token of context + {_micro(curve.sequence_s)} µs per sequence",
         highlight=False, soft_wrap=True,
     )  # fmt: skip
     between_s = profile.decode.overhead_s - curve.overhead_s
     console.print(
-        f"between two steps a worker takes {_micro(between_s)} µs, which the file counts as part of each",
+        f"between two steps: {_micro(between_s)} µs, which the profile counts as part of each step",
         highlight=False,
     )
     spread = profile.fit.spread if profile.fit is not None else None
     if spread is not None:
-        told = f"steps of the same work differ: p90 is {spread:.1%} of the median above p10"
+        line = f"steps of the same work vary: p90 - p10 is {spread:.1%} of the median"
         is_busy = spread > BUSY_SPREAD
         console.print(
-            told + (": [red]something else ran meanwhile[/], measure again" if is_busy else ""), highlight=False
+            line + (": [red]other programs ran meanwhile[/], measure again" if is_busy else ""), highlight=False
         )
     for kind, ratios in profile.slowdown.items():
         times = ", ".join(f"{ratio:.2f} with {count}" for count, ratio in enumerate(ratios, 1) if count > 1)
         console.print(
-            f"a {kind} step takes so many times as long: {times} workers that compute", highlight=False, soft_wrap=True
+            f"a {kind} step takes longer by these factors: {times} busy workers", highlight=False, soft_wrap=True
         )
     console.print(f"written to {file}", highlight=False, soft_wrap=True)
 
 
 def _check_writable(file: Path | None, flag: str) -> None:
-    """Before minutes of work. Raises ConfigError."""
+    """Checked before minutes of work. Raises ConfigError."""
     if file is not None and (file.is_dir() or not file.absolute().parent.is_dir()):
-        raise ConfigError(f"{flag} {file}: the folder must be there, and the file is not to be a folder")
+        raise ConfigError(f"{flag} {file}: the folder must exist, and the path must name a file")
 
 
-def _engine(settings: Settings) -> "Engine":
-    """As a decode worker makes it. Raises ModelError, BackendUnavailable."""
+def _engine(settings: "Settings") -> "Engine":
+    """An engine as a decode worker builds it. Raises ModelError, BackendUnavailable."""
     from kvrelay.cluster.profiles.neighbours import profiled_engine
     from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 
@@ -189,6 +196,8 @@ def _engine(settings: Settings) -> "Engine":
 def _measure(
     engine: "Engine", profiler: Any, workloads: "list[StepWorkload]", *, with_flame: bool
 ) -> "tuple[list[StepProfile], list[dict[str, Any]]]":
+    from kvrelay.cluster.profiles.flame import below, sampled, tree_of
+
     profiles: list[StepProfile] = []
     trees: list[dict[str, Any]] = []
     for workload in workloads:
@@ -207,7 +216,7 @@ def _measure(
     return profiles, trees
 
 
-def _where(engine: "Engine", settings: Settings) -> str:
+def _where(engine: "Engine", settings: "Settings") -> str:
     from kvrelay.engine.checkpoints.checkpoint import model_name
 
     describe = getattr(engine.backend, "describe", None)

@@ -1,50 +1,61 @@
-"""`kvrelay simulate`: a cluster of any size in virtual time, under a trace. Needs no Ray, no model and no GPU."""
+"""`kvrelay simulate`: a cluster of any size in virtual time, under a trace. Needs no Ray, no model and no GPU.
+
+The simulator is imported when the command runs, so that `--help` is fast.
+"""
 
 import json
 import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
-from kvrelay.cluster.commands.settings_flags import with_pairs
-from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
-from kvrelay.cluster.simulator.reporting.plots import check_picture, runs_of
-from kvrelay.cluster.simulator.reporting.plots import plot as draw
-from kvrelay.cluster.simulator.reporting.report import show
-from kvrelay.cluster.simulator.scenario import Scenario, load_scenario, scenario_from
-from kvrelay.cluster.simulator.simulation import Simulation
-from kvrelay.cluster.workloads.choose import make_workload
-from kvrelay.cluster.workloads.trace import TraceEntry
+if TYPE_CHECKING:
+    from kvrelay.cluster.profiles.profile import SimulatorProfile
+    from kvrelay.cluster.simulator.scenario import Scenario
+    from kvrelay.cluster.simulator.simulation import Simulation
+    from kvrelay.cluster.workloads.trace import TraceEntry
 
-FILE_WIDTH = 120  # of the table, where it is not printed on a terminal
+FILE_WIDTH = 120  # columns of the table where standard output is no terminal
 
 
 def command(
-    load: Annotated[str, typer.Argument(help="a trace file, or a load that is made up: see kvrelay trace")],
-    profile: Annotated[
-        str, typer.Option(help="the workers' speed and memory: a ready-made one's name, or a JSON file")
+    load: Annotated[
+        str, typer.Argument(help="a trace file, or a generated workload; `kvrelay trace --help` lists them")
     ],
-    scenario: Annotated[Path | None, typer.Option(help="YAML: cluster, faults, settings; flags win over it")] = None,
+    profile: Annotated[
+        str, typer.Option(help="the workers' speed and memory: the name of a published profile, or a JSON file")
+    ],
+    scenario: Annotated[Path | None, typer.Option(help="YAML: cluster, faults, settings; flags override it")] = None,
     prefill: Annotated[int | None, typer.Option(help="prefill workers; 0: decode workers compute all prompts")] = None,
     decode: Annotated[int | None, typer.Option(help="decode workers")] = None,
     ingress: Annotated[int | None, typer.Option(help="ingresses, with a router each")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="router.policy; several: one run each")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="router.policy; repeatable: one run each")] = None,
     rate: Annotated[
-        list[float] | None, typer.Option(min=0.0, help="requests per second on average; several: one run each")
+        list[float] | None, typer.Option(min=0.0, help="mean requests per second; repeatable: one run each")
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="so many requests of the trace")] = None,
-    seed: Annotated[int | None, typer.Option(help="of arrivals within a trace's buckets, faults and noise")] = None,
-    ttft_s: Annotated[float | None, typer.Option(help="SLO that is counted")] = None,
-    tpot_s: Annotated[float | None, typer.Option(help="SLO that is counted")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="also write the figures there")] = None,
-    plot: Annotated[Path | None, typer.Option(help="draw the figures there: PNG, SVG, PDF")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="most requests of the trace")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="seed of arrivals within a trace's buckets, of faults and noise")
+    ] = None,
+    ttft_s: Annotated[float | None, typer.Option(help="TTFT target, s, for goodput")] = None,
+    tpot_s: Annotated[float | None, typer.Option(help="TPOT target, s, for goodput")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="also write the results to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="plot the results to this file: PNG, SVG, PDF")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting: section.key=value, repeatable")] = None,
 ) -> None:
-    """Simulate a cluster under a load: percentiles, goodput, hits, bytes, utilisation, cost."""
+    """Simulate a cluster under a workload: percentiles, goodput, hits, bytes, utilisation, cost."""
+    from kvrelay.cluster.commands.settings_flags import with_pairs
+    from kvrelay.cluster.profiles.profile import find_profile
+    from kvrelay.cluster.simulator.reporting.plots import check_picture, runs_of
+    from kvrelay.cluster.simulator.reporting.plots import plot as draw
+    from kvrelay.cluster.simulator.reporting.report import show
+    from kvrelay.cluster.simulator.scenario import load_scenario, scenario_from
+    from kvrelay.cluster.workloads.choose import make_workload
+
     data = load_scenario(scenario) if scenario is not None else {}
     flags = {"prefill": prefill, "decode": decode, "ingress": ingress, "seed": seed, "ttft_s": ttft_s, "tpot_s": tpot_s}
     data |= {name: value for name, value in flags.items() if value is not None}
@@ -67,7 +78,11 @@ def command(
 
 
 def _run(
-    scenario: Scenario, profile: SimulatorProfile, entries: list[TraceEntry], policy: str | None, rate: float | None
+    scenario: "Scenario",
+    profile: "SimulatorProfile",
+    entries: "list[TraceEntry]",
+    policy: str | None,
+    rate: float | None,
 ) -> tuple[str, dict[str, Any]]:
     began_s = time.perf_counter()
     simulation = simulated(scenario, profile, entries)
@@ -77,15 +92,17 @@ def _run(
     return name, summary
 
 
-def simulated(scenario: Scenario, profile: SimulatorProfile, entries: Iterable[TraceEntry]) -> Simulation:
-    """A simulation that was run. The workers' blocks are of the trace's size where it names blocks."""
+def simulated(scenario: "Scenario", profile: "SimulatorProfile", entries: "Iterable[TraceEntry]") -> "Simulation":
+    """A completed simulation. Where the trace has block hashes, the workers take its block size."""
+    from kvrelay.cluster.simulator.simulation import Simulation
+
     entries = list(entries)
     if entries and entries[0].hash_ids and entries[0].block_tokens != profile.block_size:
         profile = profile.with_block_size(entries[0].block_tokens)
     return Simulation(scenario, profile, entries).run()
 
 
-def with_policy(scenario: Scenario, name: str | None) -> Scenario:
+def with_policy(scenario: "Scenario", name: str | None) -> "Scenario":
     """The same cluster with another policy of the router."""
     if name is None:
         return scenario

@@ -1,5 +1,9 @@
 """Which cluster a command addresses: the given URLs, or those of a cluster that runs on this machine."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kvrelay.cluster.errors import ServerUnreachable
 from kvrelay.cluster.launch import state_file
 from kvrelay.cluster.launch.probe import server_root
 
@@ -24,3 +28,16 @@ def other_clusters(api_url: str) -> str | None:
     """A line that lists this machine's other clusters; None when there are none."""
     urls = [known.api_url for known in state_file.running() if known.api_url != api_url]
     return f"also running here: {', '.join(urls)} (choose with --url)" if urls else None
+
+
+@contextmanager
+def hint_to_start() -> Iterator[None]:
+    """Add how to start a cluster to an error that none answers, where `kvrelay serve` has started none here."""
+    try:
+        yield
+    except ServerUnreachable as error:
+        if state_file.running():
+            raise
+        raise ServerUnreachable(
+            f"{error}. Start a cluster with `kvrelay serve`, or give its address with --url"
+        ) from error

@@ -1,4 +1,4 @@
-"""One small request through the whole path, to know that a cluster serves. Standard library HTTP only."""
+"""HTTP requests to a cluster, and one small completion that proves that it serves. Standard library only."""
 
 import http.client
 import json
@@ -8,7 +8,7 @@ import urllib.request
 from typing import Any
 from urllib.parse import urlsplit
 
-from kvrelay.cluster.errors import ClusterError
+from kvrelay.cluster.errors import ClusterError, ServerUnreachable
 from kvrelay.errors import ConfigError
 
 PROMPT = "kvrelay computes a prompt on one worker, sends its keys and values to another, and answers from there. " * 3
@@ -16,10 +16,10 @@ TIMEOUT_S = 120.0
 
 
 def server_root(text: str) -> str:
-    """A server's address as users write it (host:port, or a URL that may end in /v1) as its root URL.
+    """The root URL of a server's address as users write it: host:port, or a URL that may end in /v1.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: the text is no address.
     """
     url = text if "://" in text else f"http://{text}"
     problem = ConfigError(f"{text!r} is not a server's address; write for example http://127.0.0.1:8000")
@@ -41,7 +41,12 @@ def request_json(
     headers: dict[str, str] | None = None,
     timeout_s: float,
 ) -> dict[str, Any]:
-    """The JSON answer. Raises ClusterError with the server's message, or why there was none."""
+    """The JSON answer.
+
+    Raises:
+        ServerUnreachable: no server answers.
+        ClusterError: with the server's error message, or because the answer is no JSON.
+    """
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"content-type": "application/json", **(headers or {})}, method=method)
     try:
@@ -50,8 +55,8 @@ def request_json(
             try:
                 return dict(json.loads(text or b"{}"))
             except (ValueError, TypeError) as error:
-                told = text.decode(errors="replace").strip()[:80]
-                raise ClusterError(f"{url}: another server has this address? It answers {told!r}") from error
+                start = text.decode(errors="replace").strip()[:80]
+                raise ClusterError(f"{url}: is another server at this address? It answers {start!r}") from error
     except urllib.error.HTTPError as error:
         text = error.read().decode(errors="replace")
         try:
@@ -59,9 +64,10 @@ def request_json(
         except (ValueError, KeyError, TypeError):
             text = text.strip()[:200] or str(error)
         raise ClusterError(f"{url}: {text}") from error
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        raise ClusterError(f"{url} does not answer: {reason}") from error
+    except (ValueError, http.client.HTTPException) as error:
+        raise ClusterError(f"{url} does not answer: {error}") from error
+    except OSError as error:
+        raise ServerUnreachable(f"{url} does not answer: {getattr(error, 'reason', error)}") from error
 
 
 def auth_headers(api_key: str | None) -> dict[str, str]:
@@ -69,7 +75,7 @@ def auth_headers(api_key: str | None) -> dict[str, str]:
 
 
 def wait_for_workers(api_url: str, *, prefill: int, timeout_s: float = TIMEOUT_S) -> None:
-    """Until the ingress is connected to a decode worker and, when there are any, a prefill worker."""
+    """Wait until the ingress is connected to a decode worker and, where `prefill` is above 0, a prefill worker."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -85,7 +91,7 @@ def wait_for_workers(api_url: str, *, prefill: int, timeout_s: float = TIMEOUT_S
 
 
 def probe(api_url: str, model: str, *, api_key: str | None, disaggregated: bool) -> dict[str, Any]:
-    """Complete a few tokens by the path that is to be proved; the explain record. Raises ClusterError."""
+    """Complete a few tokens over the given path; return the explain record. Raises ClusterError."""
     headers = {**auth_headers(api_key), "x-kvrelay-explain": "1"}
     headers["x-kvrelay-prefill"] = "remote" if disaggregated else "local"
     body = {"model": model, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "ignore_eos": True}

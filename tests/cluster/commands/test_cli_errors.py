@@ -9,14 +9,19 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import get_args
 
 import pytest
+import typer
 
 from kvrelay import __version__
+from kvrelay.cluster.commands import kv
 from kvrelay.cluster.commands.cli import run
 from kvrelay.cluster.launch import state_file
 from kvrelay.cluster.launch.ray_session import RaySession, free_port
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
+from kvrelay.errors import ConfigError
+from kvrelay.settings.choices import ChecksMode, TransportName
 
 pytestmark = pytest.mark.alone
 
@@ -182,11 +187,54 @@ def test_scaling_a_ray_without_kvrelay_says_so(capsys: pytest.CaptureFixture[str
 
 def test_the_command_starts_without_ray_torch_or_transformers():
     program = (
-        "import sys; from kvrelay.cluster import cli, serve_command, status_command; cli.run(['version']);"
+        "import sys; from kvrelay.cluster.commands import cli, serve, status; cli.run(['version']);"
         "print([name for name in ('ray', 'torch', 'transformers') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines() == [__version__, "[]"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "status", "doctor", "scale", "kv", "profile", "trace", "simulate", "plan"]
+)
+def test_help_imports_nothing_heavy(command: str):
+    program = (
+        "import sys; from kvrelay.cluster.commands import cli; sys.argv = ['kvrelay', sys.argv[1], '--help'];"
+        "cli._add_lazy_commands(sys.argv[1:]); cli.run(sys.argv[1:]);"
+        "print([name for name in ('ray', 'torch', 'transformers', 'numpy', 'aiohttp') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, command], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+
+
+def test_the_version_is_a_flag_and_a_command(capsys: pytest.CaptureFixture[str]):
+    assert [run(["--version"]), run(["version"])] == [0, 0]
+    assert capsys.readouterr().out.split() == [__version__, __version__]
+
+
+def test_serve_lists_every_transport_and_check_mode(capsys: pytest.CaptureFixture[str]):
+    assert run(["serve", "--help"]) == 0
+    words = capsys.readouterr().out.replace(",", " ").split()
+    assert {*get_args(TransportName), *get_args(ChecksMode)} <= set(words)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [(["import", "missing.kv"], "no such file"), (["export", "x.kv", "--prompt", "a", "--format", "KV"], "KV_2LTD")],
+)
+def test_kv_finds_mistakes_before_it_loads_a_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], expected: str
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(kv, "_engine", lambda settings: pytest.fail("loads a model"))
+    with pytest.raises(ConfigError, match=expected):
+        typer.main.get_command(kv_app())(args=arguments, standalone_mode=False)
+
+
+def kv_app() -> typer.Typer:
+    app = typer.Typer()
+    app.command()(kv.command)
+    return app
 
 
 def test_building_the_application_imports_no_torch():

@@ -63,7 +63,7 @@ def test_how_workers_of_one_machine_slow_each_other_down_is_measured_and_written
         capsys, "--fit", str(file), "--model", str(folder), "--dtype", "float32", "--seconds", "10", "--workers", "2",
         "--set", "engine.kv_memory=8MiB", "--set", "engine.num_threads=1",
     )  # fmt: skip
-    assert code == 0 and "with 2 workers that compute" in out
+    assert code == 0 and "with 2 busy workers" in out
     profile = load_profile(file)
     assert profile.workers_per_node == 2 and {len(ratios) for ratios in profile.slowdown.values()} == {2}
 

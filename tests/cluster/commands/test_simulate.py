@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from kvrelay.cluster.commands import simulate as simulate_command
-from kvrelay.cluster.commands.simulate import command, with_pairs
+from kvrelay.cluster.commands.settings_flags import with_pairs
+from kvrelay.cluster.commands.simulate import command
 from kvrelay.errors import ConfigError
 from tests.cluster.simulator.simulator_cases import profile
 
@@ -88,7 +88,7 @@ def test_pairs_win_over_a_scenario_s_settings_and_leave_them_as_they_are():
         "router": {"policy": "joint"}, "engine": {"headroom": 0.5},
     }  # fmt: skip
     assert before == {"router": {"policy": "round_robin"}}
-    assert simulate_command.with_pairs({}, []) == {}
+    assert with_pairs({}, []) == {}
 
 
 def test_figures_do_not_depend_on_how_this_process_orders_its_sets(files):
