@@ -12,11 +12,11 @@ from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 
-from kvrelay.cluster.loadgen.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
 from kvrelay.cluster.workloads.arrivals import switching_arrivals
 from kvrelay.cluster.workloads.choose import load_trace
 from kvrelay.cluster.workloads.mixes import mixed_entries
+from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import TraceEntry, with_own_blocks
 
 DAY_S = 86400.0

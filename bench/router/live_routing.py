@@ -50,7 +50,7 @@ from bench.figures import machine, show
 from bench.router.hit_figures import Recent, Routed, Tally
 from bench.router.index_watch import IndexWatch
 from kvrelay.cluster.launch.local import LocalCluster, local_cluster
-from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
+from kvrelay.cluster.workloads.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import Settings, settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import aiohttp
 import msgspec
 
-from kvrelay.cluster.loadgen.client import Job, Target, open_session, request_body, sse_events
+from kvrelay.cluster.loadgen.client import LoadRequest, LoadTarget, open_session, request_body, sse_events
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
 
 LOW, HIGH = 1000, 30_000  # token ids of prompts: words in every vocabulary here
@@ -61,7 +61,7 @@ def _is_token(choice: _Choice) -> bool:
     return bool(choice.text) or choice.finish_reason is None
 
 
-async def _stream(session: aiohttp.ClientSession, target: Target, job: Job, seen: Arrivals) -> None:
+async def _stream(session: aiohttp.ClientSession, target: LoadTarget, job: LoadRequest, seen: Arrivals) -> None:
     body = msgspec.json.encode(request_body(target, job))
     async with session.post(f"{target.url}/v1/completions", data=body) as response:
         if response.status != 200:
@@ -87,9 +87,9 @@ async def wave(url: str, seed: int, *, clients: int, prompt: int, output: int, l
 
     Raises LoadFailed; aiohttp.ClientError when the server is gone.
     """
-    target = Target(url, "model", timeout_s=limit_s + 60)
+    target = LoadTarget(url, "model", timeout_s=limit_s + 60)
     spec = PromptSpec(prompt, 0, LOW, HIGH, seed)
-    jobs = [Job(index, synthetic_prompt(spec, index), output) for index in range(clients)]
+    jobs = [LoadRequest(index, synthetic_prompt(spec, index), output) for index in range(clients)]
     seen = [Arrivals(0.0) for _ in jobs]
     async with open_session(target) as session:
         try:
@@ -100,7 +100,7 @@ async def wave(url: str, seed: int, *, clients: int, prompt: int, output: int, l
 
 
 async def _send_all(
-    session: aiohttp.ClientSession, target: Target, jobs: list[Job], seen: list[Arrivals], limit_s: float
+    session: aiohttp.ClientSession, target: LoadTarget, jobs: list[LoadRequest], seen: list[Arrivals], limit_s: float
 ) -> bool:
     """Whether the time limit cut them off."""
     start_s = time.perf_counter()

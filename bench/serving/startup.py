@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.figures import show
 from bench.serving import processes
-from kvrelay.cluster.loadgen.client import Job, Result, Target, open_session, send, served_model
+from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, open_session, send, served_model
 from kvrelay.cluster.loadgen.stats import OK
 
 GOALS_S = {"fresh clone": 300.0, "second start": 40.0}
@@ -100,9 +100,9 @@ class Server:
 
 async def first_token(url: str) -> float:
     """Stream one short completion; seconds to its first token. Exits when it fails."""
-    target, result = Target(url, await served_model(url)), Result()
+    target, result = LoadTarget(url, await served_model(url)), LoadResult()
     async with open_session(target) as session:
-        job = Job(0, list(range(1000, 1064)), 8)
+        job = LoadRequest(0, list(range(1000, 1064)), 8)
         record = await send(session, target, job, result, run_start_s=time.perf_counter())
     if record.outcome != OK or record.ttft_s is None:
         raise SystemExit(f"the first request failed: {record.outcome} {result.first_failure}")

@@ -43,11 +43,11 @@ from bench.simulator.check_figures import Answer, Figure, Outcome, PerRequest, a
 from bench.simulator.check_real import Ways, measure_ways, play, real_cluster, steps_within, with_busy
 from bench.simulator.step_log import AT_ONCE_S, LoggedStep
 from kvrelay.cluster.commands.settings_flags import with_pairs
-from kvrelay.cluster.loadgen.sessions import SessionSpec, generate
 from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
 from kvrelay.cluster.simulator.requests import Job
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
+from kvrelay.cluster.workloads.sessions import SessionSpec, generate
 from kvrelay.cluster.workloads.trace import TraceEntry, at_rate, scale_entries, with_own_blocks
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint

@@ -26,7 +26,15 @@ import aiohttp
 from bench.engine.inprocess import count_weights, prepare, random_prompt, request
 from bench.figures import show
 from kvrelay.cluster.launch.local import local_cluster
-from kvrelay.cluster.loadgen.client import Job, Result, Target, open_session, require_loopback, send, served_model
+from kvrelay.cluster.loadgen.client import (
+    LoadRequest,
+    LoadResult,
+    LoadTarget,
+    open_session,
+    require_loopback,
+    send,
+    served_model,
+)
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
 from kvrelay.cluster.loadgen.stats import OK
 from kvrelay.config import Settings, settings_from
@@ -54,18 +62,18 @@ class Prober(Protocol):
 class HttpProber:
     """Asks a running cluster."""
 
-    def __init__(self, session: aiohttp.ClientSession, target: Target, seed: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, target: LoadTarget, seed: int) -> None:
         self._session, self._target, self._seed = session, target, seed
         self._index = 0
 
     async def first(self, length: int, path: str) -> First:
         self._index += 1
         prompt = synthetic_prompt(PromptSpec(input_tokens=length, seed=self._seed), self._index)
-        result, headers = Result(), {"x-kvrelay-prefill": path}
+        result, headers = LoadResult(), {"x-kvrelay-prefill": path}
         record = await send(
             self._session,
             self._target,
-            Job(self._index, prompt, OUTPUT_TOKENS),
+            LoadRequest(self._index, prompt, OUTPUT_TOKENS),
             result,
             run_start_s=time.perf_counter(),
             headers=headers,
@@ -98,7 +106,7 @@ class SameCoreProber:
         return first
 
 
-async def check_paths(session: aiohttp.ClientSession, target: Target) -> None:
+async def check_paths(session: aiohttp.ClientSession, target: LoadTarget) -> None:
     """Exit unless each forced path is the one that a request takes."""
     for forced, expected in (("remote", "disaggregated"), ("local", "local")):
         body = {"model": target.model, "prompt": list(range(2000, 2040)), "max_tokens": OUTPUT_TOKENS}
@@ -146,7 +154,7 @@ async def over_http(options: argparse.Namespace) -> AsyncIterator[tuple[Prober, 
     """A prober of the cluster at --url, and what was measured."""
     require_loopback(options.url, allow_remote=False)
     seed = options.seed if options.seed is not None else time.time_ns() % (1 << 31)
-    target = Target(options.url, options.model or await served_model(options.url))
+    target = LoadTarget(options.url, options.model or await served_model(options.url))
     async with open_session(target) as session:
         await check_paths(session, target)
         yield HttpProber(session, target, seed), f"{target.model} over HTTP"

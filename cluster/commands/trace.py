@@ -6,8 +6,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from kvrelay.cluster.loadgen.sessions import as_mooncake
 from kvrelay.cluster.workloads.choose import GENERATORS, Outline, make_workload, outline
+from kvrelay.cluster.workloads.trace import as_mooncake
 
 
 def command(

@@ -1,8 +1,9 @@
-"""`kvrelay bench`: flags in, table, JSON and plot out. Also `python -m kvrelay.cluster.loadgen.cli`."""
+"""`kvrelay bench`: from flags to a run, its table, JSON and plot."""
 
 import asyncio
 import itertools
 import json
+import secrets
 import signal
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -15,21 +16,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvrelay.cluster.launch.endpoints import endpoints
-from kvrelay.cluster.loadgen.client import Job, Result, Target, require_loopback, run_load, served_model
+from kvrelay.cluster.loadgen.client import LoadRequest, LoadResult, LoadTarget, require_loopback, run_load, served_model
 from kvrelay.cluster.loadgen.plot import SUFFIXES
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt, trace_prompt
 from kvrelay.cluster.loadgen.stats import Distribution, Slo, Summary
 from kvrelay.cluster.workloads.arrivals import poisson_arrivals
-from kvrelay.cluster.workloads.readers import parse_trace
-from kvrelay.cluster.workloads.trace import MOONCAKE_BUCKET_S, TraceEntry, scale_entries, spread_buckets
+from kvrelay.cluster.workloads.choose import load_trace
+from kvrelay.cluster.workloads.trace import TraceEntry, scale_entries
 from kvrelay.errors import ConfigError
 
 _WARM_UP_INDEX = 1 << 40  # warm-up prompts never repeat in the run
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What one run sends and when: closed with `concurrency`, else Poisson with `rate`, else the trace's times."""
+class LoadPlan:
+    """What one run sends and when: closed loop with `concurrency`, else Poisson with `rate`, else at the trace's times."""
 
     prompts: PromptSpec
     output_tokens: int
@@ -40,44 +41,28 @@ class Plan:
     duration_s: float | None = None
     warm_up: int = 0
 
-    def jobs(self) -> Iterator[Job]:
+    def jobs(self) -> Iterator[LoadRequest]:
         """Requests in order of arrival, made one at a time."""
         if self.entries:
             for index, entry in enumerate(self.entries):
                 prompt = trace_prompt(self.prompts, entry, index)
-                yield Job(index, prompt, entry.output_tokens, entry.arrival_s)
+                yield LoadRequest(index, prompt, entry.output_tokens, entry.arrival_s)
             return
         arrivals = poisson_arrivals(self.rate, seed=self.prompts.seed) if self.rate else itertools.repeat(0.0)
         for index, arrival_s in enumerate(itertools.islice(arrivals, self.num_requests)):
-            yield Job(index, synthetic_prompt(self.prompts, index), self.output_tokens, arrival_s)
+            yield LoadRequest(index, synthetic_prompt(self.prompts, index), self.output_tokens, arrival_s)
 
-    def warm_up_jobs(self) -> Iterator[Job]:
+    def warm_up_jobs(self) -> Iterator[LoadRequest]:
         for index in range(_WARM_UP_INDEX, _WARM_UP_INDEX + self.warm_up):
-            yield Job(index, synthetic_prompt(self.prompts, index), min(self.output_tokens, 8))
+            yield LoadRequest(index, synthetic_prompt(self.prompts, index), min(self.output_tokens, 8))
 
     def describe(self) -> str:
         if self.entries:
             kind = "trace, closed loop" if self.concurrency else "trace"
             return f"{kind}, {len(self.entries)} requests"
         lengths = f"{self.prompts.input_tokens} in ({self.prompts.shared_tokens} shared), {self.output_tokens} out"
-        pace = f"{self.concurrency} clients" if self.concurrency else f"Poisson, {self.rate:g}/s"
-        return f"{pace}, {lengths}, {self.num_requests} requests"
-
-
-def load_entries(
-    path: Path, *, limit: int, seed: int, spread_s: float, time_scale: float, length_scale: float, **cuts: int | None
-) -> tuple[TraceEntry, ...]:
-    """A trace file's first entries, spread inside their buckets and scaled. Raises ConfigError."""
-    try:
-        with path.open(encoding="utf-8") as lines:
-            entries = parse_trace(lines, is_csv=path.suffix == ".csv", limit=limit)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}") from error
-    if not entries:
-        raise ConfigError(f"{path} holds no requests")
-    if spread_s > 0 and path.suffix != ".csv":
-        entries = spread_buckets(entries, bucket_s=spread_s, seed=seed)
-    return tuple(scale_entries(entries, time_scale=time_scale, length_scale=length_scale, **cuts))
+        arrivals = f"{self.concurrency} clients" if self.concurrency else f"Poisson, {self.rate:g}/s"
+        return f"{arrivals}, {lengths}, {self.num_requests} requests, seed {self.prompts.seed}"
 
 
 def _row(table: Table, name: str, values: Distribution) -> None:
@@ -125,10 +110,13 @@ def _lines(summary: Summary) -> Iterator[str]:
     if summary.num_estimated:
         yield f"warning     {summary.num_estimated} answers came without usage: their tokens are counted as chunks"
     if lag.is_saturated:
-        yield "warning     the load generator itself was too slow: these figures are its, not the server's"
+        yield (
+            "warning     the load generator ran late, because it or other processes of this machine took the processor: "
+            "latencies include its delay"
+        )
 
 
-async def execute(plan: Plan, target: Target, result: Result, console: Console) -> bool:
+async def execute(plan: LoadPlan, target: LoadTarget, result: LoadResult, console: Console) -> bool:
     """Run a plan into `result` with a progress bar on `console`. Returns False when Ctrl-C ended it."""
     if plan.warm_up:
         await run_load(target, plan.warm_up_jobs(), concurrency=min(plan.warm_up, plan.concurrency or 1))
@@ -156,7 +144,9 @@ async def execute(plan: Plan, target: Target, result: Result, console: Console) 
     return True
 
 
-def _report(result: Result, plan: Plan, target: Target, slo: Slo, out: Path | None, picture: Path | None) -> Summary:
+def _report(
+    result: LoadResult, plan: LoadPlan, target: LoadTarget, slo: Slo, out: Path | None, picture: Path | None
+) -> Summary:
     summary = result.summary(slo)
     if out is not None:
         document: dict[str, Any] = {
@@ -176,9 +166,7 @@ def _report(result: Result, plan: Plan, target: Target, slo: Slo, out: Path | No
 def _check_outputs(figures: Path | None, picture: Path | None) -> None:
     """Before the run: its figures must not be lost in the end. Raises ConfigError."""
     if picture is not None and picture.suffix.lower() not in SUFFIXES:
-        raise ConfigError(
-            f"--plot {picture}: there is no such kind of picture; choose one of {', '.join(SUFFIXES[1:])}"
-        )
+        raise ConfigError(f"--plot {picture}: unknown picture format; choose one of {', '.join(SUFFIXES[1:])}")
     for file in (figures, picture):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{file}: there is no folder {file.parent}")
@@ -209,39 +197,37 @@ def _headers(lines: list[str]) -> dict[str, str]:
 
 
 def command(
-    url: Annotated[str | None, typer.Option(help="root of the server; default: this machine's newest cluster")] = None,
+    url: Annotated[str | None, typer.Option(help="server root; default: this machine's newest cluster")] = None,
     model: Annotated[str | None, typer.Option(help="default: the first that the server lists")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop: so many clients")] = None,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="closed loop with this many clients")] = None,
     rate: Annotated[float | None, typer.Option(help="open loop: Poisson arrivals per second")] = None,
     trace: Annotated[Path | None, typer.Option(help="open loop: a Mooncake .jsonl or an Azure .csv")] = None,
     requests: Annotated[int, typer.Option(min=1, help="most requests to send")] = 64,
-    duration: Annotated[float | None, typer.Option(min=0.1, help="send no new request after so many seconds")] = None,
+    duration: Annotated[float | None, typer.Option(min=0.1, help="seconds after which no new request is sent")] = None,
     input_tokens: Annotated[int, typer.Option(min=1, help="prompt length")] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="output length")] = 64,
-    shared_prefix: Annotated[int, typer.Option(min=0, help="tokens that all prompts begin with")] = 0,
+    shared_prefix: Annotated[int, typer.Option(min=0, help="tokens that all prompts share at their start")] = 0,
     token_range: Annotated[str, typer.Option(help="ids of synthetic prompts, low:high")] = "1000:30000",
-    seed: Annotated[int, typer.Option(help="of prompts and arrivals")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="of prompts and arrivals; default: random, so that no earlier run's prefixes are cached"),
+    ] = None,
     time_scale: Annotated[float, typer.Option(help="a trace's times are multiplied by this")] = 1.0,
-    spread_s: Annotated[
-        float, typer.Option(min=0, help="undo a .jsonl trace's rounded timestamps")
-    ] = MOONCAKE_BUCKET_S,
     length_scale: Annotated[float, typer.Option(help="a trace's lengths are multiplied by this")] = 1.0,
     max_input: Annotated[int | None, typer.Option(min=1, help="cut a trace's prompts to this")] = None,
     max_output: Annotated[int | None, typer.Option(min=1, help="cut a trace's outputs to this")] = None,
-    endpoint: Annotated[str, typer.Option(help="completions (token-id prompts) or chat (text)")] = "completions",
-    text: Annotated[bool, typer.Option("--text", help="send words instead of token ids")] = False,
-    plain: Annotated[bool, typer.Option("--plain", help="send OpenAI's own fields only, no usage")] = False,
+    endpoint: Annotated[str, typer.Option(help="completions (prompts of token ids) or chat (text)")] = "completions",
     extra_body: Annotated[str, typer.Option(help="JSON object added to every request")] = "{}",
     header: Annotated[list[str] | None, typer.Option(help="name:value, repeatable")] = None,
     temperature: Annotated[float, typer.Option(min=0)] = 0.0,
     api_key: Annotated[str | None, typer.Option(help="sent as a bearer token")] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="seconds for one request")] = 600.0,
     warm_up: Annotated[int, typer.Option(min=0, help="requests before the clock starts")] = 2,
-    slo_ttft_ms: Annotated[float | None, typer.Option(help="goodput: most ms to the first token")] = None,
-    slo_tpot_ms: Annotated[float | None, typer.Option(help="goodput: most ms per further token")] = None,
+    slo_ttft_ms: Annotated[float | None, typer.Option(help="goodput: TTFT limit, ms")] = None,
+    slo_tpot_ms: Annotated[float | None, typer.Option(help="goodput: TPOT limit, ms")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write every figure and request here")] = None,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="write a picture here (.png, .svg, .pdf)")] = None,
-    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="load a server on another machine")] = False,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="allow a server on another machine")] = False,
 ) -> None:
     """Load an OpenAI server and report TTFT, ITL, TPOT, throughput and goodput.
 
@@ -251,7 +237,9 @@ def command(
     console = Console()
     try:
         if sum(choice is not None for choice in (concurrency, rate, trace)) > 1 and not (trace and concurrency):
-            raise ConfigError("choose one of --concurrency, --rate and --trace (--trace may take --concurrency)")
+            raise ConfigError(
+                "choose one of --concurrency, --rate and --trace (--trace may be combined with --concurrency)"
+            )
         if endpoint not in ("completions", "chat"):
             raise ConfigError(f"--endpoint is completions or chat, not {endpoint!r}")
         if min(time_scale, length_scale) <= 0:
@@ -261,14 +249,12 @@ def command(
         url = endpoints(url, None)[0]
         require_loopback(url, allow_remote=allow_remote)
         _check_outputs(json_file, plot_file)
+        seed = secrets.randbelow(1 << 31) if seed is None else seed
         low, high = _token_range(token_range)
-        entries: tuple[TraceEntry, ...] = ()
+        entries: list[TraceEntry] = []
         if trace is not None:
-            entries = load_entries(
-                trace,
-                limit=requests,
-                seed=seed,
-                spread_s=spread_s,
+            entries = scale_entries(
+                load_trace(trace, limit=requests, seed=seed),
                 time_scale=time_scale,
                 length_scale=length_scale,
                 max_input=max_input,
@@ -276,12 +262,10 @@ def command(
             )
         elif rate is None and concurrency is None:
             concurrency = 4
-        target = Target(
+        target = LoadTarget(
             url=url,
             model=model or asyncio.run(served_model(url, api_key=api_key)),
             endpoint="chat" if endpoint == "chat" else "completions",
-            as_text=text,
-            is_plain=plain,
             api_key=api_key,
             headers=_headers(header or []),
             extra_body=_json_object(extra_body),
@@ -291,13 +275,13 @@ def command(
     except ConfigError as error:
         Console(stderr=True).print(f"kvrelay bench: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(2) from error
-    plan = Plan(
+    plan = LoadPlan(
         prompts=PromptSpec(input_tokens, shared_prefix, low, high, seed),
         output_tokens=output_tokens,
         num_requests=requests,
         concurrency=concurrency,
         rate=rate,
-        entries=entries,
+        entries=tuple(entries),
         duration_s=duration,
         warm_up=warm_up,
     )
@@ -305,10 +289,12 @@ def command(
     _run(plan, target, slo, console, json_file, plot_file)
 
 
-def _run(plan: Plan, target: Target, slo: Slo, console: Console, out: Path | None, picture: Path | None) -> None:
+def _run(
+    plan: LoadPlan, target: LoadTarget, slo: Slo, console: Console, out: Path | None, picture: Path | None
+) -> None:
     """Execute, print, and exit: 130 after Ctrl-C, 1 when no request succeeded."""
     console.print(f"{target.model} at {target.url}: {plan.describe()}", markup=False, highlight=False, soft_wrap=True)
-    result = Result()
+    result = LoadResult()
     is_whole = False
     try:
         is_whole = asyncio.run(execute(plan, target, result, console))
@@ -322,7 +308,3 @@ def _run(plan: Plan, target: Target, slo: Slo, console: Console, out: Path | Non
         raise typer.Exit(130)
     if summary.num_ok == 0:
         raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(command)

@@ -1,8 +1,8 @@
-"""The load generator: streams requests at an OpenAI server and keeps the time. Figures are loadgen_stats'.
+"""The load generator: sends streamed requests to an OpenAI server and times their chunks.
 
-Closed loop: N clients, each sends its next request when its last one ended. Open loop: requests leave at
-their arrival times whatever the server does; nothing here waits for an answer. Memory is bounded by the
-number of requests (a small record each); gaps between tokens go into a histogram.
+Closed loop: N clients, each sends its next request when its last one has ended. Open loop: requests are sent at their
+arrival times, whether or not earlier ones have been answered. Memory is bounded by the number of requests (a small
+record each); gaps between tokens are counted in a histogram.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from kvrelay.cluster.loadgen.stats import (
     OK,
     UNFINISHED,
     GapHistogram,
+    LoadRecord,
     OwnLag,
-    RequestRecord,
     Slo,
     Summary,
     add_gaps,
@@ -39,18 +39,12 @@ _MAX_EVENT_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
-    """A server and how it is spoken to. `url` is the root, without /v1.
-
-    `is_plain` leaves out everything that OpenAI's own API lacks (ignore_eos, min_tokens) and
-    stream_options, for servers that refuse unknown fields; tokens are then counted as chunks.
-    """
+class LoadTarget:
+    """A server and what every request to it has in common. `url` is the root, without /v1."""
 
     url: str
     model: str
     endpoint: Endpoint = "completions"
-    as_text: bool = False  # send words instead of token ids
-    is_plain: bool = False
     api_key: str | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
     extra_body: Mapping[str, Any] = field(default_factory=dict)
@@ -59,8 +53,8 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """One request to send: made when its turn comes, so that prompts do not fill memory."""
+class LoadRequest:
+    """One request to send. Created when it is due, so that prompts do not fill memory."""
 
     index: int
     prompt: list[int]
@@ -69,10 +63,10 @@ class Job:
 
 
 @dataclass(slots=True)
-class Result:
-    """A run's records and gaps so far; read it at any time."""
+class LoadResult:
+    """A run's records and gaps so far; may be read at any time."""
 
-    records: list[RequestRecord] = field(default_factory=list)
+    records: list[LoadRecord] = field(default_factory=list)
     gaps: GapHistogram = field(default_factory=GapHistogram)
     lag: OwnLag = field(default_factory=OwnLag)
     first_failure: str = ""
@@ -81,7 +75,7 @@ class Result:
         return summarize(self.records, self.gaps, slo or Slo(), self.lag)
 
 
-# ---- what a stream holds (unknown fields are skipped without being built)
+# ---- chunks of a stream; unknown fields are skipped
 
 
 class _Delta(msgspec.Struct):
@@ -120,7 +114,7 @@ class StreamFailed(Exception):
 
 
 def _carries_token(choice: _Choice) -> bool:
-    """Whether a choice of a chunk is output: a completions chunk that is not just an end, or chat text."""
+    """Whether a choice of a chunk carries output: chat text, or a completions chunk that is not only the end."""
     if choice.delta is not None:
         return bool(choice.delta.content or choice.delta.reasoning_content or choice.delta.reasoning)
     return bool(choice.text) or (choice.text is not None and choice.finish_reason is None)
@@ -128,7 +122,7 @@ def _carries_token(choice: _Choice) -> bool:
 
 @dataclass(slots=True)
 class _Stream:
-    """What one answer's stream has shown so far."""
+    """What one answer's stream has brought so far."""
 
     first_s: float | None = None
     last_s: float = 0.0
@@ -177,8 +171,8 @@ async def sse_events(parts: AsyncIterator[bytes]) -> AsyncIterator[list[bytes]]:
 # ---- one request
 
 
-def request_body(target: Target, job: Job) -> dict[str, Any]:
-    """The JSON body of one streamed request of exactly `output_tokens` tokens (if the server can promise that)."""
+def request_body(target: LoadTarget, job: LoadRequest) -> dict[str, Any]:
+    """The JSON body of one streamed request for exactly `output_tokens` tokens, where the server can force that."""
     body: dict[str, Any] = {
         "model": target.model,
         "max_tokens": job.output_tokens,
@@ -188,19 +182,18 @@ def request_body(target: Target, job: Job) -> dict[str, Any]:
     if target.endpoint == "chat":
         body["messages"] = [{"role": "user", "content": as_text(job.prompt)}]
     else:
-        body["prompt"] = as_text(job.prompt) if target.as_text else job.prompt
-    if not target.is_plain:
-        body |= {"ignore_eos": True, "min_tokens": job.output_tokens, "stream_options": {"include_usage": True}}
-    return {**body, **target.extra_body}
+        body["prompt"] = job.prompt
+    fixed_length = {"ignore_eos": True, "min_tokens": job.output_tokens, "stream_options": {"include_usage": True}}
+    return {**body, **fixed_length, **target.extra_body}
 
 
-def _path(target: Target) -> str:
+def _path(target: LoadTarget) -> str:
     tail = "chat/completions" if target.endpoint == "chat" else "completions"
     return f"{target.url.rstrip('/')}/v1/{tail}"
 
 
-def open_session(target: Target) -> aiohttp.ClientSession:
-    """A session without a limit on connections: the generator, not a pool, says how many are open."""
+def open_session(target: LoadTarget) -> aiohttp.ClientSession:
+    """A session without a connection limit: the load decides how many are open."""
     headers = {"Content-Type": "application/json", **target.headers}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
@@ -214,17 +207,16 @@ def open_session(target: Target) -> aiohttp.ClientSession:
 
 async def send(
     session: aiohttp.ClientSession,
-    target: Target,
-    job: Job,
-    result: Result,
+    target: LoadTarget,
+    job: LoadRequest,
+    result: LoadResult,
     *,
     run_start_s: float,
     headers: Mapping[str, str] | None = None,
-) -> RequestRecord:
+) -> LoadRecord:
     """Send one request, read its whole stream, add its record to `result` and return it.
 
-    Never raises for what the server or the network does: that is an outcome. When cancelled, the
-    request is recorded as unfinished.
+    Faults of the server or the network are outcomes, not exceptions. A cancelled request is recorded as unfinished.
     """
     payload = msgspec.json.encode(request_body(target, job))
     stream = _Stream()
@@ -254,7 +246,7 @@ async def _exchange(
     payload: bytes,
     headers: Mapping[str, str] | None,
     stream: _Stream,
-    result: Result,
+    result: LoadResult,
 ) -> str:
     async with session.post(url, data=payload, headers=headers) as response:
         if response.status != 200:
@@ -276,10 +268,10 @@ async def _exchange(
     return OK
 
 
-def _record(job: Job, stream: _Stream, outcome: str, started_s: float, run_start_s: float) -> RequestRecord:
+def _record(job: LoadRequest, stream: _Stream, outcome: str, started_s: float, run_start_s: float) -> LoadRecord:
     usage = stream.usage or _Usage()
     details = usage.prompt_tokens_details
-    return RequestRecord(
+    return LoadRecord(
         index=job.index,
         scheduled_s=job.arrival_s,
         started_s=started_s - run_start_s,
@@ -299,7 +291,7 @@ def _record(job: Job, stream: _Stream, outcome: str, started_s: float, run_start
 
 
 async def _client(
-    jobs: Iterator[Job], send_one: Callable[[Job], Awaitable[object]], is_over: Callable[[], bool]
+    jobs: Iterator[LoadRequest], send_one: Callable[[LoadRequest], Awaitable[object]], is_over: Callable[[], bool]
 ) -> None:
     while not is_over():
         job = next(jobs, None)
@@ -309,7 +301,10 @@ async def _client(
 
 
 async def _send_at_arrivals(
-    jobs: Iterator[Job], send_one: Callable[[Job], Awaitable[object]], is_over: Callable[[], bool], run_start_s: float
+    jobs: Iterator[LoadRequest],
+    send_one: Callable[[LoadRequest], Awaitable[object]],
+    is_over: Callable[[], bool],
+    run_start_s: float,
 ) -> None:
     async with asyncio.TaskGroup() as group:
         for job in jobs:
@@ -320,7 +315,7 @@ async def _send_at_arrivals(
 
 
 async def _watch_loop(lateness_s: list[float]) -> None:
-    """Note how late a regular timer fires: the event loop's own delay. Bounded: an hour of ticks."""
+    """Record how late a periodic timer fires, the event loop's own delay, for an hour at most."""
     while len(lateness_s) < 72_000:
         before_s = time.perf_counter()
         await asyncio.sleep(_LAG_TICK_S)
@@ -328,26 +323,26 @@ async def _watch_loop(lateness_s: list[float]) -> None:
 
 
 async def run_load(
-    target: Target,
-    jobs: Iterator[Job],
+    target: LoadTarget,
+    jobs: Iterator[LoadRequest],
     *,
     concurrency: int | None = None,
     duration_s: float | None = None,
-    result: Result | None = None,
-    on_record: Callable[[RequestRecord], None] | None = None,
-) -> Result:
+    result: LoadResult | None = None,
+    on_record: Callable[[LoadRecord], None] | None = None,
+) -> LoadResult:
     """Send `jobs` and return their records.
 
     Closed loop with `concurrency` clients, or open loop at the jobs' arrival times when it is None.
-    No request starts after `duration_s`; those in flight are finished. When cancelled, the
-    requests in flight are recorded as unfinished and `result` (pass your own) holds all there is.
+    No request starts after `duration_s`; those in flight are finished. When cancelled, the requests in flight are
+    recorded as unfinished, and a `result` that the caller passed holds everything so far.
     """
-    result = result or Result()
+    result = result or LoadResult()
     lateness_s: list[float] = []
     run_start_s, cpu_start_s = time.perf_counter(), time.process_time()
     async with open_session(target) as session:
 
-        async def send_one(job: Job) -> None:
+        async def send_one(job: LoadRequest) -> None:
             record = await send(session, target, job, result, run_start_s=run_start_s)
             if on_record is not None:
                 on_record(record)
@@ -384,7 +379,7 @@ def require_loopback(url: str, *, allow_remote: bool) -> None:
     """Refuse to load a server on another machine by mistake. Raises ConfigError."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(f"{url!r} is not a server's address; write for example http://127.0.0.1:8000")
+        raise ConfigError(f"{url!r} is not a server URL; example: http://127.0.0.1:8000")
     if allow_remote:
         return
     try:
@@ -392,11 +387,11 @@ def require_loopback(url: str, *, allow_remote: bool) -> None:
     except OSError as error:
         raise ConfigError(f"{parts.hostname}: {error}") from error
     if not all(ipaddress.ip_address(str(address).partition("%")[0]).is_loopback for address in found):
-        raise ConfigError(f"{parts.hostname} is another machine; --allow-remote to load it on purpose")
+        raise ConfigError(f"{parts.hostname} is another machine; pass --allow-remote to load it on purpose")
 
 
 async def served_model(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> str:
-    """The first model that a server lists. Raises ConfigError when it cannot be asked."""
+    """The first model that a server lists. Raises ConfigError: it lists none, or does not answer."""
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with (

@@ -1,11 +1,11 @@
-"""One picture of a run: three distributions and the course over time. Owns matplotlib; figures are loadgen_stats'."""
+"""One picture of a run: three distributions and the course over time. The only user of matplotlib here."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kvrelay.cluster.loadgen.client import Result
-from kvrelay.cluster.loadgen.stats import OK, RequestRecord, Slo
+from kvrelay.cluster.loadgen.client import LoadResult
+from kvrelay.cluster.loadgen.stats import OK, LoadRecord, Slo
 
 SUFFIXES = ("", ".png", ".jpg", ".jpeg", ".webp", ".svg", ".pdf")  # without one: PNG
 
@@ -29,7 +29,7 @@ def _draw_shares(axes: Any, title: str, points: tuple[Sequence[float], Sequence[
         axes.legend(loc="lower right")
 
 
-def concurrency_steps(records: Sequence[RequestRecord]) -> tuple[list[float], list[int]]:
+def concurrency_steps(records: Sequence[LoadRecord]) -> tuple[list[float], list[int]]:
     """How many requests were in flight from each moment on: times in seconds, counts."""
     edges = sorted(edge for record in records for edge in ((record.started_s, 1), (record.end_s, -1)))
     times, counts, now = [0.0], [0], 0
@@ -40,7 +40,7 @@ def concurrency_steps(records: Sequence[RequestRecord]) -> tuple[list[float], li
     return times, counts
 
 
-def _draw_course(axes: Any, records: Sequence[RequestRecord]) -> None:
+def _draw_course(axes: Any, records: Sequence[LoadRecord]) -> None:
     axes.set_title("course of the run")
     axes.set_xlabel("s since start")
     axes.set_ylabel("requests in flight")
@@ -56,7 +56,7 @@ def _draw_course(axes: Any, records: Sequence[RequestRecord]) -> None:
         other.legend(loc="upper right")
 
 
-def plot(result: Result, path: Path, *, title: str, slo: Slo) -> None:
+def plot(result: LoadResult, path: Path, *, title: str, slo: Slo) -> None:
     """Write the picture as PNG (or what the suffix says). Raises OSError when it cannot be written."""
     import matplotlib
 

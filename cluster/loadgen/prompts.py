@@ -1,7 +1,6 @@
-"""What requests say: deterministic prompts of token ids, from lengths or from a trace's blocks. Pure.
+"""Prompts: deterministic token ids, from lengths or from a trace's blocks. Pure.
 
-Every draw depends on a seed and an index alone, so a run can be repeated exactly against another
-server, and request i has the same prompt whatever came before it. Imports no clock or socket.
+Every draw depends on a seed and an index alone, so that a run can be repeated exactly against another server.
 """
 
 from collections.abc import Sequence

@@ -23,7 +23,7 @@ _QUANTILES = (50.0, 90.0, 95.0, 99.0)
 
 
 @dataclass(frozen=True, slots=True)
-class RequestRecord:
+class LoadRecord:
     """One request as the client saw it. Times are seconds; `scheduled_s` and `started_s` since the run began.
 
     `outcome` is "ok", "unfinished" (stopped by us), "http <status>", or what went wrong in words.
@@ -62,7 +62,7 @@ class Slo:
     ttft_s: float | None = None
     tpot_s: float | None = None
 
-    def is_met(self, record: RequestRecord) -> bool:
+    def is_met(self, record: LoadRecord) -> bool:
         """Whether the request succeeded inside every limit (a one-token answer has no TPOT to miss)."""
         if record.outcome != OK or record.ttft_s is None:
             return False
@@ -218,7 +218,7 @@ def add_gaps(gaps: GapHistogram, chunk_gaps_s: Sequence[float], num_tokens: int)
     gaps.add(0.0, max(num_tokens - 1 - len(chunk_gaps_s), 0))
 
 
-def max_concurrency(records: Iterable[RequestRecord]) -> int:
+def max_concurrency(records: Iterable[LoadRecord]) -> int:
     """The most requests that were in flight at once."""
     edges = [edge for record in records for edge in ((record.started_s, 1), (record.end_s, -1))]
     now = most = 0
@@ -228,17 +228,17 @@ def max_concurrency(records: Iterable[RequestRecord]) -> int:
     return most
 
 
-def count_good(records: Iterable[RequestRecord], slo: Slo) -> int:
+def count_good(records: Iterable[LoadRecord], slo: Slo) -> int:
     """Requests that met the SLO."""
     return sum(slo.is_met(record) for record in records)
 
 
-def _times(records: Iterable[RequestRecord], name: str) -> Distribution:
+def _times(records: Iterable[LoadRecord], name: str) -> Distribution:
     values = (getattr(record, name) for record in records)
     return distribution(value for value in values if value is not None)
 
 
-def summarize(records: Sequence[RequestRecord], gaps: GapHistogram, slo: Slo, lag: OwnLag | None = None) -> Summary:
+def summarize(records: Sequence[LoadRecord], gaps: GapHistogram, slo: Slo, lag: OwnLag | None = None) -> Summary:
     """All figures of one run. `gaps` holds the ITLs of the successful requests."""
     ok = [record for record in records if record.outcome == OK]
     outcomes = Counter(record.outcome for record in records if record.outcome not in (OK, UNFINISHED))

@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from kvrelay.cluster.profiles.profile import Fit, FitError, SimulatorProfile, Source
+from kvrelay.cluster.profiles.profile import ConstantSource, Fit, FitError, SimulatorProfile
 from kvrelay.engine.profiling.step_profile import add_prompt
 from kvrelay.engine.scheduling.scheduler import StepPlan
 from kvrelay.engine.step.engine import Engine, StepResult
@@ -311,11 +311,11 @@ def profile_of(
     return SimulatorProfile(
         name=f"{model}-{device}",
         source=(
-            Source(constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"),
-            Source(constant="overhead_s", value=between_s, unit="s", origin="of it between two steps: measured on a worker's thread"),
-            Source(constant="local_bytes_per_s", value=copied, unit="B/s", origin="measured: a copy in this machine's memory"),
-            Source(constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"),
-            Source(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
+            ConstantSource(constant="curve", value=fitted.curve.weights_s, unit="s for weights_s", origin=f"fitted: {measured}"),
+            ConstantSource(constant="overhead_s", value=between_s, unit="s", origin="of it between two steps: measured on a worker's thread"),
+            ConstantSource(constant="local_bytes_per_s", value=copied, unit="B/s", origin="measured: a copy in this machine's memory"),
+            ConstantSource(constant="link_bytes_per_s", value=LINK_BYTES_PER_S, unit="B/s", origin="assumed: 10 Gb/s; set your own"),
+            ConstantSource(constant="cost_per_hour", value=1.0, origin="assumed: one of whatever a worker costs"),
         ),
         fit=Fit(
             model=model, dtype=compute_dtype, device=device, threads=num_threads, date=date, spread=spread,

@@ -50,7 +50,7 @@ def _checked_curve(value: Any) -> SpeedCurve:
 Curve = Annotated[SpeedCurve, BeforeValidator(_checked_curve)]
 
 
-class Source(_File):
+class ConstantSource(_File):
     """Where one constant comes from: a datasheet, a paper, a measurement, or, said as such, an assumption."""
 
     constant: str
@@ -85,7 +85,7 @@ class SimulatorProfile(_File):
     """One kind of worker, in both roles, and what moves its KV. Bytes, tokens, seconds."""
 
     name: str = Field(min_length=1)
-    source: tuple[Source, ...] = ()
+    source: tuple[ConstantSource, ...] = ()
     fit: Fit | None = None
     prefill: Curve
     decode: Curve
@@ -183,7 +183,7 @@ def _first_problem(error: ValidationError) -> str:
     path = ".".join(str(part) for part in first["loc"])
     if first["type"] != "extra_forbidden":
         return f"{path or 'profile'}: {first['msg'].removeprefix('Value error, ')}"
-    models: dict[str, type[_File]] = {"prefill": _Curve, "decode": _Curve, "source": Source, "fit": Fit}
+    models: dict[str, type[_File]] = {"prefill": _Curve, "decode": _Curve, "source": ConstantSource, "fit": Fit}
     model = models.get(str(first["loc"][0]), SimulatorProfile)
     near = difflib.get_close_matches(str(first["loc"][-1]), model.model_fields, n=1, cutoff=0.4)
     return f"unknown field {path}" + (f"; did you mean {near[0]}?" if near else "")

@@ -1,4 +1,4 @@
 """Requests over time: public traces and synthetic loads.
 
-May import kvrelay, cluster/loadgen.
+May import kvrelay.
 """

@@ -1,5 +1,6 @@
 """One request of a trace, and what can be done to a whole trace: spread, scale, set to a rate, name its blocks. Pure."""
 
+import json
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -102,3 +103,15 @@ def with_own_blocks(entries: Sequence[TraceEntry]) -> list[TraceEntry]:
         own = tuple(next(fresh) for _ in range(missing))
         named.append(replace(entry, hash_ids=entry.hash_ids + own) if own else entry)
     return named
+
+
+def as_mooncake(entry: TraceEntry) -> str:
+    """One line of a Mooncake trace, without the line break."""
+    row = {
+        "timestamp": round(entry.arrival_s * 1000),
+        "input_length": entry.input_tokens,
+        "output_length": entry.output_tokens,
+        "hash_ids": list(entry.hash_ids),
+    }
+    named = {"session_id": entry.session, "tenant": entry.tenant}
+    return json.dumps(row | {name: value for name, value in named.items() if value})

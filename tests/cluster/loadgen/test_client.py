@@ -11,11 +11,11 @@ from aiohttp import web
 from typer import Typer
 from typer.testing import CliRunner
 
-from kvrelay.cluster.loadgen.cli import Plan, command, load_entries
+from kvrelay.cluster.loadgen.cli import LoadPlan, command
 from kvrelay.cluster.loadgen.client import (
-    Job,
-    Result,
-    Target,
+    LoadRequest,
+    LoadResult,
+    LoadTarget,
     request_body,
     require_loopback,
     run_load,
@@ -24,6 +24,8 @@ from kvrelay.cluster.loadgen.client import (
 )
 from kvrelay.cluster.loadgen.prompts import PromptSpec
 from kvrelay.cluster.loadgen.stats import OK, UNFINISHED
+from kvrelay.cluster.workloads.choose import load_trace
+from kvrelay.cluster.workloads.trace import scale_entries
 from kvrelay.errors import ConfigError
 
 pytestmark = pytest.mark.pure
@@ -99,7 +101,7 @@ class Server:
 
 
 def jobs(count, *, output_tokens=8, gap_s=0.0):
-    return (Job(index, [1, 2, 3, 4], output_tokens, arrival_s=index * gap_s) for index in range(count))
+    return (LoadRequest(index, [1, 2, 3, 4], output_tokens, arrival_s=index * gap_s) for index in range(count))
 
 
 async def until(holds):
@@ -123,7 +125,7 @@ async def test_events_survive_any_cut_of_the_byte_stream():
 async def test_a_closed_loop_keeps_exactly_its_clients_busy():
     async with Server() as server:
         server.gate.clear()  # nobody is answered until all clients wait
-        run = asyncio.create_task(run_load(Target(server.url, "m"), jobs(12), concurrency=3))
+        run = asyncio.create_task(run_load(LoadTarget(server.url, "m"), jobs(12), concurrency=3))
         await until(lambda: server.running == 3)
         server.gate.set()
         result = await run
@@ -138,7 +140,7 @@ async def test_a_closed_loop_keeps_exactly_its_clients_busy():
 async def test_an_open_loop_never_waits_for_answers():
     async with Server() as server:
         server.gate.clear()  # nobody is answered until all have arrived
-        run = asyncio.create_task(run_load(Target(server.url, "m"), jobs(20, gap_s=0.001)))
+        run = asyncio.create_task(run_load(LoadTarget(server.url, "m"), jobs(20, gap_s=0.001)))
         await until(lambda: server.running == 20)
         server.gate.set()
         result = await run
@@ -158,7 +160,7 @@ async def test_an_open_loop_never_waits_for_answers():
 )
 async def test_each_failure_has_its_name(model, outcome):
     async with Server() as server:
-        result = await run_load(Target(server.url, model), jobs(2), concurrency=1)
+        result = await run_load(LoadTarget(server.url, model), jobs(2), concurrency=1)
     summary = result.summary()
     assert summary.errors == {outcome: 2}
     assert summary.num_rejected == (2 if model == "status-429" else 0)
@@ -167,21 +169,21 @@ async def test_each_failure_has_its_name(model, outcome):
 
 
 async def test_a_server_that_is_not_there_is_an_outcome_and_no_exception():
-    result = await run_load(Target("http://127.0.0.1:9", "m"), jobs(2), concurrency=1)
+    result = await run_load(LoadTarget("http://127.0.0.1:9", "m"), jobs(2), concurrency=1)
     assert all(one.outcome.startswith("connection") for one in result.records)
 
 
 async def test_a_timeout_is_an_outcome():
     async with Server() as server:
         server.gate.clear()
-        result = await run_load(Target(server.url, "m", timeout_s=0.1), jobs(1), concurrency=1)
+        result = await run_load(LoadTarget(server.url, "m", timeout_s=0.1), jobs(1), concurrency=1)
     assert [one.outcome for one in result.records] == ["timeout"]
 
 
 async def test_cancelling_keeps_what_there_is():
-    result = Result()
+    result = LoadResult()
     async with Server() as server:
-        run = asyncio.create_task(run_load(Target(server.url, "m"), jobs(100), concurrency=2, result=result))
+        run = asyncio.create_task(run_load(LoadTarget(server.url, "m"), jobs(100), concurrency=2, result=result))
         await until(lambda: len(result.records) >= 4)
         server.gate.clear()
         run.cancel()
@@ -197,8 +199,8 @@ async def test_cancelling_keeps_what_there_is():
 async def test_no_request_starts_after_the_duration():
     async with Server() as server:
         server.gate.clear()
-        endless = (Job(index, [1], 2) for index in itertools.count())
-        run = asyncio.create_task(run_load(Target(server.url, "m"), endless, concurrency=2, duration_s=0.2))
+        endless = (LoadRequest(index, [1], 2) for index in itertools.count())
+        run = asyncio.create_task(run_load(LoadTarget(server.url, "m"), endless, concurrency=2, duration_s=0.2))
         await asyncio.sleep(0.25)  # the rule is about real time
         server.gate.set()
         result = await run
@@ -207,20 +209,21 @@ async def test_no_request_starts_after_the_duration():
 
 async def test_chat_times_the_first_text_and_not_the_role():
     async with Server() as server:
-        result = await run_load(Target(server.url, "m", endpoint="chat"), jobs(1), concurrency=1)
+        result = await run_load(LoadTarget(server.url, "m", endpoint="chat"), jobs(1), concurrency=1)
     assert [one.num_chunks for one in result.records] == [4]
     assert server.bodies[0]["messages"][0]["role"] == "user"
 
 
 async def test_without_usage_tokens_are_chunks_and_marked_so():
     async with Server() as server:
-        result = await run_load(Target(server.url, "m", is_plain=True), jobs(1), concurrency=1)
+        result = await run_load(
+            LoadTarget(server.url, "m", extra_body={"stream_options": None}), jobs(1), concurrency=1
+        )
     assert [(one.num_output_tokens, one.is_estimated) for one in result.records] == [(4, True)]
-    assert set(server.bodies[0]) == {"model", "max_tokens", "temperature", "stream", "prompt"}
 
 
 def test_a_token_prompt_asks_for_exactly_its_length():
-    body = request_body(Target("http://x", "m", extra_body={"top_k": 5}), Job(0, [7, 8], 9))
+    body = request_body(LoadTarget("http://x", "m", extra_body={"top_k": 5}), LoadRequest(0, [7, 8], 9))
     assert (body["prompt"], body["max_tokens"], body["min_tokens"], body["ignore_eos"]) == ([7, 8], 9, 9, True)
     assert body["top_k"] == 5
 
@@ -248,7 +251,7 @@ def test_another_machine_may_when_allowed():
 
 
 def test_a_plan_makes_as_many_jobs_as_asked():
-    plan = Plan(PromptSpec(input_tokens=16), output_tokens=4, num_requests=5, rate=10.0)
+    plan = LoadPlan(PromptSpec(input_tokens=16), output_tokens=4, num_requests=5, rate=10.0)
     made = list(plan.jobs())
     assert [len(job.prompt) for job in made] == [16] * 5
     assert [job.arrival_s for job in made] == sorted(job.arrival_s for job in made)
@@ -257,9 +260,8 @@ def test_a_plan_makes_as_many_jobs_as_asked():
 def test_a_trace_file_becomes_entries(tmp_path):
     path = tmp_path / "t.jsonl"
     path.write_text('{"timestamp": 3000, "input_length": 1024, "output_length": 8, "hash_ids": [0, 1]}\n' * 3)
-    entries = load_entries(path, limit=2, seed=0, spread_s=3.0, time_scale=2.0, length_scale=0.5)
-    assert len(entries) == 2
-    assert all(6.0 <= one.arrival_s < 12.0 and one.input_tokens == 512 for one in entries)
+    entries = scale_entries(load_trace(path, limit=2), time_scale=2.0, length_scale=0.5)
+    assert [(one.arrival_s, one.input_tokens) for one in entries] == [(6.0, 512)] * 2
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from kvrelay.cluster.loadgen.stats import (
     OK,
     UNFINISHED,
     GapHistogram,
-    RequestRecord,
+    LoadRecord,
     Slo,
     add_gaps,
     count_good,
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.pure
 
 
 def record(outcome=OK, *, start=0.0, ttft=0.1, e2e=1.1, tokens=11, wanted=0, cached=0, prompt=8):
-    return RequestRecord(
+    return LoadRecord(
         index=0,
         scheduled_s=start,
         started_s=start,

@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.commands.cli import _add_lazy_commands, run
-from kvrelay.cluster.loadgen.sessions import SessionSpec, as_mooncake, generate, requests_per_session
 from kvrelay.cluster.workloads.agents import AgentSpec, agent_entries, requests_per_task
 from kvrelay.cluster.workloads.arrivals import gamma_arrivals, poisson_arrivals, switching_arrivals
 from kvrelay.cluster.workloads.choose import GENERATORS, load_trace, make_workload, outline
 from kvrelay.cluster.workloads.mixes import MIX, mixed_entries
 from kvrelay.cluster.workloads.prefixes import GrowingPrompt
 from kvrelay.cluster.workloads.readers import parse_azure, parse_burstgpt, parse_mooncake, parse_trace
+from kvrelay.cluster.workloads.sessions import SessionSpec, generate, requests_per_session
 from kvrelay.cluster.workloads.trace import (
     TraceEntry,
+    as_mooncake,
     at_rate,
     is_rounded,
     rate_of,

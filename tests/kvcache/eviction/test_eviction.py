@@ -6,8 +6,9 @@ import random
 import pytest
 
 from bench.kvcache.cache_replay import Belady, Prompt, load_prompts, replay
-from kvrelay.cluster.loadgen.sessions import SessionSpec, as_mooncake, generate
 from kvrelay.cluster.workloads.readers import parse_mooncake
+from kvrelay.cluster.workloads.sessions import SessionSpec, generate
+from kvrelay.cluster.workloads.trace import as_mooncake
 from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import HashChain

@@ -1,21 +1,14 @@
-"""Traces of our own: conversations over shared system prompts, and prompts that come once. Pure but for `main`.
+"""Synthetic chat: conversations over shared system prompts, and prompts that come once. Pure, seeded.
 
-    python -m kvrelay.cluster.loadgen.sessions --requests 4000 --seed 1 > sessions.jsonl
-    kvrelay bench --trace sessions.jsonl --spread-s 0
-
-Same seed and settings, same trace. The format is Mooncake's: hash ids of blocks of 512 tokens, timestamps in ms.
+The same seed and settings give the same entries. Blocks have Mooncake's 512 tokens.
 """
 
 import heapq
-import json
 import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from typing import Annotated
-
-import typer
 
 from kvrelay.cluster.workloads.trace import MOONCAKE_BLOCK_TOKENS, TraceEntry
 
@@ -140,37 +133,3 @@ def _in_order(spec: SessionSpec, systems: list[int], draw: random.Random, fresh:
             heapq.heapreplace(due, (session.at_s, index, session))
         else:
             heapq.heappop(due)
-
-
-def as_mooncake(entry: TraceEntry) -> str:
-    """One line of a Mooncake trace, without its end."""
-    row = {
-        "timestamp": round(entry.arrival_s * 1000),
-        "input_length": entry.input_tokens,
-        "output_length": entry.output_tokens,
-        "hash_ids": list(entry.hash_ids),
-    }
-    named = {"session_id": entry.session, "tenant": entry.tenant}
-    return json.dumps(row | {name: value for name, value in named.items() if value})
-
-
-def main(
-    requests: Annotated[int, typer.Option(min=1, help="how many")] = 4000,
-    seed: Annotated[int, typer.Option(help="of all draws")] = 0,
-    sessions_per_s: Annotated[float, typer.Option(min=1e-3, help="new conversations and one-off prompts")] = 1.0,
-    one_off_share: Annotated[float, typer.Option(min=0, max=1, help="of them that are never continued")] = 0.4,
-    think_s: Annotated[float, typer.Option(min=0.01, help="median of a reader's pause")] = 60.0,
-) -> None:
-    """Write a multi-turn trace in Mooncake's format to standard output."""
-    spec = SessionSpec(
-        sessions_per_s=sessions_per_s,
-        one_off_share=one_off_share,
-        think_s=(think_s, 1.0),
-        seed=seed,
-    )
-    for entry in generate(spec, requests):
-        typer.echo(as_mooncake(entry))
-
-
-if __name__ == "__main__":
-    typer.run(main)
