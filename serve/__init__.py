@@ -1,4 +1,4 @@
-"""OpenAI HTTP and the life of a request at the ingress.
+"""The ingress: OpenAI HTTP, tokenising, and every request from its placement to its last token.
 
 May import kvrelay, router.
 """

@@ -17,7 +17,7 @@ from kvrelay.kvcache.tiers.events import PART_HASHES, parts_of
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput
-from kvrelay.serve.text.detokenizer import ByteDetokenizer
+from kvrelay.serve.text.tokenizer import ByteDetokenizer
 from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Fingerprint, Role
 

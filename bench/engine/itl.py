@@ -27,7 +27,7 @@ from bench.engine.inprocess import count_weights, prepare, random_prompt, reques
 from bench.figures import show
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import Settings, settings_from
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.requests.dispatcher import Dispatcher
 
 SETUPS = ("disaggregated", "chunked", "whole")
 STREAM_PROMPT = 128

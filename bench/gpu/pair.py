@@ -115,7 +115,7 @@ async def query(cluster: LocalCluster, wanted: Any, way: str) -> tuple[list[int]
 
 async def reset(cluster: LocalCluster) -> None:
     for member in cluster.members:
-        await cluster.dispatcher.reset_cache(member.worker_id)
+        await cluster.dispatcher.queries.reset_cache(member.worker_id)
 
 
 def transfers(cluster: LocalCluster) -> dict[str, Any]:

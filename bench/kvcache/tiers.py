@@ -40,7 +40,7 @@ from kvrelay.kernels.select import select_backend
 from kvrelay.kvcache.memory.host import HostSlab
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.stores.namespace import namespace_of
-from kvrelay.serve.workers.dispatcher import Member
+from kvrelay.serve.workers.worker_link import Member
 from kvrelay.settings.engine import DEFAULT_MODEL
 from kvrelay.types import BlockId, KvLayout
 
@@ -288,8 +288,10 @@ async def measure_peer(folder: Path, options: argparse.Namespace) -> list[dict[s
 
 async def first_from(cluster: LocalCluster, member: Member, prompt: list[int]) -> tuple[float, int]:
     """(seconds to this worker's first token, tokens that it found)."""
-    cluster.dispatcher.set_members([member])
-    await cluster.dispatcher.wait_for(lambda d: [i.worker_id for i, _ in d.live_workers()] == [member.worker_id])
+    cluster.dispatcher.workers.set_members([member])
+    await cluster.dispatcher.workers.wait_for(
+        lambda d: [i.worker_id for i, _ in d.live_workers()] == [member.worker_id]
+    )
     wanted = inprocess.request(secrets.randbits(31), prompt, 1, 16)
     began_s, seconds, cached = time.perf_counter(), 0.0, 0
     async for output in cluster.dispatcher.generate(wanted):

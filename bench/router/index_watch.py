@@ -22,7 +22,7 @@ from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import Decision, Refusal, RouteRequest
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.worker_link import WorkerLink
 
 FIRST_QUERY = 1 << 40  # the dispatcher's own questions are counted from 1
@@ -58,11 +58,11 @@ class IndexWatch:
                 await asyncio.sleep(0.01)
 
     def _watched_route(self, request: RouteRequest) -> Decision | Refusal:
-        for info, _ in self._dispatcher.live_workers():
+        for info, _ in self._dispatcher.workers.live_workers():
             chain = list(request.block_hashes[: (request.num_tokens - 1) // info.block_size])
             claimed, query_id = depth_in_pool(self._index, info.worker_id, chain), next(self._ids)
             try:
-                self._dispatcher.send(info.worker_id, wire.Audit(query_id=query_id, hashes=chain))
+                self._dispatcher.links.send(info.worker_id, wire.Audit(query_id=query_id, hashes=chain))
             except ConnectionLost:
                 continue
             self._questions[query_id] = _Question(request.request_id, info.worker_id, chain, claimed)

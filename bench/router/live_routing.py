@@ -58,8 +58,8 @@ from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.router.types import Decision, IndexState, Refusal, RouteRequest
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.workers.dispatcher import Dispatcher
 
 BLOCK = 16
 LENGTH_SCALE = BLOCK / 512
@@ -76,7 +76,7 @@ class Run:
 
     def __init__(self, dispatcher: Dispatcher, entries: Sequence[TraceEntry], vocab_size: int) -> None:
         self._dispatcher, self._entries, self._vocab_size = dispatcher, entries, vocab_size
-        self.pools = {info.worker_id: Recent(info.num_blocks) for info, _ in dispatcher.live_workers()}
+        self.pools = {info.worker_id: Recent(info.num_blocks) for info, _ in dispatcher.workers.live_workers()}
         self.tally = Tally(BLOCK)
         self.asked: list[RouteRequest] = []
         self._prompts: dict[str, SequenceRequest] = {}
@@ -187,8 +187,11 @@ async def restart(cluster: LocalCluster, settings: Settings, asked: Sequence[Rou
         while any(view.index_state is not IndexState.EXACT for view in dispatcher.router.workers()):
             await asyncio.sleep(0.001)
         exact_s = time.perf_counter() - began_s
-        for worker, _ in dispatcher.live_workers():  # the load that followed the snapshot is here with the answer
-            await dispatcher.status(worker.worker_id)
+        for (
+            worker,
+            _,
+        ) in dispatcher.workers.live_workers():  # the load that followed the snapshot is here with the answer
+            await dispatcher.queries.status(worker.worker_id)
         held = [
             {view.worker_id: view.indexed_blocks for view in one.router.workers()}
             for one in (cluster.dispatcher, dispatcher)
@@ -230,8 +233,8 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
         for policy in options.policies:
             own = settings_from(sections | {"router": {"policy": policy}})
             async with cluster.another_ingress(own) as dispatcher:
-                for info, _ in dispatcher.live_workers():
-                    await dispatcher.reset_cache(info.worker_id)
+                for info, _ in dispatcher.workers.live_workers():
+                    await dispatcher.queries.reset_cache(info.worker_id)
                 async with asyncio.timeout(30):
                     while any(view.indexed_blocks for view in dispatcher.router.workers()):
                         await asyncio.sleep(0.01)
@@ -259,7 +262,9 @@ async def compare(options: argparse.Namespace, folder: Path) -> bool:
 async def _quiet(dispatcher: Dispatcher) -> None:
     """Nothing is computed any more, and the last events have arrived."""
     async with asyncio.timeout(60):
-        while any(load.running + load.waiting + load.receiving + load.held for _, load in dispatcher.live_workers()):
+        while any(
+            load.running + load.waiting + load.receiving + load.held for _, load in dispatcher.workers.live_workers()
+        ):
             await asyncio.sleep(0.05)
     await asyncio.sleep(0.5)
 
@@ -267,7 +272,7 @@ async def _quiet(dispatcher: Dispatcher) -> None:
 async def _warm_up(dispatcher: Dispatcher, vocab_size: int) -> None:
     """Every worker has computed prompts and every pair has moved KV before anything is counted."""
     async with asyncio.timeout(60):
-        await dispatcher.wait_for(lambda d: d.pairs.book.is_settled())
+        await dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
     run = Run(
         dispatcher, [TraceEntry(0.0, 200, 4, tuple(range(100 * n, 100 * n + 13)), BLOCK) for n in range(12)], vocab_size
     )

@@ -17,7 +17,7 @@ from kvrelay.plane.frame_reader import FrameReader
 from kvrelay.plane.messages import KvSnapshot, decode_from_worker, encode
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
-from kvrelay.serve.workers.snapshot_slices import Intake
+from kvrelay.serve.workers.index_upkeep import SnapshotSlices
 
 NUM_CHANGED = 1000
 AT_ONCE = 100_000  # blocks of each of the other workers
@@ -82,7 +82,7 @@ async def measure(num_blocks: int, num_others: int) -> None:
     index, mine = filled(rng, num_others), names(rng, num_blocks)
     first = framed(KvSnapshot(seq=0, hashes=mine))
     again = framed(KvSnapshot(seq=1, hashes=[*mine[NUM_CHANGED:], *names(rng, NUM_CHANGED)]))
-    Intake(index)
+    SnapshotSlices(index)
 
     def take(frame: bytes) -> None:
         message = decode_from_worker(frame)

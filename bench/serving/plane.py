@@ -5,7 +5,7 @@
 A fake decode worker in its own process emits one batched Tokens message per step, as a real one does;
 each token's id is the (machine-wide, monotonic) microsecond at which its step ended, so the receiver
 knows its delay. Received in three ways:
-  dispatcher   kvrelay.serve.workers.dispatcher: what the ingress does, routing, ordering and hand-over included
+  dispatcher   kvrelay.serve.requests.dispatcher: what the ingress does, routing, ordering and hand-over included
   plane        kvrelay.plane.connection alone: receive, decode, hand to per-stream queues
   zeromq       the same messages and queues over ZeroMQ DEALER/ROUTER (needs pyzmq)
 CPU is process time of the receiving and the sending process over the tokens, both without the streams'
@@ -31,7 +31,8 @@ from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
 from kvrelay.plane.connection import Connection, Server, connect
 from kvrelay.router.decision.router import Router
-from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Fingerprint
 
 SECRET = b"bench"
@@ -200,10 +201,10 @@ async def through_dispatcher(port: int, meter: Meter, streams: int, tokens: int)
     """What the ingress does with every stream."""
     settings = Settings()
     dispatcher = Dispatcher(Router(settings.router, tokens_per_hash=BLOCK_SIZE), SECRET, settings)
-    dispatcher.set_members([Member("decode-0", "decode", "127.0.0.1", port)])
+    dispatcher.workers.set_members([Member("decode-0", "decode", "127.0.0.1", port)])
     await dispatcher.start()
     async with asyncio.timeout(10):
-        await dispatcher.wait_for(lambda known: known.is_ready())
+        await dispatcher.workers.wait_for(lambda known: known.is_ready())
 
     async def read(index: int) -> None:
         async for output in dispatcher.generate(request(index, tokens), force="local"):

@@ -23,8 +23,8 @@ from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.types import Role
 
 LATE_S = 60.0  # after the last arrival the run ends
@@ -160,12 +160,12 @@ async def measure_ways(cluster: LocalCluster, settings: Settings, vocab_size: in
     ]
     async with cluster.another_ingress(settings) as dispatcher:
         async with asyncio.timeout(60):
-            await dispatcher.wait_for(lambda d: d.pairs.book.is_settled())
+            await dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
         player = Player(dispatcher, (), vocab_size)
         for number, probe in enumerate(probes):
             await player._one(number, probe, player._request(number, probe))
-        speeds = [pair.path.bytes_per_s for pair in dispatcher.pairs.book.pairs if pair.path is not None]
-        info = dispatcher.live_workers()[0][0]
+        speeds = [pair.path.bytes_per_s for pair in dispatcher.workers.pairs.book.pairs if pair.path is not None]
+        info = dispatcher.workers.live_workers()[0][0]
     message_s = statistics.median(player.messages_s[-NUM_PROBES:])
     names = ("num_blocks", "block_size", "max_running", "max_model_len", "kv_bytes_per_token")
     return Ways(max(message_s, 0.0), min(speeds, default=0.0), {name: getattr(info, name) for name in names})
@@ -175,9 +175,9 @@ async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[Trac
     """From empty caches, through an ingress that knows nothing yet."""
     async with cluster.another_ingress(settings) as dispatcher:
         async with asyncio.timeout(60):
-            await dispatcher.wait_for(lambda d: d.pairs.book.is_settled())
-            for info, _ in dispatcher.live_workers():
-                await dispatcher.reset_cache(info.worker_id)
+            await dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
+            for info, _ in dispatcher.workers.live_workers():
+                await dispatcher.queries.reset_cache(info.worker_id)
             while any(view.indexed_blocks for view in dispatcher.router.workers()):
                 await asyncio.sleep(0.01)
         before = moved_by_tiers(dispatcher)
@@ -189,7 +189,7 @@ async def play(cluster: LocalCluster, settings: Settings, entries: Sequence[Trac
 
 def moved_by_tiers(dispatcher: Dispatcher) -> dict[str, int]:
     """Blocks since the workers' start, by what became of them, as in `Simulation.summary`; nothing without tiers below the pools."""
-    tiers = [tier for _, load in dispatcher.live_workers() for tier in load.tiers]
+    tiers = [tier for _, load in dispatcher.workers.live_workers() for tier in load.tiers]
     hosts, stores = ([tier for tier in tiers if (tier.tier == "host") is is_host] for is_host in (True, False))
     if not hosts:
         return {}

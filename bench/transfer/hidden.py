@@ -72,7 +72,7 @@ class Prober:
 
     async def _totals(self) -> dict[str, Any]:
         """The prefill worker's account of its transfers."""
-        totals: dict[str, Any] = json.loads(await self._dispatcher.status(self._prefill))["transfer"]
+        totals: dict[str, Any] = json.loads(await self._dispatcher.queries.status(self._prefill))["transfer"]
         return totals
 
 

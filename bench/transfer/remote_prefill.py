@@ -38,7 +38,7 @@ from kvrelay.cluster.loadgen.client import (
 from kvrelay.cluster.loadgen.prompts import PromptSpec, synthetic_prompt
 from kvrelay.cluster.loadgen.stats import OK
 from kvrelay.config import Settings, settings_from
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.requests.dispatcher import Dispatcher
 
 GOAL_MS, GOAL_SHARE = 5.0, 0.02
 DEFAULT_MODEL = "smollm2-135m-instruct"

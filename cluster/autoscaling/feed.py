@@ -13,7 +13,7 @@ from types import MappingProxyType
 from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.planning.capacity import prompts_of
 from kvrelay.router.planning.types import Interval, Target, WorkerModel, Workload
-from kvrelay.serve.telemetry.stats import Histogram, ServeStats
+from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 
 REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"

@@ -40,7 +40,7 @@ def settled(
     while True:
         try:
             view = fetch(api_url, api_key)
-            is_there = (view["prefill"] >= prefill and view["decode"] >= decode) or view["turned_away"]
+            is_there = (view["prefill"] >= prefill and view["decode"] >= decode) or view["rejected"]
             is_complete = view["is_settled"] and is_there
         except ClusterError:
             if time.monotonic() > deadline_s or not (prefill or decode):
@@ -53,7 +53,7 @@ def settled(
 
 def incompatible(view: dict[str, Any]) -> list[str]:
     """What has to be put right before KV can travel everywhere, a line for each pair, and for each worker without any."""
-    return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "incompatible"), *view["turned_away"]]
+    return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "incompatible"), *view["rejected"]]
 
 
 def summary(view: dict[str, Any]) -> str:

@@ -145,7 +145,7 @@ def render(view: View, previous: View | None = None) -> RenderableType:
     if view["pairs"]:
         parts.append(_transfers_table(view, workers))
     parts += [_events(workers, view["front"]), _requests_table(view["requests"])]
-    parts += [Text(line, "red") for line in view["turned_away"]]
+    parts += [Text(line, "red") for line in view["rejected"]]
     if problem := view.get("problem"):
         parts.append(Text(f"no answer since the above: {problem}", "red"))
     return Group(*(line for part in parts for line in (part, "")))

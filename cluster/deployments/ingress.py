@@ -30,10 +30,10 @@ from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.plane.tls import cluster_tls
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.api.errors import error_response
-from kvrelay.serve.api.http import check_api_key
+from kvrelay.serve.api.http import check_api_key, error_response
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+from kvrelay.serve.workers.worker_link import Member
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class IngressReplica:
             logger.info("workers: %s", ", ".join(record.worker_id for record in members) or "none")
         self._members = members
         workers = [m for m in members if m.role != STORE_ROLE]
-        self._dispatcher.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in workers])
+        self._dispatcher.workers.set_members([Member(m.worker_id, m.role, m.host, m.port) for m in workers])
 
     async def _status_endpoint(self, request: Request) -> Response:
         try:
@@ -123,11 +123,11 @@ class IngressReplica:
             "version": __version__,
             "model": self._card.name,
             "max_model_len": min(
-                self._card.max_model_len, self._dispatcher.max_model_len() or self._card.max_model_len
+                self._card.max_model_len, self._dispatcher.workers.max_model_len() or self._card.max_model_len
             ),
-            "is_ready": self._dispatcher.is_ready(),
+            "is_ready": self._dispatcher.workers.is_ready(),
             "prediction_error_s": router.prediction_error_s,
-            "pairs": self._dispatcher.pairs.book.view()["pairs"],
+            "pairs": self._dispatcher.workers.pairs.book.view()["pairs"],
             "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
             "stores": await asyncio.gather(
                 *(self._ask_store(record) for record in self._members if record.role == STORE_ROLE)
@@ -138,7 +138,7 @@ class IngressReplica:
         known = {"worker_id": record.worker_id, "role": record.role, "node_id": record.node_id, "pid": record.pid,
                  "address": f"{record.host}:{record.port}", "epoch": record.epoch}  # fmt: skip
         try:
-            answer = json.loads(await self._dispatcher.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
+            answer = json.loads(await self._dispatcher.queries.status(record.worker_id, timeout_s=STATUS_TIMEOUT_S))
         except (KvrelayError, TimeoutError) as error:
             return {
                 **known,

@@ -12,7 +12,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from kvrelay.serve.api.sessions import MAX_SESSIONS, SessionHints, SessionKey, too_many_sessions
-from kvrelay.serve.requests.refusals import Unavailable
+from kvrelay.serve.requests.retries import Unavailable
 
 logger = logging.getLogger(__name__)
 

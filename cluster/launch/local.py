@@ -26,7 +26,8 @@ from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.remote import CLUSTER
 from kvrelay.plane.messages import WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 
 logger = logging.getLogger(__name__)
@@ -160,7 +161,7 @@ class LocalCluster:
         dispatcher = Dispatcher(_router(settings), self.secret, settings)
         try:
             await dispatcher.start()
-            dispatcher.set_members(self.members)
+            dispatcher.workers.set_members(self.members)
             await _all_up(dispatcher, len(self.members))
             yield dispatcher
         finally:
@@ -232,7 +233,7 @@ async def local_cluster(
             if isinstance(outcome, BaseException):
                 raise outcome
         await cluster.dispatcher.start()
-        cluster.dispatcher.set_members(cluster.members)
+        cluster.dispatcher.workers.set_members(cluster.members)
         await _all_up(cluster.dispatcher, len(cluster.members))
         yield cluster
     finally:
@@ -255,7 +256,7 @@ def _router(settings: Settings) -> Router:
 
 async def _all_up(dispatcher: Dispatcher, count: int) -> None:
     async with asyncio.timeout(30.0):
-        await dispatcher.wait_for(lambda d: len(d.live_workers()) == count)
+        await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == count)
 
 
 async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[ProcessStore]:

@@ -22,10 +22,8 @@ from kvrelay.plane.messages import AssignedByOthers, KvEvents, KvSnapshot, LoadR
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloRequirement
 from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
-from kvrelay.serve.requests.attempt import AttemptFailed
-from kvrelay.serve.requests.refusals import outcome_of
-from kvrelay.serve.requests.retries import Retries
-from kvrelay.serve.telemetry.stats import ServeStats
+from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
+from kvrelay.serve.telemetry.observer import ServeStats
 
 
 class Life:

@@ -23,7 +23,7 @@ from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.simulator.tiers import Holders
 from kvrelay.cluster.simulator.worker import Worker
 from kvrelay.cluster.workloads.trace import TraceEntry
-from kvrelay.serve.requests.slo import slo_of
+from kvrelay.serve.requests.job import slo_of
 from kvrelay.types import Role
 
 
@@ -46,7 +46,7 @@ class Simulation:
         self.scenario, self.profile = scenario, profile
         self.settings = scenario.product_settings()
         promised = slo_of(None, self.settings.slo, 1)
-        self._ask = promised.ask if promised is not None else None
+        self._ask = promised.requirement if promised is not None else None
         self.delays = scenario.delays(self.settings)
         self.clock = Clock()
         self.network = Network(

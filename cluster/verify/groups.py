@@ -18,7 +18,7 @@ from kvrelay.cluster.verify.suites import FLIPPED_BIT
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
 from kvrelay.errors import KvrelayError
 from kvrelay.plane.messages import Beams, Group
-from kvrelay.serve.requests.choices import ranked
+from kvrelay.serve.api.parameters import ranked
 
 SEEDS, OTHER_SEEDS = (101, 102, 103, 104), (1, 2, 3, 4)
 NUM_BEST = 2

@@ -176,4 +176,4 @@ class Verifier:
 async def reset_caches(cluster: LocalCluster) -> None:
     """Every worker forgets its unused cached blocks."""
     for member in cluster.members:
-        await cluster.dispatcher.reset_cache(member.worker_id)
+        await cluster.dispatcher.queries.reset_cache(member.worker_id)

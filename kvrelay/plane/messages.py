@@ -123,6 +123,11 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    @property
+    def num_sequences(self) -> int:
+        """Sequences that it runs in a worker's batch."""
+        return 1 if self.group is None else self.group.num_sequences
+
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """A token's log-probability and the most likely alternatives, best first."""

@@ -15,17 +15,15 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api import ui
 from kvrelay.serve.api.chat import chat_completions
 from kvrelay.serve.api.completions import completions
-from kvrelay.serve.api.errors import error_response, json_response
-from kvrelay.serve.api.front import Front, ModelCard, unknown_model
+from kvrelay.serve.api.endpoint import Front, ModelCard, Traced, unknown_model
 from kvrelay.serve.api.hints import delete_session, get_session, put_session
-from kvrelay.serve.api.http import ClientLeft, check_api_key
+from kvrelay.serve.api.http import ClientLeft, check_api_key, error_response, json_response
 from kvrelay.serve.api.prefetch import prefetch
 from kvrelay.serve.api.replies import Model, ModelList
 from kvrelay.serve.api.sessions import LocalSessions, Sessions
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
-from kvrelay.serve.telemetry.traced import Traced
 from kvrelay.serve.text.tokenizer import TextCodec
-from kvrelay.serve.workers.dispatcher import Dispatcher
 
 __all__ = ["ModelCard", "create_app"]
 
@@ -121,12 +119,12 @@ async def _model(front: Front, request: Request) -> Response:
 
 async def _health(front: Front, request: Request) -> Response:
     """200 once requests can be served; 503 while no decode worker is connected, or KV cannot reach any."""
-    roles = [info.role for info, _ in front.dispatcher.live_workers()]
+    roles = [info.role for info, _ in front.dispatcher.workers.live_workers()]
     body = {"prefill": roles.count("prefill"), "decode": roles.count("decode"), "model": front.model.name}
-    book = front.dispatcher.pairs.book
-    if misfits := [*book.incompatible_pairs().values(), *book.turned_away()]:
+    book = front.dispatcher.workers.pairs.book
+    if misfits := [*book.incompatible_pairs().values(), *book.rejected()]:
         body["incompatible_pairs"] = misfits
-    is_ready = front.dispatcher.is_ready()
+    is_ready = front.dispatcher.workers.is_ready()
     status = "ok" if is_ready else "no KV can travel" if book.blocked() else "no workers"
     return json_response({"status": status, **body}, 200 if is_ready else 503)
 
@@ -136,12 +134,12 @@ async def _pairs(front: Front, request: Request) -> Response:
     check_api_key(request, front.settings.serve.api_key)
     dispatcher = front.dispatcher
     if request.method == "POST":
-        dispatcher.pairs.probe()
-    return json_response(dispatcher.pairs.book.view())
+        dispatcher.workers.pairs.probe()
+    return json_response(dispatcher.workers.pairs.book.view())
 
 
 def _metrics_endpoint(dispatcher: Dispatcher) -> Callable[[Request], Awaitable[Response]]:
-    registry = make_registry(dispatcher)
+    registry = make_registry(dispatcher.stats, dispatcher.router, dispatcher.workers)
 
     async def metrics(request: Request) -> Response:
         encode, content_type = exposition.choose_encoder(request.headers.get("accept", ""))

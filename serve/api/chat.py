@@ -9,8 +9,7 @@ from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import TokenLogprob
-from kvrelay.serve.api.errors import json_response
-from kvrelay.serve.api.front import (
+from kvrelay.serve.api.endpoint import (
     Front,
     StreamUsage,
     collect,
@@ -18,10 +17,23 @@ from kvrelay.serve.api.front import (
     new_id,
     now_unix,
     request_id_header,
+    traceparent_of,
+    usage_of,
     wants_explain,
 )
 from kvrelay.serve.api.hints import hints_of
-from kvrelay.serve.api.http import EventStream, unless_client_leaves
+from kvrelay.serve.api.http import EventStream, bearer_token, json_response, unless_client_leaves
+from kvrelay.serve.api.logprobs import chat_logprobs
+from kvrelay.serve.api.parameters import (
+    beams_of,
+    check_count,
+    make_sampling,
+    num_computed,
+    num_sampled,
+    output_limit,
+    queue_rank,
+    template_messages,
+)
 from kvrelay.serve.api.replies import (
     DONE_EVENT,
     Chat,
@@ -35,14 +47,10 @@ from kvrelay.serve.api.replies import (
     encode_event,
 )
 from kvrelay.serve.api.schemas import ChatBody
-from kvrelay.serve.requests.choices import beams_of, num_computed, num_sampled
-from kvrelay.serve.requests.generation import Generation, Job, Prompt
-from kvrelay.serve.requests.queue_rank import standing_of
-from kvrelay.serve.requests.sampling import check_count, make_sampling, output_limit, template_messages
-from kvrelay.serve.requests.slo import slo_of
+from kvrelay.serve.requests.generation import Generation
+from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
 from kvrelay.serve.telemetry.request_log import Arrival
-from kvrelay.serve.telemetry.traced import traceparent_of
-from kvrelay.serve.text.choice_text import Piece, TextOptions, chat_logprobs
+from kvrelay.serve.text.choice_text import Piece, TextOptions
 from kvrelay.serve.text.tokenizer import encode_text
 
 
@@ -53,7 +61,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
     body = await front.read(request, ChatBody)
     check_count(1, body, front.settings.router.max_inflight)
     prompt = await chat_prompt(front, body)
-    job = Job(
+    job = GenerationJob(
         request_id=new_id("chatcmpl-"),
         prompts=[prompt],
         num_samples=num_sampled(body),
@@ -61,7 +69,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         options=text_options(body),
         salt=body.cache_salt or "",
         hints=await hints_of(front, body),
-        standing=standing_of(request, body, front.settings.scheduler.tenant_by),
+        rank=queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
@@ -152,8 +160,8 @@ class _ChatReply:
             created=self._created,
             model=self._model,
             choices=choices,
-            usage=self._generation.usage(),
-            kvrelay=self._generation.job.told() or UNSET,
+            usage=usage_of(self._generation),
+            kvrelay=self._generation.job.report() or UNSET,
         )
 
     def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> Chunk:
@@ -162,7 +170,7 @@ class _ChatReply:
     def _usage_now(self) -> Usage | UnsetType | None:
         """As OpenAI has it: null in every chunk but the last, when usage was asked for at all."""
         if self._stream_usage.always:
-            return self._generation.usage()
+            return usage_of(self._generation)
         return None if self._stream_usage.at_end else UNSET
 
     def _event(self, index: int, piece: Piece, *, is_first: bool) -> bytes:
@@ -177,7 +185,7 @@ class _ChatReply:
         return encode_event(self._chunk([choice], self._usage_now()))
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, all that is at hand in one piece."""
+        """Server-sent events; what is ready together leaves in one piece."""
         started: set[int] = set()
         async with contextlib.aclosing(self._generation.pieces()) as batches:
             async for batch in batches:
@@ -191,9 +199,9 @@ class _ChatReply:
         yield self._last_events()
 
     def _last_events(self) -> bytes:
-        last = self._chunk([], self._generation.usage() if self._stream_usage.at_end else UNSET)
-        told = self._generation.job.told()
-        if told is not None:
-            last.kvrelay = told
-        is_wanted = self._stream_usage.at_end or told is not None
+        last = self._chunk([], usage_of(self._generation) if self._stream_usage.at_end else UNSET)
+        report = self._generation.job.report()
+        if report is not None:
+            last.kvrelay = report
+        is_wanted = self._stream_usage.at_end or report is not None
         return (encode_event(last) if is_wanted else b"") + DONE_EVENT

@@ -9,8 +9,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.errors import json_response
-from kvrelay.serve.api.front import (
+from kvrelay.serve.api.endpoint import (
     Front,
     StreamUsage,
     collect,
@@ -18,20 +17,30 @@ from kvrelay.serve.api.front import (
     new_id,
     now_unix,
     request_id_header,
+    traceparent_of,
+    usage_of,
     wants_explain,
 )
 from kvrelay.serve.api.hints import hints_of
-from kvrelay.serve.api.http import EventStream, unless_client_leaves
+from kvrelay.serve.api.http import EventStream, bearer_token, json_response, unless_client_leaves
+from kvrelay.serve.api.logprobs import completion_logprobs, echo_logprobs, joined
+from kvrelay.serve.api.parameters import (
+    beams_of,
+    check_count,
+    make_sampling,
+    num_computed,
+    num_sampled,
+    output_limit,
+    prompts_of,
+    queue_rank,
+    ranked,
+)
 from kvrelay.serve.api.replies import DONE_EVENT, Completion, CompletionChoice, CompletionLogprobs, encode_event
 from kvrelay.serve.api.schemas import CompletionBody
-from kvrelay.serve.requests.choices import beams_of, num_computed, num_sampled, ranked
-from kvrelay.serve.requests.generation import Generation, Job, Prompt
-from kvrelay.serve.requests.queue_rank import standing_of
-from kvrelay.serve.requests.sampling import check_count, make_sampling, output_limit, prompts_of
-from kvrelay.serve.requests.slo import slo_of
+from kvrelay.serve.requests.generation import Generation
+from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
 from kvrelay.serve.telemetry.request_log import Arrival
-from kvrelay.serve.telemetry.traced import traceparent_of
-from kvrelay.serve.text.choice_text import Piece, TextOptions, completion_logprobs, echo_logprobs, joined
+from kvrelay.serve.text.choice_text import Piece, TextOptions
 from kvrelay.serve.text.tokenizer import encode_text
 
 
@@ -42,7 +51,7 @@ async def completions(front: Front, request: Request) -> Response:
     body = await front.read(request, CompletionBody)
     given = prompts_of(body, front.settings.serve, front.codec.vocab_size)
     check_count(len(given), body, front.settings.router.max_inflight)
-    job = Job(
+    job = GenerationJob(
         request_id=new_id("cmpl-"),
         prompts=[await completion_prompt(front, body, item) for item in given],
         num_samples=num_sampled(body),
@@ -56,7 +65,7 @@ async def completions(front: Front, request: Request) -> Response:
         echo=bool(body.echo),
         salt=body.cache_salt or "",
         hints=await hints_of(front, body),
-        standing=standing_of(request, body, front.settings.scheduler.tenant_by),
+        rank=queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
         force=forced_path(request),
         explain=explain,
         traceparent=traceparent_of(request),
@@ -144,9 +153,9 @@ class _CompletionReply:
                 for place, index in enumerate(kept)
             ]
         )
-        reply.usage = self._generation.usage()
-        if (told := self._generation.job.told()) is not None:
-            reply.kvrelay = told
+        reply.usage = usage_of(self._generation)
+        if (report := self._generation.job.report()) is not None:
+            reply.kvrelay = report
         return reply
 
     def _event(self, index: int, piece: Piece) -> bytes:
@@ -158,11 +167,11 @@ class _CompletionReply:
         )
         reply = self._reply([choice])
         if self._stream_usage.always:
-            reply.usage = self._generation.usage()
+            reply.usage = usage_of(self._generation)
         return encode_event(reply)
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Server-sent events, all that is at hand in one piece."""
+        """Server-sent events; what is ready together leaves in one piece."""
         echo, wants_logprobs = self._generation.job.echo, self._num_top is not None
         async with contextlib.aclosing(self._generation.pieces()) as batches:
             async for batch in batches:
@@ -177,9 +186,9 @@ class _CompletionReply:
 
     def _last_events(self) -> bytes:
         last = self._reply([])
-        last.usage = self._generation.usage() if self._stream_usage.at_end else UNSET
-        told = self._generation.job.told()
-        if told is not None:
-            last.kvrelay = told
-        is_wanted = self._stream_usage.at_end or told is not None
+        last.usage = usage_of(self._generation) if self._stream_usage.at_end else UNSET
+        report = self._generation.job.report()
+        if report is not None:
+            last.kvrelay = report
+        is_wanted = self._stream_usage.at_end or report is not None
         return (encode_event(last) if is_wanted else b"") + DONE_EVENT

@@ -9,9 +9,8 @@ from starlette.responses import Response
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import KvHints
-from kvrelay.serve.api.errors import json_response
-from kvrelay.serve.api.front import Front
-from kvrelay.serve.api.http import check_api_key, read_json_body
+from kvrelay.serve.api.endpoint import Front
+from kvrelay.serve.api.http import check_api_key, json_response, read_json_body
 from kvrelay.serve.api.replies import DeletedSession, SessionReply
 from kvrelay.serve.api.schemas import Common, KvFields, SessionBody, is_session_name, parse
 from kvrelay.serve.api.sessions import IDLE_S, SessionHints, SessionKey, no_such_session
@@ -83,7 +82,7 @@ async def delete_session(front: Front, request: Request) -> Response:
     hints = await front.sessions.delete(key)
     if hints is None:
         raise no_such_session(key.name, None)
-    front.dispatcher.tell_all(wire.EndPins(session=pins_name(key, hints)))
+    front.dispatcher.links.send_to_all(wire.EndPins(session=pins_name(key, hints)))
     return json_response(DeletedSession(name=key.name))
 
 

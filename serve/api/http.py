@@ -1,4 +1,4 @@
-"""HTTP plumbing below the endpoints: bodies with a limit, clients that leave, server-sent events.
+"""HTTP below the endpoints: bodies with a limit, API keys, OpenAI's error objects, clients that leave, server-sent events.
 
 Knows nothing of tokens. Imports no router.
 """
@@ -7,16 +7,17 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import math
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+from msgspec import UNSET
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.errors import describe, error_response
-from kvrelay.serve.api.replies import encode_event
+from kvrelay.errors import InvalidRequest, KvrelayError, RequestError, WorkerError
+from kvrelay.serve.api.replies import ErrorBody, ErrorReply, encode_event, encode_json
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +25,7 @@ T = TypeVar("T")
 
 
 class ClientLeft(Exception):
-    """The client closed the connection; nobody is there to answer. Never leaves serve/."""
+    """The client closed the connection: there is no one to answer. Never leaves serve/."""
 
 
 def check_api_key(request: Request, api_key: str | None) -> None:
@@ -45,10 +46,8 @@ async def read_json_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Raises InvalidRequest: no JSON content type, empty, or over the limit (413)."""
     content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if content_type != "application/json" and not content_type.endswith("+json"):
-        told = f"not {content_type}" if content_type else "but there is none"
-        raise InvalidRequest(
-            f"the content type must be application/json, {told}", None, 400, "unsupported_content_type"
-        )
+        got = f"not {content_type}" if content_type else "but there is none"
+        raise InvalidRequest(f"the content type must be application/json, {got}", None, 400, "unsupported_content_type")
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit_bytes:
         raise _too_large(limit_bytes)
@@ -141,3 +140,41 @@ class EventStream(Response):
         except Exception as error:
             tail = encode_event(describe(error)[1])
         await send({"type": "http.response.body", "body": tail, "more_body": False})
+
+
+# ---- every error as OpenAI's error object with its HTTP status
+
+_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+
+
+def _type_of(status: int) -> str:
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+
+
+def describe(error: Exception) -> tuple[int, ErrorReply, float | None]:
+    """(status, body, Retry-After in seconds or None) of any error."""
+    if isinstance(error, RequestError):
+        body = ErrorBody(message=error.message, type=_type_of(error.status), param=error.param, code=error.code)
+        body.slo = getattr(error, "slo", UNSET)
+        return error.status, ErrorReply(error=body), getattr(error, "retry_after_s", None)
+    if isinstance(error, WorkerError):
+        body = ErrorBody(message=str(error), type="server_error", code="worker_failed")
+        return 503, ErrorReply(error=body), 1.0
+    if isinstance(error, KvrelayError):
+        return 500, ErrorReply(error=ErrorBody(message=str(error), type="server_error", code="internal_error")), None
+    logger.error("unexpected error", exc_info=error)
+    body = ErrorBody(message="internal error; see the server's log", type="server_error", code="internal_error")
+    return 500, ErrorReply(error=body), None
+
+
+def json_response(reply: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode_json(reply), status, headers, "application/json")
+
+
+def error_response(error: Exception, headers: dict[str, str] | None = None) -> Response:
+    """The response for an error before the first byte."""
+    status, reply, retry_after_s = describe(error)
+    headers = dict(headers or {})
+    if retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
+    return json_response(reply, status, headers)

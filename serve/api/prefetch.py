@@ -11,15 +11,15 @@ from kvrelay.errors import InvalidRequest, Overloaded
 from kvrelay.plane.messages import KvHints, Prefetched, SequenceRequest
 from kvrelay.serve.api.chat import chat_prompt
 from kvrelay.serve.api.completions import completion_prompt
-from kvrelay.serve.api.errors import json_response
-from kvrelay.serve.api.front import Front, forced_path, new_id
+from kvrelay.serve.api.endpoint import Front, forced_path, new_id
 from kvrelay.serve.api.hints import hints_of
-from kvrelay.serve.api.http import unless_client_leaves
+from kvrelay.serve.api.http import json_response, unless_client_leaves
+from kvrelay.serve.api.parameters import check_count, prompts_of
 from kvrelay.serve.api.replies import PrefetchReply
 from kvrelay.serve.api.schemas import Common, PrefetchChatBody, PrefetchCompletionBody
-from kvrelay.serve.requests.generation import Prompt, hashes_of
-from kvrelay.serve.requests.sampling import check_count, prompts_of
-from kvrelay.serve.workers.dispatcher import Force
+from kvrelay.serve.requests.dispatcher import Force
+from kvrelay.serve.requests.generation import hashes_of
+from kvrelay.serve.requests.job import Prompt
 
 DEFAULT_HOLD_S = 30.0
 _RETRY_AFTER_S = 1.0

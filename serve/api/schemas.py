@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import MAX_PRIORITY
+from kvrelay.serve.requests.job import SloFields
 
 logger = logging.getLogger(__name__)
 
@@ -89,17 +90,6 @@ class KvFields(SessionBody):
     """The field `kv`: what a client knows of its prompt's future."""
 
     session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # whose hints the request inherits
-
-
-class SloFields(BaseModel):
-    """The field `slo`: what times a client wants, and what is to become of the request when they are out of reach."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-    class_name: Annotated[str, Field(min_length=1, max_length=64)] | None = Field(None, alias="class")
-    ttft_s: Annotated[Real, Field(gt=0)] | None = None  # these two: over those of the class
-    tpot_s: Annotated[Real, Field(gt=0)] | None = None
-    on_miss: Literal["refuse", "queue"] | None = None
 
 
 class Common(_Body):

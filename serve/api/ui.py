@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.front import INGRESS, Front
+from kvrelay.serve.api.endpoint import INGRESS, Front
 from kvrelay.serve.api.http import EventStream, check_api_key
 from kvrelay.serve.telemetry.live import LiveFeed, snapshot
 from kvrelay.serve.telemetry.request_log import REQUESTS_KEPT
@@ -72,7 +72,11 @@ class LiveView:
 
 
 def _snapshot(front: Front, num_viewers: int) -> dict[str, Any]:
-    return snapshot(front.dispatcher, front.model.name, num_viewers=num_viewers)
+    dispatcher = front.dispatcher
+    view = snapshot(
+        dispatcher.workers, dispatcher.router, dispatcher.stats, dispatcher.requests, now_s=dispatcher.clock()
+    )
+    return {"ingress": INGRESS, "model": front.model.name, "viewers": num_viewers, **view}
 
 
 class _PatientStream(EventStream):

@@ -1,87 +1,180 @@
-"""One try at computing a sequence on chosen workers: what came in for it, and who holds something.
+"""One attempt at computing a sequence on chosen workers: reserve, prefill, commit, decode.
 
-Owns the inbox and the list of holders. Every holder that has not said that it ended gets an
-Abort when the attempt closes. Imports no HTTP.
+Workers' messages travel over several sockets and may overtake each other, so every step handles whatever comes.
 """
 
 import asyncio
-from typing import Generic, TypeVar
 
-from kvrelay.plane.messages import SequenceRequest
+from kvrelay.errors import ConnectionLost, ProtocolError, RequestError
+from kvrelay.plane import messages as wire
+from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision
-from kvrelay.serve.workers.worker_link import WorkerLink
+from kvrelay.serve.requests.retries import AttemptFailed
+from kvrelay.serve.requests.token_order import GroupOrder, TokenOrder
+from kvrelay.serve.telemetry.observer import RequestObserver
+from kvrelay.serve.workers.dispatch import Placer, Received, Submission
 
-T = TypeVar("T")
-
-
-class Inbox(Generic[T]):
-    """Items for one waiting reader. Writers never wait; whoever writes bounds what is written."""
-
-    __slots__ = ("_items", "_waiter")
-
-    def __init__(self) -> None:
-        self._items: list[T] = []
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, item: T) -> None:
-        self._items.append(item)
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    async def get_all(self) -> list[T]:
-        """Everything that came since the last call; waits while there is nothing."""
-        while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
-        items, self._items = self._items, []
-        return items
+RESERVE_GRACE_S = 5.0  # beyond the wait that the decode worker itself allows
 
 
-class WorkerGone:
-    """In an inbox: the connection to a worker ended."""
+class SequenceAttempt:
+    """`request` on the workers of `decision`. Its outputs go through `order`, which outlives the attempt.
 
-    __slots__ = ("why",)
-
-    def __init__(self, why: str) -> None:
-        self.why = why
-
-
-class TimeIsUp:
-    """In an inbox: the sequence's deadline, or the wait for a reservation, has passed."""
-
-    __slots__ = ("what",)
-
-    def __init__(self, what: str) -> None:
-        self.what = what
-
-
-class AttemptFailed(Exception):
-    """This attempt came to nothing; whether another is made is for Retries to say. Never reaches a client."""
+    Every step raises AttemptFailed, and RequestError when the request's time is up.
+    """
 
     def __init__(
-        self, worker_id: str, code: str, why: str, *, retryable: bool = True, retry_after_s: float = 1.0
+        self,
+        request: wire.SequenceRequest,
+        decision: Decision,
+        submission: Submission,
+        order: TokenOrder | GroupOrder,
+        router: Router,
+        placer: Placer,
+        observer: RequestObserver,
     ) -> None:
-        super().__init__(worker_id, code, why)
-        self.worker_id, self.code, self.why = worker_id, code, why
-        self.retryable, self.retry_after_s = retryable, retry_after_s
-
-    def __str__(self) -> str:
-        return f"{self.worker_id}: {self.code}"
-
-
-class Attempt:
-    """`id` is unique per attempt, so that a message of an earlier one cannot be taken for this one's."""
-
-    __slots__ = ("decision", "has_first_token", "holders", "id", "inbox", "is_transferred", "request", "ticket")
-
-    def __init__(self, request: SequenceRequest, decision: Decision) -> None:
-        self.id = request.request_id
         self.request, self.decision = request, decision
-        self.inbox: Inbox[tuple[str, object]] = Inbox()
-        self.holders: dict[str, WorkerLink] = {}  # by worker, the link that it was asked over
-        self.has_first_token = self.is_transferred = False
-        self.ticket: bytes | None = None
+        self._submission, self._order = submission, order
+        self._router, self._placer, self._observer = router, placer, observer
+        self._has_first_token = False
+        self._is_committed = decision.prefill is None or decision.decode is None  # else: once the KV is transferred
+        self._ticket: bytes | None = None
+
+    @property
+    def id(self) -> str:
+        return self._submission.id
+
+    # ---- steps
+
+    async def reserve(self, message: wire.Reserve) -> bytes:
+        """Reserve blocks on the decode worker, before any compute is spent. Returns the ticket of one KV transfer."""
+        assert self.decision.decode is not None
+        self._observer.reserving(self.decision.decode)
+        self._submit(self.decision.decode, message)
+        try:
+            async with asyncio.timeout(message.timeout_s + RESERVE_GRACE_S):
+                while self._ticket is None:
+                    await self._receive()
+        except TimeoutError as error:
+            raise AttemptFailed(self.decision.decode, "full", "no answer to the reservation") from error
+        return self._ticket
+
+    def submit(self, request: wire.SequenceRequest, ticket: bytes | None) -> None:
+        """Have the prompt computed: by the prefill worker, else by the decode worker."""
+        if self.decision.prefill is not None:
+            self._submit(self.decision.prefill, wire.Prefill(request=request, ticket=ticket))
+        else:
+            assert self.decision.decode is not None
+            self._submit(self.decision.decode, wire.Generate(request=request))
+
+    async def prefilled(self) -> wire.TokenOutput | None:
+        """The next first token of a choice; None once the decode worker has committed the prompt's KV."""
+        while (output := self._order.take()) is None:
+            if self._is_over or (self._has_first_token and self._is_committed):
+                return None
+            await self._receive()
+        return output
+
+    async def decoded(self) -> wire.TokenOutput | None:
+        """All tokens that are ready, waiting for the first of them; None after the last."""
+        while (output := self._order.take()) is None:
+            if self._is_over:
+                return None
+            await self._receive()
+        return output
+
+    @property
+    def _is_over(self) -> bool:
+        return self._order.finish_reason is not None or self._submission.is_closed
+
+    def _submit(self, worker_id: str, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
+        self._observer.submitted(worker_id, message)
+        try:
+            self._submission.send(worker_id, message)
+        except ConnectionLost as error:
+            raise AttemptFailed(worker_id, "lost", str(error)) from error
+
+    # ---- what workers send
+
+    async def _receive(self) -> None:
+        for worker_id, message in await self._submission.inbox.get_all():
+            self._handle(worker_id, message)
+            if self._order.finish_reason is not None:
+                return
+
+    def _handle(self, worker_id: str, message: Received) -> None:
+        if isinstance(message, wire.TokenOutput):
+            self._on_tokens(worker_id, message)
+        elif isinstance(message, wire.Reserved):
+            self._ticket = message.ticket
+            self._observer.reserved(message)
+        elif isinstance(message, wire.Transferred):
+            self._on_committed()
+            self._observer.transferred(message)
+        elif isinstance(message, wire.Refused):
+            self._submission.released(worker_id)
+            raise AttemptFailed(worker_id, message.reason, message.message, retry_after_s=message.retry_after_s)
+        elif isinstance(message, wire.Failed):
+            self._submission.released(worker_id)
+            raise AttemptFailed(worker_id, message.code, message.message, retryable=message.retryable)
+        elif isinstance(message, ConnectionLost):
+            if self._submission.released(worker_id):
+                raise AttemptFailed(worker_id, "lost", str(message))
+        else:
+            raise message
+
+    def _on_tokens(self, worker_id: str, output: wire.TokenOutput) -> None:
+        try:
+            self._order.add(output)
+        except ProtocolError as error:
+            raise AttemptFailed(worker_id, "engine", str(error), retryable=False) from error
+        if not self._has_first_token and worker_id == (self.decision.prefill or self.decision.decode):
+            self._on_first_token(output)
+        if worker_id == self.decision.decode:
+            self._on_committed()  # it decodes: the blocks have arrived
+        if output.ends_request:
+            self._submission.released(worker_id)
+        if output.finish_reason is not None:
+            self.narrow()
+
+    def _on_first_token(self, output: wire.TokenOutput) -> None:
+        self._has_first_token = True
+        now_s = self._observer.first_token(output)
+        self._router.on_first_token(self.id, now_s, timings=output.timings, cached_tokens=output.cached_tokens or 0)
+        self._placer.load_changed()
+        self._release_prefill()
+
+    def _on_committed(self) -> None:
+        self._is_committed = True
+        self._release_prefill()
+
+    def _release_prefill(self) -> None:
+        """The prefill worker is done once its token and its blocks have both arrived."""
+        source, target = self.decision.prefill, self.decision.decode
+        if source is not None and target is not None and self._has_first_token and self._is_committed:
+            self._submission.released(source)
+
+    # ---- groups
+
+    def drop_choice(self, choice: int) -> None:
+        """Have workers stop computing a choice of a group."""
+        self._submission.abort_choice(choice)
+        self.narrow()
+
+    def narrow(self) -> None:
+        """Count only the choices that still run. A beam search returns all its results at its end: until then all run."""
+        group = self.request.group
+        if isinstance(self._order, GroupOrder) and group is not None and group.beams is None:
+            self._router.on_narrowed(self.id, group.num_choices - len(self._order.ended))
+            self._placer.load_changed()
+
+    def interrupt(self, error: RequestError) -> None:
+        """Have the current step raise `error`."""
+        self._submission.inbox.put(("", error))
+
+    def close(self, reason: str) -> None:
+        """The one release path: workers that may still hold something get an Abort, and the router counts nothing any more. Idempotent."""
+        if not self._submission.is_closed:
+            self._router.on_end(self.id)
+            self._placer.load_changed()
+            self._submission.close(reason)

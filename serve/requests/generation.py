@@ -5,75 +5,25 @@ Owns the sequences of the request: closing the generator of pieces aborts every 
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import msgspec
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import block_hashes
-from kvrelay.plane.messages import Beams, Group, KvHints, Sampling, SequenceRequest, TokenOutput
-from kvrelay.serve.api.replies import PromptDetails, Usage
-from kvrelay.serve.requests.attempt import Inbox
-from kvrelay.serve.requests.queue_rank import Standing
-from kvrelay.serve.requests.request_driver import SequenceLife
-from kvrelay.serve.requests.sampling import seed_of_sample
-from kvrelay.serve.requests.slo import SloRecord
-from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.telemetry.request_log import Arrival
-from kvrelay.serve.text.choice_text import ChoiceText, Piece, TextOptions
+from kvrelay.plane.messages import Group, SequenceRequest, TokenOutput
+from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.requests.job import GenerationJob
+from kvrelay.serve.requests.request_driver import RequestDriver
+from kvrelay.serve.text.choice_text import ChoiceText, Piece
 from kvrelay.serve.text.tokenizer import TextCodec
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.workers.dispatch import Mailbox
 
-GATED_BLOCKS = (
-    4  # where a prompt this long has more samples than one group may, the other groups wait for the first's prefill
-)
+GATED_BLOCKS = 4
+"""From this prompt length on, samples beyond one group's wait for the first group's prefill, whose blocks they then share."""
 LONG_PROMPT_TOKENS = 8192  # hashed on a thread
-
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """One prompt, ready to be computed. `text` is what `echo` repeats."""
-
-    token_ids: list[int]
-    text: str
-    sampling: Sampling
-    discards_output: bool = False  # max_tokens 0: only the prompt's log-probabilities are wanted
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """One HTTP request, checked and tokenised. Choices are numbered prompt by prompt.
-
-    `num_samples` are computed for each prompt, `best_of` of OpenAI's; the caller keeps those that it wants.
-    """
-
-    request_id: str
-    prompts: list[Prompt]
-    num_samples: int
-    options: TextOptions
-    echo: bool = False
-    salt: str = ""
-    hints: KvHints = field(default_factory=KvHints)
-    standing: Standing = field(default_factory=Standing)
-    force: Literal["local", "remote"] | None = None
-    explain: Explain | None = None
-    traceparent: str = ""
-    beams: Beams | None = None  # then the samples are the results of one beam search
-    arrival: Arrival | None = None
-    slo: SloRecord | None = None
-
-    def told(self) -> dict[str, Any] | None:
-        """What goes into the answer under `kvrelay`: what was asked to be explained, and an SLO that is not kept to."""
-        told = {} if self.explain is None else self.explain.report()
-        if self.slo is not None and (self.explain is not None or self.slo.must_be_told):
-            told["slo"] = self.slo.told()
-        return told or None
-
-    @property
-    def num_choices(self) -> int:
-        return len(self.prompts) * self.num_samples
+SEED_MASK = 2**63 - 1
 
 
 class _Stream:
@@ -87,23 +37,24 @@ class _Stream:
         start = len(self._prompt.text) if job.echo else 0
         self._texts = [ChoiceText(owner.codec, job.options, start=start) for _ in range(count)]
         self._running = set(range(count))
-        self._life: SequenceLife | None = None
+        self._driver: RequestDriver | None = None
+        self._outputs: AsyncGenerator[TokenOutput, None] | None = None
 
     async def next(self) -> tuple[int, Piece] | None:
         """The next piece with its choice's index; None after the last."""
-        if self._life is None:
-            await self._open()
-        assert self._life is not None
+        if self._driver is None or self._outputs is None:
+            self._driver = await self._open()
+            self._outputs = self._driver.tokens()
         while self._running:
-            output = await self._life.next()
+            output = await anext(self._outputs, None)
             self._gate.set()
             if output is None:
                 break
             if output.choice in self._running:
-                return self._first + output.choice, self._piece(self._life, output)
+                return self._first + output.choice, self._piece(self._driver, output)
         return None
 
-    def _piece(self, life: SequenceLife, output: TokenOutput) -> Piece:
+    def _piece(self, driver: RequestDriver, output: TokenOutput) -> Piece:
         piece = self._texts[output.choice].add(output)
         if self._prompt.discards_output:
             piece = Piece("", 0, "length", first=output)
@@ -111,12 +62,12 @@ class _Stream:
         if piece.finish_reason is not None:
             self._running.discard(output.choice)
             if not self._running:
-                life.close(piece.finish_reason)
+                driver.finish(piece.finish_reason)
             else:
-                life.end_choice(output.choice)
+                driver.end_choice(output.choice)
         return piece
 
-    async def _open(self) -> None:
+    async def _open(self) -> RequestDriver:
         job, prompt = self._owner.job, self._prompt
         if self._sample:
             await self._gate.wait()
@@ -131,56 +82,56 @@ class _Stream:
             traceparent=job.traceparent,
             tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
             hints=job.hints,
-            priority=job.standing.priority,
-            deadline_s=job.standing.deadline_s,
-            tenant=job.standing.tenant,
+            priority=job.rank.priority,
+            deadline_s=job.rank.deadline_s,
+            tenant=job.rank.tenant,
             group=self._group(seeds),
         )
         explain = job.explain if self._first == 0 else None
         if explain is not None:
             explain.submitted_s = self._owner.dispatcher.clock()
         slo = job.slo if self._first == 0 else None  # the request is admitted as a whole, with its first sequence
-        self._life = self._owner.dispatcher.open(
-            request, force=job.force, explain=explain, arrival=job.arrival, slo=slo
-        )
+        return self._owner.dispatcher.open(request, force=job.force, explain=explain, arrival=job.arrival, slo=slo)
 
     def _group(self, seeds: list[int]) -> Group | None:
         if self._owner.job.beams is not None:
             return Group(beams=self._owner.job.beams)
         return Group(seeds=tuple(seeds)) if self._count > 1 else None
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
+        """Abort what still runs."""
         self._gate.set()
-        if self._life is not None:
-            self._life.close("client")
+        if self._driver is not None and self._outputs is not None:
+            self._driver.finish("client")
+            await self._outputs.aclose()
 
 
 class Generation:
     """Runs a job. `pieces` yields lists of (choice index, piece), everything at hand at once."""
 
-    def __init__(self, dispatcher: Dispatcher, codec: TextCodec, job: Job) -> None:
+    def __init__(self, dispatcher: Dispatcher, codec: TextCodec, job: GenerationJob) -> None:
         self.dispatcher, self.codec, self.job = dispatcher, codec, job
-        self._output_tokens = 0
+        self.num_output_tokens = 0
         self._cached_tokens: dict[int, int] = {}  # by prompt, as its first sample found it
 
     def note(self, index: int, piece: Piece) -> None:
         """Count a piece for the usage."""
-        self._output_tokens += piece.num_tokens
+        self.num_output_tokens += piece.num_tokens
         if piece.first is not None:
             self._cached_tokens.setdefault(index // self.job.num_samples, piece.first.cached_tokens or 0)
 
-    def usage(self) -> Usage:
-        """Tokens so far. A prompt counts once, however many samples it has."""
-        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.job.prompts)
-        return Usage(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=self._output_tokens,
-            total_tokens=prompt_tokens + self._output_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=sum(self._cached_tokens.values())),
-        )
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of all prompts; a prompt counts once, however many samples it has."""
+        return sum(len(prompt.token_ids) for prompt in self.job.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of the prompts' tokens, those that were found in a cache."""
+        return sum(self._cached_tokens.values())
 
     async def pieces(self) -> AsyncGenerator[list[tuple[int, Piece]], None]:
-        """Until every choice has ended. Raises what the first failing sequence raises."""
+        """Pieces until every choice has ended. Raises what the first failing sequence raises."""
         streams = await self._streams()
         try:
             if len(streams) == 1:
@@ -192,12 +143,12 @@ class Generation:
                     yield pieces
         finally:
             for stream in streams:
-                stream.close()
+                await stream.aclose()
 
     async def _streams(self) -> list[_Stream]:
         tokens_per_hash, count = self.dispatcher.settings.tokens_per_hash, self.job.num_samples
-        most = count if self.job.beams is not None else max(1, self.dispatcher.max_group())
-        if self.job.beams is not None and self.job.beams.width > (limit := self.dispatcher.max_group()):
+        most = count if self.job.beams is not None else max(1, self.dispatcher.workers.max_group())
+        if self.job.beams is not None and self.job.beams.width > (limit := self.dispatcher.workers.max_group()):
             raise InvalidRequest(
                 f"best_of: {self.job.beams.width} beams, but a worker runs {limit} sequences", "best_of"
             )
@@ -215,16 +166,27 @@ class Generation:
 
 
 async def hashes_of(token_ids: list[int], tokens_per_hash: int, salt: str) -> list[bytes]:
-    """The chain over a prompt."""
+    """The prompt's chain of block hashes; a long prompt is hashed on a thread."""
     if len(token_ids) < LONG_PROMPT_TOKENS:
         return list(block_hashes(token_ids, tokens_per_hash, salt))
     return list(await asyncio.to_thread(block_hashes, token_ids, tokens_per_hash, salt))
 
 
+def seed_of_sample(seed: int, index: int) -> int:
+    """The seed of sample `index` of `n`: samples differ, and can be repeated.
+
+    The first keeps the request's seed; the others' are hashed, or a request with the next seed would repeat them.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & SEED_MASK
+
+
 _Item = tuple[int, Piece] | BaseException | None
 
 
-async def _feed(stream: _Stream, inbox: Inbox[_Item]) -> None:
+async def _feed(stream: _Stream, inbox: Mailbox[_Item]) -> None:
     try:
         while (piece := await stream.next()) is not None:
             inbox.put(piece)
@@ -235,7 +197,7 @@ async def _feed(stream: _Stream, inbox: Inbox[_Item]) -> None:
 
 async def _merge(streams: list[_Stream]) -> AsyncGenerator[list[tuple[int, Piece]], None]:
     """Pieces of all streams, whichever comes first; a failure ends it."""
-    inbox: Inbox[_Item] = Inbox()
+    inbox: Mailbox[_Item] = Mailbox()
     tasks = [asyncio.create_task(_feed(stream, inbox)) for stream in streams]
     running = len(tasks)
     try:

@@ -1,24 +1,46 @@
-"""After an attempt that came to nothing: whether there is another, and what it asks of the router.
+"""After a failed attempt: whether there is another, what it asks of the router, and which error the client gets otherwise.
 
 The rules of one sequence, for the ingress and for the simulator. Knows no clock, HTTP or socket.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
-from kvrelay.errors import InvalidRequest, KvrelayError, Overloaded
+from kvrelay.errors import (
+    DeadlinePassed,
+    EngineFailed,
+    InvalidRequest,
+    KvrelayError,
+    Overloaded,
+    RequestError,
+    WorkerLost,
+)
 from kvrelay.plane import messages as wire
+from kvrelay.router.slo.admission import verdict_fields
 from kvrelay.router.types import Decision, Deferred, Refusal, RouteRequest
-from kvrelay.serve.requests.attempt import AttemptFailed
-from kvrelay.serve.requests.refusals import error_of_failure, error_of_refusal
 
 MAX_REFUSALS = 4
 LONGEST_PAUSE_S = 2.0  # between attempts of a stream for which there was no room
 
 
+class AttemptFailed(Exception):
+    """One attempt failed; `Retries` decides whether another follows. Never reaches a client."""
+
+    def __init__(
+        self, worker_id: str, code: str, why: str, *, retryable: bool = True, retry_after_s: float = 1.0
+    ) -> None:
+        super().__init__(worker_id, code, why)
+        self.worker_id, self.code, self.why = worker_id, code, why
+        self.retryable, self.retry_after_s = retryable, retry_after_s
+
+    def __str__(self) -> str:
+        return f"{self.worker_id}: {self.code}"
+
+
 @dataclass(slots=True)
 class Retries:
-    """What has gone wrong so far. budget: times a sequence is tried again after a worker's fault."""
+    """What has failed so far. budget: number of retries after a worker's fault."""
 
     budget: int
     num_faults: int = 0
@@ -30,23 +52,23 @@ class Retries:
     last_failure: AttemptFailed | None = None
 
     def choose(
-        self, query: RouteRequest, route: Callable[[RouteRequest], Decision | Refusal | Deferred]
+        self, query: RouteRequest, place: Callable[[RouteRequest], Decision | Refusal | Deferred]
     ) -> Decision | Refusal | Deferred:
-        """The router's answer, asked as what has gone wrong demands."""
+        """The router's answer to a query that takes the failures into account."""
         force = query.force or ("local" if self.num_transfer_faults > 1 else None)
         if force != query.force or self.excluded != query.excluded:
             query = replace(query, excluded=self.excluded, force=force)
         if self.last_failure is not None and self.last_failure.code == wire.PREEMPTED and query.force is None:
-            choice = route(replace(query, force="remote"))
+            choice = place(replace(query, force="remote"))
             if not isinstance(choice, Refusal):
                 return choice
-        choice = route(query)
+        choice = place(query)
         if isinstance(choice, Refusal) and self.excluded and not self.num_refusals:
-            return route(replace(query, excluded=frozenset()))  # better a worker that failed once than none
+            return place(replace(query, excluded=frozenset()))  # better a worker that failed once than none
         return choice
 
     def error_of(self, refusal: Refusal) -> KvrelayError | AttemptFailed:
-        """What the client is told when the router has no worker for it; AttemptFailed: nothing yet, for its stream has begun."""
+        """The client's error when the router refuses; AttemptFailed where the stream has begun and the request waits on."""
         if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
         if refusal.reason not in ("incompatible", "too_long", "full", "slo"):
@@ -57,12 +79,12 @@ class Retries:
         return error_of_refusal(refusal)
 
     def failed(self, failure: AttemptFailed) -> bool:
-        """Another attempt is to be made; true: after a worker's fault. Raises the error that ends the sequence."""
+        """Count a failure. Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence."""
         self.last_failure = failure
-        if failure.code == wire.PREEMPTED:  # no fault: that worker may well be the next one, too
+        if failure.code == wire.PREEMPTED:  # no fault: that worker may be chosen again
             self.num_prefill_returns += 1
             return False
-        if failure.code == "full" and self.num_prefill_returns:  # the stream has begun: its turn comes again
+        if failure.code == "full" and self.num_prefill_returns:  # the stream has begun: it waits for room
             self.pause_s = min(failure.retry_after_s, LONGEST_PAUSE_S)
             return False
         self.excluded |= {failure.worker_id}
@@ -78,3 +100,60 @@ class Retries:
         if not failure.retryable or self.num_faults > self.budget:
             raise error_of_failure(failure)
         return True
+
+
+# ---- the client's errors
+
+
+class Unavailable(RequestError):
+    """No worker can serve now; one may soon. HTTP 503."""
+
+    def __init__(self, message: str, retry_after_s: float, code: str = "no_workers") -> None:
+        super(RequestError, self).__init__(message, retry_after_s, code)
+        self.message, self.param, self.status, self.code = message, None, 503, code
+        self.retry_after_s = retry_after_s
+
+
+class SloUnreachable(RequestError):
+    """The requested SLO would be missed; nothing was computed. HTTP 429, with Retry-After."""
+
+    def __init__(self, message: str, retry_after_s: float, slo: dict[str, Any]) -> None:
+        super(RequestError, self).__init__(message, retry_after_s, slo)
+        self.message, self.param, self.status, self.code = message, "slo", 429, "slo_unreachable"
+        self.retry_after_s, self.slo = retry_after_s, slo
+
+
+def slo_refusal(refusal: Refusal) -> SloUnreachable:
+    """The error for a refusal of reason "slo"."""
+    assert refusal.verdict is not None
+    return SloUnreachable(refusal.message, refusal.retry_after_s, verdict_fields(refusal.verdict))
+
+
+def error_of_refusal(refusal: Refusal) -> KvrelayError:
+    """The client's error when the router refuses the first attempt."""
+    if refusal.reason == "slo":
+        return slo_refusal(refusal)
+    if refusal.reason == "incompatible":
+        return Unavailable(
+            f"no two workers can exchange KV: {refusal.message}", refusal.retry_after_s, "kv_incompatible"
+        )
+    if refusal.reason == "too_long":
+        return InvalidRequest(refusal.message, None, 400, "context_length_exceeded")
+    if refusal.reason == "full":
+        return Overloaded(refusal.message, refusal.retry_after_s)
+    return Unavailable(refusal.message, refusal.retry_after_s)
+
+
+def error_of_failure(failure: AttemptFailed) -> KvrelayError:
+    """The client's error after the last attempt failed."""
+    kind = WorkerLost if failure.code == "lost" else EngineFailed
+    return kind(failure.worker_id, failure.why)
+
+
+def outcome_of(error: KvrelayError) -> str:
+    """The outcome under which a request that ended with this error is counted."""
+    if isinstance(error, SloUnreachable):
+        return "slo"
+    if isinstance(error, DeadlinePassed):
+        return "deadline"
+    return "overloaded" if isinstance(error, Overloaded) else "error"

@@ -1,4 +1,4 @@
-"""What the ingress reports: metrics, live view, request log, spans, explanations.
+"""What the ingress reports: counters, metrics, request log, spans, explanations, the live view.
 
-May import kvrelay, router, serve/api, serve/workers.
+May import kvrelay, router, serve/workers.
 """

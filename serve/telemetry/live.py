@@ -14,8 +14,10 @@ import msgspec
 from kvrelay import __version__
 from kvrelay.errors import Overloaded
 from kvrelay.plane.messages import LoadReport
-from kvrelay.serve.api.front import INGRESS
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.router.decision.router import Router
+from kvrelay.serve.telemetry.observer import ServeStats
+from kvrelay.serve.telemetry.request_log import RequestLog
+from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Pair
 from kvrelay.serve.workers.worker_link import WorkerLink
 
@@ -29,18 +31,18 @@ SILENT_S = 7.0  # a worker sends its load every 2 s
 _encoder = msgspec.json.Encoder()
 
 
-def snapshot(dispatcher: Dispatcher, model: str, *, num_viewers: int) -> dict[str, Any]:
+def snapshot(
+    workers: Membership, router: Router, stats: ServeStats, requests: RequestLog, *, now_s: float
+) -> dict[str, Any]:
     """Everything at once, as plain data. Counters count from the start of the ingress, or of the worker."""
-    now_s, stats, requests = dispatcher.clock(), dispatcher.stats, dispatcher.requests
-    book, moving = dispatcher.pairs.book, requests.moving()
+    book, moving = workers.pairs.book, requests.moving()
     return {
-        "ingress": INGRESS, "version": __version__, "model": model, "now_s": now_s,
-        "is_ready": dispatcher.is_ready(), "viewers": num_viewers,
-        "workers": [worker_view(link, is_leaving=is_leaving) for link, is_leaving in dispatcher.links()],
+        "version": __version__, "now_s": now_s, "is_ready": workers.is_ready(),
+        "workers": [worker_view(link, is_leaving=is_leaving) for link, is_leaving in workers.all_links()],
         "pairs": [_pair(pair, moving[pair.key]) for pair in book.pairs],
-        "turned_away": book.turned_away(),
+        "rejected": book.rejected(),
         "front": {
-            "running": stats.running, "deferred": dispatcher.router.num_deferred, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
+            "running": stats.running, "deferred": router.num_deferred, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
             "refusals": dict(requests.refusals), "retries": stats.retries, "prompt_tokens": stats.prompt_tokens,
             "output_tokens": stats.output_tokens, "cached_prefix_tokens": stats.cached_prefix_tokens,
         },

@@ -9,11 +9,12 @@ from prometheus_client.registry import Collector
 
 from kvrelay import metrics
 from kvrelay.plane.messages import LoadReport, WorkerInfo
+from kvrelay.router.decision.router import Router
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.slo.calibration import RATIO_BOUNDS
 from kvrelay.router.slo.forecast import Forecast
-from kvrelay.serve.telemetry.stats import Histogram, ServeStats
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.telemetry.observer import Histogram, ServeStats
+from kvrelay.serve.workers.membership import Membership
 from kvrelay.serve.workers.pairs import Pair, Verdict
 from kvrelay.types import Role
 
@@ -235,40 +236,40 @@ def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
 
 
 class ServeCollector(Collector):
-    """Reads the dispatcher's figures; holds none of its own."""
+    """Reads the counters where they are kept; holds none of its own."""
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self._dispatcher = dispatcher
+    def __init__(self, stats: ServeStats, router: Router, workers: Membership) -> None:
+        self._stats, self._router, self._workers = stats, router, workers
 
     def collect(self) -> Iterable[Metric]:
-        yield from _own(self._dispatcher.stats)
+        yield from _own(self._stats)
         yield GaugeMetricFamily(
             metrics.ROUTER_PREDICTION_ERROR_SECONDS,
             "Moving average of observed minus predicted time to first token.",
-            value=self._dispatcher.router.prediction_error_s,
+            value=self._router.prediction_error_s,
         )
         yield GaugeMetricFamily(
             metrics.REQUESTS_DEFERRED,
             "Sequences that wait at the ingress, since their first token will be late in any case.",
-            value=self._dispatcher.router.num_deferred,
+            value=self._router.num_deferred,
         )
         table = _Table()
-        _counted(self._dispatcher.stats, table)
-        if self._dispatcher.router.forecast is not None:
-            yield from _forecast(self._dispatcher.router.forecast, table)
+        _counted(self._stats, table)
+        if self._router.forecast is not None:
+            yield from _forecast(self._router.forecast, table)
         roles = {"prefill": 0, "decode": 0}
-        for info, load in self._dispatcher.live_workers():
+        for info, load in self._workers.live_workers():
             _worker(info, load, table)
             roles[info.role] = roles.get(info.role, 0) + 1
-            _audited(info.worker_id, self._dispatcher.router.index, table)
+            _audited(info.worker_id, self._router.index, table)
         for role, count in roles.items():
             table.add(metrics.WORKERS, "Connected workers.", {"role": role}, count)
-        _pairs(self._dispatcher.pairs.book.pairs, table)
+        _pairs(self._workers.pairs.book.pairs, table)
         yield from table.families.values()
 
 
-def make_registry(dispatcher: Dispatcher) -> CollectorRegistry:
-    """A registry of its own, so that nothing else in the process shows up in it."""
+def make_registry(stats: ServeStats, router: Router, workers: Membership) -> CollectorRegistry:
+    """A separate registry, so that no other metrics of the process appear in it."""
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(ServeCollector(dispatcher))
+    registry.register(ServeCollector(stats, router, workers))
     return registry

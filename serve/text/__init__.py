@@ -1,4 +1,4 @@
 """Text to tokens and back: chat templates, tokenizer, incremental detokenizer, stop strings.
 
-May import kvrelay, serve/api.
+May import kvrelay.
 """

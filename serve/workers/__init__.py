@@ -1,4 +1,4 @@
-"""The ingress's links to the workers: membership, pairing, queries.
+"""The ingress's side of the request plane: membership, links, dispatch, queries, pairing, audits.
 
-May import kvrelay, router, serve/requests, serve/telemetry.
+May import kvrelay, router.
 """

@@ -45,7 +45,7 @@ class Pair:
     asked_s: float | None = None  # while an answer is due
     next_s: float = 0.0  # when to ask (again); infinite: no need
     is_probe_wanted: bool = False
-    is_demanded: bool = False  # by `ask_again`, and not yet answered
+    is_demanded: bool = False  # by `measure_all`, and not yet answered
 
     @property
     def key(self) -> tuple[str, str]:
@@ -85,7 +85,7 @@ class PairBook:
     def __init__(self) -> None:
         self._workers: dict[str, WorkerInfo] = {}
         self._pairs: dict[tuple[str, str], Pair] = {}
-        self._turned_away: dict[str, tuple[str, str]] = {}  # role, and why
+        self._rejected: dict[str, tuple[str, str]] = {}  # role, and why
 
     # ---- who is there
 
@@ -102,13 +102,13 @@ class PairBook:
 
     def worker_down(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
-        self._turned_away.pop(worker_id, None)
+        self._rejected.pop(worker_id, None)
         self._pairs = {key: pair for key, pair in self._pairs.items() if worker_id not in key}
 
-    def turn_away(self, info: WorkerInfo, why: str) -> None:
+    def reject(self, info: WorkerInfo, why: str) -> None:
         """A member that this ingress cannot work with."""
         self.worker_down(info.worker_id)
-        self._turned_away[info.worker_id] = info.role, why
+        self._rejected[info.worker_id] = info.role, why
 
     # ---- questions and answers
 
@@ -166,7 +166,7 @@ class PairBook:
         if pair is not None and pair.report is not None and pair.report.ok and pair.target.epoch == report.target_epoch:
             pair.report = msgspec.structs.replace(pair.report, paths=report.paths)
 
-    def ask_again(self, now_s: float) -> None:
+    def measure_all(self, now_s: float) -> None:
         """Measure every pair anew, those apart that are being asked about."""
         for pair in self._pairs.values():
             if pair.asked_s is None:
@@ -183,7 +183,7 @@ class PairBook:
         return {key: pair.line() for key, pair in self._pairs.items() if pair.verdict is Verdict.INCOMPATIBLE}
 
     def is_settled(self) -> bool:
-        """Whether every pair has been reported on, since the last `ask_again` if there was one."""
+        """Whether every pair has been reported on, since the last `measure_all` if there was one."""
         return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
 
     def blocked(self) -> str | None:
@@ -197,14 +197,14 @@ class PairBook:
         has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
         away = [
             line
-            for (role, _), line in zip(self._turned_away.values(), self.turned_away(), strict=True)
+            for (role, _), line in zip(self._rejected.values(), self.rejected(), strict=True)
             if role == Role.PREFILL
         ]
         return "; ".join(away) if away and not has_prefill else None
 
-    def turned_away(self) -> list[str]:
+    def rejected(self) -> list[str]:
         """The members that this ingress cannot work with, and why."""
-        return [f"{worker_id} is turned away: {why}" for worker_id, (_, why) in self._turned_away.items()]
+        return [f"{worker_id} is rejected: {why}" for worker_id, (_, why) in self._rejected.items()]
 
     def view(self) -> dict[str, Any]:
         """For GET /kvrelay/pairs and `kvrelay doctor`."""
@@ -212,7 +212,7 @@ class PairBook:
         return {
             "prefill": roles.count(Role.PREFILL),
             "decode": roles.count(Role.DECODE),
-            "turned_away": self.turned_away(),
+            "rejected": self.rejected(),
             "is_settled": self.is_settled(),
             "pairs": [_view(pair) for pair in self.pairs],
         }
@@ -243,7 +243,7 @@ class PairWatch:
         """`send` raises ConnectionLost; `on_change` is called after every verdict."""
         self.book = PairBook()
         self._send, self._on_change, self._clock = send, on_change, clock
-        self._has_news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -257,15 +257,15 @@ class PairWatch:
 
     def worker_up(self, info: WorkerInfo) -> None:
         self.book.worker_up(info, self._clock())
-        self._tell()
+        self._notify()
 
     def worker_down(self, worker_id: str) -> None:
         self.book.worker_down(worker_id)
-        self._tell()
+        self._notify()
 
-    def turn_away(self, info: WorkerInfo, why: str) -> None:
-        self.book.turn_away(info, why)
-        self._tell()
+    def reject(self, info: WorkerInfo, why: str) -> None:
+        self.book.reject(info, why)
+        self._notify()
 
     def answered(self, report: PairReport) -> None:
         """A prefill worker's answer."""
@@ -273,30 +273,30 @@ class PairWatch:
         pair = self.book.answered(report, self._clock())
         if pair is not None and pair.verdict is not before[pair.key]:
             log = logger.info if pair.verdict is Verdict.OK else logger.warning
-            log("KV %s", _told(pair))
-        self._tell()
+            log("KV %s", _summary(pair))
+        self._notify()
 
     def probe(self) -> None:
         """Measure every pair anew."""
-        self.book.ask_again(self._clock())
-        self._tell()
+        self.book.measure_all(self._clock())
+        self._notify()
 
-    def _tell(self) -> None:
-        self._has_news.set()
+    def _notify(self) -> None:
+        self._changed.set()
         self._on_change()
 
     async def _run(self) -> None:
         while True:
-            self._has_news.clear()
+            self._changed.clear()
             while pairs := self.book.due(self._clock()):  # one that cannot be asked makes room for another
                 for pair in pairs:
-                    self._ask(pair)
+                    self._send_query(pair)
                 self._on_change()  # some may have failed at once
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.book.wait_s(self._clock())):
-                    await self._has_news.wait()
+                    await self._changed.wait()
 
-    def _ask(self, pair: Pair) -> None:
+    def _send_query(self, pair: Pair) -> None:
         target = pair.target
         question = wire.Pair(
             worker_id=target.worker_id, epoch=target.epoch, host=target.host, kv_port=target.kv_port,
@@ -308,7 +308,7 @@ class PairWatch:
             self.book.fail(pair, str(error), self._clock())
 
 
-def _told(pair: Pair) -> str:
+def _summary(pair: Pair) -> str:
     path = pair.path
     if pair.verdict is not Verdict.OK:
         return pair.line()

@@ -1,14 +1,14 @@
-"""One connection to one worker, kept up while the worker is a member.
+"""The ingress's connections to workers: one link to each member, which reconnects while the worker is a member.
 
-Owns the socket, the Welcome/Subscribe exchange and the reconnecting. What messages mean is the
-owner's business. Imports no HTTP and no router.
+Owns the sockets, the Welcome/Subscribe exchange and the reconnecting, not what messages mean. Imports no HTTP and no router.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 FIRST_BACKOFF_S = 0.05
 LAST_BACKOFF_S = 2.0
 CONNECT_TIMEOUT_S = 5.0
-SILENCE_LIMIT_S = 5.0  # a retired worker that says nothing for so long is dead
+SILENCE_LIMIT_S = 5.0  # a retired worker that sends nothing for this long is dead
 _RETIRE_POLL_S = 0.1
 
 
@@ -36,28 +36,24 @@ class Member:
     port: int
 
 
-class LinkOwner(Protocol):
-    """Whom a link reports to. Called on the event loop; must not block."""
+@dataclass(frozen=True, slots=True)
+class LinkEvents:
+    """What links call, on the event loop; none of these may block."""
 
-    def link_up(self, link: "WorkerLink", info: wire.WorkerInfo) -> str | None:
-        """Why this worker cannot be used, or None when it is taken."""
-
-    def link_down(self, link: "WorkerLink", why: str) -> None: ...
-
-    def deliver(self, link: "WorkerLink", message: wire.FromWorker) -> None: ...
-
-    def holds(self, link: "WorkerLink") -> bool:
-        """Whether a sequence that was sent over this link still runs there."""
+    accept: Callable[["WorkerLink", wire.WorkerInfo], str | None]  # why the worker cannot be used; None: it is up
+    lost: Callable[["WorkerLink", str], None]  # with the reason
+    deliver: Callable[["WorkerLink", wire.FromWorker], None]
+    holds: Callable[["WorkerLink"], bool]  # whether a sequence that was sent over the link still runs there
 
 
 class WorkerLink:
     """Connects, reads until the peer is gone, and connects again. `send` works only while up."""
 
-    def __init__(self, member: Member, secret: bytes, owner: LinkOwner, *, tls: ClusterTls | None = None) -> None:
+    def __init__(self, member: Member, secret: bytes, events: LinkEvents, *, tls: ClusterTls | None = None) -> None:
         self.member = member
         self.info: wire.WorkerInfo | None = None  # set while up
         self.load: wire.LoadReport | None = None
-        self._secret, self._owner, self._tls = secret, owner, tls
+        self._secret, self._events, self._tls = secret, events, tls
         self._connection: plane.Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
@@ -73,7 +69,7 @@ class WorkerLink:
 
     @property
     def silent_s(self) -> float:
-        """Since its last frame; of no meaning while it is not up."""
+        """Seconds since its last frame; meaningless while it is down."""
         return time.monotonic() - self._last_frame_s
 
     def start(self) -> None:
@@ -82,11 +78,11 @@ class WorkerLink:
     def send(self, message: wire.ToWorker) -> None:
         """Queue one message. Raises ConnectionLost when the worker is not connected."""
         if self._connection is None or self.info is None:
-            raise ConnectionLost("it is not connected")
+            raise ConnectionLost("the worker is not connected")
         self._connection.send_nowait(wire.encode(message))
 
     def retire(self) -> None:
-        """The registry no longer lists the worker: let it end what it holds, unless it falls silent."""
+        """The registry no longer lists the worker: keep the link until its sequences end, or it falls silent."""
         if self._retiring is None:
             self._retiring = asyncio.create_task(self._retire(), name=f"retire-{self.worker_id}")
 
@@ -99,7 +95,7 @@ class WorkerLink:
         self._retiring = self._task = None
 
     async def _retire(self) -> None:
-        while self._owner.holds(self) and self.silent_s < SILENCE_LIMIT_S:
+        while self._events.holds(self) and self.silent_s < SILENCE_LIMIT_S:
             await asyncio.sleep(_RETIRE_POLL_S)
         if self._task is not None:
             self._task.cancel()
@@ -116,8 +112,8 @@ class WorkerLink:
             backoff_s = min(2 * backoff_s, LAST_BACKOFF_S)
 
     async def _connect_and_read(self) -> bool:
-        """One connection's life. True when the worker was up during it."""
-        was_up, why = False, "the connection was closed by us"
+        """Serve one connection until it ends. True when the worker was up."""
+        was_up, why = False, "this ingress closed the connection"
         try:
             self._connection = await plane.connect(
                 self.member.host, self.member.port, self._secret, timeout_s=CONNECT_TIMEOUT_S, tls=self._tls
@@ -135,17 +131,17 @@ class WorkerLink:
             self._connection = None
             if self.info is not None:
                 self.info = self.load = None
-                self._owner.link_down(self, why)
+                self._events.lost(self, why)
         return was_up
 
     async def _greet(self, connection: plane.Connection) -> None:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             message = wire.decode_from_worker(await connection.receive())
         if not isinstance(message, wire.Welcome) or message.protocol != wire.PROTOCOL_VERSION:
-            raise ProtocolError(f"{connection.peer} did not welcome us in protocol {wire.PROTOCOL_VERSION}")
+            raise ProtocolError(f"{connection.peer} did not answer in protocol {wire.PROTOCOL_VERSION}")
         if message.info.worker_id != self.worker_id:
             raise ProtocolError(f"{connection.peer} is worker {message.info.worker_id}")
-        if why := self._owner.link_up(self, message.info):
+        if why := self._events.accept(self, message.info):
             raise ProtocolError(why)
         self.info = message.info
         self._last_frame_s = time.monotonic()
@@ -153,4 +149,62 @@ class WorkerLink:
 
     def _take(self, frame: bytes) -> None:
         self._last_frame_s = time.monotonic()
-        self._owner.deliver(self, wire.decode_from_worker(frame))
+        self._events.deliver(self, wire.decode_from_worker(frame))
+
+
+class Links:
+    """The links to all members, and to former members whose sequences still run."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, WorkerLink] = {}
+        self._retired: set[WorkerLink] = set()
+
+    def get(self, worker_id: str) -> WorkerLink | None:
+        """The member's link, connected or not."""
+        return self._members.get(worker_id)
+
+    def members(self) -> list[WorkerLink]:
+        return list(self._members.values())
+
+    def retired(self) -> list[WorkerLink]:
+        """Former members that are still connected."""
+        return [link for link in self._retired if link.is_up]
+
+    def is_member(self, link: WorkerLink) -> bool:
+        return self._members.get(link.worker_id) is link
+
+    def add(self, link: WorkerLink) -> None:
+        self._members[link.worker_id] = link
+
+    def remove(self, worker_id: str) -> WorkerLink:
+        """It is no member any more."""
+        return self._members.pop(worker_id)
+
+    def add_retired(self, link: WorkerLink) -> None:
+        self._retired = {known for known in self._retired if known.is_up} | {link}
+
+    def discard_retired(self, link: WorkerLink) -> None:
+        self._retired.discard(link)
+
+    def take_all(self) -> list[WorkerLink]:
+        """Every link, to be closed; none is left here."""
+        links = [*self._members.values(), *self._retired]
+        self._members, self._retired = {}, set()
+        return links
+
+    def send(self, worker_id: str, message: wire.ToWorker) -> WorkerLink:
+        """Returns the link that the message went over. Raises ConnectionLost when the worker is not connected."""
+        link = self._members.get(worker_id)
+        if link is None or not link.is_up:
+            link = next((old for old in self._retired if old.worker_id == worker_id and old.is_up), link)
+        if link is None:
+            raise ConnectionLost("the worker is not a member")
+        link.send(message)
+        return link
+
+    def send_to_all(self, message: wire.ToWorker) -> None:
+        """Send to every connected worker."""
+        for link in [*self._members.values(), *self._retired]:
+            if link.is_up:
+                with contextlib.suppress(ConnectionLost):
+                    link.send(message)

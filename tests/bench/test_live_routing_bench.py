@@ -62,7 +62,7 @@ async def serve(cluster):
     )  # fmt: skip
     async for _ in cluster.dispatcher.generate(request):
         pass
-    await cluster.dispatcher.audit("inside-0", [])  # its events are in
+    await cluster.dispatcher.queries.audit("inside-0", [])  # its events are in
 
 
 async def counted(cluster, watch):

@@ -16,7 +16,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.types import Role
 from tests.fakes import SECRET, ByteCodec, FakeWorker, Script, alphabet
 
@@ -45,9 +45,9 @@ class Cluster:
         for worker in self.prefill:
             worker.peers = {peer.worker_id: peer for peer in self.decode}
         await self.dispatcher.start()
-        self.dispatcher.set_members(members)
+        self.dispatcher.workers.set_members(members)
         async with asyncio.timeout(10):
-            await self.dispatcher.wait_for(
+            await self.dispatcher.workers.wait_for(
                 lambda d: len(d.live_workers()) == len(members) and d.pairs.book.is_settled()
             )
 

@@ -27,7 +27,7 @@ from kvrelay.plane.messages import LoadReport, WorkerInfo
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.planning.speed_curve import SpeedCurve
 from kvrelay.router.planning.types import Target, WorkerModel, Workload
-from kvrelay.serve.telemetry.stats import ServeStats
+from kvrelay.serve.telemetry.observer import ServeStats
 from kvrelay.settings.cluster import PlannerSettings
 from kvrelay.types import Fingerprint
 

@@ -21,8 +21,8 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.types import Role
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -99,7 +99,7 @@ async def cluster(*workers):
         dispatcher = Dispatcher(Router(own.router, tokens_per_hash=own.tokens_per_hash), secret, own)
         await dispatcher.start()
         stack.push_async_callback(dispatcher.aclose)
-        dispatcher.set_members(members)
+        dispatcher.workers.set_members(members)
         app = create_app(dispatcher, Tokenizer(folder), own, ModelCard("tiny", 1024, 1700000000))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off", ws="none"))
         serving = asyncio.create_task(server._serve())
@@ -110,7 +110,9 @@ async def cluster(*workers):
 
         stack.push_async_callback(stop)
         async with asyncio.timeout(60):
-            await dispatcher.wait_for(lambda d: len(d.live_workers()) == len(members) and d.pairs.book.is_settled())
+            await dispatcher.workers.wait_for(
+                lambda d: len(d.live_workers()) == len(members) and d.pairs.book.is_settled()
+            )
             while not server.started:
                 await asyncio.sleep(0.01)
         yield Cluster(dispatcher, f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}")
@@ -137,7 +139,7 @@ async def test_workers_that_fit_serve_and_the_doctor_shows_how_fast(folders, cap
         assert {worker for worker, _ in moved} == {"prefill-0", "decode-1"} and len({path for _, path in moved}) == 1
         assert len(set(moved.values())) == 1  # both ends have counted the same
         for worker_id in ("prefill-0", "decode-1"):
-            status = json.loads(await here.dispatcher.status(worker_id))
+            status = json.loads(await here.dispatcher.queries.status(worker_id))
             assert status["load"]["kv_paths"][0]["num_bytes"] > 0 and status["load"]["probe_blocks"] == 0
             assert doctor.chosen(status["pairs"][0])["bytes_per_s"] > 0
 

@@ -314,7 +314,7 @@ def test_status_shows_the_path_of_a_workers_pairs_and_the_speed_of_the_slowest_a
 
 def test_the_doctors_table_names_path_speed_the_others_problems_and_the_remedy():
     misfit = pair("p1", "d2", verdict="incompatible") | {"paths": []}
-    view = {"pairs": [pair("prefill-00000001", "decode-00000001", 5.2e9), misfit], "turned_away": ["d3 is turned away"]}
+    view = {"pairs": [pair("prefill-00000001", "decode-00000001", 5.2e9), misfit], "rejected": ["d3 is rejected"]}
     console = Console(width=80, file=io.StringIO(), record=True)
     console.print(doctor.render(view))
     text = console.export_text()
@@ -322,7 +322,7 @@ def test_the_doctors_table_names_path_speed_the_others_problems_and_the_remedy()
     assert all(part in first for part in ("prefill-00000001", "ok", "▸ shm", "5.20", "10", "same host"))
     assert "→ decode-00000001" in other and "connecting timed out" in other and "▸" not in other
     assert "incompatible" in text and "fingerprint: dtype: [a] != [b]" in " ".join(text.split())
-    assert doctor.incompatible(view) == ["l", "d3 is turned away"] and doctor.summary(view) == "1 ok, 1 incompatible"
+    assert doctor.incompatible(view) == ["l", "d3 is rejected"] and doctor.summary(view) == "1 ok, 1 incompatible"
 
 
 class Serve:

@@ -90,7 +90,7 @@ async def every_pool_adds_up(cluster):
     """Wait until every surviving worker reports all of its blocks as free or cached; fails with who does not."""
     left = {}
     for _ in range(100):
-        loads = {info.worker_id: load for info, load in cluster.dispatcher.live_workers()}
+        loads = {info.worker_id: load for info, load in cluster.dispatcher.workers.live_workers()}
         left = {name: load for name, load in loads.items() if load.used_blocks or load.free_blocks < load.total_blocks}
         if loads and not left:
             return
@@ -100,8 +100,8 @@ async def every_pool_adds_up(cluster):
 
 def worker_of(cluster, part: str):
     """The process that the only sequence's attempt has chosen for `part` ("prefill" or "decode")."""
-    (attempt,) = cluster.dispatcher._attempts.values()
-    chosen = getattr(attempt.decision, part)
+    (record,) = cluster.dispatcher.requests.newest(1)
+    chosen = getattr(record, part)
     return next(worker for worker in [*cluster.prefill, *cluster.decode] if worker.member.worker_id == chosen)
 
 
@@ -109,13 +109,13 @@ async def test_a_prefill_worker_killed_during_a_prompt_costs_a_retry_not_the_req
     wanted = request("a", 900)
     async with local_cluster(settings(), folder, num_prefill=2) as cluster:
         task = asyncio.create_task(collect(cluster, wanted))
-        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
+        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))
         worker = worker_of(cluster, "prefill")
         os.kill(worker.pid, signal.SIGKILL)
         assert await task == oracle(folder, wanted)
         assert cluster.dispatcher.stats.retries == 1
         await worker.process.wait()
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2)
         await nothing_held(cluster)
         await every_pool_adds_up(cluster)
 
@@ -124,7 +124,7 @@ async def test_the_last_prefill_worker_killed_leaves_local_prefill_or_a_clear_er
     async with local_cluster(settings(), folder) as cluster:
         os.kill(cluster.prefill[0].pid, signal.SIGKILL)
         await cluster.prefill[0].process.wait()
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 1)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 1)
         wanted = request("a")
         assert await collect(cluster, wanted, force=None) == oracle(folder, wanted)
         await nothing_held(cluster)
@@ -143,7 +143,7 @@ async def test_a_decode_worker_killed_mid_stream_is_continued_elsewhere_without_
         assert await collect(cluster, wanted, after=kill) == oracle(folder, wanted)
         assert cluster.dispatcher.stats.retries == 1
         await killed[0].process.wait()
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2)
         await every_pool_adds_up(cluster)
 
 
@@ -167,7 +167,7 @@ async def test_a_client_that_leaves_frees_its_blocks_on_both_workers(folder, lea
         stream = cluster.dispatcher.generate(request("a", 700, max_tokens=300), force="remote")
         if leave_after == 0:
             task = asyncio.create_task(anext(stream))
-            await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
+            await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         else:
@@ -176,7 +176,7 @@ async def test_a_client_that_leaves_frees_its_blocks_on_both_workers(folder, lea
         await stream.aclose()
         await nothing_held(cluster)
         for _ in range(100):
-            loads = {info.role: load for info, load in cluster.dispatcher.live_workers()}
+            loads = {info.role: load for info, load in cluster.dispatcher.workers.live_workers()}
             if loads["prefill"].used_blocks == 0:
                 break
             await asyncio.sleep(0.1)
@@ -214,7 +214,7 @@ async def test_a_frozen_prefill_worker_is_given_up_within_its_lease(folder):
     async with local_cluster(settings(retry_budget=0), folder) as cluster:
         worker = cluster.prefill[0]
         task = asyncio.create_task(collect(cluster, request("a", 900)))
-        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.live_workers()))
+        await until(lambda: any(load.receiving for _, load in cluster.dispatcher.workers.live_workers()))
         os.kill(worker.pid, signal.SIGSTOP)
         try:
             with pytest.raises(KvrelayError):
@@ -234,7 +234,9 @@ async def test_a_decode_worker_killed_during_a_beam_search_has_it_begun_anew_els
 
     async with local_cluster(settings(), folder, num_decode=2, num_inside=0) as cluster:
         task = asyncio.create_task(collect_choices(cluster, asked("killed"), width))
-        await until(lambda: any(load.running == width for _, load in cluster.dispatcher.live_workers()), limit_s=40)
+        await until(
+            lambda: any(load.running == width for _, load in cluster.dispatcher.workers.live_workers()), limit_s=40
+        )
         worker = worker_of(cluster, "decode")
         os.kill(worker.pid, signal.SIGKILL)
         found = await task
@@ -244,7 +246,7 @@ async def test_a_decode_worker_killed_during_a_beam_search_has_it_begun_anew_els
         assert found == await collect_choices(cluster, asked("undisturbed"), width)
         assert len({tuple(tokens) for tokens in found}) == width and all(len(tokens) == 200 for tokens in found)
         await worker.process.wait()
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2)
         await every_pool_adds_up(cluster)
 
 

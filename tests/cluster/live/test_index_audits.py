@@ -45,7 +45,7 @@ async def serve(cluster):
 
 async def depths(cluster):
     """(in the pool, anywhere), after everything the worker has sent so far."""
-    await cluster.dispatcher.audit("inside-0", [])
+    await cluster.dispatcher.queries.audit("inside-0", [])
     found = cluster.dispatcher.router.index.depths(HASHES)
     return [*found.in_pool, *found.anywhere]
 
@@ -53,8 +53,8 @@ async def depths(cluster):
 async def audited(cluster):
     """Audit as production does; what was found, and the worker's state once its snapshot has come, if one was asked for."""
     index = cluster.dispatcher.router.index
-    await cluster.dispatcher._audits.audit("inside-0", seed=5)
-    await cluster.dispatcher.audit("inside-0", [])
+    await cluster.dispatcher.workers.audits.audit("inside-0", seed=5)
+    await cluster.dispatcher.queries.audit("inside-0", [])
     counts = index.audit_counts("inside-0")
     return counts.wrong, counts.missed, index.state("inside-0")
 
@@ -64,13 +64,13 @@ async def test_the_index_is_what_the_worker_holds_and_audits_mend_it_where_it_is
         index, worker = cluster.dispatcher.router.index, cluster.inside[0]
         await serve(cluster)
         assert await depths(cluster) == [6, 6]
-        answer = await cluster.dispatcher.audit("inside-0", [*HASHES, b"x" * 16])
+        answer = await cluster.dispatcher.queries.audit("inside-0", [*HASHES, b"x" * 16])
         assert answer.tiers == [IN_POOL] * 6 + [NOWHERE]
         assert await audited(cluster) == (0, 0, IndexState.EXACT)
 
         await worker.thread.call(lambda engine: engine.pool.reset_cache())
         lowered = await depths(cluster)
-        truth = (await cluster.dispatcher.audit("inside-0", HASHES)).tiers
+        truth = (await cluster.dispatcher.queries.audit("inside-0", HASHES)).tiers
         assert lowered == [0, 6] and truth == [BELOW_POOL] * 6
 
         seq = answer.seq

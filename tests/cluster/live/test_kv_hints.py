@@ -53,7 +53,7 @@ async def say(cluster, name, prompt=PROMPT, **hints):
 
 async def pinned(cluster):
     """(blocks in the pool, in the host tier), after everything sent before."""
-    await cluster.dispatcher.status("inside-0")
+    await cluster.dispatcher.queries.status("inside-0")
     thread = cluster.inside[0].thread
     return await thread.call(lambda e: (e.pool.counts().pinned, e.tiers.tiers.index.counts().pinned))
 
@@ -72,7 +72,7 @@ async def test_prefetch_and_pins_over_the_wire(folder, tmp_path):
         in_pool, in_host = await pinned(cluster)
         assert in_pool > before[0]
         assert in_host > before[1]
-        cluster.dispatcher.tell_all(EndPins(session="s"))
+        cluster.dispatcher.links.send_to_all(EndPins(session="s"))
         assert await pinned(cluster) == before
         _, again = await cluster.dispatcher.prefetch(request("p2"), 30.0)
         assert again.pool_tokens == 96

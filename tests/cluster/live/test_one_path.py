@@ -19,8 +19,9 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 
 pytestmark = pytest.mark.alone
@@ -86,9 +87,9 @@ async def one_of_each(folder):
             infos.append(await worker.start())
             stack.push_async_callback(worker.aclose)
         await dispatcher.start()
-        dispatcher.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
+        dispatcher.workers.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
         async with asyncio.timeout(60):
-            await dispatcher.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
+            await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
         yield client
 
 

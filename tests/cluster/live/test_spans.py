@@ -18,7 +18,8 @@ from kvrelay.errors import KvrelayError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from kvrelay.router.decision.router import Router
-from kvrelay.serve.workers.dispatcher import Dispatcher, Member
+from kvrelay.serve.requests.dispatcher import Dispatcher
+from kvrelay.serve.workers.worker_link import Member
 from kvrelay.types import Role
 
 pytestmark = pytest.mark.alone
@@ -76,9 +77,9 @@ async def cluster(folder):
             infos.append(await worker.start())
             stack.push_async_callback(worker.aclose)
         await dispatcher.start()
-        dispatcher.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
+        dispatcher.workers.set_members([Member(info.worker_id, info.role, HOST, info.port) for info in infos])
         async with asyncio.timeout(60):
-            await dispatcher.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
+            await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2 and d.pairs.book.is_settled())
         yield Cluster(dispatcher, *workers)
 
 

@@ -73,7 +73,7 @@ CASES = {
 
 def forge_first_ticket(monkeypatch, cluster, forge):
     """The first Prefill that the ingress sends carries what `forge` makes of its ticket. Returns what was sent."""
-    forged, send, secret = [], cluster.dispatcher.send, cluster.dispatcher._secret
+    forged, send, secret = [], cluster.dispatcher.links.send, cluster.secret
 
     def forging(worker_id, message):
         if isinstance(message, wire.Prefill) and message.ticket is not None and not forged:
@@ -81,12 +81,12 @@ def forge_first_ticket(monkeypatch, cluster, forge):
             message = msgspec.structs.replace(message, ticket=forged[0])
         return send(worker_id, message)
 
-    monkeypatch.setattr(cluster.dispatcher, "send", forging)
+    monkeypatch.setattr(cluster.dispatcher.links, "send", forging)
     return forged
 
 
 async def pids(cluster):
-    return {info.worker_id: info.epoch for info, _ in cluster.dispatcher.live_workers()}
+    return {info.worker_id: info.epoch for info, _ in cluster.dispatcher.workers.live_workers()}
 
 
 async def test_every_bad_reference_is_refused_and_the_request_gets_its_own_tokens(folder, monkeypatch):
@@ -127,15 +127,15 @@ async def test_a_ticket_that_was_used_is_refused_for_another_prompt(folder, monk
 
 async def test_a_ticket_that_expired_on_its_way_is_refused_and_recomputed(folder, monkeypatch):
     async with local_cluster(settings(), folder) as cluster:
-        target, send, held = cluster.inside[0].target, cluster.dispatcher.send, []
+        target, send, held = cluster.inside[0].target, cluster.dispatcher.links.send, []
 
         def late(worker_id, message):
             if isinstance(message, wire.Prefill) and not held:
                 held.append((worker_id, message))
-                return cluster.dispatcher._links[worker_id]  # as if it had been sent
+                return cluster.dispatcher.links.get(worker_id)  # as if it had been sent
             return send(worker_id, message)
 
-        monkeypatch.setattr(cluster.dispatcher, "send", late)
+        monkeypatch.setattr(cluster.dispatcher.links, "send", late)
         wanted = request("late", 80, max_tokens=8)
         task = asyncio.create_task(collect(cluster, wanted))
         async with asyncio.timeout(10):

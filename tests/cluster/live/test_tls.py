@@ -66,12 +66,12 @@ async def test_an_ingress_without_tls_is_told_so_and_never_hangs(folder, caplog)
         (member,) = secured.members
         dispatcher = type(secured.dispatcher)(secured.dispatcher.router, secured.inside[0].secret, settings())
         await dispatcher.start()
-        dispatcher.set_members([member])
+        dispatcher.workers.set_members([member])
         try:
             async with asyncio.timeout(30):
                 while "cluster.tls" not in caplog.text:
                     await asyncio.sleep(0.01)
-            assert dispatcher.live_workers() == []
+            assert dispatcher.workers.live_workers() == []
         finally:
             await dispatcher.aclose()
 

@@ -11,7 +11,7 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.slabs.server import SlabServer
 from kvrelay.plane.messages import Sampling, SequenceRequest
-from kvrelay.serve.workers.dispatcher import Member
+from kvrelay.serve.workers.worker_link import Member
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
 
@@ -47,9 +47,11 @@ def request(name):
 async def tokens(cluster, index, name):
     """From this worker alone, and how many prompt tokens it did not compute."""
     worker = cluster.inside[index]
-    cluster.dispatcher.set_members([Member(worker.worker_id, str(worker.role), HOST, worker.info.port)])
+    cluster.dispatcher.workers.set_members([Member(worker.worker_id, str(worker.role), HOST, worker.info.port)])
     async with asyncio.timeout(60.0):
-        await cluster.dispatcher.wait_for(lambda d: [i.worker_id for i, _ in d.live_workers()] == [worker.worker_id])
+        await cluster.dispatcher.workers.wait_for(
+            lambda d: [i.worker_id for i, _ in d.live_workers()] == [worker.worker_id]
+        )
         found, cached = [], 0
         async for output in cluster.dispatcher.generate(request(name)):
             found += output.token_ids

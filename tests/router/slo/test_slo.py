@@ -16,8 +16,8 @@ from kvrelay.router.slo.forecast import MIN_EVIDENCE, SILENT_S
 from kvrelay.router.slo.lifetimes import OutputLengths
 from kvrelay.router.slo.online_fit import HALF_LIFE_S, DurationFit
 from kvrelay.router.types import Decision, Refusal, RouteRequest
-from kvrelay.serve.api.schemas import SloFields
-from kvrelay.serve.requests.slo import SloRecord, slo_of, slo_refusal
+from kvrelay.serve.requests.job import SloFields, SloRecord, slo_of
+from kvrelay.serve.requests.retries import slo_refusal
 from kvrelay.settings.router import RouterSettings, SloSettings
 from kvrelay.types import Fingerprint
 
@@ -514,9 +514,9 @@ def asked(fields, slo, num_sequences=1, **own):
 
 
 def test_a_request_takes_its_class_and_may_override_its_times():
-    assert asked(None, {"ttft_s": 2.0}).ask == SloRequirement((SloTarget("default", 2.0, None),))
+    assert asked(None, {"ttft_s": 2.0}).requirement == SloRequirement((SloTarget("default", 2.0, None),))
     record = asked({"class": "chat", "tpot_s": 0.2, "on_miss": "queue"}, {"classes": CLASSES}, 3)
-    assert record.ask == SloRequirement((SloTarget("chat", 1.0, 0.2), SloTarget("batch", 60.0, None)), "queue")
+    assert record.requirement == SloRequirement((SloTarget("chat", 1.0, 0.2), SloTarget("batch", 60.0, None)), "queue")
     assert record.num_sequences == 3
 
 
@@ -535,14 +535,14 @@ def test_who_is_served_under_another_class_stands_where_that_one_says(queue, res
     if queue:
         cluster.send(cluster.ask(queue))
     record = SloRecord(SloRequirement((SloTarget("chat", 2.0, None, -2), *rest), "queue"))
-    record.verdict = cluster.send(cluster.ask(1000, slo=record.ask)).verdict
+    record.verdict = cluster.send(cluster.ask(1000, slo=record.requirement)).verdict
     assert record.priority == priority
 
 
 def test_a_class_that_is_not_there_is_refused_and_so_is_an_slo_where_none_is_configured():
     with pytest.raises(InvalidRequest, match="only default, chat, batch"):
         asked({"class": "gold"}, {"classes": CLASSES})
-    with pytest.raises(InvalidRequest, match="promises no times"):
+    with pytest.raises(InvalidRequest, match="no SLOs configured"):
         asked({"ttft_s": 1.0}, {})
     assert asked(None, {}) is None
 
@@ -563,9 +563,9 @@ def test_only_an_answer_without_its_promise_is_told_unasked():
         if is_told:
             cluster.send(cluster.ask(8000))
         record = SloRecord(wants(ttft_s=2.0, on_miss=on_miss))
-        assert not record.must_be_told and record.told() is None
-        record.verdict = cluster.send(cluster.ask(1000, slo=record.ask)).verdict
-        assert record.must_be_told is is_told
+        assert not record.must_be_reported and record.report() is None
+        record.verdict = cluster.send(cluster.ask(1000, slo=record.requirement)).verdict
+        assert record.must_be_reported is is_told
 
 
 def test_a_few_outcomes_that_were_stalled_do_not_close_a_worker():

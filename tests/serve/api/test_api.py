@@ -497,7 +497,7 @@ async def test_blocks_by_state_add_up_where_cached_ones_are_pinned(make_cluster)
     cluster = await make_cluster()
     cluster.decode[0].say_raw(wire.LoadReport(seq=9, free_blocks=10, cached_blocks=30, used_blocks=20, total_blocks=60))
     async with asyncio.timeout(30):
-        while all(load.seq != 9 for _, load in cluster.dispatcher.live_workers()):
+        while all(load.seq != 9 for _, load in cluster.dispatcher.workers.live_workers()):
             await asyncio.sleep(0)
     families = {f.name: f for f in text_string_to_metric_families((await cluster.client.get("/metrics")).text)}
     samples = families["kvrelay_kv_blocks"].samples

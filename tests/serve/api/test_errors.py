@@ -195,10 +195,10 @@ async def test_the_smallest_worker_bounds_the_context(make_cluster):
     cluster = await make_cluster()
     small = FakeWorker("d1", Role.DECODE, max_model_len=64)
     cluster.decode.append(small)
-    members = [link.member for link in cluster.dispatcher._links.values()]
-    cluster.dispatcher.set_members([*members, await small.start()])
+    members = [link.member for link in cluster.dispatcher.links.members()]
+    cluster.dispatcher.workers.set_members([*members, await small.start()])
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 3)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 3)
     response = await cluster.client.post("/v1/completions", json=COMPLETION | {"prompt": "x" * 70})
     error_of(response, 400, "prompt", "context_length_exceeded")
 

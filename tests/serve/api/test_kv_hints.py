@@ -251,7 +251,7 @@ async def test_a_worker_that_dies_or_is_silent_is_an_error_and_no_leak(make_clus
     await worker.until(lambda w: w.count(wire.Prefetch))
     await worker.kill()
     assert (await asking).status_code == 503
-    assert not cluster.dispatcher._queries
+    assert not cluster.dispatcher.queries._open
 
 
 async def test_without_workers_there_is_nobody_to_ask(make_cluster):

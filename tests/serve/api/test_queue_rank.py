@@ -144,7 +144,7 @@ async def test_after_the_first_token_there_is_no_deadline_any_more(make_cluster)
 
 async def test_metrics_tell_the_line_by_priority_and_the_service_by_tenant(make_cluster):
     cluster = await make_cluster()
-    link = cluster.dispatcher._links["p0"]
+    link = cluster.dispatcher.links.get("p0")
     link.load = msgspec.structs.replace(
         link.load or wire.LoadReport(seq=1), waiting_by_priority={-1: 2, 0: 7}, waiting_tenants=3, deadline_refusals=4,
         displaced=5, tenant_tokens={"": 10, "ab12": 20}, other_tenant_tokens=30,

@@ -9,7 +9,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.slo.forecast import MIN_EVIDENCE
 from kvrelay.router.slo.online_fit import DurationFit
 from tests.serve.api.test_api import chat, complete, events
-from tests.serve.workers.test_dispatcher import first_with
+from tests.serve.requests.test_dispatcher import first_with
 
 OUT_OF_REACH_S = 1e-6
 SLO = {
@@ -124,7 +124,7 @@ async def test_a_slow_decode_worker_is_refused_for(make_cluster):
             seq=1 + batch, running=batch, decode_step_s=0.1 * batch, total_blocks=1024, free_blocks=1000
         )
         cluster.decode[0].say_raw(report)
-    await cluster.dispatcher.status("d0")  # all of it has been delivered now
+    await cluster.dispatcher.queries.status("d0")  # all of it has been delivered now
     error = (await complete(cluster, {"slo": {"tpot_s": 0.01}})).json()["error"]
     assert error["slo"]["missed"] == ["tpot"]
     assert (await complete(cluster, {"slo": {"tpot_s": 100.0}})).status_code == 200

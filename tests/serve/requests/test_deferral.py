@@ -49,7 +49,7 @@ async def deferred(cluster, count):
 
 
 def nothing_waits(cluster):
-    return not cluster.dispatcher.router.num_deferred and not cluster.dispatcher._turns
+    return not cluster.dispatcher.router.num_deferred and not cluster.dispatcher.placer._turns
 
 
 async def test_its_turn_comes_with_the_first_token_of_who_was_there(crowded):
@@ -89,12 +89,11 @@ async def test_who_goes_away_meanwhile_leaves_nothing_and_the_next_one_has_its_t
     await cluster.all_released()
 
 
-async def test_a_life_that_is_closed_while_it_waits_gives_its_turn_up(crowded):
+async def test_a_sequence_that_is_closed_while_it_is_deferred_gives_its_turn_up(crowded):
     cluster, first = await crowded()
-    life = cluster.dispatcher.open(long("r2"))
-    waiting = asyncio.create_task(life.next())
+    waiting = asyncio.create_task(anext(cluster.dispatcher.open(long("r2")).tokens()))
     await deferred(cluster, 1)
-    life.close("client")
+    waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
     assert nothing_waits(cluster)
@@ -165,7 +164,7 @@ async def test_where_no_kv_can_travel_any_more_who_waited_hears_it(crowded):
     cluster, first = await crowded()
     second = asyncio.create_task(collect(cluster.dispatcher.generate(long("r2"))))
     await deferred(cluster, 1)
-    cluster.dispatcher._blocked = "p0 and d0 are incompatible"
+    cluster.dispatcher.placer.set_blocked("p0 and d0 are incompatible")
     cluster.prefill[0].hold_first_token.set()
     with pytest.raises(RequestError) as caught:
         await second

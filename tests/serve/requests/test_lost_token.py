@@ -23,7 +23,7 @@ async def test_a_first_token_lost_with_its_worker_is_computed_again_and_no_strea
     decode.pause_at = 5
     decode.commit("r1")  # the blocks are here: decoding begins, its tokens wait for the first one
     await decode.paused.wait()
-    await cluster.dispatcher.status("d0")
+    await cluster.dispatcher.queries.status("d0")
     assert not reading.done()
     await victims[0].kill()
     decode.resume.set()
@@ -39,8 +39,8 @@ async def test_a_worker_that_owes_nothing_more_may_die(make_cluster):
     request = sequence()
     reading = asyncio.create_task(collect(cluster.dispatcher.generate(request)))
     await cluster.decode[0].paused.wait()
-    await cluster.dispatcher.status("d0")
-    await cluster.dispatcher.status("p0")
+    await cluster.dispatcher.queries.status("d0")
+    await cluster.dispatcher.queries.status("p0")
     await cluster.prefill[0].kill()
     cluster.decode[0].resume.set()
     assert (await reading)[0] == expected_tokens(alphabet, request)

@@ -56,7 +56,7 @@ async def test_without_a_prefill_worker_left_it_is_computed_where_it_can_be(make
     decode, reading = cluster.decode[0], await until_paused(cluster, request)
     await cluster.prefill[0].kill()
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 1)
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 1)
     return_to_prefill(decode, request)
     assert (await reading)[0] == expected_tokens(alphabet, request)
     assert decode.count(wire.Generate) == 1
@@ -70,7 +70,7 @@ async def test_metrics_tell_what_became_of_pre_empted_sequences(make_cluster):
             recomputed_tokens=7,
         )
     )  # fmt: skip
-    await cluster.dispatcher.status("d0")  # what came before it has been taken note of
+    await cluster.dispatcher.queries.status("d0")  # what came before it has been taken note of
     text = (await cluster.client.get("/metrics")).text
 
     def value(name: str, *labels: str) -> float:

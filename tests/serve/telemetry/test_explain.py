@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvrelay.plane.messages import Timings, TokenOutput
 from kvrelay.serve.telemetry.explain import Explain
-from kvrelay.serve.telemetry.stats import Histogram
+from kvrelay.serve.telemetry.observer import Histogram
 
 pytestmark = pytest.mark.pure
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvrelay.errors import Overloaded
 from kvrelay.plane import messages as wire
-from kvrelay.serve.api.front import INGRESS
+from kvrelay.serve.api.endpoint import INGRESS
 from kvrelay.serve.telemetry.live import LiveFeed
 from tests.serve.conftest import hold_in_line
 
@@ -73,7 +73,7 @@ async def test_a_worker_that_has_gone_or_is_leaving_is_told_as_such(make_cluster
 
 async def test_a_silent_worker_is_told_as_such(make_cluster):
     cluster = await make_cluster()
-    link = next(link for link, _ in cluster.dispatcher.links() if link.worker_id == "d0")
+    link = next(link for link, _ in cluster.dispatcher.workers.all_links() if link.worker_id == "d0")
     link._last_frame_s -= 60.0
     workers = {worker["worker_id"]: worker["health"] for worker in (await snapshot(cluster))["workers"]}
     assert workers == {"p0": "up", "d0": "silent"}

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.serve.text.detokenizer import ByteDetokenizer, byte_level_bytes, bytes_function, sentencepiece_bytes
+from kvrelay.serve.text.tokenizer import ByteDetokenizer, byte_level_bytes, bytes_function, sentencepiece_bytes
 
 pytestmark = pytest.mark.pure
 

@@ -11,9 +11,9 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.api.app import ModelCard, create_app
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.text.choice_text import ChoiceText, TextOptions
 from kvrelay.serve.text.tokenizer import Tokenizer
-from kvrelay.serve.workers.dispatcher import Dispatcher
 from tests.fakes import SECRET
 from tests.serve.text.family_folders import EOS, FAMILIES, NO_SYSTEM_TEMPLATE, TEMPLATES, write_family
 
@@ -213,8 +213,8 @@ async def test_a_token_without_embedding_in_a_prompt_is_a_400(tmp_path):
 
 
 def test_text_parts_become_one_text(tmp_path):
+    from kvrelay.serve.api.parameters import template_messages
     from kvrelay.serve.api.schemas import ChatBody
-    from kvrelay.serve.requests.sampling import template_messages
 
     tokenizer = Tokenizer(write_family("gemma3", tmp_path)[0])
     parts = [{"type": "text", "text": "Hello, "}, {"type": "text", "text": "the"}]

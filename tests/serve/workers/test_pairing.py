@@ -22,7 +22,7 @@ async def health(cluster):
 
 async def until_settled(cluster):
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: d.pairs.book.is_settled())
+        await cluster.dispatcher.workers.wait_for(lambda d: d.pairs.book.is_settled())
 
 
 async def metrics(cluster):
@@ -38,7 +38,7 @@ async def test_each_prefill_worker_is_told_each_decode_workers_address(make_clus
         assert {(m.worker_id, m.epoch, m.host, m.kv_port) for m in asked} == {
             ("d0", "e1", "127.0.0.1", 7), ("d1", "e1", "127.0.0.1", 7),
         }  # fmt: skip
-    assert {pair.verdict for pair in cluster.dispatcher.pairs.book.pairs} == {Verdict.OK}
+    assert {pair.verdict for pair in cluster.dispatcher.workers.pairs.book.pairs} == {Verdict.OK}
 
 
 async def test_a_pair_that_is_not_reported_yet_is_used(make_cluster):
@@ -46,12 +46,12 @@ async def test_a_pair_that_is_not_reported_yet_is_used(make_cluster):
     late = FakeWorker("d9", Role.DECODE)
     cluster.prefill[0].pairing = lambda message: None
     cluster.prefill[0].peers["d9"] = late
-    members = [*[link.member for link in cluster.dispatcher._links.values()], await late.start()]
+    members = [*[link.member for link in cluster.dispatcher.links.members()], await late.start()]
     cluster.decode.append(late)
-    cluster.dispatcher.set_members([member for member in members if member.worker_id != "d0"])
+    cluster.dispatcher.workers.set_members([member for member in members if member.worker_id != "d0"])
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: {i.worker_id for i, _ in d.live_workers()} == {"p0", "d9"})
-    assert [pair.verdict for pair in cluster.dispatcher.pairs.book.pairs] == [Verdict.UNKNOWN]
+        await cluster.dispatcher.workers.wait_for(lambda d: {i.worker_id for i, _ in d.live_workers()} == {"p0", "d9"})
+    assert [pair.verdict for pair in cluster.dispatcher.workers.pairs.book.pairs] == [Verdict.UNKNOWN]
     assert (await health(cluster)).status_code == (await complete(cluster)).status_code == 200
     assert late.count(wire.Reserve) == 1
 
@@ -71,7 +71,7 @@ async def test_when_no_pair_fits_clients_get_503_with_the_field_and_the_remedy(m
         and len(told.json()["incompatible_pairs"]) == 2
     )
     assert all(worker.count(wire.Generate) == worker.count(wire.Reserve) == 0 for worker in cluster.decode)
-    assert not cluster.dispatcher.is_ready()
+    assert not cluster.dispatcher.workers.is_ready()
 
 
 async def test_a_passing_fault_is_no_reason_to_refuse(make_cluster):
@@ -95,23 +95,23 @@ async def test_one_misfit_among_pairs_that_fit_is_routed_around_and_explained(ma
 async def test_a_prefill_worker_that_is_turned_away_is_no_licence_to_decode_alone(make_cluster):
     cluster = await make_cluster(prefill=0)
     stranger = FakeWorker("p9", Role.PREFILL, block_size=24)
-    members = [*[link.member for link in cluster.dispatcher._links.values()], await stranger.start()]
+    members = [*[link.member for link in cluster.dispatcher.links.members()], await stranger.start()]
     cluster.prefill.append(stranger)
-    cluster.dispatcher.set_members(members)
+    cluster.dispatcher.workers.set_members(members)
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: bool(d.pairs.book.turned_away()))
+        await cluster.dispatcher.workers.wait_for(lambda d: bool(d.pairs.book.rejected()))
     answer = await complete(cluster)
     assert answer.status_code == 503 and "block_size" in answer.json()["error"]["message"]
     assert (await health(cluster)).status_code == 503
-    cluster.dispatcher.set_members(members[:1])
+    cluster.dispatcher.workers.set_members(members[:1])
     assert (await complete(cluster)).status_code == 200
 
 
 async def test_when_the_misfit_leaves_the_others_serve_again(make_cluster):
     cluster = await make_cluster(prefill=1, pairings=[FakeWorker.incompatible])
     assert (await complete(cluster)).status_code == 503
-    members = [link.member for link in cluster.dispatcher._links.values()]
-    cluster.dispatcher.set_members([member for member in members if member.worker_id != "p0"])
+    members = [link.member for link in cluster.dispatcher.links.members()]
+    cluster.dispatcher.workers.set_members([member for member in members if member.worker_id != "p0"])
     assert (await complete(cluster)).status_code == 200  # no prefill worker: aggregated, as before
 
 
@@ -165,7 +165,7 @@ async def test_metrics_of_transfers_are_told_by_worker_and_path_and_refusals_by_
     for worker in (cluster.prefill[0], cluster.decode[0]):
         worker.say_raw(wire.LoadReport(seq=2, total_blocks=9, **report))
     async with asyncio.timeout(10):
-        while any(load.seq != 2 for _, load in cluster.dispatcher.live_workers()):
+        while any(load.seq != 2 for _, load in cluster.dispatcher.workers.live_workers()):
             await asyncio.sleep(0)
     found = await metrics(cluster)
 

@@ -132,17 +132,17 @@ def test_all_is_blocked_only_when_no_pair_may_fit():
 
 def test_a_prefill_worker_that_cannot_even_connect_does_not_leave_decode_to_serve_alone():
     made = book("d1")
-    made.turn_away(info("p1"), "block_size: 24")
-    assert made.blocked() == "p1 is turned away: block_size: 24" == made.turned_away()[0]
-    made.turn_away(info("d2"), "model")
+    made.reject(info("p1"), "block_size: 24")
+    assert made.blocked() == "p1 is rejected: block_size: 24" == made.rejected()[0]
+    made.reject(info("d2"), "model")
     made.worker_up(info("p2"), 0.0)
-    assert made.blocked() is None and len(made.view()["turned_away"]) == 2
+    assert made.blocked() is None and len(made.view()["rejected"]) == 2
     made.worker_down("p2")
     made.worker_up(info("p1"), 0.0)  # it has been put right
-    assert made.blocked() is None and made.turned_away() == ["d2 is turned away: model"]
+    assert made.blocked() is None and made.rejected() == ["d2 is rejected: model"]
     made.worker_down("p1")
     made.worker_down("d2")
-    assert made.blocked() is None and made.turned_away() == []
+    assert made.blocked() is None and made.rejected() == []
 
 
 def test_a_cluster_without_prefill_workers_is_never_blocked():
@@ -187,7 +187,7 @@ def test_on_demand_every_pair_is_measured_anew_and_settles_when_the_answers_are_
         made.due(0.0)
         made.answered(good(*pair), 0.0)
     assert made.is_settled()
-    made.ask_again(5.0)
+    made.measure_all(5.0)
     assert not made.is_settled()
     for _ in range(2):
         (asked,) = made.due(5.0)

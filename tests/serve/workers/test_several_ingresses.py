@@ -9,7 +9,7 @@ import pytest
 from kvrelay.plane import messages as wire
 from kvrelay.router.decision.router import Router
 from kvrelay.router.types import Decision, IndexState, RouteRequest
-from kvrelay.serve.workers.dispatcher import Dispatcher
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.types import Role
 from tests.fakes import SECRET, FakeWorker, alphabet
 from tests.serve.conftest import collect, sequence
@@ -22,11 +22,11 @@ async def another_ingress(cluster, *, wait=True):
     router = Router(settings.router, tokens_per_hash=settings.tokens_per_hash, slo=settings.slo)
     dispatcher = Dispatcher(router, SECRET, settings)
     await dispatcher.start()
-    dispatcher.set_members([link.member for link, _ in cluster.dispatcher.links()])
+    dispatcher.workers.set_members([link.member for link, _ in cluster.dispatcher.workers.all_links()])
     try:
         if wait:
             async with asyncio.timeout(10):
-                await dispatcher.wait_for(lambda d: len(d.live_workers()) == len(cluster.workers))
+                await dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == len(cluster.workers))
         yield dispatcher
     finally:
         await dispatcher.aclose()
@@ -103,7 +103,7 @@ async def test_what_an_ingress_had_sent_is_counted_no_more_when_it_goes(make_clu
 async def test_a_single_ingress_tells_nobody_anything(make_cluster):
     cluster = await make_cluster()
     await collect(cluster.dispatcher.generate(sequence()))
-    await cluster.dispatcher.status("p0")  # answered after anything sent before
+    await cluster.dispatcher.queries.status("p0")  # answered after anything sent before
     assert all(worker.count(wire.Assigned) == 0 for worker in cluster.workers)
 
 
@@ -140,7 +140,7 @@ async def test_a_restarted_ingress_decides_as_one_that_never_restarted(make_clus
     old = cluster.dispatcher.router
     await becomes_true(lambda: sum(view.indexed_blocks for view in old.workers()) == 120)
     for worker in cluster.workers:  # the newcomer hears the same reports
-        await cluster.dispatcher.status(worker.worker_id)
+        await cluster.dispatcher.queries.status(worker.worker_id)
     async with another_ingress(cluster) as restarted:
         took_s = await becomes_true(lambda: sum(view.indexed_blocks for view in restarted.router.workers()) == 120)
         assert took_s < 1.0
@@ -150,7 +150,7 @@ async def test_a_restarted_ingress_decides_as_one_that_never_restarted(make_clus
                 wire.LoadReport(seq=9, free_blocks=1024, total_blocks=1024, prefill_tokens_per_s=1000.0 * number)
             )
             for dispatcher in (cluster.dispatcher, restarted):
-                await dispatcher.status(worker.worker_id)  # the report has arrived
+                await dispatcher.queries.status(worker.worker_id)  # the report has arrived
         for name, blocks in prompts.items():
             choices = [decided(router, asked(name, blocks)) for router in (old, restarted.router)]
             assert (choices[0].prefill, choices[0].decode) == (choices[1].prefill, choices[1].decode)
@@ -191,12 +191,12 @@ async def test_a_worker_whose_snapshot_is_late_holds_up_nobody(make_cluster):
     slow.peers = quick.peers
     for worker in (quick, slow):
         worker.cached, worker.kv_seq = list(prompt), 1
-    members = [link.member for link, _ in cluster.dispatcher.links()] + [await slow.start()]
+    members = [link.member for link, _ in cluster.dispatcher.workers.all_links()] + [await slow.start()]
     settings = cluster.settings
     ingress = Dispatcher(Router(settings.router, tokens_per_hash=settings.tokens_per_hash), SECRET, settings)
     try:
         await ingress.start()
-        ingress.set_members(members)
+        ingress.workers.set_members(members)
         states = {"p0": IndexState.EXACT, "d0": IndexState.EXACT, "p1": IndexState.STALE}
         await becomes_true(lambda: {v.worker_id: v.index_state for v in ingress.router.workers()} == states)
         choice = decided(ingress.router, asked("early", prompt))

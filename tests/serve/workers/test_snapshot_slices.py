@@ -9,7 +9,7 @@ from kvrelay.plane import messages as wire
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE
 from kvrelay.router.types import IndexState
-from kvrelay.serve.workers.snapshot_slices import TURN_S, Intake
+from kvrelay.serve.workers.index_upkeep import SLICE_S, SnapshotSlices
 from kvrelay.types import Role
 from tests.fakes import FakeWorker, alphabet
 from tests.serve.conftest import collect, sequence
@@ -29,10 +29,10 @@ class Clock:
         return self.now_s
 
 
-@pytest.mark.parametrize(("slice_s", "slices"), [(TURN_S / 4, 4), (2 * TURN_S, 1)])
+@pytest.mark.parametrize(("slice_s", "slices"), [(SLICE_S / 4, 4), (2 * SLICE_S, 1)])
 async def test_others_run_whenever_a_millisecond_is_over(slice_s, slices):
     index = PrefixIndex()
-    Intake(index, Clock(slice_s))
+    SnapshotSlices(index, Clock(slice_s))
     index.add_worker("w", max_blocks=len(CHAIN))
     index.apply_snapshot("w", 1, CHAIN)
     seen = [0]
@@ -45,7 +45,7 @@ async def test_others_run_whenever_a_millisecond_is_over(slice_s, slices):
 
 async def test_a_slice_that_fails_ends_no_other():
     index = PrefixIndex()
-    Intake(index)
+    SnapshotSlices(index)
     failures, loop = [], asyncio.get_running_loop()
     loop.set_exception_handler(lambda _, context: failures.append(context["exception"]))
     for name in ("w1", "w2"):
@@ -79,17 +79,17 @@ async def test_an_ingress_serves_while_a_snapshot_in_parts_goes_in_and_events_co
 
 async def test_a_worker_that_dies_half_way_and_one_in_its_place(make_cluster):
     cluster = await make_cluster(prefill=1, decode=1)
-    index, member = cluster.dispatcher.router.index, [link.member for link, _ in cluster.dispatcher.links()]
+    index, member = cluster.dispatcher.router.index, [link.member for link, _ in cluster.dispatcher.workers.all_links()]
     worker = FakeWorker("p1", Role.PREFILL, alphabet)
     worker.cached, worker.kv_seq = list(CHAIN), 1
-    cluster.dispatcher.set_members([*member, await worker.start()])
+    cluster.dispatcher.workers.set_members([*member, await worker.start()])
     await becomes_true(lambda: "p1" in {view.worker_id for view in cluster.dispatcher.router.workers()})
     await worker.aclose()
     await becomes_true(lambda: "p1" not in {view.worker_id for view in cluster.dispatcher.router.workers()})
     again = FakeWorker("p1", Role.PREFILL, alphabet, epoch="e2")
     again.cached, again.kv_seq = CHAIN[:7], 1
     try:
-        cluster.dispatcher.set_members([*member, await again.start()])
+        cluster.dispatcher.workers.set_members([*member, await again.start()])
         await becomes_true(lambda: index.match(CHAIN) == {"p1": 7})
         await becomes_true(lambda: len(index) == 7)  # the last of the old one is gone
     finally:

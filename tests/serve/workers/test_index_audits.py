@@ -27,7 +27,7 @@ async def holding(make_cluster, **router):
 async def test_an_answer_that_agrees_is_counted(make_cluster):
     cluster, worker, index = await holding(make_cluster, audit_s=0)
     worker.audited = 1, [IN_POOL] * len(CHAIN)
-    await cluster.dispatcher._audits.audit("p0", seed=1)
+    await cluster.dispatcher.workers.audits.audit("p0", seed=1)
     counts = index.audit_counts("p0")
     assert counts.compared == len(set(next(m for m in worker.received if isinstance(m, wire.Audit)).hashes)) > 0
     assert (counts.wrong, counts.missed, worker.count(wire.Subscribe)) == (0, 0, 1)
@@ -38,10 +38,10 @@ async def test_an_answer_that_agrees_is_counted(make_cluster):
 async def test_an_answer_that_disagrees_fetches_a_snapshot(make_cluster):
     cluster, worker, index = await holding(make_cluster, audit_s=0)
     worker.audited = 1, [NOWHERE] * len(CHAIN)
-    await cluster.dispatcher._audits.audit("p0", seed=1)
+    await cluster.dispatcher.workers.audits.audit("p0", seed=1)
     await worker.until(lambda w: w.count(wire.Subscribe) == 2)
     assert index.audit_counts("p0").wrong == index.audit_counts("p0").compared > 0
-    await cluster.dispatcher.status("p0")  # comes after the snapshot, which has nothing, as of an older event
+    await cluster.dispatcher.queries.status("p0")  # comes after the snapshot, which has nothing, as of an older event
     assert index.match(CHAIN) == {}
 
 
@@ -49,7 +49,7 @@ async def test_a_stale_worker_is_asked_for_its_number_and_a_snapshot(make_cluste
     cluster, worker, index = await holding(make_cluster, audit_s=0)
     index.mark_stale("p0")
     worker.audited = 0, []
-    await cluster.dispatcher._audits.audit("p0", seed=1)
+    await cluster.dispatcher.workers.audits.audit("p0", seed=1)
     await worker.until(lambda w: w.count(wire.Subscribe) == 2)
     assert [message.hashes for message in worker.received if isinstance(message, wire.Audit)] == [[]]
 
@@ -66,4 +66,4 @@ async def test_workers_are_asked_in_turn_and_one_that_says_nothing_is_passed_ove
 async def test_an_audit_of_who_is_not_there_fails_as_any_question(make_cluster):
     cluster = await make_cluster(router={"audit_s": 0})
     with pytest.raises(WorkerLost):
-        await cluster.dispatcher.audit("nobody", CHAIN)
+        await cluster.dispatcher.queries.audit("nobody", CHAIN)

@@ -37,8 +37,8 @@ async def test_decode_reserves_before_prefill_is_asked(make_cluster):
 async def test_a_finished_sequence_is_not_aborted_anywhere(make_cluster):
     cluster = await make_cluster()
     await collect(cluster.dispatcher.generate(sequence()))
-    await cluster.dispatcher.status("p0")  # answered after anything sent before
-    await cluster.dispatcher.status("d0")
+    await cluster.dispatcher.queries.status("p0")  # answered after anything sent before
+    await cluster.dispatcher.queries.status("d0")
     assert [worker.count(wire.Abort) for worker in cluster.workers] == [0, 0]
 
 
@@ -85,7 +85,7 @@ async def test_tokens_that_overtake_the_first_one_wait_for_it(make_cluster):
     tokens = expected_tokens(alphabet, request)
     decode.send_output(request, tokens, 1, 2, is_first=False)
     decode.send_output(request, tokens, 1, 1, is_first=False)  # and once more
-    await cluster.dispatcher.status("d0")  # both have been delivered now
+    await cluster.dispatcher.queries.status("d0")  # both have been delivered now
     assert not reading.done()
     prefill.hold_first_token.set()
     assert (await reading)[0] == tokens
@@ -119,7 +119,7 @@ async def test_a_stream_goes_on_when_its_decode_worker_dies(make_cluster, at):
     reading = asyncio.create_task(collect(cluster.dispatcher.generate(request)))
     victim = await first_with(cluster.decode, wire.Reserve)
     await victim.paused.wait()
-    await cluster.dispatcher.status(victim.worker_id)  # what it sent has arrived
+    await cluster.dispatcher.queries.status(victim.worker_id)  # what it sent has arrived
     for worker in cluster.decode:
         worker.resume.set()
     await victim.kill()
@@ -306,12 +306,12 @@ async def test_a_worker_that_restarts_is_used_again(make_cluster):
     cluster = await make_cluster(prefill=0)
     await cluster.decode[0].kill()
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: not d.is_ready())
+        await cluster.dispatcher.workers.wait_for(lambda d: not d.is_ready())
     successor = FakeWorker("d0", Role.DECODE, epoch="e2")
     cluster.decode[0] = successor
-    cluster.dispatcher.set_members([await successor.start()])
+    cluster.dispatcher.workers.set_members([await successor.start()])
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: d.is_ready())
+        await cluster.dispatcher.workers.wait_for(lambda d: d.is_ready())
     assert len((await collect(cluster.dispatcher.generate(sequence())))[0]) == 8
 
 
@@ -320,7 +320,7 @@ async def test_a_worker_no_longer_listed_ends_its_streams_but_gets_no_new_ones(m
     cluster.decode[0].pause_at = 3
     reading = asyncio.create_task(collect(cluster.dispatcher.generate(sequence())))
     await cluster.decode[0].paused.wait()
-    cluster.dispatcher.set_members([])
+    cluster.dispatcher.workers.set_members([])
     with pytest.raises(RequestError):
         await collect(cluster.dispatcher.generate(sequence(request_id="r2")))
     cluster.decode[0].resume.set()
@@ -345,10 +345,10 @@ async def test_a_worker_that_does_not_fit_is_not_used(make_cluster, wrong, why, 
     member = await stranger.start()
     cluster.decode.append(stranger)
     listed = Member("d0", "decode", "127.0.0.1", cluster.decode[0].port)
-    cluster.dispatcher.set_members([listed, member])
+    cluster.dispatcher.workers.set_members([listed, member])
     await stranger.until(lambda w: w.num_greetings > 1)  # turned away once, and back
     await collect(cluster.dispatcher.generate(sequence()))
-    assert [info.worker_id for info, _ in cluster.dispatcher.live_workers()] == ["d0"]
+    assert [info.worker_id for info, _ in cluster.dispatcher.workers.live_workers()] == ["d0"]
     assert why in caplog.text
 
 
@@ -363,10 +363,10 @@ async def test_a_worker_that_differs_in_what_can_be_paired_is_used(make_cluster,
     cluster = await make_cluster(prefill=0, decode=1, transfer=transfer)
     cluster.decode.append(FakeWorker("d1", Role.DECODE, **other))
     members = [Member("d0", "decode", "127.0.0.1", cluster.decode[0].port), await cluster.decode[1].start()]
-    cluster.dispatcher.set_members(members)
+    cluster.dispatcher.workers.set_members(members)
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: len(d.live_workers()) == 2)
-    cluster.dispatcher.set_members(members[1:])
+        await cluster.dispatcher.workers.wait_for(lambda d: len(d.live_workers()) == 2)
+    cluster.dispatcher.workers.set_members(members[1:])
     request = sequence()
     assert (await collect(cluster.dispatcher.generate(request)))[0] == expected_tokens(alphabet, request)
     assert cluster.decode[1].count(wire.Generate) == 1
@@ -406,9 +406,9 @@ async def test_an_abort_goes_over_the_connection_that_the_request_came_by(make_c
     await anext(stream)
     await worker.paused.wait()
     member = Member(worker.worker_id, worker.role.value, "127.0.0.1", worker.port)
-    cluster.dispatcher.set_members([])
-    cluster.dispatcher.set_members([member])
+    cluster.dispatcher.workers.set_members([])
+    cluster.dispatcher.workers.set_members([member])
     async with asyncio.timeout(10):
-        await cluster.dispatcher.wait_for(lambda d: d.is_ready())
+        await cluster.dispatcher.workers.wait_for(lambda d: d.is_ready())
     await stream.aclose()
     await cluster.all_released()

@@ -1,18 +1,24 @@
-"""From a checked body to what the engines are told: sampling, limits, prompts. Refuses by field name."""
+"""From a checked body to the request's parameters: sampling, choices, limits, prompts, queue rank. Refuses by field name.
 
-import hashlib
+`best_of` has OpenAI's and vLLM's meaning: of so many samples, the n with the largest summed log-probability are
+returned. With `use_beam_search` it is the beam width, as in vLLM.
+"""
+
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from kvrelay.errors import InvalidRequest
-from kvrelay.plane.messages import Sampling
+from kvrelay.hashing import tenant_of
+from kvrelay.plane.messages import Beams, Sampling
 from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, Message
-from kvrelay.serve.requests.choices import check_choices, is_ranked, num_computed
+from kvrelay.serve.requests.generation import SEED_MASK
+from kvrelay.serve.requests.job import QueueRank
+from kvrelay.settings.choices import TenantBy
 from kvrelay.settings.cluster import ServeSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
-_SEED_MASK = 2**63 - 1
+MAX_BEAMS = 16
 _MIN_TOP_P = 1e-6
 
 
@@ -78,8 +84,8 @@ def check_count(num_prompts: int, body: Common, max_inflight: int) -> None:
     if num_prompts * samples > max_inflight:
         own = "n" if samples == (body.n or 1) else "best_of"
         field = "prompt" if num_prompts > 1 else own
-        told = f"{num_prompts} prompts times {own} = {samples}" if num_prompts > 1 else str(samples)
-        raise InvalidRequest(f"{field}: {told} are more sequences than the {max_inflight} that run at once", field)
+        counted = f"{num_prompts} prompts times {own} = {samples}" if num_prompts > 1 else str(samples)
+        raise InvalidRequest(f"{field}: {counted} are more sequences than the {max_inflight} that run at once", field)
 
 
 def _check_token(token_id: int, field: str, vocab_size: int) -> None:
@@ -149,7 +155,7 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
         top_k=max(body.top_k or 0, 0),
         top_p=max(_or(body.top_p, 1.0), _MIN_TOP_P),
         min_p=_or(body.min_p, 0.0),
-        seed=(secrets.randbits(63) if body.seed is None else body.seed) & _SEED_MASK,
+        seed=(secrets.randbits(63) if body.seed is None else body.seed) & SEED_MASK,
         repetition_penalty=_or(body.repetition_penalty, 1.0),
         presence_penalty=_or(body.presence_penalty, 0.0),
         frequency_penalty=_or(body.frequency_penalty, 0.0),
@@ -159,17 +165,6 @@ def make_sampling(body: Common, max_tokens: int, vocab_size: int) -> Sampling:
         prompt_logprobs=logprobs if getattr(body, "echo", None) else None,
         logit_bias=_logit_bias(body.logit_bias, vocab_size),
     )
-
-
-def seed_of_sample(seed: int, index: int) -> int:
-    """Sample `index` of `n` has a seed of its own, so that samples differ and can be repeated.
-
-    The first keeps the request's; the others' are hashed, or a request with the next seed would repeat them.
-    """
-    if index == 0:
-        return seed
-    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & _SEED_MASK
 
 
 def prompts_of(body: CompletionBody, settings: ServeSettings, vocab_size: int) -> list[str | list[int]]:
@@ -218,3 +213,82 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
     answer: dict[str, Any] = {"role": role, "content": content or ""}
     optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
     return answer | {name: value for name, value in optional.items() if value is not None}
+
+
+def queue_rank(body: Common, tenant_by: TenantBy, api_key: str) -> QueueRank:
+    """Priority and deadline of the body; the tenant from the body or the API key, as `tenant_by` has it."""
+    names = {"cache_salt": body.cache_salt or "", "user": body.user or "", "api_key": api_key}
+    name = next(filter(None, names.values()), "") if tenant_by == "auto" else names[tenant_by]
+    return QueueRank(body.priority or 0, body.deadline_s, tenant_of(name))
+
+
+# ---- choices: n, best_of, beam search
+
+
+def num_computed(body: Common) -> int:
+    """Sequences that run for each prompt."""
+    return max(body.n or 1, body.best_of or 1)
+
+
+def num_sampled(body: Common) -> int:
+    """Choices that the workers send for each prompt: of a beam search, its results."""
+    return body.n or 1 if body.use_beam_search else num_computed(body)
+
+
+def is_ranked(body: Common) -> bool:
+    """Whether more samples are computed than returned."""
+    return not body.use_beam_search and num_computed(body) > (body.n or 1)
+
+
+def beams_of(body: Common) -> Beams | None:
+    """The requested beam search, if any, of a checked body."""
+    if not body.use_beam_search:
+        return None
+    penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    return Beams(
+        width=num_computed(body), num_returned=body.n or 1, length_penalty=penalty,
+        early_stopping=body.early_stopping or False,
+    )  # fmt: skip
+
+
+def check_choices(body: Common) -> None:
+    """Raise InvalidRequest where n, best_of and the fields of a beam search conflict."""
+    if body.best_of is not None and body.best_of < (body.n or 1):
+        raise InvalidRequest(f"best_of: must not be less than n, which is {body.n or 1}", "best_of")
+    if body.use_beam_search:
+        _check_beams(body)
+        return
+    if is_ranked(body) and body.stream:
+        raise InvalidRequest("best_of: not with stream, as the best are known only at the end", "best_of")
+    if is_ranked(body) and isinstance(body, ChatBody):
+        raise InvalidRequest("best_of: not with chat completions", "best_of", 400, "unsupported_parameter")
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(body, name) is not None:
+            raise InvalidRequest(f"{name}: only with use_beam_search", name)
+
+
+_NOT_WITH_BEAMS: dict[str, tuple[Any, ...]] = {
+    "top_p": (None, 1.0), "top_k": (None, 0, -1), "min_p": (None, 0.0), "repetition_penalty": (None, 1.0),
+    "presence_penalty": (None, 0.0), "frequency_penalty": (None, 0.0), "logit_bias": (None, {}), "stop": (None, []),
+    "logprobs": (None, False),
+}  # fmt: skip
+
+
+def _check_beams(body: Common) -> None:
+    if num_computed(body) > MAX_BEAMS:
+        field = "best_of" if (body.best_of or 0) > MAX_BEAMS else "n"
+        raise InvalidRequest(f"{field}: a beam search has at most {MAX_BEAMS} beams", field)
+    if body.stream:
+        raise InvalidRequest("stream: not with use_beam_search, whose results come at its end", "stream")
+    for name, neutral in _NOT_WITH_BEAMS.items():
+        if getattr(body, name, None) not in neutral:
+            raise InvalidRequest(f"{name}: not with use_beam_search", name, 400, "unsupported_parameter")
+
+
+def ranked(scores: Sequence[float], num_samples: int, num_kept: int) -> list[int]:
+    """Indices of the samples to return: of each prompt's `num_samples`, the best first; the earlier of equal ones."""
+    kept: list[int] = []
+    for first in range(0, len(scores), num_samples):
+        order = sorted(range(first, first + num_samples), key=lambda index: (-scores[index], index))
+        kept += order[:num_kept]
+    return kept

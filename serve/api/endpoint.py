@@ -1,30 +1,36 @@
-"""What every endpoint shares: the parts it works with, and the checks before a request is a job."""
+"""What every endpoint shares: the parts that it works with, a request's first checks, its id and its span."""
 
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from opentelemetry.trace import Span, Status, StatusCode
 from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import request_response
+from starlette.types import Message, Receive, Scope, Send
 
+from kvrelay import tracing
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api.http import check_api_key, read_json_body
+from kvrelay.serve.api.parameters import check_limits, refuse_unsupported
+from kvrelay.serve.api.replies import PromptDetails, Usage
 from kvrelay.serve.api.schemas import Common, parse
 from kvrelay.serve.api.sessions import Sessions
+from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.requests.generation import Generation
-from kvrelay.serve.requests.sampling import check_limits, refuse_unsupported
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.text.choice_text import Piece
 from kvrelay.serve.text.tokenizer import TextCodec
-from kvrelay.serve.workers.dispatcher import Dispatcher
 from kvrelay.sizes import parse_bytes
 
 B = TypeVar("B", bound=Common)
 INGRESS = secrets.token_hex(2)
-"""Names this ingress process. The ids of its requests begin with it, so that each tells who has its story."""
+"""Names this ingress process. Its request ids begin with it, so that an id shows which ingress has the request's log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +55,7 @@ class Front:
     @property
     def max_model_len(self) -> int:
         """Tokens, prompt and output: the model's limit, or less when a worker holds less."""
-        return min(self.model.max_model_len, self.dispatcher.max_model_len() or self.model.max_model_len)
+        return min(self.model.max_model_len, self.dispatcher.workers.max_model_len() or self.model.max_model_len)
 
     async def read(self, request: Request, body_type: type[B]) -> B:
         """The checked body. Raises InvalidRequest, ClientLeft."""
@@ -106,7 +112,7 @@ def now_unix() -> int:
 
 
 class StreamUsage:
-    """When a stream tells the usage: never, at its end, or in each chunk as well."""
+    """When a stream reports the usage: never, at its end, or in every chunk as well."""
 
     def __init__(self, body: Common) -> None:
         options = body.stream_options
@@ -115,8 +121,62 @@ class StreamUsage:
 
 
 async def collect(generation: Generation, take: Callable[[int, Piece], None]) -> None:
-    """Run a generation to its end, handing every piece to `take`."""
+    """Run a generation to its end, passing every piece to `take`."""
     async with contextlib.aclosing(generation.pieces()) as batches:
         async for batch in batches:
             for index, piece in batch:
                 take(index, piece)
+
+
+def usage_of(generation: Generation) -> Usage:
+    """Tokens so far."""
+    prompt_tokens, output_tokens = generation.num_prompt_tokens, generation.num_output_tokens
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=output_tokens,
+        total_tokens=prompt_tokens + output_tokens,
+        prompt_tokens_details=PromptDetails(cached_tokens=generation.num_cached_tokens),
+    )
+
+
+# ---- the span of an HTTP request: from its head to its last byte, streams included
+
+_TRACEPARENT = "kvrelay.traceparent"
+
+
+class Traced:
+    """An endpoint as an ASGI app under a span. Without an exporter it only passes the client's traceparent on."""
+
+    def __init__(self, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
+        self._app = request_response(endpoint)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        given = dict(scope["headers"]).get(b"traceparent", b"").decode("latin-1")
+        span = tracing.begin_request(given, scope["path"])
+        scope[_TRACEPARENT] = tracing.traceparent_of(span)
+        if not span.is_recording():
+            await self._app(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, _with_status(span, send))
+        except BaseException as error:
+            span.set_status(Status(StatusCode.ERROR, type(error).__name__))
+            raise
+        finally:
+            span.end()
+
+
+def _with_status(span: Span, send: Send) -> Send:
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            span.set_attribute("http.response.status_code", message["status"])
+            if message["status"] >= 500:
+                span.set_status(Status(StatusCode.ERROR))
+        await send(message)
+
+    return sending
+
+
+def traceparent_of(request: Request) -> str:
+    """The trace context that the request's sequences carry to the workers; empty: it is not traced."""
+    return str(request.scope.get(_TRACEPARENT, ""))

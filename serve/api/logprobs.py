@@ -1,0 +1,78 @@
+"""OpenAI's two kinds of logprobs objects, from the workers' log-probabilities. Pure."""
+
+from kvrelay.plane.messages import TokenLogprob
+from kvrelay.serve.api.replies import ChatLogprob, ChatLogprobs, CompletionLogprobs, TopLogprob
+from kvrelay.serve.text.tokenizer import TextCodec
+
+
+def token_text(codec: TextCodec, token_id: int) -> str:
+    """A token as logprobs name it; a part of a character as `bytes:\\xe2\\x80`, so that names stay distinct."""
+    data = codec.token_bytes(token_id)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def chat_logprobs(codec: TextCodec, logprobs: list[TokenLogprob], num_top: int) -> ChatLogprobs:
+    """Chat's form: one entry per token, each with its `num_top` alternatives."""
+    return ChatLogprobs(content=[_chat_logprob(codec, entry, num_top) for entry in logprobs])
+
+
+def _chat_logprob(codec: TextCodec, entry: TokenLogprob, num_top: int) -> ChatLogprob:
+    return ChatLogprob(
+        token=token_text(codec, entry.token_id),
+        logprob=_finite(entry.logprob),
+        bytes=list(codec.token_bytes(entry.token_id)),
+        top_logprobs=[
+            TopLogprob(token=token_text(codec, token), logprob=_finite(value), bytes=list(codec.token_bytes(token)))
+            for token, value in entry.top[:num_top]
+        ],
+    )
+
+
+def completion_logprobs(
+    codec: TextCodec, logprobs: list[TokenLogprob], offsets: list[int], num_top: int
+) -> CompletionLogprobs:
+    """Completions' form. The sampled token is always among `top_logprobs`, as OpenAI has it."""
+    answer = CompletionLogprobs(text_offset=list(offsets), token_logprobs=[], tokens=[], top_logprobs=[])
+    for entry in logprobs:
+        name, value = token_text(codec, entry.token_id), _finite(entry.logprob)
+        top = {token_text(codec, token): _finite(alternative) for token, alternative in entry.top[:num_top]}
+        answer.tokens.append(name)
+        answer.token_logprobs.append(value)
+        answer.top_logprobs.append(top | {name: value})
+    return answer
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; clients know -9999 as "impossible"."""
+    return max(logprob, -9999.0)
+
+
+def echo_logprobs(
+    codec: TextCodec, prompt: list[int], logprobs: list[TokenLogprob], num_top: int
+) -> CompletionLogprobs:
+    """The prompt's own tokens: the first has no log-probability. `logprobs` is for prompt[1:]."""
+    detokenizer, offsets, num_chars = codec.detokenizer(starts_text=True), [], 0
+    for token_id in prompt:
+        offsets.append(num_chars)
+        num_chars += len(detokenizer.push(token_id))
+    answer = completion_logprobs(codec, logprobs, offsets, num_top)
+    answer.tokens.insert(0, token_text(codec, prompt[0]))
+    answer.token_logprobs.insert(0, None)
+    answer.top_logprobs.insert(0, None)
+    if len(answer.tokens) != len(prompt):
+        raise ValueError(f"{len(logprobs)} log-probabilities for a prompt of {len(prompt)} tokens")
+    return answer
+
+
+def joined(parts: list[CompletionLogprobs]) -> CompletionLogprobs:
+    """Several stretches of one choice as one."""
+    answer = CompletionLogprobs(text_offset=[], token_logprobs=[], tokens=[], top_logprobs=[])
+    for part in parts:
+        answer.text_offset += part.text_offset
+        answer.token_logprobs += part.token_logprobs
+        answer.tokens += part.tokens
+        answer.top_logprobs += part.top_logprobs
+    return answer

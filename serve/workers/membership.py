@@ -1,0 +1,191 @@
+"""Which workers this ingress works with: connects to members, checks that they fit, and routes their messages. Imports no HTTP."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+from kvrelay.config import Settings
+from kvrelay.plane import messages as wire
+from kvrelay.plane.tls import cluster_tls
+from kvrelay.router.decision.router import Router
+from kvrelay.serve.workers.dispatch import Placer, Submissions
+from kvrelay.serve.workers.index_upkeep import IndexAudits, SnapshotSlices
+from kvrelay.serve.workers.pairs import PairWatch
+from kvrelay.serve.workers.queries import Queries, QueryAnswer
+from kvrelay.serve.workers.worker_link import LinkEvents, Links, Member, WorkerLink
+
+logger = logging.getLogger(__name__)
+
+_SAME_SETTINGS = "start every worker and ingress with the same settings"
+
+
+class Membership:
+    """The members, their links and pairs. Lives on one event loop."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        secret: bytes,
+        router: Router,
+        links: Links,
+        placer: Placer,
+        submissions: Submissions,
+        queries: Queries,
+        clock: Callable[[], float],
+    ) -> None:
+        """The router, the placer, the submissions and the queries get what the links deliver."""
+        self._settings, self._secret, self._clock = settings, secret, clock
+        self._router, self._links, self._placer = router, links, placer
+        self._submissions, self._queries = submissions, queries
+        self._tls = cluster_tls(settings.cluster, secret)
+        self._events = LinkEvents(self._accept, self._lost, self._deliver, submissions.holds)
+        self._changed = asyncio.Event()
+        self._is_open = False
+        self.pairs = PairWatch(links.send, self._pairs_changed, clock)
+        self.audits = IndexAudits(router.index, links, queries, settings.router.audit_s)
+        self._ingest = SnapshotSlices(router.index)
+
+    async def start(self) -> None:
+        """Connect to the members, now and as they come."""
+        self._is_open = True
+        self.pairs.start()
+        self.audits.start()
+        for link in self._links.members():
+            link.start()
+
+    async def aclose(self) -> None:
+        """Drop every connection; sequences that still run fail with WorkerLost."""
+        self._is_open = False
+        links = self._links.take_all()
+        await self.pairs.aclose()
+        await self.audits.aclose()
+        await asyncio.gather(*(link.aclose() for link in links))
+
+    def set_members(self, members: Sequence[Member]) -> None:
+        """Connect to new members. Former ones get no new sequences, and are dropped once they hold none."""
+        listed = {member.worker_id: member for member in members}
+        for link in self._links.members():
+            if listed.get(link.worker_id) != link.member:
+                self._retire(self._links.remove(link.worker_id))
+        for worker_id, member in listed.items():
+            if self._links.get(worker_id) is None:
+                link = WorkerLink(member, self._secret, self._events, tls=self._tls)
+                self._links.add(link)
+                if self._is_open:
+                    link.start()
+
+    def _retire(self, link: WorkerLink) -> None:
+        if self._is_open:
+            self._links.add_retired(link)
+            link.retire()
+        self._router.worker_down(link.worker_id)
+        self.pairs.worker_down(link.worker_id)
+        self._notify()
+
+    # ---- who is here
+
+    def live_workers(self) -> list[tuple[wire.WorkerInfo, wire.LoadReport]]:
+        """Every connected member and its last load report."""
+        empty = wire.LoadReport(seq=0)
+        return [(link.info, link.load or empty) for link in self._links.members() if link.info is not None]
+
+    def all_links(self) -> list[tuple[WorkerLink, bool]]:
+        """Every member's link, connected or not, and those of former members that are still up: (link, is retired)."""
+        return [(link, False) for link in self._links.members()] + [(link, True) for link in self._links.retired()]
+
+    def max_model_len(self) -> int | None:
+        """The longest sequence that every connected worker can hold, tokens; None without workers."""
+        return min((info.max_model_len for info, _ in self.live_workers()), default=None)
+
+    def max_group(self) -> int:
+        """Sequences that every connected worker can run at once."""
+        return min((info.max_running for info, _ in self.live_workers()), default=1 << 16)
+
+    def is_ready(self) -> bool:
+        """Whether a decode worker is connected (one can serve alone), and KV can travel where there are prefill workers."""
+        return any(info.role == "decode" for info, _ in self.live_workers()) and not self._placer.is_blocked
+
+    async def wait_for(self, condition: Callable[["Membership"], bool]) -> None:
+        """Wait until `condition` holds; it is checked whenever a worker comes or goes."""
+        while not condition(self):
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._placer.wake_deferred()
+
+    def _pairs_changed(self) -> None:
+        self._placer.set_blocked(self.pairs.book.blocked())
+        self._router.set_incompatible_pairs(self.pairs.book.incompatible_pairs())
+        self._notify()
+
+    # ---- what links report
+
+    def _accept(self, link: WorkerLink, info: wire.WorkerInfo) -> str | None:
+        """Take a worker, unless it cannot work with this ingress or with the workers that are here."""
+        if (why := self._why_not(info)) is not None:
+            if self._links.is_member(link):
+                self.pairs.reject(info, why)
+            return why
+        if self._links.is_member(link):
+            self._router.worker_up(info)
+            self.pairs.worker_up(info)
+        logger.info("worker %s (%s) is up", info.worker_id, info.role)
+        asyncio.get_running_loop().call_soon(self._notify)
+        return None
+
+    def _why_not(self, info: wire.WorkerInfo) -> str | None:
+        step = self._settings.tokens_per_hash
+        if info.block_size % step:
+            return f"block_size: its blocks have {info.block_size} tokens, but prompts are hashed by {step}: {_SAME_SETTINGS}"
+        for other, _ in self.live_workers():  # workers of different roles compare each other: see pairs.py
+            convert_dtype = self._settings.transfer.convert_dtype
+            difference = info.fingerprint.incompatibility(other.fingerprint, convert_dtype=convert_dtype)
+            if difference and other.role == info.role:
+                return f"{difference} of worker {other.worker_id}: {difference.remedy}"
+        return None
+
+    def _lost(self, link: WorkerLink, why: str) -> None:
+        """All that the worker held is lost."""
+        logger.info("worker %s is gone: %s", link.worker_id, why)
+        self._links.discard_retired(link)
+        if self._links.get(link.worker_id) in (link, None):
+            self._router.worker_down(link.worker_id)
+            self.pairs.worker_down(link.worker_id)
+        self._submissions.link_lost(link, why)
+        self._queries.link_lost(link, why)
+        self._notify()
+
+    def _deliver(self, link: WorkerLink, message: wire.FromWorker) -> None:
+        """Pass a worker's message on to the part that it concerns."""
+        worker_id = link.worker_id
+        if isinstance(message, wire.Tokens):
+            deliver = self._submissions.deliver
+            for output in message.outputs:
+                deliver(worker_id, output)
+        elif isinstance(message, wire.Reserved | wire.Refused | wire.Failed | wire.Transferred):
+            self._submissions.deliver(worker_id, message)
+        elif isinstance(message, QueryAnswer):
+            self._queries.answered(link, message)
+        elif self._links.is_member(link):
+            self._deliver_event(link, message)
+
+    def _deliver_event(self, link: WorkerLink, message: wire.FromWorker) -> None:
+        if isinstance(message, wire.LoadReport):
+            link.load = message
+            self._router.apply_load(link.worker_id, message, self._clock())
+            self._placer.wake_deferred()
+        elif isinstance(message, wire.AssignedByOthers):
+            self._placer.apply_others(link.worker_id, message)
+        elif isinstance(message, wire.KvEvents):
+            if not self._router.apply_events(link.worker_id, message):
+                link.send(wire.Subscribe())
+        elif isinstance(message, wire.KvSnapshot):
+            if not self._router.apply_snapshot(link.worker_id, message):
+                link.send(wire.Subscribe())
+        elif isinstance(message, wire.Paired):
+            self.pairs.answered(message.report)
+        elif isinstance(message, wire.PairsSeen):
+            for report in message.reports:
+                self.pairs.book.seen(report)
