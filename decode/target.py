@@ -59,6 +59,7 @@ from kvrelay.kvtransfer.reads.arrivals import Arrival, Tamper
 from kvrelay.kvtransfer.reads.receive_plan import Landing
 from kvrelay.kvtransfer.transports.base import CorruptRead, Reader, Transport, TransportError
 from kvrelay.plane import connection as plane
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
@@ -269,7 +270,7 @@ class KvTarget:
 
     # ---- messages of the sources (see target_link.Owner)
 
-    async def _serve(self, connection: plane.Connection) -> None:
+    async def _serve(self, connection: Connection) -> None:
         link = SourceLink(self, connection)
         self._links.add(link)
         try:

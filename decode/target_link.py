@@ -42,7 +42,7 @@ from kvrelay.kvtransfer.reads.probes import Probe
 from kvrelay.kvtransfer.reads.receive_plan import Landing
 from kvrelay.kvtransfer.reads.route import Route
 from kvrelay.kvtransfer.transports.base import Reader, TransportError
-from kvrelay.plane import connection as plane
+from kvrelay.plane.framing import Connection
 from kvrelay.settings.transfer import TransferSettings
 from kvrelay.types import Fingerprint, KvMemory
 
@@ -96,7 +96,7 @@ class Owner(Protocol):
 class SourceLink:
     """One accepted connection."""
 
-    def __init__(self, owner: Owner, connection: plane.Connection) -> None:
+    def __init__(self, owner: Owner, connection: Connection) -> None:
         self._owner, self._connection = owner, connection
         self.hello: Hello | None = None
         self.route: Route | None = None

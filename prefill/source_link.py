@@ -33,6 +33,7 @@ from kvrelay.kvtransfer.protocol.messages import (
 from kvrelay.kvtransfer.protocol.tickets import Reason, Ticket, refusal
 from kvrelay.kvtransfer.protocol.types import PathReport
 from kvrelay.plane import connection as plane
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.prefill.window import Window
 from kvrelay.settings.transfer import TransferSettings
@@ -90,7 +91,7 @@ class TargetLink:
         self._probes: dict[int, asyncio.Future[list[PathReport]]] = {}
         self._probe_ids = itertools.count(1)
         self._tls = tls
-        self._connection: plane.Connection | None = None
+        self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._renewing: asyncio.Task[None] | None = None
         self._is_ready = asyncio.Event()

@@ -16,6 +16,7 @@ from kvrelay.errors import ConnectionLost
 from kvrelay.kvcache.tiers.events import PART_HASHES, parts_of
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob, TokenOutput
 from kvrelay.serve.text.tokenizer import ByteDetokenizer
 from kvrelay.serve.workers.worker_link import Member
@@ -108,13 +109,13 @@ class FakeWorker:
         self.cached: list[bytes] = []  # of its snapshot, as of event kv_seq
         self.kv_seq = 0
         self.part_hashes = PART_HASHES  # at most, in each message of its snapshot
-        self._assigned: AssignedShares[plane.Connection] = AssignedShares()
+        self._assigned: AssignedShares[Connection] = AssignedShares()
         self.tokens_per_message = 1
         self.num_greetings = 0
         self._name, self._info = claims_to_be or worker_id, info
         self._server = plane.Server(self._serve, SECRET)
-        self._connections: dict[str, plane.Connection] = {}
-        self._all_connections: set[plane.Connection] = set()
+        self._connections: dict[str, Connection] = {}
+        self._all_connections: set[Connection] = set()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reserved: dict[str, SequenceRequest] = {}
         self.changed = asyncio.Condition()
@@ -154,7 +155,7 @@ class FakeWorker:
 
     # ---- the protocol
 
-    async def _serve(self, connection: plane.Connection) -> None:
+    async def _serve(self, connection: Connection) -> None:
         self._all_connections.add(connection)
         self.num_greetings += 1
         async with self.changed:
@@ -176,7 +177,7 @@ class FakeWorker:
         for connection, others in self._assigned.take_news():
             self._send(connection, others)
 
-    def _handle(self, connection: plane.Connection, message: wire.ToWorker) -> None:
+    def _handle(self, connection: Connection, message: wire.ToWorker) -> None:
         if isinstance(message, wire.Abort) and message.choice is not None:
             self.dropped.add((message.request_id, message.choice))
         elif isinstance(message, wire.Abort):
@@ -222,7 +223,7 @@ class FakeWorker:
             detail="dtype: 'float32' != 'bfloat16'", remedy="start both workers with the same settings",
         )  # fmt: skip
 
-    def _take(self, connection: plane.Connection, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
+    def _take(self, connection: Connection, message: wire.Reserve | wire.Prefill | wire.Generate) -> None:
         request = message.request
         self._connections[request.request_id] = connection
         if self.answers and (answer := self.answers.pop(0)(message)) is not None:
@@ -345,7 +346,7 @@ class FakeWorker:
             task.cancel()
 
     @staticmethod
-    def _send(connection: plane.Connection, message: wire.FromWorker) -> None:
+    def _send(connection: Connection, message: wire.FromWorker) -> None:
         with contextlib.suppress(ConnectionLost):
             connection.send_nowait(wire.encode(message))
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from kvrelay.kvcache.tiers.events import parts_of
-from kvrelay.plane.frame_reader import FrameReader
+from kvrelay.plane.framing import FrameReader
 from kvrelay.plane.messages import KvSnapshot, decode_from_worker, encode
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
@@ -94,7 +94,7 @@ async def measure(num_blocks: int, num_others: int) -> None:
     server, reader = await sender.start(), FrameReader()
     protocol = asyncio.StreamReaderProtocol(reader)
     await loop.create_connection(lambda: protocol, *server.sockets[0].getsockname())
-    reading = asyncio.create_task(reader.hand_out(take, most_bytes=1 << 20))
+    reading = asyncio.create_task(reader.read_all(take, max_bytes=1 << 20))
     await asyncio.sleep(0.1)
     index.add_worker("w", max_blocks=2 * num_blocks)
     total = len(index)

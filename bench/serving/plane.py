@@ -29,7 +29,8 @@ from bench.figures import show
 from kvrelay.config import Settings
 from kvrelay.errors import ConnectionLost
 from kvrelay.plane import messages as wire
-from kvrelay.plane.connection import Connection, Server, connect
+from kvrelay.plane.connection import Server, connect
+from kvrelay.plane.framing import Connection
 from kvrelay.router.decision.router import Router
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.workers.worker_link import Member

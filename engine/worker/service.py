@@ -37,7 +37,8 @@ from kvrelay.kvcache.stores.remote import ClusterStore
 from kvrelay.kvcache.tiers.events import parts_of
 from kvrelay.machine import physical_cores
 from kvrelay.pacing import Paced
-from kvrelay.plane.connection import Connection, Server
+from kvrelay.plane.connection import Server
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.messages import (
     PREEMPTED,
     PROTOCOL_VERSION,

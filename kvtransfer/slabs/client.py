@@ -49,6 +49,7 @@ from kvrelay.kvtransfer.slabs.messages import (
 from kvrelay.kvtransfer.slabs.slabs import Fetch, Fetcher, Slab, StuckRead
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.plane import connection as plane
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class SlabPeer:
         self._answer_s, self._stall_s, self._tamper = answer_s, stall_s, tamper
         self._numbers = itertools.count(1)
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._connection: plane.Connection | None = None
+        self._connection: Connection | None = None
         self._receiving: asyncio.Task[None] | None = None
         self._fetchers: list[Fetcher] = []
         self.node_id = self.epoch = ""
@@ -265,7 +266,7 @@ class SlabPeer:
             raise PeerLost("", f"{self.host}:{self.port}: {why}")
         return reply
 
-    async def _receive(self, connection: plane.Connection) -> None:
+    async def _receive(self, connection: Connection) -> None:
         why = "the connection ended"
         try:
             while True:

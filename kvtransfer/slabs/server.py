@@ -48,6 +48,7 @@ from kvrelay.kvtransfer.slabs.messages import (
 from kvrelay.kvtransfer.slabs.slabs import Fetch, Fetcher, Slab, StuckRead
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.plane import connection as plane
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ class SlabServer:
         """Blocks on loan now."""
         return sum(client.num_lent for client in self._clients)
 
-    async def _serve(self, connection: plane.Connection) -> None:
+    async def _serve(self, connection: Connection) -> None:
         if len(self._clients) >= _MAX_CONNECTIONS:
             connection.send_nowait(encode(SlabRejected(why=f"{_MAX_CONNECTIONS} clients are connected already")))
             await connection.aclose()
@@ -185,7 +186,7 @@ class SlabServer:
 class _Client:
     """One connection."""
 
-    def __init__(self, server: SlabServer, connection: plane.Connection) -> None:
+    def __init__(self, server: SlabServer, connection: Connection) -> None:
         self._server, self._owner, self._connection = server, server.owner, connection
         self._fetchers: list[Fetcher] = []
         self._loans: dict[int, tuple[list[Loan], asyncio.TimerHandle]] = {}

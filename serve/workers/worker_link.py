@@ -15,6 +15,7 @@ import msgspec
 from kvrelay.errors import ConnectionLost, PlaneError, ProtocolError
 from kvrelay.plane import connection as plane
 from kvrelay.plane import messages as wire
+from kvrelay.plane.framing import Connection
 from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class WorkerLink:
         self.info: wire.WorkerInfo | None = None  # set while up
         self.load: wire.LoadReport | None = None
         self._secret, self._events, self._tls = secret, events, tls
-        self._connection: plane.Connection | None = None
+        self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
         self._retiring: asyncio.Task[None] | None = None
         self._last_frame_s = 0.0
@@ -120,7 +121,7 @@ class WorkerLink:
             )
             await self._greet(self._connection)
             was_up = True
-            await self._connection.hand_out(self._take)
+            await self._connection.read_all(self._take)
         except (PlaneError, msgspec.DecodeError, TimeoutError) as error:
             why = str(error) or type(error).__name__
             log = logger.debug if isinstance(error, ConnectionLost) else logger.warning
@@ -134,7 +135,7 @@ class WorkerLink:
                 self._events.lost(self, why)
         return was_up
 
-    async def _greet(self, connection: plane.Connection) -> None:
+    async def _greet(self, connection: Connection) -> None:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
             message = wire.decode_from_worker(await connection.receive())
         if not isinstance(message, wire.Welcome) or message.protocol != wire.PROTOCOL_VERSION:

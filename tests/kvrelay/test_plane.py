@@ -10,8 +10,8 @@ import pytest
 
 from kvrelay.errors import AuthenticationFailed, ConnectionLost, ProtocolError
 from kvrelay.plane import connection as plane
-from kvrelay.plane import local_socket
-from kvrelay.plane.direct import Direct
+from kvrelay.plane import framing
+from kvrelay.plane.framing import ThreadSender
 from kvrelay.plane.tls import ClusterTls
 
 pytestmark = pytest.mark.pure
@@ -165,7 +165,7 @@ async def test_a_huge_frame_is_refused_before_it_is_read(tls, monkeypatch):
         except ProtocolError as error:
             seen.set_result(str(error))
 
-    monkeypatch.setattr(plane, "MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1000)
     async with serving(tls, handler) as port, connected(port, tls) as connection:
         connection.send_nowait(b"x" * 1001)
         assert "1001 bytes" in await seen
@@ -214,7 +214,7 @@ async def test_a_peer_that_does_not_read_is_dropped_not_buffered_for(tls, monkey
     async def deaf(connection):
         await release.wait()
 
-    monkeypatch.setattr(plane, "MAX_BUFFERED_BYTES", 1 << 20)
+    monkeypatch.setattr(framing, "MAX_BUFFERED_BYTES", 1 << 20)
     async with serving(tls, deaf) as port, connected(port, tls) as connection:
         with pytest.raises(ConnectionLost, match="too slowly"):
             for _ in range(100):
@@ -283,7 +283,7 @@ async def test_a_local_peer_is_reached_over_a_unix_socket(tls):
 
 
 async def test_a_unix_socket_of_another_user_is_not_ours(monkeypatch):
-    monkeypatch.setattr(local_socket, "peer_uid", lambda sock: os.getuid() + 1)
+    monkeypatch.setattr(plane, "peer_uid", lambda sock: os.getuid() + 1)
     async with serving(None) as port, connected(port) as connection:
         assert family_of(connection) == socket.AF_INET
         await connection.send(b"over TCP")
@@ -292,7 +292,7 @@ async def test_a_unix_socket_of_another_user_is_not_ours(monkeypatch):
 
 async def test_a_name_that_is_taken_leaves_tcp(monkeypatch, caplog):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
-        monkeypatch.setattr(local_socket, "local_name", lambda host, port: "\0kvrelay-test-taken")
+        monkeypatch.setattr(plane, "local_name", lambda host, port: "\0kvrelay-test-taken")
         stranger.bind("\0kvrelay-test-taken")
         async with serving(None) as port, connected(port) as connection:
             assert family_of(connection) == socket.AF_INET
@@ -304,7 +304,7 @@ async def test_a_name_that_is_taken_leaves_tcp(monkeypatch, caplog):
 async def test_the_name_is_free_once_the_server_is_closed():
     async with serving(None) as port:
         pass
-    assert local_socket.local_socket(HOST, port) is None
+    assert plane.local_socket(HOST, port) is None
 
 
 def sent_from_a_thread(connection, loop, frames) -> int:
@@ -320,8 +320,8 @@ def sent_from_a_thread(connection, loop, frames) -> int:
 
 async def test_frames_of_a_thread_stay_whole_and_in_order_beside_the_loops(tls, monkeypatch):
     """Large ones do not fit into the socket's buffer: those begin past the loop, and the loop sends their rest."""
-    counts, turns, real = [], [], Direct._resume
-    monkeypatch.setattr(Direct, "_resume", lambda self: (turns.append(1), real(self)))
+    counts, turns, real = [], [], ThreadSender._resume
+    monkeypatch.setattr(ThreadSender, "_resume", lambda self: (turns.append(1), real(self)))
 
     def frames(who: bytes) -> list[bytes]:
         return [who + bytes([index]) * (700_000 if index % 7 == 0 else 30) for index in range(60)]
@@ -428,14 +428,14 @@ async def taken(connection) -> tuple[list[bytes], Exception]:
     """All frames, and what ended them."""
     frames: list[bytes] = []
     with pytest.raises(Exception) as ended:
-        await connection.hand_out(frames.append)
+        await connection.read_all(frames.append)
     return frames, ended.value
 
 
 async def test_frames_are_handed_out_as_sent_whatever_the_pieces(tls):
     """The first of them came while nobody was listening."""
     frames = [b"", b"x", b"y" * 3_000_000, b"", *(bytes([i]) * i for i in range(50))]
-    data = b"".join(plane._framed(frame) for frame in frames)
+    data = b"".join(framing._framed(frame) for frame in frames)
 
     async def in_pieces(connection):
         begin = 0
@@ -479,7 +479,7 @@ async def test_who_fails_to_take_a_frame_gets_no_more_and_hears_of_it(tls):
     seen: list[bytes] = []
     async with serving(tls, talk) as port, connected(port, tls) as connection:
         with pytest.raises(ValueError, match="not this one"):
-            await connection.hand_out(refuse)
+            await connection.read_all(refuse)
         assert seen == [b"again"]
 
 
@@ -488,7 +488,7 @@ async def test_a_huge_frame_is_not_handed_out(tls, monkeypatch):
         connection.send_nowait(b"x" * 1001)
         await connection.receive()
 
-    monkeypatch.setattr(plane, "MAX_FRAME_BYTES", 1000)
+    monkeypatch.setattr(framing, "MAX_FRAME_BYTES", 1000)
     async with serving(tls, talk) as port, connected(port, tls) as connection:
         frames, ended = await taken(connection)
         assert not frames and isinstance(ended, ProtocolError)
