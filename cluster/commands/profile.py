@@ -1,6 +1,6 @@
 """`kvrelay profile`: time of an engine's steps inside and outside kernels, or a speed profile fitted to measured steps.
 
-One engine, in this process; none with --published, which prints a profile of configs/profiles. Torch is imported when a
+One engine, in this process; none with --published, which prints one of cluster/profiles/published. Torch is imported when a
 measurement runs, so that `--help` is fast.
 """
 

@@ -1,8 +1,7 @@
-"""Ray's switches for a quiet, frugal local cluster, set in the environment before Ray is imported.
+"""Environment variables for a local Ray cluster with few log lines and little idle work, set before Ray is imported.
 
-Ray, Serve and the dashboard read them in every process, so they are inherited from `kvrelay serve`.
-What the user has set stays. `bench/serving/footprint.py` measures what a cluster takes with them. A Ray that
-others have started (`serve deploy`) keeps its own.
+Ray, Serve and the dashboard inherit them from `kvrelay serve`. Variables that the user has set stay. A Ray cluster that the
+user started (`serve deploy`) keeps its own. `bench/serving/footprint.py` measures a cluster with them.
 """
 
 import contextlib
@@ -12,15 +11,15 @@ from pathlib import Path
 
 DIRECT_PORTS = 16  # ingress replicas on one machine listen at port, port + 1, ...
 
-_QUIET = {
+_QUIET = {  # no usage reports, no logs on the terminal
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "RAY_LOG_TO_DRIVER": "0",
-    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",  # how soon Serve says that a replica finds no place
+    "RAY_SERVE_SLOW_STARTUP_WARNING_S": "10",  # how soon Serve reports a replica without resources
 }
 
-_IDLE = {  # fewer wake-ups of processes that have nothing to do
+_IDLE = {  # fewer wake-ups of idle processes
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "1.0",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "5000",
     "RAY_SERVE_EVENT_LOOP_MONITORING_INTERVAL_S": "60",
@@ -51,18 +50,22 @@ _IDLE = {  # fewer wake-ups of processes that have nothing to do
     "AUTOSCALER_UPDATE_INTERVAL_S": "60",
 }
 
-_MEMORY = {  # no processes kept ready for tasks that nobody submits
+_MEMORY = {  # no idle workers kept for Ray tasks, which kvrelay does not use
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
     "RAY_idle_worker_killing_time_threshold_ms": "1000",
     "MALLOC_ARENA_MAX": "2",
 }
 
+_PRIORITY = {
+    "RAY_worker_niceness": "0"
+}  # Ray's default of 15 lets every other process of the machine delay a decode step
+
 
 def set_ray_environment(port: int) -> None:
-    """Prepare this process's environment for a Ray cluster of its own, whose ingress listens at `port`."""
+    """Prepare this process's environment for a Ray cluster of its own whose first ingress listens on `port`."""
     serve = {
-        # Clients reach the ingress replica itself: a token through Serve's proxy costs ten times the CPU.
+        # Clients connect to the ingress replica itself: through Serve's proxy a token costs ten times the CPU.
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(port),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(min(port + DIRECT_PORTS, 65535)),
@@ -71,14 +74,14 @@ def set_ray_environment(port: int) -> None:
         "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
         "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
     }
-    for name, value in {**_QUIET, **_IDLE, **_MEMORY, **serve}.items():
+    for name, value in {**_QUIET, **_IDLE, **_MEMORY, **_PRIORITY, **serve}.items():
         os.environ.setdefault(name, value)
 
 
 def keep_ray_token_private() -> None:
-    """Make Ray's token where Ray would, readable by this user alone; Ray's own hand leaves it to all. An existing one stays.
+    """Create Ray's token file readable by this user alone; Ray itself would create it readable by all. An existing one stays.
 
-    Raises OSError when the home folder cannot be written, as Ray itself would fail then.
+    Raises OSError when the home folder cannot be written; Ray itself fails then too.
     """
     mode = os.environ.get("RAY_AUTH_MODE", "token").lower()
     if mode != "token" or os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH"):
@@ -97,7 +100,7 @@ def _token_path() -> Path:
 
 
 def ray_auth_headers() -> dict[str, str]:
-    """What a client of the dashboard sends when Ray's token authentication may be on; Ray's own order of places."""
+    """The dashboard's request headers for Ray's token authentication: the token is looked up in Ray's own order of places."""
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:
         path = _token_path()

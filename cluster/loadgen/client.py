@@ -12,10 +12,9 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from kvrelay.cluster.loadgen.prompts import as_text
@@ -32,6 +31,9 @@ from kvrelay.cluster.loadgen.stats import (
     summarize,
 )
 from kvrelay.errors import ConfigError
+
+if TYPE_CHECKING:
+    import aiohttp  # imported where a session opens, so that `kvrelay bench --help` is fast
 
 Endpoint = Literal["completions", "chat"]
 _LAG_TICK_S = 0.05
@@ -192,8 +194,10 @@ def _path(target: LoadTarget) -> str:
     return f"{target.url.rstrip('/')}/v1/{tail}"
 
 
-def open_session(target: LoadTarget) -> aiohttp.ClientSession:
+def open_session(target: LoadTarget) -> "aiohttp.ClientSession":
     """A session without a connection limit: the load decides how many are open."""
+    import aiohttp
+
     headers = {"Content-Type": "application/json", **target.headers}
     if target.api_key:
         headers["Authorization"] = f"Bearer {target.api_key}"
@@ -206,7 +210,7 @@ def open_session(target: LoadTarget) -> aiohttp.ClientSession:
 
 
 async def send(
-    session: aiohttp.ClientSession,
+    session: "aiohttp.ClientSession",
     target: LoadTarget,
     job: LoadRequest,
     result: LoadResult,
@@ -218,6 +222,8 @@ async def send(
 
     Faults of the server or the network are outcomes, not exceptions. A cancelled request is recorded as unfinished.
     """
+    import aiohttp
+
     payload = msgspec.json.encode(request_body(target, job))
     stream = _Stream()
     started_s = time.perf_counter()
@@ -241,7 +247,7 @@ async def send(
 
 
 async def _exchange(
-    session: aiohttp.ClientSession,
+    session: "aiohttp.ClientSession",
     url: str,
     payload: bytes,
     headers: Mapping[str, str] | None,
@@ -392,6 +398,8 @@ def require_loopback(url: str, *, allow_remote: bool) -> None:
 
 async def served_model(url: str, *, api_key: str | None = None, timeout_s: float = 10.0) -> str:
     """The first model that a server lists. Raises ConfigError: it lists none, or does not answer."""
+    import aiohttp
+
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         async with (

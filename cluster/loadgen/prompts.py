@@ -6,8 +6,6 @@ Every draw depends on a seed and an index alone, so that a run can be repeated e
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from kvrelay.cluster.workloads.trace import TraceEntry
 
 _SHARED, _OWN, _BLOCK = 0, 1, 2  # keeps the three kinds of draws apart
@@ -36,6 +34,8 @@ class PromptSpec:
 
 def _draw_tokens(spec: PromptSpec, kind: int, key: int, count: int) -> list[int]:
     """`count` token ids that depend on (seed, kind, key) alone; a longer draw starts with the shorter one."""
+    import numpy as np  # here: `kvrelay bench --help` stays fast
+
     generator = np.random.default_rng([spec.seed, kind, key])
     tokens: list[int] = generator.integers(spec.low, spec.high, size=count).tolist()
     return tokens

@@ -7,7 +7,7 @@ from prometheus_client import exposition
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
 from kvrelay.config import Settings
@@ -58,6 +58,7 @@ def create_app(
             Route("/v1/kv/sessions/{name}", _endpoint(front, delete_session), methods=["DELETE"]),
             Route("/health", _endpoint(front, _health), methods=["GET"]),
             Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
+            Route("/", _to_ui, methods=["GET"]),
             Route("/ui", _endpoint(front, ui.page), methods=["GET"]),
             Route("/kvrelay/live", _endpoint(front, live.once), methods=["GET"]),
             Route("/kvrelay/live/events", _endpoint(front, live.stream), methods=["GET"]),
@@ -69,6 +70,11 @@ def create_app(
     )
     app.router.redirect_slashes = False  # a redirected POST is a puzzle to clients; 404 names the path
     return app
+
+
+async def _to_ui(request: Request) -> Response:
+    """A browser that opens the address alone gets the page."""
+    return RedirectResponse("/ui")
 
 
 def _endpoint(front: Front, handler: Endpoint) -> Callable[[Request], Awaitable[Response]]:

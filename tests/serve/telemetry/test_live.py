@@ -222,6 +222,12 @@ async def test_a_client_that_reads_nothing_is_let_go(make_cluster, monkeypatch):
 # ---- who may see it
 
 
+async def test_the_bare_address_leads_to_the_page(make_cluster):
+    cluster = await make_cluster(serve={"api_key": "s3cret"})
+    answer = await cluster.client.get("/", follow_redirects=False)
+    assert (answer.status_code, answer.headers["location"]) == (307, "/ui")
+
+
 @pytest.mark.parametrize("path", DATA)
 async def test_data_needs_the_key_and_the_page_has_none(make_cluster, path):
     cluster = await make_cluster(serve={"api_key": "s3cret"})
