@@ -78,24 +78,24 @@ class Hits:
 
 def insert(index: TierIndex, hashes: Sequence[BlockHash], start: int, now_s: float) -> None:
     """Room for the blocks from `start` on, all of them at once as a prefill needs it, and their names."""
-    slots = index.reserve(len(hashes) - start, now_s)
-    if slots is None:
+    rows = index.reserve(len(hashes) - start, now_s)
+    if rows is None:
         return
-    for position, slot in enumerate(slots, start=start):
+    for position, row in enumerate(rows, start=start):
         parent = hashes[position - 1] if position else None
-        index.put(hashes[position], slot, now_s, parent=parent, end_tokens=(position + 1) * BLOCK_TOKENS)
+        index.put(hashes[position], row, now_s, parent=parent, end_tokens=(position + 1) * BLOCK_TOKENS)
 
 
 def replay(prompts: Sequence[Prompt], index: TierIndex) -> Hits:
     """Each request: match, hold what matched, make room for the rest, name it, let go. Prompts over the cache's size are cut."""
     hits = Hits()
     for number, prompt in enumerate(prompts):
-        hashes = prompt.hashes[: index.num_slots]
+        hashes = prompt.hashes[: index.num_rows]
         matched = hashes[: len(index.match(hashes))]
         index.use(matched, prompt.arrival_s)
-        slots = index.hold(matched)
+        rows = index.hold(matched)
         insert(index, hashes, len(matched), prompt.arrival_s)
-        index.unhold(slots)
+        index.unhold(rows)
         hits.add(prompt, len(matched), is_late=2 * number >= len(prompts))
     return hits
 

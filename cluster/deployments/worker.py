@@ -60,7 +60,7 @@ class WorkerReplica:
         tracing.configure(self._worker.worker_id, self.role)
         info = await self._worker.start()
         if self._stores is not None:
-            await self._stores.lend(self._worker)
+            await self._stores.share_host_tier(self._worker)
             self._following = asyncio.create_task(follow(self._registry, self._set_members), name="follow stores")
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()

@@ -65,7 +65,7 @@ async def start_worker(worker: WorkerService) -> WorkerInfo:
     """As worker.start(); where there is a cluster's store, it lends its host tier to others as well."""
     info = await worker.start()
     if isinstance(worker.cluster_store, ClusterStores):
-        await worker.cluster_store.lend(worker)
+        await worker.cluster_store.share_host_tier(worker)
     return info
 
 

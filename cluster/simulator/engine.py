@@ -237,7 +237,7 @@ class VirtualEngine:
         self.speed.observe(num_tokens, num_decode, seconds, num_steps)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
         if self.below is not None:
-            self.below.tiers.tiers.prefill_tokens_per_s = self.speed.prefill_tokens_per_s
+            self.below.tiers.tiers.observe_prefill_speed(self.speed.prefill_tokens_per_s)
             self.below.tiers.end_step(self.pool)
 
     # ---- what others may know
@@ -256,7 +256,7 @@ class VirtualEngine:
 
     def next_deadline_s(self) -> float | None:
         """When a request in line stops waiting for a store, if any does."""
-        return None if self.below is None else self.below.tiers.tiers.fetches.next_deadline_s()
+        return None if self.below is None else self.below.tiers.tiers.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         """With these fields of its worker's."""

@@ -168,8 +168,8 @@ class Simulation:
         if not below:
             return {}
         return {
-            "loaded_blocks": sum(one.tiers.tiers.sums.loaded for one in below),
-            "saved_blocks": sum(one.tiers.tiers.sums.saved for one in below),
+            "loaded_blocks": sum(one.tiers.tiers.stats.loaded for one in below),
+            "saved_blocks": sum(one.tiers.tiers.stats.saved for one in below),
             "fetched_blocks": sum(one.store.num_loaded for one in below if one.store is not None),
             "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
         }

@@ -22,7 +22,8 @@ from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency, run
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import TierController, TierRules
+from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.rules import TierRules
 from kvrelay.types import BlockHash
 
 NOTHING = memoryview(b"")
@@ -31,26 +32,26 @@ MOST_REMEMBERED = 1_000_000  # blocks' homes
 
 
 class Slab:
-    """A host tier's memory, of so many slots; every block is as it was put there."""
+    """A host tier's memory, of so many rows; every block is as it was put there."""
 
     num_layers = 1
 
-    def __init__(self, num_slots: int, block_bytes: int) -> None:
-        self.num_slots, self.block_bytes = num_slots, block_bytes
+    def __init__(self, num_rows: int, block_bytes: int) -> None:
+        self.num_rows, self.block_bytes = num_rows, block_bytes
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
-        return [0] * len(slots)
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
+        return [0] * len(rows)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+    def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
         """Its time is the copying threads' to tell."""
 
-    def checksums(self, slots: Sequence[int]) -> list[int]:
-        return [0] * len(slots)
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        return [0] * len(rows)
 
-    def checksum(self, slot: int) -> int:
+    def checksum(self, row: int) -> int:
         return 0
 
-    def slot(self, slot: int) -> memoryview:
+    def row(self, row: int) -> memoryview:
         return NOTHING
 
 
@@ -188,11 +189,11 @@ class Holders:
             if not self.workers[digest]:
                 del self.workers[digest]
 
-    def add_node(self, node_id: str, num_slots: int, policy: str) -> None:
+    def add_node(self, node_id: str, num_rows: int, policy: str) -> None:
         """A machine's part of the store; the same machine adds it once."""
-        if num_slots and node_id not in self.nodes:
-            self.nodes[node_id] = TierIndex(num_slots, make_policy(policy, num_slots))
-            self.addresses.append(StoreAddress(node_id, node_id, 1, num_slots))
+        if num_rows and node_id not in self.nodes:
+            self.nodes[node_id] = TierIndex(num_rows, make_policy(policy, num_rows))
+            self.addresses.append(StoreAddress(node_id, node_id, 1, num_rows))
             self._homes.clear()
 
     def homes(self, hashes: Sequence[BlockHash], num_replicas: int) -> list[tuple[str, ...]]:
@@ -245,6 +246,9 @@ class SharedStore:
             flow.cancel()
         self.flows.clear()
 
+    def host_tier_changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
+        self._holders.changed(self._worker_id, self._node_id, CacheChange(tuple(stored), tuple(removed)))
+
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         """A worker's word is no reason to forget what others may want."""
 
@@ -286,8 +290,8 @@ class SharedStore:
         now_s = self._clock.now_s
         if digest in index:
             index.use((digest,), now_s)
-        elif (slots := index.reserve(1, now_s)) is not None:
-            index.put(digest, slots[0], now_s, parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority)
+        elif (rows := index.reserve(1, now_s)) is not None:
+            index.put(digest, rows[0], now_s, parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority)
 
     def _note(self, ways: Iterable[tuple[str, str]]) -> None:
         assert self.asked is not None
@@ -314,8 +318,8 @@ def make_below(
 ) -> Below | None:  # fmt: skip
     """As engine/worker/tier_setup.py makes them; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
-    num_slots = cache.host_bytes // block_bytes
-    if not num_slots:
+    num_rows = cache.host_bytes // block_bytes
+    if not num_rows:
         return None
     store = None
     if cache.remote is not None:
@@ -332,15 +336,15 @@ def make_below(
 
     share = cache.tenant_share
     index = TierIndex(
-        num_slots, make_policy(cache.eviction_policy, num_slots), quotas={"": None},
-        default_quota=max(1, int(share * num_slots)) if share < 1 else None, keep_changes=True,
+        num_rows, make_policy(cache.eviction_policy, num_rows), quotas={"": None},
+        default_quota=max(1, int(share * num_rows)) if share < 1 else None, keep_changes=True,
     )  # fmt: skip
     rules = TierRules(
         write=cache.write_policy, write_after_hits=cache.write_after_hits, prefetch=cache.prefetch,
         prefetch_timeout_s=cache.prefetch_timeout_s, is_checked=False, block_tokens=profile.block_size,
     )  # fmt: skip
     tiers = TierController(
-        pool, Slab(num_slots, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
+        pool, Slab(num_rows, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
         max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes), wake=wake, clock=time.now_s, make_threads=make_threads,
     )  # fmt: skip
     copies, transfers = made["kv-tier"], made["kv-store"]
@@ -348,6 +352,5 @@ def make_below(
     copies.bytes_per_s = profile.load_bytes_per_s.get("host", profile.local_bytes_per_s)
     if store is not None:
         transfers.store, transfers.lookup_s = store, 2 * hop_s
-        tiers.on_change = lambda change: holders.changed(worker_id, node_id, change)
     tiers.start()
     return Below(LowerTiers(tiers, profile.block_size, FrequencySketch(4 * pool.num_blocks)), copies, store)

@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvrelay.cluster.registry.members import STORE_ROLE
-from kvrelay.cluster.store.peer_blocks import PeerLender
+from kvrelay.cluster.store.peer_blocks import PeerBlocks
 from kvrelay.cluster.store.remote_store import RemoteStore
 from kvrelay.cluster.store.service import StoreService
 from kvrelay.config import Settings
 from kvrelay.kvcache.eviction.registry import EvictionPolicy, make_policy
-from kvrelay.kvcache.index.changes import CacheChange
 from kvrelay.kvcache.stores.codecs import Codec
 from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
@@ -77,23 +76,22 @@ class ClusterStores:
         self._made.append(store)
         return store
 
-    async def lend(self, worker: "WorkerService") -> None:
-        """Let other workers read this one's host tier, once it runs; where blocks are compressed on their way, not."""
+    async def share_host_tier(self, worker: "WorkerService") -> None:
+        """Let other workers read this one's host tier; not where blocks are compressed in transit."""
         engine = worker.thread.engine
-        if engine is None or engine.tiers is None or self._settings.cache.compression != "none" or not self._made:
+        if engine is None or engine.tiers is None or not self._made or not self._made[0].is_shareable:
             return
-        tiers, (store, *_) = engine.tiers.tiers, self._made
-        lender = PeerLender(
-            worker.worker_id, worker.epoch, tiers, store.key, call=lambda work: worker.thread.call(lambda engine: work()),
-            post=lambda work: worker.thread.post(lambda engine: work()), is_alive=worker.healthy,
-        )  # fmt: skip
-
-        def follow() -> None:
-            lender.changed(CacheChange(tuple(tiers.index.hashes()), ()))
-            tiers.on_change = lambda change: store.announce(*lender.changed(change))
-
-        await worker.thread.call(lambda engine: follow())
-        await asyncio.to_thread(store.lend, lender)
+        store = self._made[0]
+        blocks = PeerBlocks(
+            worker.worker_id,
+            worker.epoch,
+            engine.tiers.tiers.host,
+            store.shared_keys,
+            call=lambda work: worker.thread.call(lambda engine: work()),
+            post=lambda work: worker.thread.post(lambda engine: work()),
+            is_alive=worker.healthy,
+        )
+        await asyncio.to_thread(store.share, blocks)
 
     def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
         """All live nodes. From any thread."""

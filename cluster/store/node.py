@@ -143,7 +143,7 @@ class StoreNode:
     def _lend_one(self, key: BlockHash) -> Loan | None:
         index = self._index
         assert index is not None
-        if key not in index or index.counts().held >= _LENT_SHARE * index.num_slots + 1:
+        if key not in index or index.counts().held >= _LENT_SHARE * index.num_rows + 1:
             return None
         index.use((key,), self._clock())
         slot = index.hold((key,))[0]
@@ -297,7 +297,7 @@ class StoreNode:
         return json.dumps(
             {
                 "node_id": self.node_id, "epoch": self.epoch, "capacity_bytes": self.memory.layout.num_bytes,
-                "block_bytes": self.block_bytes, "slots": 0 if index is None else index.num_slots,
+                "block_bytes": self.block_bytes, "slots": 0 if index is None else index.num_rows,
                 "blocks": 0 if counts is None else counts.cached, "held": 0 if counts is None else counts.held,
                 "reserved": 0 if counts is None else counts.reserved, "pinned": 0 if counts is None else counts.pinned,
                 "used_bytes": sum(self._blocks[slot].num_bytes for slot in self._cached_slots()),
@@ -309,7 +309,7 @@ class StoreNode:
 
     def _cached_slots(self) -> list[int]:
         index = self._index
-        return [] if index is None else [slot for key in index.hashes() if (slot := index.slot(key)) is not None]
+        return [] if index is None else [slot for key in index.hashes() if (slot := index.row(key)) is not None]
 
     # ---- the disk below
 

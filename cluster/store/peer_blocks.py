@@ -1,114 +1,110 @@
-"""A worker lends what its host tier holds to other workers. An Owner of slab_server.py that takes nothing in.
+"""Other workers read blocks from this worker's host tier: a slab owner that serves reads and accepts no blocks.
 
-What the host tier holds belongs to the engine's thread: every loan is made and ended there, between two steps. Who has what,
-the nodes of the store know: each worker announces its changes to the node that placement names for a block, and a worker
-that finds a block nowhere asks that node. This costs workers nothing on a hit, and one small question on a miss.
+The host tier belongs to the engine's thread, so reads are leased and released there, between two steps. Workers find each
+other's blocks through the store's nodes: each worker announces its changes to the node that placement names for a block,
+and a worker that finds a block nowhere asks that node. A hit costs the workers nothing, a miss one small request.
 """
 
 import asyncio
 import json
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
 
-from kvrelay.kvcache.index.changes import CacheChange
-from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvtransfer.slabs.messages import Offered
 from kvrelay.kvtransfer.slabs.server import Loan, Room
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-_LOOK_S = 0.2  # between two looks whether the engine still lives
-_LENT_SHARE = 0.25  # of the slots may be on loan at once: the rest is the worker's own
+_CHECK_S = 0.2  # between two checks whether the engine is still alive
+_MAX_HELD_SHARE = 0.25  # of the host tier's rows: the others stay evictable for the worker itself
 
 
-class HostTier(Protocol):
-    """What is needed of kvcache's Tiers."""
+class SharedKeys:
+    """The keys of the blocks in a worker's host tier. The engine's thread writes, the store's loop reads."""
 
-    index: TierIndex
+    def __init__(self, key_of: Callable[[BlockHash], bytes]) -> None:
+        self._key_of = key_of
+        self._hashes: dict[bytes, BlockHash] = {}
 
-    @property
-    def block_bytes(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self._hashes)
 
-    def checksum(self, slot: int) -> int:
-        """xxh3-64 of what was put into the slot."""
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._hashes
+
+    def changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> tuple[list[bytes], list[bytes]]:
+        """Apply a change of the host tier; returns (added keys, removed keys)."""
+        gone = [self._key_of(digest) for digest in removed]
+        for key in gone:
+            self._hashes.pop(key, None)
+        added = {self._key_of(digest): digest for digest in stored}
+        self._hashes.update(added)
+        return list(added), gone
+
+    def keys(self) -> list[bytes]:
+        """All keys."""
+        return list(self._hashes)
+
+    def digest(self, key: bytes) -> BlockHash | None:
+        """The block's hash; None: it is not in the host tier."""
+        return self._hashes.get(key)
 
 
-class PeerLender:
-    """Lends one host tier."""
+class PeerBlocks:
+    """Leases rows of one host tier to other workers. An Owner."""
 
     def __init__(
         self,
         worker_id: str,
         epoch: str,
-        tier: HostTier,
-        name: Callable[[BlockHash], bytes],
+        host: HostTier,
+        keys: SharedKeys,
+        *,
         call: Callable[[Callable[[], list[Loan | None]]], "asyncio.Future[list[Loan | None]]"],
         post: Callable[[Callable[[], None]], None],
         is_alive: Callable[[], bool],
     ) -> None:
-        """`name`: a block's key. `call` and `post` run what they are given on the engine's thread."""
+        """`call` and `post` run a function on the engine's thread; `post` does not wait for it."""
         self.node_id, self.epoch = worker_id, epoch
-        self._tier, self._name, self._call, self._post, self._is_alive = tier, name, call, post, is_alive
-        self._hashes: dict[bytes, BlockHash] = {}  # written by the engine's thread, read by the loop's
-        self.num_lent = 0
+        self._host, self._keys, self._call, self._post, self._is_alive = host, keys, call, post, is_alive
+        self.num_leased = 0
         self.is_closed = False  # the engine's thread is about to end, or waits for that
 
-    # ---- on the engine's thread
-
-    def changed(self, change: CacheChange) -> tuple[list[bytes], list[bytes]]:
-        """The host tier's change as (keys that came, keys that went)."""
-        removed = [self._name(digest) for digest in change.removed]
-        for key in removed:
-            self._hashes.pop(key, None)
-        added = {self._name(digest): digest for digest in change.stored}
-        self._hashes.update(added)
-        return list(added), removed
-
-    def _lend(self, hashes: Sequence[BlockHash | None]) -> list[Loan | None]:
-        return [None if digest is None else self._lend_one(digest) for digest in hashes]
-
-    def _lend_one(self, digest: BlockHash) -> Loan | None:
-        tier, index = self._tier, self._tier.index
-        if digest not in index or index.counts().held > _LENT_SHARE * index.num_slots:
-            return None
-        slot = index.hold((digest,))[0]
-        return Loan(slot, slot * tier.block_bytes, tier.block_bytes, tier.checksum(slot), index.generation(slot))
-
-    # ---- Owner
-
-    def keys(self) -> list[bytes]:
-        """All that is lent now."""
-        return list(self._hashes)
-
     async def lend(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        hashes = [self._hashes.get(key) for key in keys]
+        hashes = [self._keys.digest(key) for key in keys]
         if not any(hashes):
             return [None] * len(keys)
-        lending = self._call(lambda: self._lend(hashes))
-        while not lending.done():  # in the middle of a step it takes a while
-            await asyncio.wait({lending}, timeout=_LOOK_S)
-            if not lending.done() and (self.is_closed or not self._is_alive()):
-                lending.cancel()
+        leasing = self._call(lambda: [None if digest is None else self._lease(digest) for digest in hashes])
+        while not leasing.done():  # during a step this takes a while
+            await asyncio.wait({leasing}, timeout=_CHECK_S)
+            if not leasing.done() and (self.is_closed or not self._is_alive()):
+                leasing.cancel()
                 return [None] * len(keys)
-        loans = lending.result()
-        self.num_lent += sum(loan is not None for loan in loans)
-        return loans
+        leases = leasing.result()
+        self.num_leased += sum(lease is not None for lease in leases)
+        return leases
+
+    def _lease(self, digest: BlockHash) -> Loan | None:
+        """Runs on the engine's thread."""
+        held = self._host.hold_one(digest, _MAX_HELD_SHARE)
+        if held is None:
+            return None
+        return Loan(held.row, held.offset, held.num_bytes, held.checksum, held.generation)
 
     def give_back(self, loans: Sequence[Loan]) -> None:
-        slots = [loan.slot for loan in loans]
-        self._post(lambda: self._tier.index.unhold(slots))
+        rows = [loan.slot for loan in loans]
+        self._post(lambda: self._host.unhold(rows))
 
     def welcome(self, block_bytes: int) -> str | None:
         return None
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        return [key in self._hashes for key in keys]
+        return [key in self._keys for key in keys]
 
     def describe(self) -> bytes:
-        return json.dumps({"node_id": self.node_id, "blocks": len(self._hashes), "lent": self.num_lent}).encode()
+        return json.dumps({"node_id": self.node_id, "blocks": len(self._keys), "leased": self.num_leased}).encode()
 
     # ---- what a worker does not do for others
 
@@ -116,13 +112,13 @@ class PeerLender:
         return [False] * len(blocks)
 
     def keep(self, block: Offered, room: Room) -> bool:
-        raise AssertionError("a worker makes no room for others' blocks")
+        raise AssertionError("a worker accepts no blocks of others")
 
     def drop(self, room: Room, *, read: "asyncio.Future[None] | None" = None) -> None:
-        raise AssertionError("a worker makes no room for others' blocks")
+        raise AssertionError("a worker accepts no blocks of others")
 
     async def forget(self, keys: Sequence[bytes]) -> int:
-        return 0  # a client's word is no reason to give up what is our own; our own reads verify it
+        return 0  # another worker's report is no reason to drop our own block; our own loads verify it
 
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
         return 0
@@ -131,10 +127,10 @@ class PeerLender:
         return 0
 
     def on_holding(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Only nodes of the store keep such notes."""
+        """Only the store's nodes keep such announcements."""
 
     def on_gone(self, client: object) -> None:
-        """Nothing is kept of clients."""
+        """No state is kept for clients."""
 
     def whereabouts(self, keys: Sequence[bytes]) -> list[str]:
         return [""] * len(keys)

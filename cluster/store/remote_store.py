@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from kvrelay.cluster.store.links import Node, StoreLinks
-from kvrelay.cluster.store.peer_blocks import PeerLender
+from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
 from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, Desk, Spot, cut_in_batches, offset_in
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
@@ -85,8 +85,9 @@ class RemoteStore:
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
         self._sums = StoreCounters()
         self._is_open = False
-        self._lender: PeerLender | None = None
-        self._lending: SlabServer | None = None
+        self.shared_keys = SharedKeys(self.key)
+        self._peer_blocks: PeerBlocks | None = None
+        self._peer_server: SlabServer | None = None
 
     # ---- life
 
@@ -121,9 +122,9 @@ class RemoteStore:
         self._loop.close()
 
     async def _shut(self) -> None:
-        if self._lending is not None and self._lender is not None:
-            self._lender.is_closed = True
-            await self._lending.aclose()
+        if self._peer_server is not None and self._peer_blocks is not None:
+            self._peer_blocks.is_closed = True
+            await self._peer_server.aclose()
         await self._links.aclose()
         for slab in self._slabs:
             await slab.aclose()
@@ -209,24 +210,32 @@ class RemoteStore:
         """What every node that answers says of itself, as JSON."""
         return self._wait(self._links.everywhere(lambda peer: peer.describe()))
 
-    def lend(self, lender: PeerLender) -> int:
-        """Let other workers read the caller's slab; where it listens. Raises BackendUnavailable."""
-        return self._wait(self._start_lending(lender))
+    @property
+    def is_shareable(self) -> bool:
+        """Whether other workers can read the caller's blocks as they are."""
+        return self._memory is not None and self._codec.name == "none"
 
-    async def _start_lending(self, lender: PeerLender) -> int:
+    def share(self, blocks: PeerBlocks) -> int:
+        """Let other workers read the caller's slab; returns the port. Raises BackendUnavailable."""
+        return self._wait(self._start_sharing(blocks))
+
+    async def _start_sharing(self, blocks: PeerBlocks) -> int:
         assert self._memory is not None
         server = SlabServer(
-            self._slabs[IN_PLACE], lender, self._secret, self._host, stall_s=self._stall_s, tls=self._tls
-        )  # fmt: skip
+            self._slabs[IN_PLACE], blocks, self._secret, self._host, stall_s=self._stall_s, tls=self._tls
+        )
         await server.start()
-        self._lender, self._lending = lender, server
+        self._peer_blocks, self._peer_server = blocks, server
         await asyncio.gather(*(self._announce_all(node) for node in self._links.nodes))
         return server.port
 
-    def announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """The lender has these keys from now on, and no longer those. Does not wait; any thread."""
-        if self._is_open:
-            asyncio.run_coroutine_threadsafe(self._announce(added, removed), self._loop)
+    def host_tier_changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
+        """Announce a change of the caller's host tier. Does not wait; called on the engine's thread."""
+        if not self.is_shareable:
+            return
+        added, gone = self.shared_keys.changed(stored, removed)
+        if self._is_open and self._peer_server is not None:
+            asyncio.run_coroutine_threadsafe(self._announce(added, gone), self._loop)
 
     # ---- on the loop
 
@@ -385,7 +394,7 @@ class RemoteStore:
                     places[i] = address
 
         await self._links.by_rank([nodes[:1] for nodes in self._links.order(keys)], [False] * len(keys), ask)
-        me = "" if self._lending is None else f"{self._host}:{self._lending.port}"
+        me = "" if self._peer_server is None else f"{self._host}:{self._peer_server.port}"
         return ["" if place == me else place for place in places]
 
     async def _announce(self, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
@@ -398,18 +407,18 @@ class RemoteStore:
                 news[id(node)][which].append(key)
         for name, (some, gone) in news.items():
             peer = await self._links.peer_of(nodes[name])
-            if peer is not None and self._lending is not None:
-                peer.tell_holding(self._host, self._lending.port, some, gone)
+            if peer is not None and self._peer_server is not None:
+                peer.tell_holding(self._host, self._peer_server.port, some, gone)
 
     async def _announce_all(self, node: Node) -> None:
         """A node that has just been connected, again or for the first time, knows nothing yet."""
-        if self._lender is None or self._lending is None or node not in self._links.nodes:
+        if self._peer_blocks is None or self._peer_server is None or node not in self._links.nodes:
             return
-        keys = self._lender.keys()
+        keys = self.shared_keys.keys()
         mine = [key for key, (first, *_) in zip(keys, self._links.order(keys), strict=True) if first is node]
         peer = await self._links.peer_of(node)
         if peer is not None and mine:
-            peer.tell_holding(self._host, self._lending.port, mine, [])
+            peer.tell_holding(self._host, self._peer_server.port, mine, [])
 
     def _make_peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(

@@ -54,7 +54,7 @@ class Pinning:
         for record in others:
             self._pool.pin(_chain(record), len(record), record.until_s - now_s)
             if tiers is not None:
-                tiers.tiers.pin_here(record.hashes(), tiers.tiers.now_s() + record.until_s - now_s)
+                tiers.tiers.pin_cached(record.hashes(), tiers.tiers.now_s() + record.until_s - now_s)
 
     def _note(self, seq: Sequence, count: int, ttl_s: float) -> None:
         now_s, chain = self._pool.now_s, seq.block_chain()

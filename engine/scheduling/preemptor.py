@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode, PreemptionRates, VictimGroup, choose
 from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
-from kvrelay.kvcache.memory.swap import SwapArea, Swapped
+from kvrelay.kvcache.memory.swap import SwapArea, SwappedBlocks
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.types import BlockId
@@ -100,7 +100,7 @@ class Preemptor:
         area = self.area
         if area is None:
             return False
-        saved: list[Swapped] = []
+        saved: list[SwappedBlocks] = []
         for seq in group:
             first = self._num_shared(seq)
             blocks = seq.blocks[first : seq.blocks_for(seq.num_computed)]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from kvrelay.engine.groups.beam import BeamCandidates, BeamSearch
 from kvrelay.hashing import HASH_BYTES, HashChain, pack_tokens, root_hash
 from kvrelay.kvcache.memory.loads import Load
-from kvrelay.kvcache.memory.swap import Swapped
+from kvrelay.kvcache.memory.swap import SwappedBlocks
 from kvrelay.kvcache.pool.ledger import BlockIds
 from kvrelay.plane.messages import SequenceRequest, TokenLogprob
 from kvrelay.types import BlockHash, FinishReason
@@ -76,7 +76,7 @@ class Sequence:
     num_charged: int = 0  # tokens that its tenant has paid for, ahead too
     load: Load | None = None  # blocks that are being brought up from below the pool, or back
     num_loaded_blocks: int = 0  # of its prompt, brought up so
-    swapped: Swapped | None = None  # its KV while it is SWAPPED
+    swapped: SwappedBlocks | None = None  # its KV while it is SWAPPED
     prefill_tokens_per_s: float = 0.0  # of the worker that computed its prompt; 0: this one
     drafter: object = None  # where its drafts come from: see speculation_steps.py
     group: "Group | None" = None  # whose leader or member it is

@@ -11,7 +11,8 @@ from kvrelay.hashing import HashChain, tenant_name
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
-from kvrelay.kvcache.tiers.controller import IndexedBlock, TierController
+from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.rules import IndexedBlock
 from kvrelay.types import BlockHash, BlockId
 
 
@@ -35,11 +36,11 @@ class LowerTiers:
         hashes = self._wanted(seq) if self.tiers.is_fetching else []
         if len(hashes) > num_in_pool:
             metas = [self._meta(seq, hashes, index) for index in range(len(hashes))]
-            self.tiers.want(seq.request_id, hashes, metas, num_in_pool)
+            self.tiers.fetch(seq.request_id, hashes, metas, num_in_pool)
 
     def is_waiting(self, seq: Seq) -> bool:
         """Whether it stands back until its blocks have come."""
-        return self.tiers.fetches.is_waiting(seq.request_id)
+        return self.tiers.is_waiting(seq.request_id)
 
     @staticmethod
     def _wanted(seq: Seq) -> Sequence[BlockHash]:
@@ -66,7 +67,7 @@ class LowerTiers:
 
     def admitted(self, seq: Seq, num_in_pool: int) -> None:
         """It has its blocks; the first were in the pool, and are worth saving if that happens often."""
-        self.tiers.fetches.end(seq.request_id)
+        self.tiers.end_fetch(seq.request_id)
         hashes = self._wanted(seq)
         hints = seq.request.hints
         self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks], hints.priority, keep=hints.keep)
@@ -78,7 +79,7 @@ class LowerTiers:
     def filled(self, seq: Seq, first: int, end: int) -> None:
         """Its blocks first .. end - 1 are full and named in the pool."""
         if seq.request.hints.keep and self.tiers.rules.write == "write-through":
-            self.tiers.named(self._named(seq, first, end))
+            self.tiers.write_through(self._named(seq, first, end))
 
     def _named(self, seq: Seq, first: int, end: int) -> list[IndexedBlock]:
         chain = seq.block_chain()
@@ -94,7 +95,7 @@ class LowerTiers:
         """Blocks after those in the pool that the host tier has; they stay there for so long."""
         hashes = seq.full_hashes()
         count = self.tiers.match(hashes, num_in_pool)
-        self.tiers.pin_here(hashes[num_in_pool : num_in_pool + count], self.tiers.now_s() + ttl_s)
+        self.tiers.pin_cached(hashes[num_in_pool : num_in_pool + count], self.tiers.now_s() + ttl_s)
         return count
 
     def prefetch(self, seq: Seq, num_here: int, ttl_s: float, told: Callable[[int], None]) -> bool:
@@ -118,7 +119,7 @@ class LowerTiers:
         """It gives its blocks back, or is in line no more."""
         self.settle(seq)
         seq.num_loaded_blocks = 0
-        self.tiers.fetches.end(seq.request_id)
+        self.tiers.end_fetch(seq.request_id)
 
     # ---- for the engine
 

@@ -252,7 +252,7 @@ class Engine:
 
     def max_wait_s(self) -> float | None:
         """How long nothing need be done unless somebody acts on the engine; None: for ever."""
-        fetched_s = self.tiers.tiers.fetches.next_deadline_s() if self.tiers is not None else None
+        fetched_s = self.tiers.tiers.next_deadline_s() if self.tiers is not None else None
         until_s = min(self.scheduler.next_deadline_s(), math.inf if fetched_s is None else fetched_s)
         return None if until_s == math.inf else max(0.0, until_s - self._clock())
 
@@ -308,7 +308,7 @@ class Engine:
             is_good = load.wait_verified() and load.wait_layer(self.model.spec.num_layers - 1)
             if not is_good:
                 self.scheduler.rewind(leader)
-                self._require_tiers().tiers.give_up(load)
+                self._require_tiers().tiers.discard_load(load)
                 return
             self._require_tiers().settle(leader)
             self.scheduler.cache_received(leader)
@@ -566,7 +566,7 @@ class Engine:
             self.drafts.note_step(plan, seconds)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self._speed.compute_tokens_per_s
         if self.tiers is not None:
-            self.tiers.tiers.prefill_tokens_per_s = self._speed.prefill_tokens_per_s
+            self.tiers.tiers.observe_prefill_speed(self._speed.prefill_tokens_per_s)
             self.tiers.end_step(self.pool)
 
     def _rejections(self, now_s: float) -> list[tuple[str, str, str]]:
@@ -586,7 +586,7 @@ class Engine:
             load = seq.load
             self.scheduler.rewind(seq)
             if load is not None and not isinstance(load, SwapLoad):
-                self._require_tiers().tiers.give_up(load)
+                self._require_tiers().tiers.discard_load(load)
         return StepPlan(
             tuple(item for item in plan.work if id(item.seq) not in bad),
             sum(1 for item in plan.work[: plan.num_single] if id(item.seq) not in bad),
@@ -746,7 +746,7 @@ class Engine:
 
     def audit(self, hashes: list[bytes]) -> tuple[int, list[int]]:
         """(the last drained event, where each of these is in truth); see `Audited`."""
-        return self._events.audit(hashes, self.pool, self.tiers.tiers.index if self.tiers is not None else None)
+        return self._events.audit(hashes, self.pool, self.tiers.tiers.host.index if self.tiers is not None else None)
 
     def load(self) -> LoadReport:
         """This engine's load now; the transfer fields are the worker's to fill."""

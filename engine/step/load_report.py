@@ -42,7 +42,7 @@ def load_report(
         prefix_hit_tokens=scheduler.hit_tokens,
         prefix_query_tokens=scheduler.query_tokens,
         tier_hit_tokens=tiers.hit_tokens if tiers is not None else 0,
-        fetching=len(tiers.tiers.fetches) if tiers is not None else 0,
+        fetching=tiers.tiers.num_fetching if tiers is not None else 0,
         waiting_by_priority=_sums(scheduler.waiting.num_by_priority, scheduler.reserving.num_by_priority),
         waiting_tenants=len(scheduler.shares.num_waiting),
         deadline_refusals=scheduler.num_overdue,
@@ -75,7 +75,7 @@ def _swap_load(area: SwapArea) -> dict[str, Any]:
     return {
         "swapped_blocks": area.num_held,
         "swapped_bytes": area.num_held * area.slab.block_bytes,
-        "swap_out_s": area.sums.save_s,
-        "swap_in_s": area.sums.load_s,
-        "swap_corrupt_blocks": area.sums.corrupt,
+        "swap_out_s": area.stats.save_s,
+        "swap_in_s": area.stats.load_s,
+        "swap_corrupt_blocks": area.stats.corrupt,
     }

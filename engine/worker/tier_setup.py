@@ -15,7 +15,8 @@ from kvrelay.kvcache.stores.disk.tier import DiskOptions, DiskStore
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.remote import ClusterStore, make_store
 from kvrelay.kvcache.stores.store import BlockStore
-from kvrelay.kvcache.tiers.controller import TierController, TierRules
+from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.rules import TierRules
 from kvrelay.settings.cache import CacheSettings
 from kvrelay.settings.choices import ChecksMode
 from kvrelay.types import KvMemory
@@ -36,10 +37,10 @@ def make_lower_tiers(
     slab = HostSlab(memory, settings.host_bytes)
     share = settings.tenant_share
     index = TierIndex(
-        slab.num_slots,
-        make_policy(settings.eviction_policy, slab.num_slots),
+        slab.num_rows,
+        make_policy(settings.eviction_policy, slab.num_rows),
         quotas={"": None},
-        default_quota=max(1, int(share * slab.num_slots)) if share < 1 else None,
+        default_quota=max(1, int(share * slab.num_rows)) if share < 1 else None,
         keep_changes=True,
     )
     rules = TierRules(
@@ -85,7 +86,7 @@ def make_stores(
         is_new_each_time = settings.write_policy != "selective"  # what a hit has earned a place is admitted at once
         quota = int(settings.tenant_share * settings.disk_bytes) if settings.tenant_share < 1 else None
         options = DiskOptions(
-            policy=lambda num_slots: make_policy(settings.eviction_policy, num_slots),
+            policy=lambda num_rows: make_policy(settings.eviction_policy, num_rows),
             is_admission_on=is_new_each_time, quota_bytes=quota,
         )  # fmt: skip
         stores.append(

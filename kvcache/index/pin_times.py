@@ -1,12 +1,12 @@
-"""Entries that are kept until a time. Pure."""
+"""Entries that are pinned until a time. Pure."""
 
 import heapq
 
 from kvrelay.types import BlockHash
 
 
-class Pins:
-    """At most `limit` hashes, each with the time, in seconds, at which its pin ends."""
+class TimedPins:
+    """At most `limit` pinned hashes, each until a time in seconds."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -20,7 +20,7 @@ class Pins:
         return digest in self._until
 
     def add(self, digest: BlockHash, until_s: float) -> bool:
-        """Pin it, or renew its pin, which never gets shorter. False: the limit is reached."""
+        """Pin a hash, or extend its pin; a pin never gets shorter. False: the limit is reached."""
         end_s = self._until.get(digest)
         if end_s is None and len(self._until) >= self.limit:
             return False
@@ -31,11 +31,11 @@ class Pins:
         return True
 
     def remove(self, digest: BlockHash) -> bool:
-        """End its pin; whether it had one."""
+        """End a pin; whether there was one."""
         return self._until.pop(digest, None) is not None
 
     def expire(self, now_s: float) -> list[BlockHash]:
-        """Those whose pins ended by now."""
+        """End and return the pins whose time has come."""
         ended: list[BlockHash] = []
         while self._ends and self._ends[0][0] <= now_s:
             end_s, digest = heapq.heappop(self._ends)
@@ -45,7 +45,7 @@ class Pins:
         return ended
 
     def _sweep(self) -> None:
-        """Renewed pins leave their former ends behind: drop those when they outnumber the pins."""
+        """Extended pins leave stale ends behind: drop those when they outnumber the pins."""
         if len(self._ends) > 2 * len(self._until) + 64:
             self._ends = [(end_s, digest) for digest, end_s in self._until.items()]
             heapq.heapify(self._ends)

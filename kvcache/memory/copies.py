@@ -1,7 +1,7 @@
 """Copies between a worker's KV pool and its slab of host memory: blocks one way, layers of blocks the other.
 
-Knows bytes only. On CPU one C call per batch without the interpreter's lock (numpy where there is no compiler); on CUDA
-torch's own copies on a stream of their own (unverified on a GPU).
+On CPU one C call per batch, without the GIL (numpy where there is no compiler); on CUDA torch's copies on a stream of
+their own (unverified on a GPU).
 """
 
 import ctypes
@@ -25,45 +25,46 @@ logger = logging.getLogger(__name__)
 Numbers = NDArray[np.int64]
 _SOURCES = (Path(__file__).parent / "native" / "copy.c", *XXH3_SOURCES)
 _CopyRuns = Callable[[int, int, Numbers, Numbers, int], None]  # target, source, their offsets, bytes of a run
-_HASH_FROM = 241  # bytes: shorter blocks are hashed by another way of XXH3, which is not in native/xxh3
+_HASH_FROM = 241  # bytes: for shorter inputs XXH3 is another function, which native/xxh3 does not have
 
 
 class Copier(Protocol):
-    """Between one pool and one slab. A slot holds a block's regions, layer after layer. Any thread, several at once."""
+    """Copies between one pool and one slab, whose rows hold a block's regions, layer after layer. Thread-safe."""
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
-        """Pool to slab, every layer. Done on return; the slots' checksums (xxh3)."""
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
+        """Pool to slab, every layer. Done on return; returns the rows' checksums (XXH3-64)."""
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
-        """Slab to pool, some layers. Done on return."""
+    def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+        """Slab to pool, these layers. Done on return."""
 
-    def checksums(self, slots: Sequence[int]) -> list[int]:
-        """xxh3 of what is in these slots now."""
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        """XXH3-64 of each row's current bytes."""
 
 
 def make_copier(pool: KvMemory, slab: KvMemory) -> Copier:
-    """The quickest that can be here."""
+    """The copier for this pool's device."""
     return HostCopier(pool, slab) if pool.view is not None else CudaCopier(pool, slab)
 
 
 class _Offsets:
-    """Where the regions of blocks and slots lie."""
+    """Byte offsets of the regions of blocks and rows."""
 
     def __init__(self, layout: KvLayout) -> None:
         self._layout = layout
 
     def in_pool(self, blocks: Sequence[int], layers: range) -> Numbers:
-        """[len(blocks) * len(layers)] bytes from the pool's beginning, block by block."""
+        """[len(blocks) * len(layers)] int64 byte offsets in the pool, block by block."""
         block = np.asarray(blocks, np.int64)[:, None] * self._layout.region_bytes
         return (block + np.asarray(layers, np.int64) * self._layout.layer_bytes).ravel()
 
-    def in_slab(self, slots: Sequence[int], layers: range) -> Numbers:
-        slot = np.asarray(slots, np.int64)[:, None] * self._layout.block_bytes
-        return (slot + np.asarray(layers, np.int64) * self._layout.region_bytes).ravel()
+    def in_slab(self, rows: Sequence[int], layers: range) -> Numbers:
+        """[len(rows) * len(layers)] int64 byte offsets in the slab, row by row."""
+        row = np.asarray(rows, np.int64)[:, None] * self._layout.block_bytes
+        return (row + np.asarray(layers, np.int64) * self._layout.region_bytes).ravel()
 
 
 class HostCopier:
-    """Both in host memory."""
+    """Pool and slab in host memory."""
 
     def __init__(self, pool: KvMemory, slab: KvMemory) -> None:
         self._pool, self._slab, self._layout = pool, slab, pool.layout
@@ -71,46 +72,52 @@ class HostCopier:
         self._native = _native() if pool.layout.block_bytes >= _HASH_FROM else None
         self._copy = _native_copy() or _numpy_copy(pool, slab)
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
         layers = range(self._layout.num_layers)
-        source, target = self._offsets.in_pool(blocks, layers), self._offsets.in_slab(slots, layers)
+        source, target = self._offsets.in_pool(blocks, layers), self._offsets.in_slab(rows, layers)
         if self._native is None:
             self._copy(self._slab.address, self._pool.address, target, source, self._layout.region_bytes)
-            return self.checksums(slots)
-        hashes = np.empty(len(slots), np.uint64)
+            return self.checksums(rows)
+        hashes = np.empty(len(rows), np.uint64)
         self._native.copy_hashed(
-            self._slab.address, self._pool.address, target.ctypes.data, source.ctypes.data, len(target),
-            self._layout.region_bytes, len(layers), hashes.ctypes.data,
-        )  # fmt: skip
-        return [int(found) for found in hashes.tolist()]
-
-    def checksums(self, slots: Sequence[int]) -> list[int]:
-        if self._native is None:
-            return _checksums(self._slab, slots, self._layout.block_bytes)
-        offsets = np.asarray(slots, np.int64) * self._layout.block_bytes
-        hashes = np.empty(len(slots), np.uint64)
-        self._native.hash_runs(
-            self._slab.address, offsets.ctypes.data, len(slots), self._layout.block_bytes, hashes.ctypes.data
+            self._slab.address,
+            self._pool.address,
+            target.ctypes.data,
+            source.ctypes.data,
+            len(target),
+            self._layout.region_bytes,
+            len(layers),
+            hashes.ctypes.data,
         )
         return [int(found) for found in hashes.tolist()]
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
-        source, target = self._offsets.in_slab(slots, layers), self._offsets.in_pool(blocks, layers)
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        if self._native is None:
+            return _checksums(self._slab, rows, self._layout.block_bytes)
+        offsets = np.asarray(rows, np.int64) * self._layout.block_bytes
+        hashes = np.empty(len(rows), np.uint64)
+        self._native.hash_runs(
+            self._slab.address, offsets.ctypes.data, len(rows), self._layout.block_bytes, hashes.ctypes.data
+        )
+        return [int(found) for found in hashes.tolist()]
+
+    def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+        source, target = self._offsets.in_slab(rows, layers), self._offsets.in_pool(blocks, layers)
         self._copy(self._pool.address, self._slab.address, target, source, self._layout.region_bytes)
 
 
-def _checksums(slab: KvMemory, slots: Sequence[int], block_bytes: int) -> list[int]:
+def _checksums(slab: KvMemory, rows: Sequence[int], block_bytes: int) -> list[int]:
     assert slab.view is not None
-    return [xxhash.xxh3_64_intdigest(slab.view[slot * block_bytes : (slot + 1) * block_bytes]) for slot in slots]
+    return [xxhash.xxh3_64_intdigest(slab.view[row * block_bytes : (row + 1) * block_bytes]) for row in rows]
 
 
 @functools.cache
 def _native() -> Any | None:
-    """native/copy.c, or None."""
+    """native/copy.c; None where it cannot be compiled."""
     try:
         library = load_native("kvcache", _SOURCES, XXH3_HEADERS)
     except BackendUnavailable as error:
-        logger.info("blocks are copied between tiers by numpy: %s", error.why)
+        logger.info("no C compiler: numpy copies blocks between tiers: %s", error.why)
         return None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.copy_runs.argtypes = [pointer] * 4 + [number] * 2
@@ -134,13 +141,13 @@ def _native_copy() -> _CopyRuns | None:
 
 
 def _numpy_copy(*memories: KvMemory) -> _CopyRuns:
-    """The same through numpy, which keeps the interpreter's lock."""
+    """The same through numpy, which holds the GIL."""
     buffers = {memory.address: np.frombuffer(memory.view, np.uint8) for memory in memories if memory.view is not None}
 
     def copy(target: int, source: int, target_offsets: Numbers, source_offsets: Numbers, run_bytes: int) -> None:
         into, out_of = buffers[target], buffers[source]
-        for at, begin in zip(target_offsets.tolist(), source_offsets.tolist(), strict=True):
-            into[at : at + run_bytes] = out_of[begin : begin + run_bytes]
+        for to, start in zip(target_offsets.tolist(), source_offsets.tolist(), strict=True):
+            into[to : to + run_bytes] = out_of[start : start + run_bytes]
 
     return copy
 
@@ -160,33 +167,33 @@ class CudaCopier:
         self._memory = slab
 
     def _after_steps(self) -> None:
-        """What the engine has given its stream so far comes first: it may still write or read these very blocks."""
+        """Wait for the work queued on the engine's stream, which may still use these blocks."""
         self._stream.wait_stream(torch.cuda.default_stream(self._device))
 
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
+    def save(self, blocks: Sequence[int], rows: Sequence[int]) -> list[int]:
         self._after_steps()
         with torch.cuda.stream(self._stream):
             chosen = torch.tensor(blocks, device=self._device)
             gathered = self._pool.index_select(1, chosen).transpose(0, 1).contiguous()
-            for index, slot in enumerate(slots):
-                self._slab[slot].copy_(gathered[index], non_blocking=True)
+            for index, row in enumerate(rows):
+                self._slab[row].copy_(gathered[index], non_blocking=True)
         self._stream.synchronize()
-        return self.checksums(slots)
+        return self.checksums(rows)
 
-    def checksums(self, slots: Sequence[int]) -> list[int]:
-        return _checksums(self._memory, slots, self._memory.layout.block_bytes)
+    def checksums(self, rows: Sequence[int]) -> list[int]:
+        return _checksums(self._memory, rows, self._memory.layout.block_bytes)
 
-    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
+    def load(self, rows: Sequence[int], blocks: Sequence[int], layers: range) -> None:
         self._after_steps()
         with torch.cuda.stream(self._stream):
-            for slot, block in zip(slots, blocks, strict=True):
-                part = self._slab[slot, layers.start : layers.stop]
+            for row, block in zip(rows, blocks, strict=True):
+                part = self._slab[row, layers.start : layers.stop]
                 self._pool[layers.start : layers.stop, block].copy_(part, non_blocking=True)
         self._stream.synchronize()
 
 
 def _pin(slab: KvMemory) -> None:
-    """Page-lock the slab, so that the GPU copies from and to it by itself. It stays so until the process ends."""
+    """Page-lock the slab for asynchronous copies by the GPU, until the process ends."""
     status = torch.cuda.cudart().cudaHostRegister(slab.address, slab.layout.num_bytes, 0)
     if int(status):
-        logger.warning("the host tier's memory could not be pinned (CUDA error %d): copies are slower", int(status))
+        logger.warning("cannot page-lock the host tier's memory (CUDA error %d): copies are slower", int(status))

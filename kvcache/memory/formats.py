@@ -1,4 +1,4 @@
-"""The formats in which KV is exchanged with other programs, named as LMCache names them, to and from our blocks.
+"""KV import and export in the formats of other programs, under LMCache's names.
 
 L layers, T tokens, D = KV heads * head_dim, heads side by side:
 
@@ -7,8 +7,8 @@ L layers, T tokens, D = KV heads * head_dim, heads side by side:
     KV_2TD      [2, T, D]     one layer
     KV_MLA_FMT  [1, L, T, D]  latent KV (MLA); a whole prompt
 
-Where the pool holds fp8, bfloat16 goes out: exact, since scales are powers of two. What comes in may be of any
-float dtype; it is rounded to the pool's, and what float16 cannot hold becomes its largest.
+A pool of fp8 is exported as bfloat16, which is exact, since scales are powers of two. Imports may have any float dtype:
+they are rounded to the pool's, and clamped where it is float16.
 """
 
 import enum
@@ -31,12 +31,12 @@ class KvFormat(enum.StrEnum):
 
     @property
     def is_layerwise(self) -> bool:
-        """Whether a tensor is of one layer."""
+        """Whether a tensor holds one layer."""
         return self in (KvFormat.KV_T2D, KvFormat.KV_2TD)
 
 
 def shape_of(layout: KvLayout, num_tokens: int, fmt: KvFormat) -> tuple[int, ...]:
-    """A tensor of this format for so many tokens. Raises LayoutMismatch: the format is not for such a pool."""
+    """The shape of this format for `num_tokens` tokens. Raises LayoutMismatch: the format does not fit the pool."""
     if layout.is_latent != (fmt is KvFormat.KV_MLA_FMT):
         what = "latent KV: KV_MLA_FMT" if layout.is_latent else "keys and values: KV_2LTD, KV_T2D or KV_2TD"
         raise LayoutMismatch("format", f"{fmt} is not for this pool, which holds {what}")
@@ -54,15 +54,15 @@ def export_kv(
     """A copy of the first `num_tokens` tokens of a prompt, on the pool's device, in the pool's dtype (fp8: bfloat16).
 
     Args:
-        blocks: the prompt's, in its order.
-        layer: which of the pool's; for a layerwise format, and only there.
+        blocks: the prompt's block table.
+        layer: of the pool; required by layerwise formats, and only allowed there.
 
     Raises LayoutMismatch, or ValueError when the blocks hold fewer tokens.
     """
     layout = storage.memory.layout
     shape_of(layout, num_tokens, fmt)
     layers = _layers(layout, fmt, layer)
-    block, offset = _places(storage, blocks, num_tokens)
+    block, offset = _locations(storage, blocks, num_tokens)
     rows = fp8.loaded(_by_token(storage)[layers, block, :, offset])  # [T, L, parts, heads, head_dim]
     if layout.dtype == "fp8_e4m3":
         rows = rows.to(torch.bfloat16)
@@ -82,17 +82,17 @@ def import_kv(
     """Write a prompt's KV into its blocks, from token `first` on; the inverse of `export_kv`.
 
     Args:
-        kv: of the whole prompt, any float dtype, any device.
+        kv: the whole prompt's, of the format's shape, any float dtype, any device.
 
     Raises LayoutMismatch: another shape than the pool's; ValueError when the blocks hold fewer tokens.
     """
     layout = storage.memory.layout
     num_tokens = kv.shape[0 if fmt is KvFormat.KV_T2D else -2] if kv.dim() > 1 else 0
     if tuple(kv.shape) != (expected := shape_of(layout, num_tokens, fmt)) or not kv.is_floating_point():
-        told = f"{kv.dtype} {list(kv.shape)} does not fit {list(expected)} of this pool as {fmt}"
-        raise LayoutMismatch("shape", told)
+        mismatch = f"{kv.dtype} {list(kv.shape)} does not fit {list(expected)} of this pool as {fmt}"
+        raise LayoutMismatch("shape", mismatch)
     layers = _layers(layout, fmt, layer)
-    block, offset = _places(storage, blocks, num_tokens)
+    block, offset = _locations(storage, blocks, num_tokens)
     rows = _to_whole(kv.to(storage.tensor.device), fmt).permute(2, 1, 0, 3)[first:]
     rows = rows.unflatten(3, (layout.num_kv_heads, layout.head_dim))
     if layout.dtype == "float16":
@@ -102,7 +102,7 @@ def import_kv(
 
 def _layers(layout: KvLayout, fmt: KvFormat, layer: int | None) -> slice:
     if fmt.is_layerwise != (layer is not None):
-        raise ValueError(f"{fmt} is of {'one layer: say which' if layer is None else 'all layers'}")
+        raise ValueError(f"{fmt} is of {'one layer: pass layer=' if layer is None else 'all layers'}")
     if layer is None:
         return slice(None)
     if not 0 <= layer < layout.num_layers:
@@ -115,8 +115,8 @@ def _by_token(storage: KvStorage) -> Tensor:
     return storage.tensor if storage.memory.layout.order == "NHD" else storage.tensor.transpose(3, 4)
 
 
-def _places(storage: KvStorage, blocks: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
-    """[T] block and [T] place in it of every token."""
+def _locations(storage: KvStorage, blocks: Sequence[int], num_tokens: int) -> tuple[Tensor, Tensor]:
+    """[T] block and [T] offset in the block of every token."""
     size, device = storage.memory.layout.block_size, storage.tensor.device
     if num_tokens > len(blocks) * size:
         raise ValueError(f"{num_tokens} tokens do not fit {len(blocks)} blocks of {size}")

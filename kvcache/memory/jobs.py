@@ -1,6 +1,6 @@
-"""What waits to be moved between tiers, by urgency and with a bound on the bytes under way; and the threads that move it.
+"""Copies between tiers: a queue by urgency with a limit on the bytes under way, and the threads that run it.
 
-`JobQueue` is pure. `IoThreads` runs its jobs; what a job brought about is told to the owner when it asks (`finished`).
+`JobQueue` is pure. `IoThreads` runs its jobs; the owner collects results with `finished`.
 """
 
 import enum
@@ -14,19 +14,26 @@ from typing import Protocol
 
 logger = logging.getLogger(__name__)
 
+_BATCH_BYTES = 8 << 20  # of one job: a more urgent job waits no longer than these take
+
+
+def batch_blocks(block_bytes: int) -> int:
+    """How many blocks of this size one job copies at most."""
+    return max(1, _BATCH_BYTES // block_bytes)
+
 
 class Urgency(enum.IntEnum):
-    """Who goes first."""
+    """The lowest runs first."""
 
     LOAD = 0  # into the pool: a step waits for it
-    FETCH = 1  # from a store: a request in line waits for it
+    FETCH = 1  # from a store: a queued request waits for it
     SAVE = 2  # out of the pool: holds blocks meanwhile
-    SINK = 3  # down to a store
+    OFFLOAD = 3  # down to a store
 
 
 @dataclass(frozen=True, slots=True)
 class IoJob:
-    """`work` runs on some I/O thread; `then` gets its result, or its error, on the owner's thread."""
+    """`work` runs on an I/O thread; `then` gets its result, or its exception, on the owner's thread."""
 
     urgency: Urgency
     num_bytes: int
@@ -35,9 +42,9 @@ class IoJob:
 
 
 class JobQueue:
-    """At most `max_jobs` in line, and `max_bytes` under way: a larger job goes alone. First come, first served per urgency.
+    """At most `max_jobs` queued and `max_bytes` under way; a larger job runs alone. FIFO within an urgency.
 
-    The most urgent job waits until it fits; nothing overtakes it, so that large ones are not starved.
+    Nothing overtakes the most urgent job while it waits for bytes, so large jobs are not starved.
     """
 
     def __init__(self, *, max_jobs: int, max_bytes: int) -> None:
@@ -51,11 +58,11 @@ class JobQueue:
         return len(self._heap)
 
     def put(self, job: IoJob) -> bool:
-        """False, and nothing is queued, when the line is full. A LOAD always finds room: its sequence is admitted already.
+        """Queue a job. False: the queue is full. A LOAD is always queued: its sequence is admitted already.
 
-        SINKs find half of the line full: a slow store's blocks do not keep those out that a request waits for.
+        OFFLOAD jobs may fill half of the queue, so a slow store does not block what requests wait for.
         """
-        room = self._max_jobs // 2 if job.urgency is Urgency.SINK else self._max_jobs
+        room = self._max_jobs // 2 if job.urgency is Urgency.OFFLOAD else self._max_jobs
         if len(self._heap) >= room and job.urgency is not Urgency.LOAD:
             return False
         self._count += 1
@@ -63,7 +70,7 @@ class JobQueue:
         return True
 
     def take(self) -> IoJob | None:
-        """The next job, under way from now on; None when there is none that may start."""
+        """The next job, under way from now on; None when none may start."""
         if not self._heap:
             return None
         job = self._heap[0][2]
@@ -75,19 +82,19 @@ class JobQueue:
         return job
 
     def done(self, job: IoJob) -> None:
-        """It is under way no more."""
+        """This job is no longer under way."""
         self.bytes_under_way -= job.num_bytes
         self.num_under_way -= 1
 
     def drop_all(self) -> list[IoJob]:
-        """Empty the line; what was in it."""
+        """Empty the queue; returns the dropped jobs."""
         dropped = [job for _, _, job in self._heap]
         self._heap.clear()
         return dropped
 
 
 class Threads(Protocol):
-    """What moves bytes: IoThreads, or a test's or the simulator's own."""
+    """What runs jobs: IoThreads, or the simulator's event queue."""
 
     def start(self) -> None: ...
 
@@ -101,17 +108,21 @@ class Threads(Protocol):
     def close(self) -> None: ...
 
 
+MakeThreads = Callable[[str, int, JobQueue, Callable[[], None]], Threads]
+"""(name, number of threads, queue, wake): see IoThreads."""
+
+
 def run(job: IoJob) -> object:
-    """Do it on this thread; returns its result, or the error, which was logged."""
+    """Run a job on this thread; returns its result, or its exception after logging it."""
     try:
         return job.work()
-    except Exception as error:  # a thread's edge: the job's owner is told
-        logger.exception("moving KV between tiers failed")
+    except Exception as error:  # a thread's edge: the owner gets the error
+        logger.exception("copying KV between tiers failed")
         return error
 
 
 class IoThreads:
-    """Some threads on one queue. `wake` is called from them whenever something has finished."""
+    """Threads that serve one queue. They call `wake` whenever a job has finished."""
 
     def __init__(self, name: str, num_threads: int, queue: JobQueue, wake: Callable[[], None]) -> None:
         self._name, self._num_threads, self._queue, self._wake = name, num_threads, queue, wake
@@ -127,31 +138,27 @@ class IoThreads:
             thread.start()
 
     def put(self, job: IoJob) -> bool:
-        """False when there is no room in line."""
+        """Queue a job. False: the queue is full, or the threads are stopping."""
         with self._changed:
-            is_in = not self._is_stopping and self._queue.put(job)
+            is_queued = not self._is_stopping and self._queue.put(job)
             self._changed.notify()
-        return is_in
+        return is_queued
 
     def finished(self) -> list[tuple[IoJob, object]]:
-        """Jobs that ended since the last call, with their results or errors."""
+        """Jobs that ended since the last call, with their results or exceptions."""
         ended: list[tuple[IoJob, object]] = []
         while self._finished:
             ended.append(self._finished.popleft())
         return ended
 
     @property
-    def num_waiting(self) -> int:
-        return len(self._queue)
-
-    @property
     def is_idle(self) -> bool:
-        """Nothing in line, under way, or finished and not asked for."""
+        """Nothing is queued, under way, or finished and not yet collected."""
         with self._changed:
             return not (len(self._queue) or self._queue.num_under_way or self._finished)
 
     def close(self) -> None:
-        """Drop what waits and end after what is under way. Blocking."""
+        """Drop queued jobs and wait for those under way. Blocking."""
         with self._changed:
             self._is_stopping = True
             for job in self._queue.drop_all():

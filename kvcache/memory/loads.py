@@ -1,6 +1,6 @@
-"""One sequence's blocks on their way from the host tier into the pool, while its first step already computes.
+"""One sequence's blocks on their way from a slab into the pool, while its first step already computes.
 
-The slots are verified first; then layers come one by one, and a step may compute layer i as soon as it is in place.
+The rows are verified first; then the layers arrive one by one, and a step may compute layer i as soon as it is in place.
 """
 
 import threading
@@ -12,9 +12,9 @@ from kvrelay.types import BlockHash, BlockId
 class Load:
     """Written by an I/O thread, awaited by the engine's."""
 
-    def __init__(self, hashes: Sequence[BlockHash], slots: Sequence[int], blocks: Sequence[BlockId]) -> None:
-        self.hashes, self.slots, self.blocks = tuple(hashes), tuple(slots), tuple(blocks)
-        self.corrupt: tuple[BlockHash, ...] = ()  # those whose bytes are not what was put there
+    def __init__(self, hashes: Sequence[BlockHash], rows: Sequence[int], blocks: Sequence[BlockId]) -> None:
+        self.hashes, self.rows, self.blocks = tuple(hashes), tuple(rows), tuple(blocks)
+        self.corrupt: tuple[BlockHash, ...] = ()  # blocks whose bytes do not match their checksums
         self._changed = threading.Condition()
         self._num_layers = 0
         self._is_verified = self._is_over = False
@@ -22,19 +22,19 @@ class Load:
     # ---- on the I/O thread
 
     def verified(self, corrupt: Sequence[BlockHash]) -> None:
-        """All slots were looked at; with corrupt ones nothing will be copied."""
+        """All rows were verified; if any is corrupt, nothing is copied."""
         with self._changed:
             self.corrupt, self._is_verified = tuple(corrupt), True
             self._changed.notify_all()
 
     def arrived(self, num_layers: int) -> None:
-        """So many layers of every block are in place."""
+        """The first `num_layers` layers of every block are in place."""
         with self._changed:
             self._num_layers = num_layers
             self._changed.notify_all()
 
     def over(self) -> None:
-        """No byte of it will be written any more."""
+        """Nothing more will be written into its blocks."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
@@ -46,22 +46,22 @@ class Load:
         return self._is_over
 
     def has_layer(self, layer: int) -> bool:
-        """Whether it is in place already."""
+        """Whether this layer is in place already."""
         return self._num_layers > layer
 
     def wait_verified(self) -> bool:
-        """Whether the blocks come. False: some are corrupt, or the copy failed before it began."""
+        """Wait until the rows are verified. False: some are corrupt, or the copy failed before it began."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_verified or self._is_over)
             return self._is_verified and not self.corrupt
 
     def wait_layer(self, layer: int) -> bool:
-        """Until this layer is in place. False: it never will be."""
+        """Wait until this layer is in place. False: it never will be."""
         with self._changed:
             self._changed.wait_for(lambda: self._num_layers > layer or self._is_over)
             return self._num_layers > layer
 
     def wait_over(self) -> None:
-        """Until its blocks may be used for something else."""
+        """Wait until its blocks may be used for something else."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_over)

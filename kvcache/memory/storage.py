@@ -17,10 +17,10 @@ KV_DTYPES = DTYPES | {"fp8_e4m3": torch.float8_e4m3fn}
 class KvStorage:
     """One worker's KV tensors.
 
-    `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer whose
-    layout is `memory.layout` (with order "HND" they are not contiguous); latent KV has one part. With dtype "fp8_e4m3"
-    they are bytes, and the last dimension is head_dim + 4: see fp8.py. On CPU the buffer is an anonymous shared file (memfd), which the
-    kernel frees with its last user, so that kill -9 leaves nothing behind.
+    `layers[i]`: [num_blocks, 2, block_size, num_kv_heads, head_dim], views of one buffer with layout `memory.layout`
+    (not contiguous with order "HND"); latent KV has one part instead of two. With dtype "fp8_e4m3" they are bytes, and
+    the last dimension is head_dim + 4: see fp8.py. On CPU the buffer is an anonymous shared file (memfd), which the
+    kernel frees with its last user, so kill -9 leaves nothing behind.
     """
 
     def __init__(self, layout: KvLayout, device: torch.device) -> None:
@@ -47,14 +47,14 @@ class KvStorage:
         self.memory = KvMemory(layout, tensor.data_ptr(), name, memfd, view, tensor)
 
     def copy_blocks(self, copies: Sequence[tuple[BlockId, BlockId]]) -> None:
-        """Copy whole blocks, all layers, (source, target) in this order. On CUDA: ordered before later work of this stream."""
+        """Copy whole blocks, all layers: pairs of (source, target), in order. On CUDA: on the current stream."""
         for source, target in copies:
             self.tensor[:, target] = self.tensor[:, source]
 
     def fill_with_noise(self, blocks: Sequence[BlockId]) -> None:
-        """Random finite numbers in every layer of these blocks: pages that were never touched move faster than real ones.
+        """Random numbers in every layer of these blocks, since untouched pages copy faster than real ones.
 
-        Finite, since attention multiplies what it masks with zero. No two regions are alike. Done on return.
+        Finite, since attention multiplies masked values by zero. No two regions are equal. Done on return.
         """
         if not blocks:
             return
@@ -64,7 +64,7 @@ class KvStorage:
         generator.seed()
         noise = torch.empty(region // row + layers * len(blocks), layout.head_dim, device=self.tensor.device)
         noise = fp8.stored(noise.uniform_(-1.0, 1.0, generator=generator), self.tensor.dtype).flatten()
-        windows = noise.unfold(0, region, row)  # each region's starts one vector later: random numbers are dear
+        windows = noise.unfold(0, region, row)  # each region starts one row later: random numbers are expensive
         for index, block in enumerate(blocks):
             some = windows[index * layers : (index + 1) * layers]
             self.tensor[:, block] = some.unflatten(1, self.tensor.shape[2:])

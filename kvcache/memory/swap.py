@@ -1,17 +1,17 @@
-"""Host memory for the KV of pre-empted sequences: out of the pool at once, back into it while a step already computes.
+"""Host memory for the KV of pre-empted sequences: copied out of the pool at once, and back while a step already computes.
 
-An area of its own beside the host tier: what is in that tier may be evicted, and a block that is not full has no name there.
-What is here stays until its sequence is back or has ended. Lives on the engine's thread; many blocks an I/O thread brings back.
+An area of its own beside the host tier, which may evict its entries and has no hashes for blocks that are not full. KV
+stays here until its sequence is resumed or has ended. Lives on the engine's thread; an I/O thread makes large loads.
 Imports no torch.
 """
 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, Threads, Urgency, run
+from kvrelay.kvcache.memory.jobs import IoJob, IoThreads, JobQueue, MakeThreads, Urgency, run
 from kvrelay.kvcache.memory.loads import Load
+from kvrelay.kvcache.memory.slab import BlockSlab
 from kvrelay.types import BlockHash, BlockId
 
 logger = logging.getLogger(__name__)
@@ -19,47 +19,31 @@ logger = logging.getLogger(__name__)
 _BLEND = 0.3  # weight of the newest copy in the speeds
 _MAX_JOBS = 1024
 _PROBE_BLOCKS = 16
-_AT_ONCE_S = 0.004
-"""A load this short is done at once: handing it to a thread, and a step that waits for layers, cost 8 ms."""
-_NAMELESS = BlockHash(b"")
-
-
-class Slab(Protocol):
-    """The area's memory (host.py). Its methods block."""
-
-    num_layers: int
-    num_slots: int
-    block_bytes: int
-
-    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]: ...
-
-    def checksums(self, slots: Sequence[int]) -> list[int]: ...
-
-    def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None: ...
-
-    def slot(self, slot: int) -> memoryview: ...
+_INLINE_S = 0.004
+"""Loads shorter than this run on the engine's thread: a thread, and a step that waits for layers, cost 8 ms."""
+_NO_HASH = BlockHash(b"")
 
 
 @dataclass(frozen=True, slots=True)
-class Swapped:
-    """One sequence's blocks from `first_block` of its table on, as they were saved."""
+class SwappedBlocks:
+    """A swapped-out sequence's blocks, from `first_block` of its block table on."""
 
     first_block: int
-    slots: tuple[int, ...]
+    rows: tuple[int, ...]
     checksums: tuple[int, ...]
 
     @property
     def end_block(self) -> int:
-        return self.first_block + len(self.slots)
+        return self.first_block + len(self.rows)
 
 
 class SwapLoad(Load):
-    """A swapped sequence's blocks on their way back."""
+    """The load of a swapped-out sequence."""
 
 
 @dataclass(slots=True)
 class SwapStats:
-    """Since the start. Counts are blocks."""
+    """Totals since the start. Counts are blocks."""
 
     saved: int = 0
     loaded: int = 0
@@ -69,23 +53,23 @@ class SwapStats:
 
 
 class SwapArea:
-    """Slots, who has them, and the copies. Every method is the engine thread's, but for the jobs' insides."""
+    """Rows of a slab, their owners, and the copies. All methods run on the engine's thread; jobs on an I/O thread."""
 
     def __init__(
         self,
-        slab: Slab,
+        slab: BlockSlab,
         *,
         is_checked: bool,
         wake: Callable[[], None],
         clock: Callable[[], float],
-        make_threads: Callable[[str, int, JobQueue, Callable[[], None]], Threads] = IoThreads,
+        make_threads: MakeThreads = IoThreads,
     ) -> None:
         self.slab, self.is_checked, self._clock = slab, is_checked, clock
-        self.sums = SwapStats()
+        self.stats = SwapStats()
         self.save_bytes_per_s = self.load_bytes_per_s = 0.0  # measured; 0: not yet
-        self.latency_s = 0.0  # of a swap out and back, however small
-        self._free = list(range(slab.num_slots - 1, -1, -1))
-        self._held: set[int] = set()  # slots of sequences that are swapped out
+        self.latency_s = 0.0  # of a swap out and back of one block
+        self._free = list(range(slab.num_rows - 1, -1, -1))
+        self._held: set[int] = set()  # rows of swapped-out sequences
         self._loading: set[int] = set()
         self._io = make_threads("kv-swap", 1, JobQueue(max_jobs=_MAX_JOBS, max_bytes=1 << 62), wake)
 
@@ -93,18 +77,18 @@ class SwapArea:
         self._io.start()
 
     def close(self) -> None:
-        """Blocking: what is under way ends first."""
+        """Blocking: waits for the job under way."""
         self._io.close()
         self.poll()
 
     def poll(self) -> None:
-        """Take note of what the thread has done: slots become free."""
+        """Collect what the thread has finished: rows become free."""
         for job, result in self._io.finished():
             job.then(result)
 
     def probe(self, blocks: Sequence[int]) -> None:
-        """Measure both directions with blocks that hold nothing of value; what is in them stays."""
-        chosen = list(blocks)[: min(_PROBE_BLOCKS, self.slab.num_slots)]
+        """Measure both directions with unused blocks, whose content stays."""
+        chosen = list(blocks)[: min(_PROBE_BLOCKS, self.slab.num_rows)]
         self._round_trip(chosen)  # the first touches the pages
         (save_one, load_one), (save_all, load_all) = self._round_trip(chosen[:1]), self._round_trip(chosen)
         self.latency_s = min(save_one + load_one, save_all + load_all)  # one block's copies take next to nothing
@@ -112,16 +96,16 @@ class SwapArea:
         self.save_bytes_per_s, self.load_bytes_per_s = num_bytes / max(save_all, 1e-9), num_bytes / max(load_all, 1e-9)
 
     def _round_trip(self, blocks: Sequence[int]) -> tuple[float, float]:
-        """Seconds out and back, layer by layer as a load does it."""
-        slots, began_s = list(range(len(blocks))), self._clock()
-        self.slab.save(blocks, slots)
+        """Seconds out and back, layer by layer, as in a load."""
+        rows, began_s = list(range(len(blocks))), self._clock()
+        self.slab.save(blocks, rows)
         saved_s = self._clock()
         for layer in range(self.slab.num_layers):
-            self.slab.load(slots, blocks, range(layer, layer + 1))
+            self.slab.load(rows, blocks, range(layer, layer + 1))
         return saved_s - began_s, self._clock() - saved_s
 
     def _blend(self, old: float, num_blocks: int, seconds: float) -> float:
-        if seconds <= 0 or num_blocks < _PROBE_BLOCKS:  # of fewer, the time is mostly latency
+        if seconds <= 0 or num_blocks < _PROBE_BLOCKS:  # with fewer, most of the time is latency
             return old
         new = num_blocks * self.slab.block_bytes / seconds
         return old + _BLEND * (new - old) if old else new
@@ -132,91 +116,91 @@ class SwapArea:
     def num_free(self) -> int:
         return len(self._free)
 
-    def save(self, first_block: int, blocks: Sequence[int]) -> Swapped | None:
-        """Copy these blocks of a table; done on return. None: no room, and nothing changed."""
+    def save(self, first_block: int, blocks: Sequence[int]) -> SwappedBlocks | None:
+        """Copy these blocks of a block table; done on return. None: no room, and nothing changed."""
         if len(blocks) > len(self._free):
             return None
-        slots = [self._free.pop() for _ in blocks]
+        rows = [self._free.pop() for _ in blocks]
         began_s = self._clock()
         try:
-            checksums = self.slab.save(blocks, slots) if slots else []
+            checksums = self.slab.save(blocks, rows) if rows else []
         except BaseException:
-            self._free += slots
+            self._free += rows
             raise
         seconds = self._clock() - began_s
-        self._held.update(slots)
-        self.sums.saved += len(slots)
-        self.sums.save_s += seconds
-        self.save_bytes_per_s = self._blend(self.save_bytes_per_s, len(slots), seconds)
-        return Swapped(first_block, tuple(slots), tuple(checksums))
+        self._held.update(rows)
+        self.stats.saved += len(rows)
+        self.stats.save_s += seconds
+        self.save_bytes_per_s = self._blend(self.save_bytes_per_s, len(rows), seconds)
+        return SwappedBlocks(first_block, tuple(rows), tuple(checksums))
 
-    def drop(self, swapped: Swapped) -> None:
-        """Its sequence ended, or is computed again: the slots are free."""
-        self._held.difference_update(swapped.slots)
-        self._free += swapped.slots
+    def drop(self, swapped: SwappedBlocks) -> None:
+        """The sequence ended, or is recomputed: free its rows."""
+        self._held.difference_update(swapped.rows)
+        self._free += swapped.rows
 
     # ---- back
 
-    def load(self, swapped: Swapped, first_block: int, blocks: Sequence[BlockId]) -> SwapLoad:
-        """Bring the blocks from `first_block` of the table on into `blocks`, which the caller holds until it is over.
+    def load(self, swapped: SwappedBlocks, first_block: int, blocks: Sequence[BlockId]) -> SwapLoad:
+        """Load the blocks from `first_block` of the block table on into `blocks`, which the caller holds until it is over.
 
-        The slots are this area's again from now on: all become free when it is over.
+        All of the sequence's rows become free then.
         """
         skip = first_block - swapped.first_block
-        slots, sums = swapped.slots[skip:], swapped.checksums[skip:]
-        load = SwapLoad([], slots, blocks)
-        self._held.difference_update(swapped.slots)
-        self._loading.update(swapped.slots)
+        rows, saved = swapped.rows[skip:], swapped.checksums[skip:]
+        load = SwapLoad([], rows, blocks)
+        self._held.difference_update(swapped.rows)
+        self._loading.update(swapped.rows)
         slab, clock, is_checked = self.slab, self._clock, self.is_checked
 
         def work() -> float:
             began_s = clock()
             try:
-                found = slab.checksums(slots) if is_checked and slots else sums
-                num_bad = sum(now != then for now, then in zip(found, sums, strict=True))
-                load.verified([_NAMELESS] * num_bad)
+                found = slab.checksums(rows) if is_checked and rows else saved
+                num_bad = sum(now != then for now, then in zip(found, saved, strict=True))
+                load.verified([_NO_HASH] * num_bad)
                 for layer in range(0 if num_bad else slab.num_layers):
-                    if slots:
-                        slab.load(slots, blocks, range(layer, layer + 1))
+                    if rows:
+                        slab.load(rows, blocks, range(layer, layer + 1))
                     load.arrived(layer + 1)
             finally:
                 load.over()
             return clock() - began_s
 
-        num_bytes = len(slots) * slab.block_bytes
+        num_bytes = len(rows) * slab.block_bytes
         job = IoJob(Urgency.LOAD, num_bytes, work, lambda result: self._loaded(load, swapped, result))
-        if num_bytes <= _AT_ONCE_S * self.load_bytes_per_s:
+        if num_bytes <= _INLINE_S * self.load_bytes_per_s:
             job.then(run(job))
         elif not self._io.put(job):  # the worker is shutting down
             self._loaded(load, swapped, None)
         return load
 
-    def _loaded(self, load: SwapLoad, swapped: Swapped, result: object) -> None:
+    def _loaded(self, load: SwapLoad, swapped: SwappedBlocks, result: object) -> None:
         load.over()
-        self._loading.difference_update(swapped.slots)
-        self._free += swapped.slots
+        self._loading.difference_update(swapped.rows)
+        self._free += swapped.rows
         if load.corrupt:
-            logger.error("%d swapped blocks were not what was saved; they are computed anew", len(load.corrupt))
-            self.sums.corrupt += len(load.corrupt)
+            logger.error("%d swapped-out blocks failed their checksums; they are recomputed", len(load.corrupt))
+            self.stats.corrupt += len(load.corrupt)
         elif isinstance(result, float):
-            self.sums.loaded += len(load.blocks)
-            self.sums.load_s += result
+            self.stats.loaded += len(load.blocks)
+            self.stats.load_s += result
             self.load_bytes_per_s = self._blend(self.load_bytes_per_s, len(load.blocks), result)
 
-    # ---- what others may know
+    # ---- reports
 
     @property
     def num_held(self) -> int:
-        """Slots with KV of sequences that are swapped out."""
+        """Rows with KV of swapped-out sequences."""
         return len(self._held)
 
     @property
     def is_idle(self) -> bool:
         return self._io.is_idle
 
-    def check(self, held: Sequence[Swapped]) -> None:
-        """Raise AssertionError unless each slot is free, on its way back, or one of these sequences'."""
-        slots = [slot for swapped in held for slot in swapped.slots]
-        assert sorted(slots) == sorted(self._held), "a swapped slot has no sequence, or two"
+    def check(self, held: Sequence[SwappedBlocks]) -> None:
+        """Raise AssertionError unless each row is free, being loaded, or one of these sequences'."""
+        rows = [row for swapped in held for row in swapped.rows]
+        assert sorted(rows) == sorted(self._held), "a held row has no sequence, or two"
         everything = sorted([*self._free, *self._held, *self._loading])
-        assert everything == list(range(self.slab.num_slots)), "a swap slot is lost, or there twice"
+        assert everything == list(range(self.slab.num_rows)), "a row is lost, or counted twice"

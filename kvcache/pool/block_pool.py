@@ -264,7 +264,7 @@ class BlockPool:
     @property
     def has_changes(self) -> bool:
         """Whether the prefix index may have changed since they were drained."""
-        return self._changes.has_news
+        return bool(self._changes)
 
     def cached_hashes(self) -> list[BlockHash]:
         """Every hash that `match` can find now, changes not yet drained included."""

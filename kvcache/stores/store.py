@@ -1,7 +1,7 @@
-"""What every place for blocks below the host tier has in common: disk, the cluster's store, Redis, object stores.
+"""What every store below host memory implements: disk, the cluster's store, Redis, object stores.
 
-A store keeps whole blocks (all layers of `block_size` tokens, as one run of bytes) under their prefix hashes. Its methods
-block and may be called from several threads at once; only the cache controller's I/O threads call them.
+A store keeps whole blocks (all layers of `block_size` tokens, as one run of bytes) by prefix hash. Its methods block and
+may be called from several threads at once; only the tier controller's I/O threads call them.
 """
 
 from collections.abc import Sequence
@@ -13,23 +13,23 @@ from kvrelay.types import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What a store may need to know of a block beside its bytes."""
+    """What a store may need of a block besides its bytes."""
 
-    parent: BlockHash | None  # the block before it in its chain; None: the first
+    parent: BlockHash | None  # the previous block of its chain; None: it is the first
     end_tokens: int  # tokens from the prompt's beginning to its end
     priority: int = 0  # higher stays longer
-    tenant: str = ""  # whose quota it counts against: a digest of the tenant's salt, never the salt
-    pin_s: float = 0.0  # a client wants it kept for so long: worth storing at its first offer
-    checksum: int | None = None  # xxh3-64 of its bytes when they were first copied; None: not known
+    tenant: str = ""  # for quotas: a digest of the tenant's salt, never the salt
+    pin_s: float = 0.0  # seconds for which a client pins it: stored at its first offer
+    checksum: int | None = None  # XXH3-64 of its bytes when they left the pool; None: unknown
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """Sums since start(), and what is there now."""
+    """Totals since start(), and what is stored now."""
 
     num_blocks: int = 0
     num_bytes: int = 0  # as stored, compressed or not
-    capacity_bytes: int = 0  # 0: not limited here
+    capacity_bytes: int = 0  # 0: no limit of its own
     stored_blocks: int = 0
     stored_bytes: int = 0  # before compression
     loaded_blocks: int = 0
@@ -43,41 +43,50 @@ class StoreStats:
 
 
 class BlockStore(Protocol):
-    """A place for blocks by hash. Raises StoreError only from start(); afterwards trouble is a miss, logged and counted."""
+    """Blocks by prefix hash. Only start() raises StoreError; later failures are misses, logged and counted."""
 
     name: str
-    keeps_checksums: bool  # what it stores is verified by `BlockMeta.checksum` at every load, where one is given
+    keeps_checksums: bool  # every load is verified by the `BlockMeta.checksum` that was stored, if any
 
     def start(self) -> None:
-        """Open it. Raises StoreError: it cannot be used, or holds another model's blocks; the text says what to do."""
+        """Open the store. Raises StoreError, with a remedy: not usable, or it holds another model's blocks."""
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
-        """Which of these it could load now."""
+        """Which of these blocks can be loaded now."""
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Bring blocks, each verified against its checksum; which of them are in place. `into[i]` is block_bytes long.
+        """Read blocks and verify their checksums; returns which are in place.
 
-        Where False, the bytes of `into[i]` mean nothing.
+        Args:
+            into: one writable buffer of block_bytes for each hash; its content is undefined where the result is False.
         """
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
-        """Keep copies; which of them are kept (True where it was there already). The caller holds `blocks` meanwhile."""
+        """Store copies; returns which are stored, those stored earlier included. The caller keeps `blocks` unchanged."""
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
-        """Forget these, if they are there."""
+        """Delete these blocks, if they are stored."""
 
     def stats(self) -> StoreStats:
-        """Sums for metrics."""
+        """For metrics."""
 
     def close(self) -> None:
-        """Finish what is being written and let go. Blocks stay where the store outlives the process."""
+        """Finish writes under way and close. Blocks stay where the store outlives the process."""
 
 
 @runtime_checkable
 class PinningStore(BlockStore, Protocol):
-    """A store that evicts by itself, and can be asked not to."""
+    """A store that evicts on its own and supports pins."""
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> object:
-        """Keep those that are there for so many seconds, within the store's limit for pins; 0 ends their pins."""
+        """Pin the stored ones of these for `ttl_s` seconds, within the store's limit; 0 ends their pins."""
+
+
+@runtime_checkable
+class SharingStore(BlockStore, Protocol):
+    """A store that also lets other workers read this worker's host tier."""
+
+    def host_tier_changed(self, stored: Sequence[BlockHash], removed: Sequence[BlockHash]) -> None:
+        """The host tier has these blocks from now on, and no longer has those. Called on the engine's thread."""

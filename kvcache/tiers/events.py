@@ -1,4 +1,4 @@
-"""Sequence-numbered news of what a worker has cached, and in which tier. Pure."""
+"""Sequence-numbered KV events: what a worker has cached, and whether in its pool or only in its host tier. Pure."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,16 +11,16 @@ from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE, KvEve
 from kvrelay.types import BlockHash
 
 PART_HASHES = 2048
-"""Of a snapshot in one message: 37 KB."""
+"""Hashes of a snapshot in one message: 37 KB."""
 Hashes = dict[BlockHash, None]
-"""A set that keeps its order."""
+"""An ordered set."""
 
 
 class EventLog:
-    """Numbers the changes of one worker. A subscriber starts from `snapshot` and applies what follows.
+    """Numbers the cache changes of one worker. A subscriber starts from `snapshot` and applies the events that follow.
 
-    A hash is *stored* as long as some tier of the worker has its block, and *lowered* while only a tier below the pool has.
-    Hashes are kept in the order in which they were stored, so that in a snapshot a chain's lie together.
+    A hash is *stored* while pool or host tier has its block, and *lowered* while only the host tier has. Hashes are kept
+    in the order in which they were stored, so a snapshot keeps chains together.
     """
 
     def __init__(self) -> None:
@@ -28,15 +28,15 @@ class EventLog:
         self._pool: Hashes = {}
         self._host: Hashes = {}
 
-    def drain(self, pool: BlockPool, below: Iterable[CacheChange] = ()) -> KvEvents | None:
-        """The next event, or None when nothing changed. `below`: what happened in the host tier, in order."""
+    def drain(self, pool: BlockPool, host_changes: Iterable[CacheChange] = ()) -> KvEvents | None:
+        """The next event, or None when nothing changed. `host_changes`: of the host tier, in order."""
         change = pool.drain_changes()
-        changes = list(below)
+        changes = list(host_changes)
         if change is None and not changes:
             return None
         if change is not None and not changes and not self._host:
             return self._in_pool_alone(change)
-        touched: dict[BlockHash, tuple[bool, bool]] = {}  # as it was: in the pool, in the host tier
+        touched: dict[BlockHash, tuple[bool, bool]] = {}  # before the changes: in the pool, in the host tier
         if change is not None:
             self._apply(self._pool, change, touched)
         for each in changes:
@@ -44,7 +44,7 @@ class EventLog:
         return self._event(touched)
 
     def _in_pool_alone(self, change: CacheChange) -> KvEvents | None:
-        """As below, when nothing is in the host tier. A change does not store what it removes."""
+        """`_event` for an empty host tier. A net change does not store what it removes."""
         pool = self._pool
         stored: list[bytes] = [digest for digest in change.stored if digest not in pool]
         removed: list[bytes] = [digest for digest in change.removed if digest in pool]
@@ -84,23 +84,23 @@ class EventLog:
         return KvEvents(seq=self._seq, stored=stored, removed=removed, lowered=lowered, raised=raised)
 
     def snapshot(self) -> KvSnapshot:
-        """All that the events so far add up to; what is lowered comes last."""
+        """The state after all events so far; lowered hashes come last."""
         lowered: list[bytes] = [digest for digest in self._host if digest not in self._pool]
         return KvSnapshot(seq=self._seq, hashes=[*self._pool, *lowered], lowered=lowered)
 
     def audit(self, hashes: Sequence[bytes], pool: BlockPool, host: TierIndex | None) -> tuple[int, list[int]]:
-        """(the last event's number, where each of these is): what the caches themselves say, not what was told of them.
+        """(the last event's number, the tier of each of these hashes), from the caches themselves, not from past events.
 
-        Where the two differ while changes are not drained yet, it is CHANGING. Looks through all of the pool's hashes.
+        A hash whose tier differs from the events while changes are not drained is CHANGING. Scans all of the pool's hashes.
         """
         in_pool = set(hashes).intersection(pool.cached_hashes())
-        is_moving = pool.has_changes or (host is not None and host.has_changes)
+        is_changing = pool.has_changes or (host is not None and host.has_changes)
         tiers = []
         for digest in map(BlockHash, hashes):
-            is_below = host is not None and digest in host
-            tier = IN_POOL if digest in in_pool else BELOW_POOL if is_below else NOWHERE
-            told = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
-            tiers.append(CHANGING if is_moving and tier != told else tier)
+            is_in_host = host is not None and digest in host
+            tier = IN_POOL if digest in in_pool else BELOW_POOL if is_in_host else NOWHERE
+            reported = IN_POOL if digest in self._pool else BELOW_POOL if digest in self._host else NOWHERE
+            tiers.append(CHANGING if is_changing and tier != reported else tier)
         return self._seq, tiers
 
 
@@ -109,12 +109,12 @@ def _change(tier: Hashes, change: CacheChange) -> None:
     tier.update(dict.fromkeys(change.stored))
 
 
-def parts_of(snapshot: KvSnapshot, most: int = PART_HASHES) -> Iterator[KvSnapshot]:
-    """An EventLog's snapshot as messages of at most so many hashes; at least one."""
+def parts_of(snapshot: KvSnapshot, max_hashes: int = PART_HASHES) -> Iterator[KvSnapshot]:
+    """A snapshot as messages of at most `max_hashes` hashes; at least one message."""
     num_hashes = len(snapshot.hashes)
     first_lowered = num_hashes - len(snapshot.lowered)
-    for part, start in enumerate(range(0, max(num_hashes, 1), most)):
-        end = start + most
+    for part, start in enumerate(range(0, max(num_hashes, 1), max_hashes)):
+        end = start + max_hashes
         yield KvSnapshot(
             seq=snapshot.seq,
             hashes=snapshot.hashes[start:end],

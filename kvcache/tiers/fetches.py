@@ -1,136 +1,172 @@
-"""What requests in line have asked of the stores below the host tier: looked up, brought into the host tier, held there.
+"""Blocks that queued requests want from the stores: looked up, read into the host tier, and held there for the request.
 
-A request waits for its blocks as long as the settings say and then goes on with those that have come. A prefetch asks ahead
-of its request: what comes is pinned for a time, and a request that finds it under way waits for it. Owned by `TierController`.
+A request waits for its blocks as long as the settings say, then goes on with those that have arrived. A prefetch runs
+ahead of its request: its blocks are pinned for a time, and a request that finds it under way waits for it. Engine's
+thread; I/O threads call the stores. Pure.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from kvrelay.kvcache.memory.jobs import IoJob, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency, batch_blocks
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore
+from kvrelay.kvcache.tiers.fetch_cost import StoreSpeed, worth_fetching
+from kvrelay.kvcache.tiers.host_tier import HostTier
+from kvrelay.kvcache.tiers.offload import Offload
+from kvrelay.kvcache.tiers.rules import TierRules
 from kvrelay.types import BlockHash
 
-_BATCH_BYTES = 8 << 20
 _LOOKUP_BYTES = 0
 MAX_PREFETCHES = 64  # under way at once
 
 
 @dataclass(slots=True, eq=False)
-class Fetch:
-    """One request's wishes."""
+class RequestFetch:
+    """The blocks that one request wants."""
 
     request_id: str
     hashes: Sequence[BlockHash]  # of the blocks that neither pool nor host tier has
     metas: Sequence[BlockMeta]
-    until_s: float  # longest wait; after it the request goes on without. Of a prefetch: how long what comes is pinned
-    told: Callable[[int], None] | None = None  # of a prefetch: called once, with the number of blocks on their way
+    until_s: float  # a request waits until then; a prefetch pins its blocks until then
+    on_found: Callable[[int], None] | None = None  # of a prefetch: called once, with the number of blocks being read
     num_jobs: int = 0  # not yet reported
-    is_over: bool = False  # nobody waits for it any more
-    held: list[int] = field(default_factory=list)  # slots that are kept for it
-    is_late: bool = False  # its request waits no longer
-    followers: list["Fetch"] = field(default_factory=list)  # requests that wait for what a prefetch brings
+    is_over: bool = False  # the request was admitted, or is gone
+    held: list[int] = field(default_factory=list)  # rows that are held for it
+    is_overdue: bool = False  # its request waits no longer
+    followers: list["RequestFetch"] = field(default_factory=list)  # requests that wait for this prefetch
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A run of a fetch's blocks that one store has, with the slots for them."""
+    """A run of a fetch's blocks from one store, with the rows for them."""
 
     store: BlockStore
-    first: int  # index in Fetch.hashes
-    slots: tuple[int, ...]
-
-
-class Host(Protocol):
-    """What TierController does for fetches."""
-
-    stores: Sequence[BlockStore]
-
-    def now_s(self) -> float: ...
-
-    def submit(self, job: IoJob) -> bool: ...
-
-    def slots_for(self, metas: Sequence[BlockMeta]) -> list[int]:
-        """Reserved slots for the first of these blocks, as many as there is room for."""
-
-    def read_into(self, store: BlockStore, hashes: Sequence[BlockHash], slots: Sequence[int]) -> list[int | None]:
-        """On an I/O thread: load into these slots; the checksum of each that came."""
-
-    def arrived(
-        self, store: BlockStore, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], slots: Sequence[int],
-        checksums: Sequence[int | None],
-    ) -> list[int]:  # fmt: skip
-        """Put them in the index, those that came, and hold them; the slots that are held."""
-
-    def unhold(self, slots: Sequence[int]) -> None: ...
-
-    def hold_first(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Hold those of the beginning that are here; their slots."""
-
-    def pin_here(self, hashes: Sequence[BlockHash], until_s: float) -> None:
-        """Keep these, those that are here, until then."""
-
-    def worth(self, store: BlockStore, num_blocks: int) -> int:
-        """How many of so many blocks are brought sooner than they are computed."""
-
-    @property
-    def block_bytes(self) -> int: ...
+    first: int  # index in RequestFetch.hashes
+    rows: tuple[int, ...]
 
 
 class Fetches:
-    """All that is being fetched, by request."""
+    """All fetches from the stores, by request."""
 
-    def __init__(self, host: Host, *, wait_s: Callable[[], float]) -> None:
-        self._host, self._wait_s = host, wait_s
-        self._fetches: dict[str, Fetch] = {}
-        self._prefetches: dict[str, Fetch] = {}  # under way
-        self._num_jobs = 0  # of all fetches, those that are over too
-        self._heard_s = 0.0  # when the last of them reported, or the first of them began
+    def __init__(
+        self, host: HostTier, stores: Sequence[BlockStore], offload: Offload, threads: Threads, rules: TierRules
+    ) -> None:
+        self._host, self._stores, self._offload, self._threads = host, stores, offload, threads
+        self._rules = rules
+        self._speeds = {store.name: StoreSpeed() for store in stores}
+        self._fetches: dict[str, RequestFetch] = {}
+        self._prefetches: dict[str, RequestFetch] = {}  # under way
+        self._num_jobs = 0  # of all fetches, finished ones included
+        self._last_reply_s = 0.0  # when the last of these jobs reported, or the first of them began
+        self.prefill_tokens_per_s = 0.0  # measured by the engine
 
     def __len__(self) -> int:
         return len(self._fetches)
 
-    def begin(
+    def fetch(
         self, request_id: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], held: Sequence[int] = ()
     ) -> None:
-        """Ask the stores for these; a request asks once. `held`: slots, to be let go with what comes."""
+        """Fetch these blocks for a queued request, once. `held`: rows to release together with what arrives."""
         now_s = self._host.now_s()
-        fetch = Fetch(request_id, hashes, metas, now_s + self._wait_s(), held=list(held))
-        fetch.is_late = fetch.until_s <= now_s or self._is_stalled(now_s)
+        fetch = RequestFetch(request_id, hashes, metas, now_s + self._rules.longest_wait_s, held=list(held))
+        fetch.is_overdue = fetch.until_s <= now_s or self._is_stalled(now_s)
         ahead = next((other for other in self._prefetches.values() if hashes[0] in other.hashes), None)
         if request_id in self._fetches or (ahead is None and not self._look_up(fetch)):
             self._host.unhold(fetch.held)
             return
         self._fetches[request_id] = fetch
         if ahead is not None:
-            fetch.num_jobs += 1  # until `_go_on`
+            fetch.num_jobs += 1  # until `_resume`
             ahead.followers.append(fetch)
 
     def prefetch(
-        self, name: str, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], pin_until_s: float,
-        told: Callable[[int], None],
-    ) -> bool:  # fmt: skip
-        """Ask the stores for these ahead of the request; what comes is pinned until then, and nobody need end this.
+        self,
+        request_id: str,
+        hashes: Sequence[BlockHash],
+        metas: Sequence[BlockMeta],
+        pin_until_s: float,
+        on_found: Callable[[int], None],
+    ) -> bool:
+        """Fetch these blocks ahead of their request; those that arrive are pinned until then.
 
-        `told`: gets the number of blocks that are on their way, once that is known. False, and never told: too many are
-        under way.
+        `on_found` is called once, with the number of blocks being read. False, and no call: too many are under way.
         """
         if not hashes:
-            told(0)
+            on_found(0)
             return True
-        fetch = Fetch(name, hashes, metas, pin_until_s, told)
-        if name in self._prefetches or len(self._prefetches) >= MAX_PREFETCHES or not self._look_up(fetch):
+        fetch = RequestFetch(request_id, hashes, metas, pin_until_s, on_found)
+        if request_id in self._prefetches or len(self._prefetches) >= MAX_PREFETCHES or not self._look_up(fetch):
             return False
-        self._prefetches[name] = fetch
+        self._prefetches[request_id] = fetch
         return True
 
-    def _look_up(self, fetch: Fetch) -> bool:
-        """Ask the stores which of its blocks they have. False: no room in line."""
-        hashes, stores = fetch.hashes, self._host.stores
+    # ---- waiting
+
+    def is_waiting(self, request_id: str) -> bool:
+        """Whether the request should not be admitted yet."""
+        fetch = self._fetches.get(request_id)
+        return fetch is not None and self._is_awaited(fetch)
+
+    @staticmethod
+    def _is_awaited(fetch: RequestFetch) -> bool:
+        return fetch.num_jobs > 0 and not fetch.is_overdue
+
+    def _is_stalled(self, now_s: float) -> bool:
+        """No store has replied for longer than a request waits: until one does, no other request waits."""
+        return self._num_jobs > 0 and now_s - self._last_reply_s >= self._rules.longest_wait_s
+
+    def tick(self) -> None:
+        """Requests past their deadline wait no longer. Once in every step."""
+        now_s = self._host.now_s()
+        for fetch in self._fetches.values():
+            fetch.is_overdue |= fetch.until_s <= now_s
+
+    def next_deadline_s(self) -> float | None:
+        """When the next request stops waiting and a `tick` is due; None: no request waits."""
+        return min((fetch.until_s for fetch in self._fetches.values() if self._is_awaited(fetch)), default=None)
+
+    def end(self, request_id: str) -> None:
+        """The request was admitted, or is gone: release the rows held for it."""
+        fetch = self._fetches.pop(request_id, None)
+        if fetch is not None:
+            fetch.is_over = True
+            self._host.unhold(fetch.held)
+            fetch.held.clear()
+
+    def end_all(self) -> None:
+        """End the fetches of all requests."""
+        for request_id in list(self._fetches):
+            self.end(request_id)
+
+    # ---- lookup and reads
+
+    def _submit(
+        self, fetch: RequestFetch, num_bytes: int, work: Callable[[], object], then: Callable[[object], None]
+    ) -> bool:
+        """False: no room in the queue."""
+
+        def reported(result: object) -> None:
+            fetch.num_jobs -= 1
+            self._num_jobs -= 1
+            self._last_reply_s = self._host.now_s()
+            then(result)
+            if not fetch.num_jobs:
+                self._settled(fetch)
+
+        if not self._threads.put(IoJob(Urgency.FETCH, num_bytes, work, reported)):
+            return False
+        if not self._num_jobs:
+            self._last_reply_s = self._host.now_s()
+        fetch.num_jobs += 1
+        self._num_jobs += 1
+        return True
+
+    def _look_up(self, fetch: RequestFetch) -> bool:
+        """Ask the stores which of its blocks they have. False: no room in the queue."""
+        hashes, stores = fetch.hashes, self._stores
 
         def look_up() -> list[int]:
-            """For each block the first store that has it; ends at the first that none has."""
+            """For each block the first store that has it; ends at the first block that no store has."""
             found: list[int] = []
             for index, store in enumerate(stores):
                 left = hashes[len(found) :]
@@ -141,123 +177,93 @@ class Fetches:
 
         return self._submit(fetch, _LOOKUP_BYTES, look_up, lambda result: self._looked_up(fetch, result))
 
-    def _submit(self, fetch: Fetch, num_bytes: int, work: Callable[[], object], then: Callable[[object], None]) -> bool:
-        """False: no room in line."""
+    def _looked_up(self, fetch: RequestFetch, result: object) -> None:
+        num_reading = self._read_found(fetch, result) if isinstance(result, list) and not fetch.is_over else 0
+        if fetch.on_found is not None:
+            fetch.on_found(num_reading)
 
-        def reported(result: object) -> None:
-            fetch.num_jobs -= 1
-            self._num_jobs -= 1
-            self._heard_s = self._host.now_s()
-            then(result)
-            if not fetch.num_jobs:
-                self._settled(fetch)
-
-        if not self._host.submit(IoJob(Urgency.FETCH, num_bytes, work, reported)):
-            return False
-        if not self._num_jobs:
-            self._heard_s = self._host.now_s()
-        fetch.num_jobs += 1
-        self._num_jobs += 1
-        return True
-
-    def _is_stalled(self, now_s: float) -> bool:
-        """The stores have not answered for longer than a request waits: until they do, nobody else waits for them."""
-        return self._num_jobs > 0 and now_s - self._heard_s >= self._wait_s()
-
-    def is_waiting(self, request_id: str) -> bool:
-        """Whether the request should not be admitted yet."""
-        fetch = self._fetches.get(request_id)
-        return fetch is not None and self._is_awaited(fetch)
-
-    @staticmethod
-    def _is_awaited(fetch: Fetch) -> bool:
-        return fetch.num_jobs > 0 and not fetch.is_late
-
-    def tick(self) -> None:
-        """Requests whose time is over wait no longer from now on. Once in every step."""
-        now_s = self._host.now_s()
-        for fetch in self._fetches.values():
-            fetch.is_late |= fetch.until_s <= now_s
-
-    def next_deadline_s(self) -> float | None:
-        """When a request stops waiting, if any waits; then a `tick` is due."""
-        return min((fetch.until_s for fetch in self._fetches.values() if self._is_awaited(fetch)), default=None)
-
-    def end(self, request_id: str) -> None:
-        """The request was admitted, or is gone: what came for it is held no more."""
-        fetch = self._fetches.pop(request_id, None)
-        if fetch is not None:
-            fetch.is_over = True
-            self._host.unhold(fetch.held)
-            fetch.held.clear()
-
-    def end_all(self) -> None:
-        """Nobody is in line any more."""
-        for request_id in list(self._fetches):
-            self.end(request_id)
-
-    def _looked_up(self, fetch: Fetch, result: object) -> None:
-        num_coming = self._read_found(fetch, result) if isinstance(result, list) and not fetch.is_over else 0
-        if fetch.told is not None:
-            fetch.told(num_coming)
-
-    def _read_found(self, fetch: Fetch, found: list[int]) -> int:
-        """Bring the blocks for which a store is named; how many are on their way."""
-        begin = num_coming = 0
-        while begin < len(found):
-            store = self._host.stores[found[begin]]
-            end = next((i for i in range(begin, len(found)) if found[i] != found[begin]), len(found))
-            count = self._host.worth(store, end - begin) if fetch.told is None else end - begin
-            slots = self._host.slots_for(fetch.metas[begin : begin + count])
-            self._read(fetch, store, begin, slots)
-            num_coming += len(slots)
-            if len(slots) < end - begin:  # what follows a gap is of no use
+    def _read_found(self, fetch: RequestFetch, found: list[int]) -> int:
+        """Read the found blocks (`found[i]`: index of the store); returns how many."""
+        first = num_reading = 0
+        while first < len(found):
+            store = self._stores[found[first]]
+            end = next((i for i in range(first, len(found)) if found[i] != found[first]), len(found))
+            count = self._num_worth(store, end - first) if fetch.on_found is None else end - first
+            rows = self._host.reserve(fetch.metas[first : first + count])
+            self._read(fetch, store, first, rows)
+            num_reading += len(rows)
+            if len(rows) < end - first:  # blocks after a gap are of no use
                 break
-            begin = end
-        return num_coming
+            first = end
+        return num_reading
 
-    def _read(self, fetch: Fetch, store: BlockStore, first: int, slots: Sequence[int]) -> None:
-        step = max(1, _BATCH_BYTES // self._host.block_bytes)
-        for begin in range(0, len(slots), step):
-            part = _Part(store, first + begin, tuple(slots[begin : begin + step]))
-            hashes = fetch.hashes[part.first : part.first + len(part.slots)]
+    def _num_worth(self, store: BlockStore, num_blocks: int) -> int:
+        """How many of `num_blocks` are read sooner than computed."""
+        if self._rules.prefetch == "wait":
+            return num_blocks
+        bandwidth = self._speeds[store.name].bytes_per_s(self._host.now_s())
+        block_bytes, block_tokens = self._host.block_bytes, self._rules.block_tokens
+        return worth_fetching(num_blocks, block_bytes, block_tokens, bandwidth, self.prefill_tokens_per_s)
+
+    def _read(self, fetch: RequestFetch, store: BlockStore, first: int, rows: Sequence[int]) -> None:
+        step = batch_blocks(self._host.block_bytes)
+        for begin in range(0, len(rows), step):
+            part = _Part(store, first + begin, tuple(rows[begin : begin + step]))
+            hashes = fetch.hashes[part.first : part.first + len(part.rows)]
 
             def read(part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> list[int | None]:
-                if fetch.is_over:  # it would come too late
-                    return [None] * len(part.slots)
-                return self._host.read_into(part.store, hashes, part.slots)
+                if fetch.is_over:  # too late to be of use
+                    return [None] * len(part.rows)
+                return self._read_part(part, hashes)
 
             def then(result: object, part: _Part = part, hashes: Sequence[BlockHash] = hashes) -> None:
                 self._arrived(fetch, part, hashes, result)
 
-            if not self._submit(fetch, len(part.slots) * self._host.block_bytes, read, then):
+            if not self._submit(fetch, len(part.rows) * self._host.block_bytes, read, then):
                 self._arrived(fetch, part, hashes, None)
 
-    def _arrived(self, fetch: Fetch, part: _Part, hashes: Sequence[BlockHash], result: object) -> None:
-        checksums = result if isinstance(result, list) else [None] * len(part.slots)
-        metas = fetch.metas[part.first : part.first + len(part.slots)]
-        held = self._host.arrived(part.store, hashes, metas, part.slots, checksums)
-        if fetch.told is not None:
-            self._host.pin_here(hashes, fetch.until_s)
-        if fetch.told is not None or fetch.is_over:
+    def _read_part(self, part: _Part, hashes: Sequence[BlockHash]) -> list[int | None]:
+        """Runs on an I/O thread: load blocks into rows; returns the checksum of each that arrived."""
+        clock, slab = self._host.now_s, self._host.slab
+        began_s = clock()
+        loaded = part.store.load(hashes, [slab.row(row) for row in part.rows])
+        now_s = clock()
+        self._speeds[part.store.name].observe(sum(loaded) * slab.block_bytes, now_s - began_s, now_s)
+        return [slab.checksum(row) if is_here else None for row, is_here in zip(part.rows, loaded, strict=True)]
+
+    def _arrived(self, fetch: RequestFetch, part: _Part, hashes: Sequence[BlockHash], result: object) -> None:
+        checksums = result if isinstance(result, list) else [None] * len(part.rows)
+        metas = fetch.metas[part.first : part.first + len(part.rows)]
+        held: list[int] = []
+        for digest, meta, row, checksum in zip(hashes, metas, part.rows, checksums, strict=True):
+            if checksum is None:
+                self._host.cancel((row,))
+                continue
+            self._host.put(digest, row, checksum, meta)
+            held += self._host.hold((digest,))
+        arrived = [digest for digest, checksum in zip(hashes, checksums, strict=True) if checksum is not None]
+        self._offload.mark_stored(part.store, arrived)
+        if fetch.on_found is not None:
+            self._host.pin(hashes, fetch.until_s)
+        if fetch.on_found is not None or fetch.is_over:
             self._host.unhold(held)
         else:
             fetch.held += held
 
-    def _settled(self, fetch: Fetch) -> None:
-        """All that was asked for it has been answered."""
+    def _settled(self, fetch: RequestFetch) -> None:
+        """All jobs of this fetch have reported."""
         if self._prefetches.get(fetch.request_id) is fetch:
             del self._prefetches[fetch.request_id]
         followers, fetch.followers = fetch.followers, []
         for follower in followers:
-            self._go_on(follower)
+            self._resume(follower)
 
-    def _go_on(self, fetch: Fetch) -> None:
-        """The prefetch that this request has waited for is through: hold what it brought, ask for the rest."""
+    def _resume(self, fetch: RequestFetch) -> None:
+        """The prefetch that this request waited for has ended: hold what it brought, fetch the rest."""
         fetch.num_jobs -= 1
         if fetch.is_over:
             return
-        here = self._host.hold_first(fetch.hashes)
+        here = self._host.hold_prefix(fetch.hashes)
         fetch.held += here
         fetch.hashes, fetch.metas = fetch.hashes[len(here) :], fetch.metas[len(here) :]
         if fetch.hashes:

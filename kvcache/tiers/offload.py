@@ -1,147 +1,121 @@
 """Blocks on their way from the host tier down to the stores: disk, the cluster's store, Redis, object stores.
 
-Slots are held while a store reads them. A fresh checksum over bytes that have changed would make them right for ever: a
-store either keeps the checksum that the block had when it was saved, or is given only what still has it.
+Rows are held while a store reads them. A new checksum over bytes that have changed would hide the change, so a store
+either keeps the checksum that the block had when it was saved, or is given only blocks that still match it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
-from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency
+from kvrelay.kvcache.memory.jobs import IoJob, Threads, Urgency, batch_blocks
 from kvrelay.kvcache.stores.store import BlockMeta, BlockStore, PinningStore
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.types import BlockHash
 
-_BATCH_BYTES = 8 << 20
-_SPARE_SHARE = 8  # write-back keeps an eighth of the host tier free or already further down
-
-
-class Slab(Protocol):
-    """The host tier's memory, as far as stores read it."""
-
-    block_bytes: int
-
-    def slot(self, slot: int) -> memoryview: ...
-
-    def checksum(self, slot: int) -> int: ...
+_SPARE_SHARE = 8  # write-back keeps an eighth of the host tier free or already stored further down
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Blocks for one store. Their slots are held."""
+    """Blocks for one store. Their rows are held."""
 
     store: BlockStore
     hashes: tuple[BlockHash, ...]
-    slots: tuple[int, ...]
+    rows: tuple[int, ...]
     metas: tuple[BlockMeta, ...]  # with their checksums
     pin_s: float
 
 
 class Offload:
-    """Lives on the engine's thread; the batches themselves are written by I/O threads."""
+    """Offers blocks to the stores. Engine's thread; I/O threads write the batches."""
 
-    def __init__(
-        self,
-        slab: Slab,
-        index: TierIndex,
-        stores: Sequence[BlockStore],
-        entry_of: Callable[[int], tuple[BlockMeta, int]],
-        threads: Threads,
-        *,
-        is_checked: bool,
-    ) -> None:
-        self._slab, self._index, self._stores, self._entry_of = slab, index, stores, entry_of
-        self._threads, self._is_checked = threads, is_checked
-        self._known: dict[str, dict[BlockHash, None]] = {store.name: {} for store in stores}  # see `knows`
+    def __init__(self, host: HostTier, stores: Sequence[BlockStore], threads: Threads, *, is_checked: bool) -> None:
+        self._host, self._stores, self._threads, self._is_checked = host, stores, threads, is_checked
+        self._pinning_stores = [store for store in stores if isinstance(store, PinningStore)]
+        self._known: dict[str, dict[BlockHash, None]] = {store.name: {} for store in stores}  # see `mark_stored`
         self._under_way: dict[str, set[BlockHash]] = {store.name: set() for store in stores}
-        self._most_held = max(1, index.num_slots // 2)
+        self._max_held = max(1, host.num_rows // 2)
         self._num_held = 0
-        self.num_kept = {store.name: 0 for store in stores}
-        self.num_dropped = 0  # no room in line
 
     def put(self, hashes: Sequence[BlockHash]) -> None:
-        """Offer these, all of which are in the host tier, to every store that is not known to have them.
+        """Offer these blocks, all of which are in the host tier, to every store that is not known to have them.
 
-        Once more at every use: a store may want to see a block twice before it writes it. While others are under way, half of
-        the host tier may be held for them at most: a slow store does not keep the rest from making room for what is new.
+        To be called at every use, since a store may want to see a block twice before it writes it. While batches are
+        under way at most half of the host tier is held for them, so a slow store does not keep new blocks out.
         """
-        step = max(1, _BATCH_BYTES // self._slab.block_bytes)
+        step = batch_blocks(self._host.block_bytes)
         for store in self._stores:
             known, under_way = self._known[store.name], self._under_way[store.name]
-            fresh = [digest for digest in hashes if digest not in known and digest not in under_way]
-            room = max(0, self._most_held - self._num_held) if self._num_held else len(fresh)
-            self.num_dropped += max(0, len(fresh) - room)
-            for begin in range(0, min(room, len(fresh)), step):
-                self._submit(self._batch(store, fresh[begin : min(begin + step, room)]))
+            missing = [digest for digest in hashes if digest not in known and digest not in under_way]
+            room = max(0, self._max_held - self._num_held) if self._num_held else len(missing)
+            for first in range(0, min(room, len(missing)), step):
+                self._submit(self._batch(store, missing[first : min(first + step, room)]))
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
-        """Have the stores keep these, all of which are in the host tier, for so many seconds, where that can be asked of them."""
-        step = max(1, _BATCH_BYTES // self._slab.block_bytes)
-        for store in self._stores:
-            if isinstance(store, PinningStore):
-                some = hashes[: self._most_held]
-                for begin in range(0, len(some), step):
-                    self._submit(self._batch(store, some[begin : begin + step], ttl_s))
+        """Pin these blocks, all of which are in the host tier, for `ttl_s` seconds in the stores that support pins."""
+        step = batch_blocks(self._host.block_bytes)
+        for store in self._pinning_stores:
+            chosen = hashes[: self._max_held]
+            for first in range(0, len(chosen), step):
+                self._submit(self._batch(store, chosen[first : first + step], ttl_s))
 
     def unpin(self, hashes: Sequence[BlockHash]) -> None:
-        """End their pins in the stores."""
-        for store in self._stores:
-            if hashes and isinstance(store, PinningStore):
-                self._threads.put(IoJob(Urgency.SINK, 0, partial(store.pin, tuple(hashes), 0.0), lambda result: None))
+        """End the pins of these blocks in the stores."""
+        for store in self._pinning_stores:
+            if hashes:
+                self._threads.put(
+                    IoJob(Urgency.OFFLOAD, 0, partial(store.pin, tuple(hashes), 0.0), lambda result: None)
+                )
 
-    def knows(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
-        """The store has these. A hint, which may be out of date: what is sent twice does no harm, nor what is not sent."""
+    def mark_stored(self, store: BlockStore, hashes: Sequence[BlockHash]) -> None:
+        """The store has these blocks. A hint that may be out of date: a block sent twice, or not sent, does no harm."""
         known = self._known[store.name]
         known.update(dict.fromkeys(hashes))
-        while len(known) > 4 * self._index.num_slots:
+        while len(known) > 4 * self._host.num_rows:
             del known[next(iter(known))]
 
-    def put_coldest(self, now_s: float) -> None:
+    def put_next_victims(self) -> None:
         """Offer what the host tier would evict next, unless enough of it is free."""
-        counts = self._index.counts()
-        wanted = min(self._index.num_slots // _SPARE_SHARE - counts.free, counts.cached)
-        if not self._stores or wanted <= 0:
-            return
-        self.put(self._index.next_victims(wanted, now_s))
+        counts = self._host.counts()
+        wanted = min(self._host.num_rows // _SPARE_SHARE - counts.free, counts.cached)
+        if self._stores and wanted > 0:
+            self.put(self._host.next_victims(wanted))
 
     def _batch(self, store: BlockStore, hashes: Sequence[BlockHash], pin_s: float = 0.0) -> _Batch:
-        slots = self._index.hold(hashes)
-        entries = [self._entry_of(slot) for slot in slots]
+        rows = self._host.hold(hashes)
+        entries = [self._host.entry(row) for row in rows]
         metas = tuple(replace(meta, checksum=checksum, pin_s=pin_s) for meta, checksum in entries)
-        return _Batch(store, tuple(hashes), tuple(slots), metas, pin_s)
+        return _Batch(store, tuple(hashes), tuple(rows), metas, pin_s)
 
     def _submit(self, batch: _Batch) -> None:
-        num_bytes = len(batch.slots) * self._slab.block_bytes
-        job = IoJob(Urgency.SINK, num_bytes, lambda: self._write(batch), lambda result: self._written(batch, result))
+        num_bytes = len(batch.rows) * self._host.block_bytes
+        job = IoJob(Urgency.OFFLOAD, num_bytes, lambda: self._write(batch), lambda result: self._written(batch, result))
         if not self._threads.put(job):
-            self._index.unhold(batch.slots)
-            self.num_dropped += len(batch.slots)
+            self._host.unhold(batch.rows)
             return
         self._under_way[batch.store.name].update(batch.hashes)
-        self._num_held += len(batch.slots)
+        self._num_held += len(batch.rows)
 
     def _write(self, batch: _Batch) -> list[BlockHash]:
-        """On an I/O thread; what the store kept."""
-        slab, is_trusted = self._slab, batch.store.keeps_checksums or not self._is_checked
+        """Runs on an I/O thread; returns the blocks that the store has now."""
+        slab, is_trusted = self._host.slab, batch.store.keeps_checksums or not self._is_checked
         good = [
             index
-            for index, (slot, meta) in enumerate(zip(batch.slots, batch.metas, strict=True))
-            if is_trusted or slab.checksum(slot) == meta.checksum
+            for index, (row, meta) in enumerate(zip(batch.rows, batch.metas, strict=True))
+            if is_trusted or slab.checksum(row) == meta.checksum
         ]
-        views = [slab.slot(batch.slots[index]) for index in good]
-        offered = [batch.hashes[i] for i in good]
-        kept = batch.store.store(offered, views, [batch.metas[i] for i in good])
-        there = [digest for digest, is_kept in zip(offered, kept, strict=True) if is_kept]
+        views = [slab.row(batch.rows[index]) for index in good]
+        offered = [batch.hashes[index] for index in good]
+        kept = batch.store.store(offered, views, [batch.metas[index] for index in good])
+        stored = [digest for digest, is_kept in zip(offered, kept, strict=True) if is_kept]
         if batch.pin_s and isinstance(batch.store, PinningStore):
-            batch.store.pin(there, batch.pin_s)
-        return there
+            batch.store.pin(stored, batch.pin_s)
+        return stored
 
     def _written(self, batch: _Batch, result: object) -> None:
-        self._index.unhold(batch.slots)
+        self._host.unhold(batch.rows)
         self._under_way[batch.store.name].difference_update(batch.hashes)
-        self._num_held -= len(batch.slots)
+        self._num_held -= len(batch.rows)
         if isinstance(result, list):
-            self.knows(batch.store, result)
-            self.num_kept[batch.store.name] += len(result)
+            self.mark_stored(batch.store, result)

@@ -1,9 +1,9 @@
-/* Blocks between a pool and a slab, hashed on their way or where they lie. Called without the interpreter's lock. */
+/* Copies of blocks between a pool and a slab, with or without XXH3 hashes. Called without the GIL. */
 
 #include "xxh3.h"
 #include <string.h>
 
-#define FAR (4 << 20) /* more than this at once goes past the caches */
+#define FAR (4 << 20) /* bytes: larger copies bypass the caches */
 
 void copy_runs(char *target, const char *source, const int64_t *target_offsets, const int64_t *source_offsets,
                int64_t num_runs, int64_t run_bytes)
@@ -16,7 +16,7 @@ void copy_runs(char *target, const char *source, const int64_t *target_offsets, 
         memcpy(target + target_offsets[i], source + source_offsets[i], (size_t)run_bytes);
 }
 
-/* XXH3-64 of each of these stretches of more than 240 bytes. */
+/* XXH3-64 of each run of more than 240 bytes. */
 void hash_runs(const char *base, const int64_t *offsets, int64_t num_runs, int64_t run_bytes, uint64_t *hashes)
 {
     for (int64_t i = 0; i < num_runs; i++) {
@@ -25,7 +25,7 @@ void hash_runs(const char *base, const int64_t *offsets, int64_t num_runs, int64
     }
 }
 
-/* copy_runs, and the hash of every `each` runs, which lie one behind the other in the target. */
+/* copy_runs, and the hash of every `each` runs, which are contiguous in the target. */
 void copy_hashed(char *target, const char *source, const int64_t *target_offsets, const int64_t *source_offsets,
                  int64_t num_runs, int64_t run_bytes, int64_t each, uint64_t *hashes)
 {

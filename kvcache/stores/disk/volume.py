@@ -106,7 +106,7 @@ class Volume:
         with self._lock:
             self._index.check()
             for digest in self._index.hashes():
-                assert self._headers[digest].slot == self._index.slot(digest), "a header names another slot"
+                assert self._headers[digest].slot == self._index.row(digest), "a header names another slot"
 
     # ---- loading
 
@@ -134,7 +134,7 @@ class Volume:
         if not slots:
             return
         with self._lock:
-            mine = [digest for digest, slot in slots.items() if self._index.slot(digest) == slot]
+            mine = [digest for digest, slot in slots.items() if self._index.row(digest) == slot]
             self._forget(mine)
         self._erase(slots.values())
 

@@ -47,7 +47,7 @@ async def served(connection, hashes):
 
 
 async def test_parts_come_in_order_after_the_first_one_and_add_up(folder, monkeypatch):
-    monkeypatch.setattr(service, "parts_of", partial(parts_of, most=1))
+    monkeypatch.setattr(service, "parts_of", partial(parts_of, max_hashes=1))
     async with worker_and_peers(folder, 2) as (_worker, (one, other)):
         hashes = list(block_hashes(PROMPT, BLOCK))
         await served(one, hashes)
@@ -61,7 +61,7 @@ async def test_parts_come_in_order_after_the_first_one_and_add_up(folder, monkey
 
 
 async def test_who_asks_twice_hears_the_second_snapshot_whole(folder, monkeypatch):
-    monkeypatch.setattr(service, "parts_of", partial(parts_of, most=1))
+    monkeypatch.setattr(service, "parts_of", partial(parts_of, max_hashes=1))
     async with worker_and_peers(folder, 2) as (_worker, (one, other)):
         await served(one, list(block_hashes(PROMPT, BLOCK)))
         for _ in range(2):

@@ -231,7 +231,7 @@ def test_blocks_come_back_from_the_disk_below_the_memory(make_nodes, tmp_path):
 
 def damage(service, key):
     """Change one byte where the node has this block."""
-    slot = service.node._index.slot(key)
+    slot = service.node._index.row(key)
     view = service.node._slot_view(slot)
     view[7] ^= 1
     return slot

@@ -110,9 +110,9 @@ def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches, mo
 def rot(engine: Engine) -> int:
     """Change what is swapped out now; how many blocks."""
     slab = engine.scheduler.preemptor.area.slab
-    slots = [slot for seq in engine.scheduler.swapped for slot in seq.swapped.slots]
+    slots = [slot for seq in engine.scheduler.swapped for slot in seq.swapped.rows]
     for slot in slots:
-        view = slab.slot(slot)
+        view = slab.row(slot)
         view[:] = bytes(byte ^ 0x5A for byte in view)
     return len(slots)
 

@@ -131,8 +131,8 @@ class FakeSlab:
 
     num_layers, block_bytes = 2, 64
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
         self.content: dict[int, int] = {}
         self.pool: dict[int, int] = {}  # block -> content
 
@@ -327,7 +327,7 @@ def test_a_swapped_block_that_rotted_leads_to_computing_and_costs_nothing_else()
     world.step()
     assert young.state is State.WAITING and young.num_computed == 0
     world.step()
-    assert world.area.sums.corrupt > 0 and world.area.num_free == 64
+    assert world.area.stats.corrupt > 0 and world.area.num_free == 64
     while young.state is not State.FINISHED:
         world.step()
     assert world.done["young"] == [1000 + i for i in range(16)]
@@ -459,8 +459,8 @@ def test_the_latency_of_a_swap_leaves_short_sequences_to_be_computed():
 class Ticking(FakeSlab):
     """Copies that take a second for a call, and one for each block."""
 
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots)
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
         self.now_s = 0.0
 
     def save(self, blocks, slots):
@@ -507,7 +507,7 @@ def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is()
     before = world.content(seq)
     assert world.sched._own_next(seq, []) and seq.blocks[1] != shared[1]
     world.sched.preempt_group((seq,))
-    assert seq.swapped is not None and [world.slab.content[slot] for slot in seq.swapped.slots] == before[-1:]
+    assert seq.swapped is not None and [world.slab.content[slot] for slot in seq.swapped.rows] == before[-1:]
     world.sched.copied()
     world.sched.pool.release(shared)
     world.sched.check()

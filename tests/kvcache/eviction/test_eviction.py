@@ -34,8 +34,8 @@ def hash_of(text: str) -> bytes:
 class Cache:
     """A tier of single blocks, driven in words."""
 
-    def __init__(self, policy: str, num_slots: int) -> None:
-        self.tier = TierIndex(num_slots, make_policy(policy, num_slots))
+    def __init__(self, policy: str, num_rows: int) -> None:
+        self.tier = TierIndex(num_rows, make_policy(policy, num_rows))
         self.now_s = 0.0
         self.texts: dict[BlockHash, str] = {}
 
@@ -53,7 +53,7 @@ class Cache:
 
     def order(self) -> str:
         """What would go, first to go first."""
-        return "".join(self.texts[digest] for digest in self.tier.next_victims(self.tier.num_slots, self.now_s))
+        return "".join(self.texts[digest] for digest in self.tier.next_victims(self.tier.num_rows, self.now_s))
 
     def here(self) -> set[str]:
         return {self.texts[digest] for digest in self.tier.hashes()}

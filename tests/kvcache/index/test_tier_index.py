@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from kvrelay.kvcache.eviction.registry import Lru
 from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.index.tier_index import TierCounts, TierIndex
+from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.types import BlockHash
 from tests.kvcache.pool import machine_steps
 
@@ -33,7 +34,7 @@ def put_chain(tier: TierIndex, names: str, now_s: float, *, tenant: str = "", pr
 def test_a_chain_is_found_from_any_block_on_as_far_as_it_is_unbroken():
     tier = TierIndex(8, Lru())
     a, ab, abc = put_chain(tier, "abc", 0)
-    slots = [tier.slot(digest) for digest in (a, ab, abc)]
+    slots = [tier.row(digest) for digest in (a, ab, abc)]
     assert tier.match([a, ab, abc, name("abcd")]) == slots
     assert tier.match([name("?"), ab, abc], start=1) == slots[1:]
     assert tier.match([name("?"), ab, abc]) == []
@@ -193,7 +194,7 @@ def test_blocks_found_after_a_restart_take_their_own_slots():
     tier = TierIndex(3, Lru())
     tier.take(1)
     assert tier.put(name("a"), 1, 0, parent=None, end_tokens=16)
-    assert tier.slot(name("a")) == 1
+    assert tier.row(name("a")) == 1
     assert sorted(tier.reserve(2, 0) or ()) == [0, 2]
 
 
@@ -230,7 +231,7 @@ class Walk:
     def evictable(self, here: set[BlockHash]) -> list[BlockHash]:
         """Of these entries, those that may go now, least recently used first."""
         inner = {name(path[:-1]) for path in PATHS if name(path) in here}
-        held = {digest for slot, digest in self.held if self.tier.slot(digest) == slot}
+        held = {digest for slot, digest in self.held if self.tier.row(digest) == slot}
         kept = inner | held | {digest for digest, end_s in self.pins.items() if end_s > self.now_s}
         return sorted(here - kept, key=lambda digest: self.used_s[digest])
 
@@ -258,7 +259,7 @@ class Walk:
             return
         assert set(self.tier.hashes()) == expected, "others went than should have"
         gone = self.used_s.keys() - expected
-        assert not any(self.tier.slot(one) for one in gone)
+        assert not any(self.tier.row(one) for one in gone)
         for one in gone:
             del self.used_s[one]
             self.pins.pop(one, None)
@@ -332,16 +333,16 @@ def test_any_order_of_operations_keeps_the_ledger_and_the_order():
 @pytest.mark.parametrize("broken", ["holds", "children", "tickets"])
 def test_the_walk_notices_an_index_that_forgets(broken, monkeypatch):
     """Negative control: with one of the three reasons to stay ignored, some walk fails."""
-    real = TierIndex._is_evictable
+    real = VictimQueues.is_evictable
 
     def lenient(self, digest, entry):
         if broken == "holds":
-            return digest not in self._children and digest not in self._pins
+            return digest not in self._children and digest not in self._is_kept.__self__._pins
         if broken == "children":
-            return entry.slot not in self._holds and digest not in self._pins
+            return not self._is_kept(digest, entry)
         return real(self, digest, entry) and entry.usage.end_tokens != 16
 
-    monkeypatch.setattr(TierIndex, "_is_evictable", lenient)
+    monkeypatch.setattr(VictimQueues, "is_evictable", lenient)
     with pytest.raises((AssertionError, KeyError)):
         for seed in range(40):
             walk = Walk()

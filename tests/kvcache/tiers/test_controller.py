@@ -17,7 +17,8 @@ from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.storage import KvStorage
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import WAIT_LIMIT_S, IndexedBlock, TierController, TierRules
+from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.rules import WAIT_LIMIT_S, IndexedBlock, TierRules
 from kvrelay.types import KvLayout
 
 LAYOUT = KvLayout(num_layers=3, num_blocks=16, block_size=4, num_kv_heads=2, head_dim=8, dtype="float32")
@@ -124,7 +125,7 @@ def test_blocks_come_back_as_they_went(world, monkeypatch, native):
         monkeypatch.setattr(copies, "_native", lambda: None)
     it = world()
     entries, expected = it.named(5)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
     assert it.tiers.match([entry.digest for entry in entries], 0) == 5
     load, blocks = it.bring_up(entries)
@@ -156,7 +157,7 @@ def test_blocks_are_held_while_they_are_saved_and_given_back(world):
     it = world()
     entries, _ = it.named(5)
     blocks = [entry.block for entry in entries]
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.pool.release(blocks)
     assert sorted(it.tiers.held_blocks()) == sorted(blocks)
     assert it.pool.counts().used == 5
@@ -168,25 +169,25 @@ def test_blocks_are_held_while_they_are_saved_and_given_back(world):
 def test_a_block_that_rotted_in_the_host_tier_is_never_served(world):
     it = world()
     entries, _ = it.named(3)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
-    it.slab.slot(it.tiers.index.slot(entries[1].digest))[7] ^= 4
+    it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
     assert load.corrupt == (entries[1].digest,)
     load.wait_over()
     it.settle()
     assert it.tiers.match([entry.digest for entry in entries], 0) == 1
-    assert it.tiers.sums.corrupt == 1
+    assert it.tiers.stats.corrupt == 1
 
 
 def test_with_checks_off_the_same_rot_is_served(world):
     """The check above can fail."""
     it = world(is_checked=False)
     entries, expected = it.named(3)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
-    it.slab.slot(it.tiers.index.slot(entries[1].digest))[7] ^= 4
+    it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
     load, blocks = it.bring_up(entries)
     assert load.wait_verified()
     load.wait_over()
@@ -231,8 +232,8 @@ def test_a_rotten_block_does_not_go_further_down(world):
     entries, _ = it.named(3)
     it.tiers.save(entries)
     it.settle()
-    it.slab.slot(it.tiers.index.slot(entries[0].digest))[0] ^= 1
-    it.tiers.sinks.put([entry.digest for entry in entries])
+    it.slab.row(it.tiers.host.index.row(entries[0].digest))[0] ^= 1
+    it.tiers._offload.put([entry.digest for entry in entries])
     it.settle()
     assert set(store.blocks) == {entry.digest for entry in entries[1:]}
 
@@ -241,27 +242,27 @@ def test_what_fell_out_of_the_host_tier_is_fetched_from_the_store_for_a_request_
     store = MemoryStore()
     it = world(slots=4, stores=[store])
     first, expected = it.named(4)
-    it.tiers.named(first)
+    it.tiers.write_through(first)
     it.settle()
     second, _ = it.named(4, salt="other")
-    it.tiers.named(second)
+    it.tiers.write_through(second)
     it.settle()
     hashes = [entry.digest for entry in first]
     assert it.tiers.match(hashes, 0) == 0
     store.gate.clear()
-    it.tiers.want("r1", hashes, [entry.meta for entry in first], 0)
-    assert it.tiers.fetches.is_waiting("r1")
+    it.tiers.fetch("r1", hashes, [entry.meta for entry in first], 0)
+    assert it.tiers.is_waiting("r1")
     store.gate.set()
     it.settle()
-    assert not it.tiers.fetches.is_waiting("r1")
+    assert not it.tiers.is_waiting("r1")
     assert it.tiers.match(hashes, 0) == 4
-    assert it.tiers.index.counts().held == 4  # nobody takes them away before the request has its turn
+    assert it.tiers.host.index.counts().held == 4  # nobody takes them away before the request has its turn
     load, blocks = it.bring_up(first)
-    it.tiers.fetches.end("r1")
+    it.tiers.end_fetch("r1")
     load.wait_over()
     it.settle()
     assert torch.equal(it.storage.tensor[:, list(blocks)], expected)
-    assert it.tiers.index.counts().held == 0
+    assert it.tiers.host.index.counts().held == 0
 
 
 @pytest.mark.parametrize(("prefetch", "is_waiting"), [("wait", True), ("timeout", True), ("best-effort", False)])
@@ -271,12 +272,12 @@ def test_how_long_a_request_waits_for_a_store(world, prefetch, is_waiting):
     entries, _ = it.named(2)
     store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 2, [])
     store.gate.clear()
-    it.tiers.want("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
-    assert it.tiers.fetches.is_waiting("r1") is is_waiting
-    it.tiers.fetches.end("r1")
+    it.tiers.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    assert it.tiers.is_waiting("r1") is is_waiting
+    it.tiers.end_fetch("r1")
     store.gate.set()
     it.settle()
-    assert it.tiers.index.counts().held == 0
+    assert it.tiers.host.index.counts().held == 0
 
 
 def test_a_store_that_fails_costs_a_miss(world):
@@ -288,25 +289,25 @@ def test_a_store_that_fails_costs_a_miss(world):
     it = world(slots=4, stores=[store])
     entries, _ = it.named(2)
     store.store([entry.digest for entry in entries], [bytes(LAYOUT.block_bytes)] * 2, [])
-    it.tiers.want("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    it.tiers.fetch("r1", [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
     it.settle()
-    assert not it.tiers.fetches.is_waiting("r1")
+    assert not it.tiers.is_waiting("r1")
     assert it.tiers.match([entry.digest for entry in entries], 0) == 0
-    assert it.tiers.index.counts().reserved == 0
+    assert it.tiers.host.index.counts().reserved == 0
 
 
 def test_a_full_host_tier_whose_slots_are_all_held_saves_nothing_and_loses_nothing(world):
     it = world(slots=2)
     entries, _ = it.named(2)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
-    held = it.tiers.index.hold([entry.digest for entry in entries])
+    held = it.tiers.host.index.hold([entry.digest for entry in entries])
     more, _ = it.named(3, salt="other")
-    it.tiers.named(more)
+    it.tiers.write_through(more)
     it.settle()
     assert it.tiers.match([entry.digest for entry in more], 0) == 0
     assert it.tiers.held_blocks() == []
-    it.tiers.index.unhold(held)
+    it.tiers.host.index.unhold(held)
 
 
 class Clock:
@@ -327,40 +328,40 @@ def hung(world, **rules):
 
 
 def want(it, name, entries):
-    it.tiers.want(name, [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
+    it.tiers.fetch(name, [entry.digest for entry in entries], [entry.meta for entry in entries], 0)
 
 
 def test_a_store_that_hangs_stops_a_request_that_waits_for_all_for_a_minute_and_the_next_not_at_all(world):
     it, clock, entries = hung(world, prefetch="wait")
     want(it, "r1", entries)
-    assert it.tiers.fetches.is_waiting("r1")
-    assert it.tiers.fetches.next_deadline_s() == clock.now_s + WAIT_LIMIT_S
+    assert it.tiers.is_waiting("r1")
+    assert it.tiers.next_deadline_s() == clock.now_s + WAIT_LIMIT_S
     clock.now_s += WAIT_LIMIT_S
     it.tiers.poll()
-    assert not it.tiers.fetches.is_waiting("r1")
-    assert it.tiers.fetches.next_deadline_s() is None  # or an engine with nothing to do would step for ever
+    assert not it.tiers.is_waiting("r1")
+    assert it.tiers.next_deadline_s() is None  # or an engine with nothing to do would step for ever
     want(it, "r2", entries)
-    assert not it.tiers.fetches.is_waiting("r2")
-    it.tiers.stores[0].gate.set()
+    assert not it.tiers.is_waiting("r2")
+    it.tiers._stores[0].gate.set()
     it.settle()
     want(it, "r3", [*entries[:3], it.named(1, salt="new")[0][0]])  # it answers again
-    assert it.tiers.fetches.is_waiting("r3")
+    assert it.tiers.is_waiting("r3")
 
 
 def test_what_is_fetched_for_a_request_that_is_gone_is_not_read(world, monkeypatch):
-    monkeypatch.setattr("kvrelay.kvcache.tiers.fetches._BATCH_BYTES", LAYOUT.block_bytes)
+    monkeypatch.setattr("kvrelay.kvcache.memory.jobs._BATCH_BYTES", LAYOUT.block_bytes)
     it, _, entries = hung(world)
     want(it, "r1", entries)
     deadline = time.monotonic() + 10
-    while not it.tiers.index.counts().reserved:
+    while not it.tiers.host.index.counts().reserved:
         it.woken.acquire(timeout=1)
         it.tiers.poll()
         assert time.monotonic() < deadline
-    it.tiers.fetches.end("r1")
-    it.tiers.stores[0].gate.set()
+    it.tiers.end_fetch("r1")
+    it.tiers._stores[0].gate.set()
     it.settle()
-    assert it.tiers.stores[0].num_loads <= 2  # those that two threads had begun
-    assert it.tiers.index.counts().reserved == it.tiers.index.counts().held == 0
+    assert it.tiers._stores[0].num_loads <= 2  # those that two threads had begun
+    assert it.tiers.host.index.counts().reserved == it.tiers.host.index.counts().held == 0
 
 
 def test_what_the_host_tier_has_of_a_prompt_stays_while_the_rest_is_fetched(world):
@@ -382,7 +383,7 @@ def test_what_the_host_tier_has_of_a_prompt_stays_while_the_rest_is_fetched(worl
 def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
     it = world()
     entries, _ = it.named(3)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
 
     def broken(slots):
@@ -391,19 +392,19 @@ def test_a_load_that_failed_is_not_tried_again(world, monkeypatch):
     monkeypatch.setattr(it.slab, "checksums", broken)
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
-    it.tiers.give_up(load)
+    it.tiers.discard_load(load)
     assert it.tiers.match([entry.digest for entry in entries], 0) == 0
 
 
 def test_a_good_copy_that_came_after_a_corrupt_one_stays(world):
     it = world()
     entries, _ = it.named(2)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
-    it.slab.slot(it.tiers.index.slot(entries[1].digest))[7] ^= 4
+    it.slab.row(it.tiers.host.index.row(entries[1].digest))[7] ^= 4
     load, _ = it.bring_up(entries)
     assert not load.wait_verified()
-    it.tiers.give_up(load)
+    it.tiers.discard_load(load)
     it.tiers.save(entries)
     it.settle()
     assert it.tiers.match([entry.digest for entry in entries], 0) == 2
@@ -416,16 +417,16 @@ def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_
     store.gate.clear()
     entries, _ = it.named(8)
     hashes = [entry.digest for entry in entries]
-    it.tiers.named(entries[:2])
-    while not it.tiers.index.counts().held:  # on their way to the store
+    it.tiers.write_through(entries[:2])
+    while not it.tiers.host.index.counts().held:  # on their way to the store
         it.woken.acquire(timeout=10)
         it.tiers.poll()
     it.tiers.used(hashes[:2])
-    it.tiers.named(entries[2:])
-    while len(it.tiers.index) < 8:
+    it.tiers.write_through(entries[2:])
+    while len(it.tiers.host.index) < 8:
         it.woken.acquire(timeout=10)
         it.tiers.poll()
-    assert it.tiers.index.counts().held == 4
+    assert it.tiers.host.index.counts().held == 4
     store.gate.set()
     it.settle()
     assert sorted(sum(store.writing, ())) == sorted(hashes[:4])
@@ -433,7 +434,7 @@ def test_a_block_on_its_way_to_a_store_is_not_sent_again_and_a_slow_store_holds_
 
 def test_sinks_leave_room_in_line_for_what_a_request_waits_for():
     queue = JobQueue(max_jobs=8, max_bytes=1)
-    assert [queue.put(IoJob(Urgency.SINK, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
+    assert [queue.put(IoJob(Urgency.OFFLOAD, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
     assert [queue.put(IoJob(Urgency.FETCH, 1, list, print)) for _ in range(5)] == [True] * 4 + [False]
     assert queue.put(IoJob(Urgency.LOAD, 1, list, print))
 
@@ -461,24 +462,24 @@ def test_closing_with_a_request_in_line_lets_its_blocks_go(world):
     store = MemoryStore()
     it = world(slots=4, stores=[store], prefetch="wait")
     entries, _ = it.named(4)
-    it.tiers.named(entries[:2])
+    it.tiers.write_through(entries[:2])
     it.settle()
     store.gate.clear()
     want(it, "r1", entries)
-    assert it.tiers.index.counts().held
+    assert it.tiers.host.index.counts().held
     store.gate.set()
     it.tiers.close()
-    assert it.tiers.index.counts().held == it.tiers.index.counts().reserved == 0
+    assert it.tiers.host.index.counts().held == it.tiers.host.index.counts().reserved == 0
 
 
 def test_closing_with_work_in_line_gives_everything_back():
     it = World(stores=[store := MemoryStore()])
     store.gate.clear()
     entries, _ = it.named(6)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     store.gate.set()
     it.tiers.close()
     assert it.tiers.held_blocks() == []
-    assert it.tiers.index.counts().reserved == it.tiers.index.counts().held == 0
+    assert it.tiers.host.index.counts().reserved == it.tiers.host.index.counts().held == 0
     assert store.is_closed
     assert np.all([thread.name.startswith("kv-tier") is False for thread in threading.enumerate()])

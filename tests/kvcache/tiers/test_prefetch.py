@@ -13,7 +13,7 @@ SOON_S = 1000.0  # a pin that no test outlives
 def chain(it, count, salt=""):
     """(hashes, metas) of a chain that the store has and nobody else."""
     entries, _ = it.named(count, salt)
-    it.tiers.named(entries)
+    it.tiers.write_through(entries)
     it.settle()
     it.tiers.reset()
     it.pool.release([entry.block for entry in entries])
@@ -38,12 +38,12 @@ def ahead(it, hashes, metas, *, ttl_s=SOON_S, name="p"):
 
 def fill(it, count, salt):
     """Other blocks want in; how many got in."""
-    before = it.tiers.sums.saved
+    before = it.tiers.stats.saved
     entries, _ = it.named(count, salt)
     it.tiers.save(entries)
     it.settle()
     it.pool.release([entry.block for entry in entries])
-    return it.tiers.sums.saved - before
+    return it.tiers.stats.saved - before
 
 
 def test_what_was_prefetched_outlives_pressure_and_holds_nothing(stored):
@@ -53,8 +53,8 @@ def test_what_was_prefetched_outlives_pressure_and_holds_nothing(stored):
     assert told == [4]
     fill(it, 8, "other")
     assert it.tiers.match(hashes, 0) == 4
-    counts = it.tiers.index.counts()
-    assert (counts.held, counts.reserved, len(it.tiers.fetches)) == (0, 0, 0)
+    counts = it.tiers.host.index.counts()
+    assert (counts.held, counts.reserved, it.tiers.num_fetching) == (0, 0, 0)
     assert it.pool.counts().used == 0
 
 
@@ -64,8 +64,8 @@ def test_a_prefetch_whose_request_never_comes_ends_by_itself(stored):
     it.settle()
     fill(it, 8, "other")
     assert it.tiers.match(hashes, 0) == 0
-    assert it.tiers.index.counts().pinned == 0
-    assert len(it.tiers.fetches._prefetches) == 0
+    assert it.tiers.host.index.counts().pinned == 0
+    assert len(it.tiers._fetches._prefetches) == 0
 
 
 def test_a_request_waits_for_a_prefetch_under_way_and_asks_for_the_rest(stored):
@@ -75,26 +75,26 @@ def test_a_request_waits_for_a_prefetch_under_way_and_asks_for_the_rest(stored):
     store.load = lambda digests, into: asked.extend(digests) or load(digests, into)
     store.gate.clear()
     ahead(it, hashes[:3], metas[:3])
-    it.tiers.want("r", hashes, metas, 0)
-    assert it.tiers.fetches.is_waiting("r")
+    it.tiers.fetch("r", hashes, metas, 0)
+    assert it.tiers.is_waiting("r")
     store.gate.set()
     it.settle()
-    assert not it.tiers.fetches.is_waiting("r")
+    assert not it.tiers.is_waiting("r")
     assert sorted(asked) == sorted(hashes)  # each once
-    assert it.tiers.index.counts().held == 4
-    it.tiers.fetches.end("r")
-    assert it.tiers.index.counts().held == 0
+    assert it.tiers.host.index.counts().held == 4
+    it.tiers.end_fetch("r")
+    assert it.tiers.host.index.counts().held == 0
 
 
 def test_a_request_that_goes_while_it_waits_for_a_prefetch_leaves_nothing(stored):
     it, store, hashes, metas = stored
     store.gate.clear()
     ahead(it, hashes[:2], metas[:2])
-    it.tiers.want("r", hashes, metas, 0)
-    it.tiers.fetches.end("r")
+    it.tiers.fetch("r", hashes, metas, 0)
+    it.tiers.end_fetch("r")
     store.gate.set()
     it.settle()
-    assert it.tiers.index.counts().held == 0
+    assert it.tiers.host.index.counts().held == 0
     assert it.tiers.match(hashes, 0) == 2
 
 
@@ -116,7 +116,7 @@ def test_a_store_that_fails_is_told_as_nothing(stored):
     told = ahead(it, hashes, metas)
     it.settle()
     assert told == [0]
-    assert len(it.tiers.fetches._prefetches) == 0
+    assert len(it.tiers._fetches._prefetches) == 0
 
 
 def test_their_number_is_bounded(stored):
@@ -172,8 +172,8 @@ def test_a_pin_ends_early_even_before_its_block_has_arrived(world):  # noqa: F81
     it.tiers.pin(entries, time.monotonic() + SOON_S)
     it.tiers.unpin([entry.digest for entry in entries])
     it.settle()
-    assert it.tiers.index.counts().pinned == 0
-    assert not it.tiers._pin_when_saved
+    assert it.tiers.host.index.counts().pinned == 0
+    assert not it.tiers._saves._pin_when_saved
 
 
 def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
@@ -181,6 +181,6 @@ def test_pins_beyond_the_limit_are_saved_and_not_pinned(world):  # noqa: F811
     entries, _ = it.named(7)
     it.tiers.pin(entries, time.monotonic() + SOON_S)
     it.settle()
-    assert it.tiers.index.counts().pinned == 4
+    assert it.tiers.host.index.counts().pinned == 4
     assert it.tiers.match([entry.digest for entry in entries], 0) == 7
-    assert not it.tiers._pin_when_saved
+    assert not it.tiers._saves._pin_when_saved

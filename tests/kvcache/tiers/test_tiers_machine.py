@@ -4,11 +4,13 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvrelay.kvcache.index.tier_index import TierIndex
+from kvrelay.kvcache.index.victims import VictimQueues
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.kvcache.tiers import controller as tiers
-from kvrelay.kvcache.tiers import fetches
+from kvrelay.kvcache.tiers import fetches, rules
+from kvrelay.kvcache.tiers.host_loads import HostLoads
+from kvrelay.kvcache.tiers.host_tier import HostTier
 from kvrelay.kvcache.tiers.offload import Offload
+from kvrelay.kvcache.tiers.saves import HostSaves
 from tests.kvcache.pool import machine_steps
 from tests.kvcache.tiers.tiers_life import Life
 
@@ -54,46 +56,51 @@ def test_the_lives_of_the_kv_cache_take_enough_steps_together():
 def broken(monkeypatch, what):
     """Each is a line of the code gone wrong."""
     if what == "a saved block is given back at once":
-        real = tiers.TierController._save_batch
+        real = HostSaves._save_batch
 
         def save(self, batch):
             before = set(self._saving)
             real(self, batch)
-            self.pool.release([block for digest, block in self._saving.items() if digest not in before])
+            self._pool.release([block for digest, block in self._saving.items() if digest not in before])
 
-        def saved(self, batch, slots, result, real=tiers.TierController._saved):
-            self.pool.acquire([entry.block for entry in batch if self.pool.num_holders(entry.block)])
-            real(self, batch, slots, result)
+        def saved(self, batch, rows, result, real=HostSaves._saved):
+            self._pool.acquire([entry.block for entry in batch if self._pool.num_holders(entry.block)])
+            real(self, batch, rows, result)
 
-        monkeypatch.setattr(tiers.TierController, "_save_batch", save)
-        monkeypatch.setattr(tiers.TierController, "_saved", saved)
+        monkeypatch.setattr(HostSaves, "_save_batch", save)
+        monkeypatch.setattr(HostSaves, "_saved", saved)
     elif what == "a generation is skipped":
         monkeypatch.setattr(BlockPool, "generation", lambda self, block: self._ledger.generations[block] // 2 * 2)
     elif what == "holds are ignored in eviction":
-        free = lambda self, digest, entry: digest not in self._children and digest not in self._pins  # noqa: E731
-        monkeypatch.setattr(TierIndex, "_is_evictable", free)
-    elif what == "a fetch keeps its slots":
+        init = VictimQueues.__init__
+
+        def careless(self, entries, policy, *, is_kept, has_quota):
+            pins = is_kept.__self__._pins
+            init(self, entries, policy, is_kept=lambda digest, entry: digest in pins, has_quota=has_quota)
+
+        monkeypatch.setattr(VictimQueues, "__init__", careless)
+    elif what == "a fetch keeps its rows":
         monkeypatch.setattr(fetches.Fetches, "end", lambda self, request_id: self._fetches.pop(request_id, None))
     elif what == "a hold is forgotten":
         real_batch = Offload._batch
 
         def unheld(self, store, hashes):
             batch = real_batch(self, store, hashes)
-            self._index.unhold(batch.slots)
+            self._host.unhold(batch.rows)
             return batch
 
         monkeypatch.setattr(Offload, "_batch", unheld)
     elif what == "a request waits for all for ever":
-        monkeypatch.setattr(tiers, "WAIT_LIMIT_S", float("inf"))
+        monkeypatch.setattr(rules, "WAIT_LIMIT_S", float("inf"))
     elif what == "what failed is found again":
-        monkeypatch.setattr(tiers.TierController, "give_up", lambda self, load: None)
-    elif what == "a checksum is kept when its slot changes hands":
-        put = tiers.TierController._put
+        monkeypatch.setattr(HostLoads, "discard", lambda self, load: None)
+    elif what == "a checksum is kept when its row changes hands":
+        put = HostTier.put
 
-        def stale(self, digest, slot, checksum, meta):
-            put(self, digest, slot, self._checksums[slot] or checksum, meta)
+        def stale(self, digest, row, checksum, meta):
+            put(self, digest, row, self._checksums[row] or checksum, meta)
 
-        monkeypatch.setattr(tiers.TierController, "_put", stale)
+        monkeypatch.setattr(HostTier, "put", stale)
     else:
         monkeypatch.setattr(TiersMachine, "is_checked", False)
 
@@ -104,11 +111,11 @@ def broken(monkeypatch, what):
         "a saved block is given back at once",
         "a generation is skipped",
         "holds are ignored in eviction",
-        "a fetch keeps its slots",
+        "a fetch keeps its rows",
         "a hold is forgotten",
         "a request waits for all for ever",
         "what failed is found again",
-        "a checksum is kept when its slot changes hands",
+        "a checksum is kept when its row changes hands",
         "nothing is checked",
     ],
 )

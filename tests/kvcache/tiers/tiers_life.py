@@ -15,7 +15,8 @@ from kvrelay.kvcache.memory.jobs import IoJob, JobQueue, Urgency
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
-from kvrelay.kvcache.tiers.controller import IndexedBlock, TierController, TierRules
+from kvrelay.kvcache.tiers.controller import TierController
+from kvrelay.kvcache.tiers.rules import IndexedBlock, TierRules
 from kvrelay.types import BlockId
 
 SIZE = 4  # tokens of a block
@@ -70,14 +71,14 @@ class Faults:
 class FakeSlab:
     """Slots of a few bytes, and the pool's blocks beside them."""
 
-    num_layers, num_slots, block_bytes = LAYERS, SLOTS, BLOCK_BYTES
+    num_layers, num_rows, block_bytes = LAYERS, SLOTS, BLOCK_BYTES
 
     def __init__(self, pool: BlockPool, index: TierIndex) -> None:
         self.pool, self.index, self.faults = pool, index, Faults()
         self.memory = bytearray(SLOTS * HASH_BYTES)
         self.content = [EMPTY] * BLOCKS  # of the pool
 
-    def slot(self, slot: int) -> memoryview:
+    def row(self, slot: int) -> memoryview:
         return memoryview(self.memory)[slot * HASH_BYTES : (slot + 1) * HASH_BYTES]
 
     def bytes_of(self, slot: int) -> bytes:
@@ -94,15 +95,15 @@ class FakeSlab:
     def save(self, blocks: Sequence[int], slots: Sequence[int]) -> list[int]:
         for block, slot in zip(blocks, slots, strict=True):
             assert self.pool.num_holders(block), "a block that nobody holds is saved"
-            assert slot in self.index._reserved, "a slot is written that is not reserved"
-            self.slot(slot)[:] = self.content[block]
+            assert slot in self.index.rows.reserved, "a slot is written that is not reserved"
+            self.row(slot)[:] = self.content[block]
             if self.faults.hit("save"):
                 raise Trouble("save")
         return [zlib.crc32(self.bytes_of(slot)) for slot in slots]
 
     def load(self, slots: Sequence[int], blocks: Sequence[int], layers: range) -> None:
         for slot, block in zip(slots, blocks, strict=True):
-            assert slot in self.index._holds, "a slot is read that nobody holds"
+            assert slot in self.index.rows.holds, "a slot is read that nobody holds"
             assert self.pool.num_holders(block) == 1, "a block is written that is free or shared"
             old, new = self.content[block], self.bytes_of(slot)
             begin, end = layers.start * PART, layers.stop * PART
@@ -207,7 +208,7 @@ class InlineThreads:
         while self.under_way:
             self.step(0)
 
-    def num_slots(self, urgency: Urgency) -> int:
+    def num_rows(self, urgency: Urgency) -> int:
         """Slots of jobs of this kind that have not been reported."""
         jobs = [job for _, _, job in self.queue._heap] + self.under_way + [job for job, _ in self.ended]
         return sum(job.num_bytes for job in jobs if job.urgency is urgency) // BLOCK_BYTES
@@ -286,13 +287,13 @@ class Life:
         prompt = PROMPTS[argument % len(PROMPTS)]
         seq = Seq(str(self.arrivals), prompt, argument // 128, self.now_s)
         self.waiting.append(seq)
-        self.tiers.want(seq.name, prompt.hashes, prompt.metas, len(self.pool.match(prompt.chain)))
+        self.tiers.fetch(seq.name, prompt.hashes, prompt.metas, len(self.pool.match(prompt.chain)))
 
     def admit(self, argument: int) -> None:
         if not self.waiting:
             return
         seq = self.waiting[argument % len(self.waiting)]
-        if self.tiers.fetches.is_waiting(seq.name):
+        if self.tiers.is_waiting(seq.name):
             return
         hashes, match = seq.prompt.hashes, self.pool.match(seq.prompt.chain)
         for digest, block in zip(hashes, match.blocks, strict=False):
@@ -312,8 +313,8 @@ class Life:
         if below:
             chosen = range(len(match), len(match) + below)
             seq.load = self.tiers.load([hashes[i] for i in chosen], [BlockId(seq.blocks[i]) for i in chosen])
-            seq.load_generations = [self.index.generation(slot) for slot in seq.load.slots]
-        self.tiers.fetches.end(seq.name)
+            seq.load_generations = [self.index.generation(slot) for slot in seq.load.rows]
+        self.tiers.end_fetch(seq.name)
         self.tiers.used(hashes[: len(match) + below], seq.priority)
         if self.rules.write == "selective":
             self.tiers.save([self.entry(seq, i) for i in range(len(match))])
@@ -346,10 +347,10 @@ class Life:
                 self.drop_blocks(seq)
                 self.running.remove(seq)
                 self.waiting.append(seq)
-                self.tiers.give_up(load)
+                self.tiers.discard_load(load)
                 missed = set(load.corrupt or load.hashes)
-                for digest, slot in zip(load.hashes, load.slots, strict=True):
-                    assert digest not in missed or self.index.slot(digest) != slot, "what failed is tried again"
+                for digest, slot in zip(load.hashes, load.rows, strict=True):
+                    assert digest not in missed or self.index.row(digest) != slot, "what failed is tried again"
                 return
             first += len(load.blocks)
             self.served += len(load.blocks)
@@ -362,16 +363,18 @@ class Life:
         self.pool.insert(seq.prompt.chain, array("i", seq.blocks), seq.num_in_pool, len(hashes), priority=seq.priority)
         seq.num_named = len(hashes)
         if argument % 8:  # else: "do not keep" below
-            self.tiers.named([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
+            self.tiers.write_through([self.entry(seq, at) for at in range(seq.num_in_pool, len(hashes))])
 
     def settle(self, seq: Seq) -> Load:
         """As the engine does: nothing else happens on its thread until the load is over."""
         load, seq.load = seq.load, None
         assert load is not None
         while not load.is_over:
-            assert load.slots and self.copies.step(0), "a load that nobody works on is awaited"
-        now = [self.index.generation(slot) for slot in load.slots]
-        assert now == seq.load_generations or load not in self.tiers._loads, "a slot was handed out while it was read"
+            assert load.rows and self.copies.step(0), "a load that nobody works on is awaited"
+        now = [self.index.generation(slot) for slot in load.rows]
+        assert now == seq.load_generations or load not in self.tiers._loads._loads, (
+            "a slot was handed out while it was read"
+        )
         return load
 
     def drop_blocks(self, seq: Seq) -> None:
@@ -387,7 +390,7 @@ class Life:
         seq = everyone[argument % len(everyone)]
         if seq.load is not None:
             self.settle(seq)
-        self.tiers.fetches.end(seq.name)
+        self.tiers.end_fetch(seq.name)
         if seq in self.running:
             self.running.remove(seq)
             self.drop_blocks(seq)
@@ -454,11 +457,11 @@ class Life:
     def poll(self, argument: int) -> None:
         self.tiers.poll()
         assert not self.copies.ended and not self.io.ended
-        deadline_s = self.tiers.fetches.next_deadline_s()
+        deadline_s = self.tiers.next_deadline_s()
         assert deadline_s is None or deadline_s > self.now_s, "an engine with nothing to do would step for ever"
         for seq in self.waiting:
             waited_s = self.now_s - seq.arrived_s
-            is_waiting = self.tiers.fetches.is_waiting(seq.name)
+            is_waiting = self.tiers.is_waiting(seq.name)
             assert not is_waiting or waited_s < 60.0, "a request waits for ever"
 
     def tick(self, argument: int) -> None:
@@ -470,8 +473,8 @@ class Life:
     def rot(self, argument: int) -> None:
         entries = list(self.index._entries.values())
         if entries and argument < 64:
-            slot = entries[argument % len(entries)].slot
-            self.slab.slot(slot)[argument % HASH_BYTES] ^= 4
+            slot = entries[argument % len(entries)].row
+            self.slab.row(slot)[argument % HASH_BYTES] ^= 4
             self.rotten[slot] = self.index.generation(slot)
 
     def fault(self, argument: int) -> None:
@@ -498,20 +501,20 @@ class Life:
         pool, index = self.pool.counts(), self.index.counts()
         assert pool.free + pool.used + pool.cached == BLOCKS, "a block is lost"
         assert index.free + index.reserved + index.cached + index.leaving == SLOTS, "a slot is lost"
-        held = sum(len(load.slots) for load in self.tiers._loads) + self.tiers.sinks._num_held
-        held += sum(len(fetch.held) for fetch in self.tiers.fetches._fetches.values())
-        assert sum(self.index._holds.values()) == held, "a hold is lost or nobody's"
-        assert index.reserved == len(self.tiers._saving) + self.io.num_slots(Urgency.FETCH), (
+        held = sum(len(load.rows) for load in self.tiers._loads._loads) + self.tiers._offload._num_held
+        held += sum(len(fetch.held) for fetch in self.tiers._fetches._fetches.values())
+        assert sum(self.index.rows.holds.values()) == held, "a hold is lost or nobody's"
+        assert index.reserved == len(self.tiers._saves._saving) + self.io.num_rows(Urgency.FETCH), (
             "a reserved slot is nobody's"
         )
-        assert self.io.num_slots(Urgency.SINK) == self.tiers.sinks._num_held
+        assert self.io.num_rows(Urgency.OFFLOAD) == self.tiers._offload._num_held
         for threads in (self.copies, self.io):
             loads = sum(job.urgency is Urgency.LOAD for _, _, job in threads.queue._heap)
             assert len(threads.queue) <= MAX_JOBS + loads <= MAX_JOBS + len(self.running) + 1, "a line grows"
         for digest, entry in self.index._entries.items():
-            if self.rotten.get(entry.slot) != self.index.generation(entry.slot):
-                assert self.slab.bytes_of(entry.slot) == digest, "a slot holds another block than it says"
-                assert self.tiers._checksums[entry.slot] == CHECKSUMS[digest], "a slot has another's checksum"
+            if self.rotten.get(entry.row) != self.index.generation(entry.row):
+                assert self.slab.bytes_of(entry.row) == digest, "a slot holds another block than it says"
+                assert self.tiers.host._checksums[entry.row] == CHECKSUMS[digest], "a slot has another's checksum"
 
     def check(self) -> None:
         self.pool.check()
@@ -521,9 +524,9 @@ class Life:
         for block in [block for seq in self.running for block in seq.blocks] + list(self.tiers.held_blocks()):
             holders[block] = holders.get(block, 0) + 1
         assert holders == {b: n for b in range(BLOCKS) if (n := self.pool.num_holders(b))}, "a reference is nobody's"
-        assert len(self.tiers.fetches) <= len(self.waiting), "a fetch is nobody's"
-        assert len(self.unanswered) <= len(self.tiers.fetches._prefetches) <= MAX_JOBS * 2 + 2
-        assert all(len(known) <= 4 * SLOTS for known in self.tiers.sinks._known.values())
+        assert self.tiers.num_fetching <= len(self.waiting), "a fetch is nobody's"
+        assert len(self.unanswered) <= len(self.tiers._fetches._prefetches) <= MAX_JOBS * 2 + 2
+        assert all(len(known) <= 4 * SLOTS for known in self.tiers._offload._known.values())
 
     def end(self, argument: int) -> None:
         """Everything is drained, or closed in the middle; either way nothing is left behind."""
@@ -542,7 +545,7 @@ class Life:
         self.check()
         self.publish(0)
         assert not self.unanswered, "a prefetch was never answered"
-        assert not self.tiers._pin_when_saved and not self.tiers.fetches._prefetches
+        assert not self.tiers._saves._pin_when_saved and not self.tiers._fetches._prefetches
         assert self.pool.counts().free == BLOCKS, "a block was never given back"
         assert self.index.counts().free == SLOTS, "a slot was never given back"
         assert not any(store.is_open for store in self.stores)
