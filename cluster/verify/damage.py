@@ -125,12 +125,12 @@ def corrupt_host_tier(*, is_checked: bool) -> During:
     async def during(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
         worker = cluster.inside[0]
         await tiers_idle(worker)
-        before = await worker.thread.call(lambda engine: tiers_of(engine).sums.corrupt)
+        before = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt)
         await worker.thread.call(_corrupt_host_tier)
         await worker.thread.call(lambda engine: engine.pool.reset_cache())
         yield
         await tiers_idle(worker)
-        found = await worker.thread.call(lambda engine: tiers_of(engine).sums.corrupt) - before
+        found = await worker.thread.call(lambda engine: tiers_of(engine).stats.corrupt) - before
         if is_checked:
             evidence.require(f"{found} blocks found corrupt, the prompt was recomputed", holds=found > 0)
 
@@ -138,11 +138,11 @@ def corrupt_host_tier(*, is_checked: bool) -> During:
 
 
 def _corrupt_host_tier(engine: Engine) -> None:
-    tiers = tiers_of(engine)
-    for digest in tiers.index.hashes():
-        slot = tiers.index.slot(digest)
-        assert slot is not None
-        _corrupt(tiers.slab.slot(slot))
+    host = tiers_of(engine).host
+    for digest in host.index.hashes():
+        row = host.row(digest)
+        assert row is not None
+        _corrupt(host.slab.row(row))
 
 
 async def tiers_idle(worker: WorkerService) -> None:
@@ -157,8 +157,8 @@ def corrupt_swapped(engine: Engine) -> None:
     area = engine.scheduler.preemptor.area
     assert area is not None
     for seq in engine.scheduler.swapped:
-        for slot in seq.swapped.slots if seq.swapped is not None else ():
-            _corrupt(area.slab.slot(slot))
+        for row in seq.swapped.rows if seq.swapped is not None else ():
+            _corrupt(area.slab.row(row))
 
 
 def _corrupt(view: memoryview) -> None:

@@ -95,7 +95,7 @@ def ways(engine: Engine) -> dict[str, int]:
 def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches, monkeypatch):
     mode, _, is_long = mode.partition(",")
     if is_long:
-        monkeypatch.setattr(swap, "_AT_ONCE_S", -1.0)
+        monkeypatch.setattr(swap, "_INLINE_S", -1.0)
     undisturbed = make(blocks=64)
     expected = serve(undisturbed, **sampling)
     assert not ways(undisturbed)
@@ -122,7 +122,7 @@ def rot(engine: Engine) -> int:
 def test_a_swapped_block_that_rots_is_found_and_computed_anew_but_with_checks_off_the_answer_changes(
     make, checks, at_once_s, monkeypatch
 ):
-    monkeypatch.setattr(swap, "_AT_ONCE_S", at_once_s)
+    monkeypatch.setattr(swap, "_INLINE_S", at_once_s)
     expected = serve(make(blocks=64), temperature=0.0)
     engine = make(blocks=13, mode="swap", checks=checks, caches=False)
     rotten: set[str] = set()

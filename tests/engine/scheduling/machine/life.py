@@ -274,8 +274,8 @@ class World:
     def rot(self) -> None:
         """Some of what was swapped out is not what was saved any more."""
         record = self.pick(S)
-        if record is not None and record.seq.swapped.slots and self.setup.is_checked:
-            self.swaps.slab.rot(self.rng.choice(record.seq.swapped.slots))
+        if record is not None and record.seq.swapped.rows and self.setup.is_checked:
+            self.swaps.slab.rot(self.rng.choice(record.seq.swapped.rows))
 
     # ---- always
 

@@ -25,7 +25,7 @@ class Setup:
     has_classes: bool = False  # priorities, tenants, weights, deadlines
     line: QueueRules = field(default_factory=QueueRules)
     has_groups: bool = False
-    num_slots: int | None = None  # of the swap area
+    num_rows: int | None = None  # of the swap area
     is_checked: bool = True
     only: PreemptionMode | None = None
     headroom: float = 0.0
@@ -47,7 +47,7 @@ def draw(rng: random.Random) -> Setup:
         has_classes=has_classes,
         line=rules if has_classes else QueueRules(),
         has_groups=has_groups,
-        num_slots=rng.choice((None, None, 3, 8, 40)),
+        num_rows=rng.choice((None, None, 3, 8, 40)),
         is_checked=rng.random() < 0.8,
         only=rng.choice((None, PreemptionMode.SWAP, PreemptionMode.SWAP, PreemptionMode.RECOMPUTE)),
         headroom=rng.choice((0.0, 0.0, 1.0)),

@@ -14,9 +14,9 @@ class Slab:
 
     num_layers, block_bytes = 2, 64
 
-    def __init__(self, num_slots: int, pool: Content) -> None:
-        self.num_slots, self.pool = num_slots, pool
-        self.content: Content = [[] for _ in range(num_slots)]
+    def __init__(self, num_rows: int, pool: Content) -> None:
+        self.num_rows, self.pool = num_rows, pool
+        self.content: Content = [[] for _ in range(num_rows)]
         self.is_late = False  # the last layer comes when it is waited for, not before
         self._coming: list[tuple[int, list[int]]] = []
 
@@ -42,7 +42,7 @@ class Slab:
     def rot(self, slot: int) -> None:
         self.content[slot] = [token + 1 for token in self.content[slot]]
 
-    def slot(self, slot):
+    def row(self, row):
         return memoryview(b"")
 
 
@@ -88,9 +88,9 @@ class Swaps:
         preemptor.only, preemptor.token_bytes = setup.only, Slab.block_bytes / 6
         preemptor.measured.compute_tokens_per_s = speed()
         preemptor.measured.transfer_bytes_per_s = speed()
-        if setup.num_slots is None:
+        if setup.num_rows is None:
             return
-        self.slab = Slab(setup.num_slots, content)
+        self.slab = Slab(setup.num_rows, content)
         self.area = preemptor.area = SwapArea(
             self.slab, is_checked=setup.is_checked, wake=lambda: None, clock=lambda: 0.0,
             make_threads=lambda *args: self._threads,
@@ -115,4 +115,4 @@ class Swaps:
         if self.area is not None:
             self.area.poll()
             self.area.check([])
-            assert self.area.num_free == self.slab.num_slots and not self.area.num_held and self.area.is_idle
+            assert self.area.num_free == self.slab.num_rows and not self.area.num_held and self.area.is_idle

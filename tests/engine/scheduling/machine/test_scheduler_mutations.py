@@ -26,11 +26,11 @@ MOST_STEPS = 40_000
 
 
 def swaps(setup: Setup) -> bool:
-    return setup.num_slots is not None and setup.only is not PreemptionMode.RECOMPUTE
+    return setup.num_rows is not None and setup.only is not PreemptionMode.RECOMPUTE
 
 
 def recomputes(setup: Setup) -> bool:
-    return setup.num_slots is None or setup.only is PreemptionMode.RECOMPUTE
+    return setup.num_rows is None or setup.only is PreemptionMode.RECOMPUTE
 
 
 def has_groups(setup: Setup) -> bool:
