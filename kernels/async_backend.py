@@ -1,6 +1,6 @@
-"""What a backend offers beyond `Backend` when its calls return before the device has computed.
+"""What a backend offers beyond `Backend` when its calls return before the device has finished.
 
-The step loop then launches a step before it has seen the tokens of the one before: see engine/step/in_flight.py.
+The engine then launches a step before it has the previous step's tokens: see engine/step/in_flight.py.
 """
 
 from dataclasses import dataclass
@@ -12,23 +12,23 @@ from kvrelay.kernels.backend import Backend
 
 
 class PendingTokens(Protocol):
-    """Drawn tokens that the device may still be computing.
+    """Sampled tokens that the device may still be computing.
 
-    tokens: [R] int64 on the device. To be read by work that is launched later, not by the host.
+    tokens: [R] int64 on the device, for work that is launched later; the host does not read it.
     """
 
     tokens: Tensor
 
     def wait(self) -> list[int]:
-        """The tokens, once the device has come so far: whatever was launched before them is then done, too."""
+        """Block until the device has sampled the tokens; all work launched before them is done then, too."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFeed:
-    """Tokens of a step that are not known on the host yet.
+    """Input tokens of a step that the host does not have yet.
 
-    sources: [T] int64 on the CPU, the place in `tokens` of each of the step's tokens, or -1: the host knows it.
+    sources: [T] int64 on the CPU, the index into `tokens` of each of the step's tokens; -1: the host has the token.
     tokens: [R] int64 on the device.
     """
 
@@ -38,12 +38,12 @@ class TokenFeed:
 
 @runtime_checkable
 class AsyncBackend(Backend, Protocol):
-    """A backend whose work is done in the order in which it was launched, while the host goes on."""
+    """A backend that runs work in launch order while the host continues."""
 
     def pending(self, tokens: Tensor) -> PendingTokens:
-        """`sample_on_device`'s tokens, on their way to the host from now on."""
+        """Start copying the tokens of `sample_on_device` to the host."""
         ...
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
-        """A step's token ids [T] int64 on the device, those that the host does not know filled in there. Does not wait."""
+        """A step's token ids [T] int64 on the device, with placeholders replaced from `feed`. Does not wait."""
         ...

@@ -1,11 +1,11 @@
-"""The one interface behind which every kernel lives: `reference`, `cpu` and `cuda` implement it.
+"""The interface of all kernels, which the backends `reference`, `cpu` and `cuda` implement.
 
 Tensors live on `device`. T = tokens in this step, S = sequences in this step. A layer's cache is
 [num_blocks, 2, block_size, num_kv_heads, head_dim]: keys at index 0, values at index 1. It is contiguous where
 kv_layout is "NHD"; where it is "HND" heads stand before tokens in memory, and the cache is a transposed view.
 A cache of fp8 (kv_dtype torch.float8_e4m3fn) is uint8 with a last dimension of head_dim + 4: see kvrelay/fp8.py.
-The cache of latent attention (MLA) has one part and one head: [num_blocks, 1, block_size, 1, head_dim], a token's latent
-and then its key's rotary part, which all query heads share.
+The cache of latent attention (MLA) is [num_blocks, 1, block_size, 1, head_dim]: per token the latent, then the key's
+rotary part, which all query heads share.
 """
 
 from collections.abc import Iterable
@@ -24,9 +24,9 @@ KvOrder = Literal["NHD", "HND"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a model's attention layers share.
+    """The shape of a model's attention layers.
 
-    latent_dim: of latent attention, how many of a cache entry's head_dim numbers are the latent; else None.
+    latent_dim: size of the latent within a cache entry's head_dim numbers (MLA); None for other attention.
     """
 
     num_heads: int
@@ -63,11 +63,11 @@ class AttentionBatch:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """One row per token to draw; CPU tensors. Penalties and bias are already in the logits.
+    """One row per token to sample; CPU tensors. Penalties and bias are already in the logits.
 
     temperature: [R] float32, 0 = greedy. top_k: [R] int64, 0 = all. top_p, min_p: [R] float32.
-    uniform: [R] float64 in [0, 1): the one random number of the row; the draw is the inverse
-    CDF at it, so equal (logits, uniform) give equal tokens on every backend up to rounding.
+    uniform: [R] float64 in [0, 1): the row's one random number. The token is the inverse CDF at it,
+    so equal (logits, uniform) give equal tokens on every backend up to rounding.
     """
 
     temperature: Tensor
@@ -79,7 +79,7 @@ class SamplingBatch:
 
 @dataclass(frozen=True, slots=True)
 class HeadInputs:
-    """What is done to a layer's heads between their projection and attention.
+    """Arguments of Backend.norm_rope_store beside q, k and v.
 
     norms: weights [head_dim] of queries and of keys, or None. The rest: see Backend.rope and Backend.store_kv.
     """
@@ -101,7 +101,7 @@ class Linear(Protocol):
 
 
 class QuantizedLinear(Linear, Protocol):
-    """A weight of small integers as a Linear."""
+    """A quantised weight as a Linear."""
 
     error: WeightError
 
@@ -116,8 +116,8 @@ class Experts(Protocol):
     """A layer's packed experts, each a gated MLP.
 
     Calling it with x [T, H], and each token's weights [T, k] float32 and experts [T, k] int64, gives [T, H] in x's dtype:
-    the weighted sum of what the experts make of the token. base [T, H] is added, times the sigmoid of base_logits [T, 1]
-    float32 where they are given. Sums are in float32.
+    the weighted sum of the experts' outputs. base [T, H] is added, times the sigmoid of base_logits [T, 1] float32 if
+    given. Sums are in float32.
     """
 
     @property
@@ -133,8 +133,8 @@ class Backend(Protocol):
 
     name: str
     device: torch.device
-    kv_layouts: tuple[KvOrder, ...]  # the caches that its kernels take
-    quantizes: bool  # whether it has products with quantised weights
+    kv_layouts: tuple[KvOrder, ...]  # cache layouts that its kernels support
+    quantizes: bool  # whether it supports quantised weights
 
     @property
     def cascade_saved_tokens(self) -> int:
@@ -144,27 +144,27 @@ class Backend(Protocol):
         ...
 
     def share_prefixes(self, *, enabled: bool) -> None:
-        """Whether decode rows may read blocks that they have in common once (cascade attention) where that pays."""
+        """Turn cascade attention on or off: decode rows then read common blocks once, where that pays."""
         ...
 
     def shares_prefixes(self, shape: AttentionShape) -> bool:
-        """Whether they do so, in attention of this shape."""
+        """Whether cascade attention is on and supported for this shape."""
         ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Prepare weight [out, in] (and bias [out]) for fast products; may copy and re-order."""
+        """Pack weight [out, in] (and bias [out]) for fast products; may copy and reorder."""
         ...
 
     def pack_heads(self, weight: Tensor) -> HeadLinears:
-        """Prepare weights [heads, out, in], one per head."""
+        """Pack weights [heads, out, in], one per head."""
         ...
 
     def pack_quantized(
         self, weight: Tensor, bias: Tensor | None, scheme: Scheme, dtype: torch.dtype
     ) -> QuantizedLinear:
-        """Prepare weight [out, in], of any floating type, in groups of integers, for products in `dtype`.
+        """Quantise weight [out, in], of any floating type, by `scheme`, for products in `dtype`.
 
-        Only where `quantizes`; else it raises BackendUnavailable.
+        Raises BackendUnavailable unless `quantizes`.
         """
         ...
 
@@ -175,10 +175,10 @@ class Backend(Protocol):
         dtype: torch.dtype,
         scheme: Scheme | None = None,
     ) -> Experts:
-        """Prepare experts, given by number as (gate and up stacked [2 F, H], down [H, F]), for products in `dtype`.
+        """Pack experts, in order, each as (gate and up stacked [2 F, H], down [H, F]), for products in `dtype`.
 
-        They are taken one by one, so that no more than one need be held as it came. scheme: quantise them; else their
-        weights are of `dtype`. Raises as pack_quantized does.
+        The iterable is consumed one expert at a time, so that only one unpacked expert is in memory. scheme: quantise;
+        None: the weights are of `dtype`. Raises as pack_quantized does.
         """
         ...
 
@@ -230,7 +230,7 @@ class Backend(Protocol):
         ...
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape) -> Any:
-        """Whatever `attention` needs, computed once per step (device copies, schedules)."""
+        """The input of `attention`, computed once per step (device copies, schedules)."""
         ...
 
     def attention(
@@ -238,7 +238,7 @@ class Backend(Protocol):
     ) -> Tensor:
         """Causal paged attention of q [T, heads, head_dim] over the blocks of `plan` -> same shape.
 
-        window: a token sees itself and the window-1 tokens before it (Hugging Face's sliding_window).
+        window: a token attends to itself and the window-1 tokens before it (Hugging Face's sliding_window).
         softcap: scores become softcap * tanh(scores / softcap).
         """
         ...
@@ -260,7 +260,7 @@ class Backend(Protocol):
         ...
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """Draw one token id per row of float32 logits [R, vocab] -> [R] int64 on the CPU.
+        """Sample one token id per row of float32 logits [R, vocab] -> [R] int64 on the CPU.
 
         Order of filters: temperature, top-k, top-p, min-p (Hugging Face's and vLLM's); ties at the
         k-th value all stay. temperature 0: argmax, lowest id first.
@@ -268,9 +268,9 @@ class Backend(Protocol):
         ...
 
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
-        """`sample` whose result [R] int64 stays on the device: nothing here waits for it.
+        """`sample` with its result [R] int64 on the device; does not wait for it.
 
-        The tensors of `batch` are taken by identity: a caller that hands the same temperature, top_k, top_p and min_p in
-        again does not change them in between. `uniform` may be another one each time.
+        Settings are cached by tensor identity: a caller that passes the same temperature, top_k, top_p and min_p tensors
+        again must not have changed them. `uniform` may differ each time.
         """
         ...

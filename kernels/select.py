@@ -1,6 +1,6 @@
-"""Which backend runs here: asked for by name, or the best one that works. Logs the choice once per process.
+"""Selects the backend: by name, or the best one that works here. Logs the choice once per process.
 
-Imports torch only; each backend's own dependencies are imported when it is chosen.
+Imports torch only; a backend's own dependencies are imported when it is chosen.
 """
 
 import functools
@@ -25,7 +25,7 @@ def _log_once(message: str) -> None:
 def why_no_cuda() -> str | None:
     """None when the CUDA backend can run here, else the reason."""
     if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
+        return "torch finds no CUDA device"
     try:
         import flashinfer  # noqa: F401
     except (ImportError, OSError) as error:
@@ -51,11 +51,11 @@ def _resolve(name: str, device: str) -> tuple[str, str]:
 def select_backend(name: Name = "auto", device: str = "auto", num_threads: int | None = None) -> Backend:
     """The backend called `name` on `device` ("auto", "cpu", "cuda", "cuda:<n>").
 
-    auto takes CUDA when torch sees a device and FlashInfer imports, else the CPU. `num_threads`
+    auto takes CUDA when torch finds a device and FlashInfer imports, else the CPU. `num_threads`
     matters on the CPU only; None means as many as this process may run on.
 
     Raises:
-        BackendUnavailable: an explicit choice cannot run here; says why.
+        BackendUnavailable: an explicit choice cannot run here; the text has the reason.
     """
     if name not in ("auto", "reference", "cpu", "cuda"):
         raise BackendUnavailable(name, "the backends are auto, reference, cpu and cuda")
@@ -70,14 +70,14 @@ def select_backend(name: Name = "auto", device: str = "auto", num_threads: int |
 
 
 def kv_layouts(name: Name = "auto", device: str = "auto") -> tuple[str, tuple[KvOrder, ...]]:
-    """The name of the backend that `select_backend` would make, and the caches that it takes. Raises as that does."""
+    """The name of the backend that `select_backend` would make, and its cache layouts. Raises as that does."""
     chosen, _ = _resolve(name, device)
     layouts: tuple[KvOrder, ...] = _class_of(chosen).kv_layouts
     return chosen, layouts
 
 
 def quantizes(name: Name = "auto", device: str = "auto") -> tuple[str, bool]:
-    """The name of that backend, and whether it has products with quantised weights. Raises as `select_backend` does."""
+    """The name of that backend, and whether it supports quantised weights. Raises as `select_backend` does."""
     chosen, _ = _resolve(name, device)
     return chosen, bool(_class_of(chosen).quantizes)
 

@@ -45,7 +45,7 @@ def prefill_attention(context: Context, backend: Backend) -> None:
         return
     shape = AttentionShape(32, 8, 128, 16, torch.bfloat16)
     kernels: Any = backend
-    found: dict[str, float] = kernels.prefill_kernels.try_out(shape, (0.1, None, None))
+    found: dict[str, float] = kernels.paged.prefill_kernels.try_out(shape, (0.1, None, None))
     context.add(
         choice="prefill attention, 2,048 tokens", faster=faster(found), ok=len(found) == 2, **microseconds(found)
     )

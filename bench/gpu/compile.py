@@ -61,7 +61,10 @@ def prefill_of_hopper(grid: Grid) -> None:
     kernels: Any = grid.backend
     if not grid.context.is_cuda:
         attention(((5, 20),), 128)(grid)
-    elif len(kernels.prefill_kernels.try_out(AttentionShape(8, 2, 128, 16, torch.bfloat16), (0.1, None, None))) == 2:
+    elif (
+        len(kernels.paged.prefill_kernels.try_out(AttentionShape(8, 2, 128, 16, torch.bfloat16), (0.1, None, None)))
+        == 2
+    ):
         (grid.context.scratch / FA3_IS_BUILT).touch()
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape
-from kvrelay.kernels.cuda.backend import DECODE_KERNELS, CudaBackend
+from kvrelay.kernels.cuda.backend import CudaBackend
 from kvrelay.kernels.cuda.cascade import EAGER_WORTH_BYTES
 from kvrelay.kernels.cuda.plan import (
     CudaPlan,
@@ -132,7 +132,8 @@ class CudaGraphs:
         num_layers: int = 0,
     ) -> None:
         self._num_layers = num_layers
-        self._backend, self._shape, self._max_blocks = backend, shape, max_blocks
+        self._backend, self._paged = backend, backend.paged
+        self._shape, self._max_blocks = shape, max_blocks
         self._sizes = tuple(sizes)
         self._graphs: dict[int, _Graph] = {}
         self._shared: _Shared | None = None
@@ -153,7 +154,7 @@ class CudaGraphs:
 
         Its groups change with every batch, and a captured wrapper's number of sequences may not.
         """
-        if self._num_layers == 0 or (levels := self._backend.levels(batch, self._shape)) is None:
+        if self._num_layers == 0 or (levels := self._paged.levels(batch, self._shape)) is None:
             return False
         token_bytes = 2 * self._shape.num_kv_heads * self._shape.head_dim * self._shape.dtype.itemsize
         return levels.spared_tokens * token_bytes * self._num_layers >= EAGER_WORTH_BYTES
@@ -202,21 +203,14 @@ class CudaGraphs:
                 plan_decode(wrapper, index, self._shape, variant)
 
     def _index(self, batch: AttentionBatch) -> PagedIndex:
-        index = self._backend.staged(paged_index(batch.context_lens, batch.block_tables, self._shape.block_size))
+        index = self._paged.staged(paged_index(batch.context_lens, batch.block_tables, self._shape.block_size))
         assert index is not None
         return index
 
     def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
         """A decode wrapper whose metadata lives in buffers that never move."""
-        return self._backend._flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._backend._workspace,
-            self._shape.kv_layout,
-            use_cuda_graph=True,
-            use_tensor_cores=True,
-            paged_kv_indptr_buffer=shared.indptr[: batch_size + 1],
-            paged_kv_indices_buffer=shared.indices,
-            paged_kv_last_page_len_buffer=shared.last_page_len[:batch_size],
-            backend=DECODE_KERNELS,
+        return self._paged.graph_wrapper(
+            self._shape.kv_layout, shared.indptr[: batch_size + 1], shared.indices, shared.last_page_len[:batch_size]
         )
 
     def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[Variant]:

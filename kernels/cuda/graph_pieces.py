@@ -72,7 +72,7 @@ class StepPieces:
         """Of prefill attention, among those that there are for these variants."""
         if self.is_possible:
             for variant in sorted(variants, key=str):
-                self._backend.prefill_kernels.try_out(self._shape, variant)
+                self._backend.paged.prefill_kernels.try_out(self._shape, variant)
 
     def warm_up(self, forward: Forward) -> None:
         """Capture every size now, before the first request."""
@@ -103,7 +103,7 @@ class StepPieces:
         assert self._shared is not None
         own = slice(0, num_tokens)
         self._backend.store_kv(call.k[own], call.v[own], call.kv_layer, plan.slot_mapping)
-        self._backend.attend_into(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
+        self._backend.paged.attend(self._shared[1][own], call.q[own], call.kv_layer, plan, call.variant)
 
     def _of(self, size: int, forward: Forward) -> _Pieces:
         if size not in self._pieces:

@@ -336,7 +336,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(Tensor, "pin_memory", lambda self: self.clone().as_subclass(Pinned))
     monkeypatch.setattr(OnHost, "num_waits", 0)
     monkeypatch.setattr(FakeEvent, "num_waits", 0)
-    monkeypatch.setattr("kvrelay.kernels.cuda.backend._WORKSPACE_BYTES", 1 << 10)
+    monkeypatch.setattr("kvrelay.kernels.cuda.paged_attention.WORKSPACE_BYTES", 1 << 10)
     backend = CudaBackend("cpu:0")
     backend.gpu = gpu
     return backend

@@ -3,6 +3,7 @@
 # ruff: noqa: F811
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -345,7 +346,9 @@ def test_only_what_flashinfer_computes_is_captured():
     prompt = make_step(KernelCase(((1, 5), (2, 20)))).batch
 
     def fits(head_dim, dtype, batch=batch, sizes=(1, 2)):
-        return CudaGraphs(None, AttentionShape(6, 2, head_dim, 16, dtype), max_blocks=8, sizes=sizes).fits(batch)
+        return CudaGraphs(
+            SimpleNamespace(paged=None), AttentionShape(6, 2, head_dim, 16, dtype), max_blocks=8, sizes=sizes
+        ).fits(batch)
 
     assert fits(64, torch.bfloat16) and fits(128, torch.float16)
     assert not fits(64, torch.float32) and not fits(16, torch.bfloat16) and not fits(32, torch.bfloat16)

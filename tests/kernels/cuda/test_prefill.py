@@ -31,7 +31,7 @@ def seconds(monkeypatch):
 
 def chosen(fake_gpu, variant=VARIANT, of=VARIANT):
     StepPieces(fake_gpu, SHAPE).choose_kernels([variant])
-    return fake_gpu.prefill_kernels.of(SHAPE, of), fake_gpu._prefill_wrapper(SHAPE, of).backend
+    return fake_gpu.paged.prefill_kernels.of(SHAPE, of), fake_gpu.paged._prefill_wrapper(SHAPE, of).backend
 
 
 def test_the_faster_kernel_is_taken_on_hopper(fake_gpu, seconds):
@@ -64,7 +64,7 @@ def test_kernels_that_disagree_are_not_taken(fake_gpu, seconds, caplog):
 def test_both_compute_the_same_prompt(fake_gpu, kv_layout, monkeypatch):
     monkeypatch.setattr("kvrelay.kernels.cuda.prefill._TOKENS", 40)
     shape = AttentionShape(2, 1, 64, 16, torch.bfloat16, kv_layout)
-    found = fake_gpu.prefill_kernels.try_out(shape, (0.125, 20, 5.0))
+    found = fake_gpu.paged.prefill_kernels.try_out(shape, (0.125, 20, 5.0))
     assert set(found) == {"fa2", "fa3"} and all(seconds > 0 for seconds in found.values())
 
 
@@ -76,4 +76,4 @@ def test_a_kernel_that_hides_old_tokens_is_not_taken(fake_gpu, monkeypatch, capl
         right(self, *args, window_left=20 if self.backend == "fa3" else window_left, **options)
 
     monkeypatch.setattr(FakePrefill, "plan", plan)
-    assert set(fake_gpu.prefill_kernels.try_out(SHAPE, VARIANT)) == {"fa2"} and "differ" in caplog.text
+    assert set(fake_gpu.paged.prefill_kernels.try_out(SHAPE, VARIANT)) == {"fa2"} and "differ" in caplog.text
