@@ -151,6 +151,15 @@ class Backend(Protocol):
         """Whether cascade attention is on and supported for this shape."""
         ...
 
+    @property
+    def compiled_kernels(self) -> Any:
+        """An object whose `lib` has the compiled kernels as functions, for profilers to wrap; None: there are none."""
+        ...
+
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
+        """Whether a row's bits do not depend on the rest of its batch, for weights of `dtype`."""
+        ...
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack weight [out, in] (and bias [out]) for fast products; may copy and reorder."""
         ...

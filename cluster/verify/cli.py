@@ -151,7 +151,7 @@ async def run_all(verifier: "Verifier", transports: Sequence[str], *, is_random:
     import torch
 
     from kvrelay.cluster.verify import suites
-    from kvrelay.cluster.verify.dtypes import DtypeRows, rows_stand_alone
+    from kvrelay.cluster.verify.dtypes import DtypeRows
     from kvrelay.cluster.verify.groups import run_groups
     from kvrelay.cluster.verify.near_float32 import FP8_KV, OF_RANDOM_WEIGHTS, WEIGHTS, run_near
     from kvrelay.cluster.verify.rows import run_setup
@@ -160,7 +160,7 @@ async def run_all(verifier: "Verifier", transports: Sequence[str], *, is_random:
     first = transports[0]
     if verifier.dtype != "float32":
         backend = select_backend(verifier.backend, num_threads=1)  # type: ignore[arg-type]
-        stands_alone = rows_stand_alone(backend, getattr(torch, verifier.dtype))
+        stands_alone = backend.is_batch_invariant(getattr(torch, verifier.dtype))
         await DtypeRows(verifier, first, stands_alone=stands_alone).run()
         if not stands_alone:
             why = "with these kernels a row's bits depend on its batch, so tokens may differ where two are close"

@@ -27,7 +27,6 @@ from kvrelay.cluster.verify.prompts import VerifyPrompt
 from kvrelay.cluster.verify.rows import Evidence
 from kvrelay.cluster.verify.verifier import ServedAnswer, Verifier, reset_caches
 from kvrelay.errors import KvrelayError
-from kvrelay.kernels.backend import Backend
 from kvrelay.plane.messages import TokenLogprob
 
 if TYPE_CHECKING:
@@ -93,15 +92,6 @@ def dtype_error(found: TextLogprobs, exact: "torch.Tensor") -> DtypeError:
     )
 
 
-def rows_stand_alone(backend: Backend, dtype: "torch.dtype") -> bool:
-    """Whether the backend promises a row the same bits whatever else is in its batch: the compiled CPU kernels do."""
-    import torch
-
-    from kvrelay.kernels.cpu.native_kernels import NativeLinear
-
-    return isinstance(backend.pack_linear(torch.zeros(16, 16, dtype=dtype, device=backend.device)), NativeLinear)
-
-
 def of_prompt(logprobs: Sequence[TokenLogprob]) -> TextLogprobs:
     """What was served with a prompt."""
     import torch
@@ -128,7 +118,7 @@ def concatenated(parts: Sequence[TextLogprobs]) -> TextLogprobs:
 
 
 class DtypeRows:
-    """Adds the rows of the verifier's 16-bit dtype. stands_alone: see `rows_stand_alone`."""
+    """Adds the rows of the verifier's 16-bit dtype. stands_alone: see Backend.is_batch_invariant."""
 
     def __init__(self, verifier: Verifier, transport: str, *, stands_alone: bool) -> None:
         from kvrelay.serve.text.tokenizer import Tokenizer

@@ -235,7 +235,7 @@ async def prefix_read_once(cluster: LocalCluster, evidence: Evidence) -> AsyncIt
 @asynccontextmanager
 async def sharing_unlike_kv(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """All decode rows are taken to share the first one's blocks."""
-    native: Any = engine_of(cluster).backend.native  # type: ignore[attr-defined]
+    native: Any = engine_of(cluster).backend.compiled_kernels  # type: ignore[attr-defined]
     share = native.share
 
     def share_first(schedule: Any, batch: Any, shape: Any) -> None:

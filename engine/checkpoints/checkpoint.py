@@ -202,9 +202,21 @@ def _download_wheel(work: Path, report: Progress) -> Path:
     downloads.mkdir()
     scratch.mkdir()
     command = [
-        "env", f"TMPDIR={scratch}", sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-        "--no-deps", "--only-binary", ":all:", "--dest", str(downloads), _WHEEL,
-    ]  # fmt: skip
+        "env",
+        f"TMPDIR={scratch}",
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--no-deps",
+        "--only-binary",
+        ":all:",
+        "--dest",
+        str(downloads),
+        _WHEEL,
+    ]
     with (work / "pip.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as pip:
         try:
             while pip.poll() is None:

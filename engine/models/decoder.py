@@ -68,9 +68,15 @@ class DecoderModel:
     ) -> None:
         self.spec, self.dtype = spec, dtype
         self.attention_shape = AttentionShape(
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, block_size, dtype, kv_layout, kv_dtype or dtype,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            block_size,
+            dtype,
+            kv_layout,
+            kv_dtype or dtype,
             latent_dim=None if spec.latent is None else spec.latent.kv_rank,
-        )  # fmt: skip
+        )
         self._backend, self._embedding, self._layers = backend, embedding, tuple(layers)
         self._final_norm, self._lm_head = final_norm, lm_head
         # Hugging Face rounds the scale to the model's dtype before it multiplies
@@ -140,8 +146,17 @@ class DecoderModel:
         if isinstance(layer.attention, LatentAttention):
             assert spec.latent is not None
             x = attend_latents(
-                layer.attention, spec.latent, backend, x, cos_sin, positions, slots, plan, kv_layer, scale=spec.query_scale
-            )  # fmt: skip
+                layer.attention,
+                spec.latent,
+                backend,
+                x,
+                cos_sin,
+                positions,
+                slots,
+                plan,
+                kv_layer,
+                scale=spec.query_scale,
+            )
         else:
             x = self._attend_heads(layer.attention, index, x, cos_sin, positions, slots, plan, kv_layer)
         if layer.post_attention_norm is not None:
@@ -149,9 +164,16 @@ class DecoderModel:
         return x
 
     def _attend_heads(
-        self, layer: HeadAttention, index: int, x: Tensor, cos_sin: Tensor, positions: Tensor, slots: Tensor, plan: Any,
+        self,
+        layer: HeadAttention,
+        index: int,
+        x: Tensor,
+        cos_sin: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        plan: Any,
         kv_layer: Tensor,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         spec, backend = self.spec, self._backend
         num_q, num_kv = spec.num_heads, spec.num_kv_heads
         heads = layer.qkv(x).view(-1, num_q + 2 * num_kv, spec.head_dim)
@@ -251,7 +273,10 @@ def load_model(
         model.weight_error = packer.error
         logger.info(
             "weights are %s: relative RMS error %.3f%%, %.0f MiB instead of %.0f; took %.1f s",
-            quantization, 100 * packer.error.relative, packer.error.num_bytes / 2**20,
-            packer.error.num_weights * dtype.itemsize / 2**20, time.monotonic() - start_s,
-        )  # fmt: skip
+            quantization,
+            100 * packer.error.relative,
+            packer.error.num_bytes / 2**20,
+            packer.error.num_weights * dtype.itemsize / 2**20,
+            time.monotonic() - start_s,
+        )
     return model

@@ -357,9 +357,7 @@ def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
         text = _Text(text.family, {**text.raw, "rope_interleave": True})
     latent, rope = latent_spec(text), spec.ropes[0]
     scale = latent_query_scale(latent, rope_kind=rope.kind, factor=rope.factor, mscale_all_dim=rope.mscale_all_dim)
-    return replace(
-        spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, has_qkv_bias=False
-    )  # fmt: skip
+    return replace(spec, num_kv_heads=1, head_dim=latent.width, query_scale=scale, latent=latent, has_qkv_bias=False)
 
 
 def _activation(text: _Text) -> ActivationName:

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvrelay.engine.step.engine import Engine
-from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.kernels.cpu.linear import OneDnnLinear
 from kvrelay.kernels.oracle.reference import ReferenceLinear
 
@@ -206,7 +205,7 @@ def _replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
 
 
 def _library(engine: Engine, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> list[Any]:
-    native = engine.backend.native if isinstance(engine.backend, CpuBackend) else None
+    native = engine.backend.compiled_kernels
     return [] if native is None else [(native, "lib", _Library(native.lib, wrap))]
 
 

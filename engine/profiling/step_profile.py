@@ -277,8 +277,14 @@ def _summary(
         kernels_s, calls = device.busy_s, device.num_kernels
         outside_s = max(0.0, step_s - device.busy_s)
     return StepProfile(
-        workload.name, len(rounds), step_s, kernels_s, outside_s, calls, phases,
+        workload.name,
+        len(rounds),
+        step_s,
+        kernels_s,
+        outside_s,
+        calls,
+        phases,
         host_waits=None if device is None else device.num_waits,
         ahead_s=statistics.median(one.ahead_s for one in rounds) if looks_ahead else None,
         waited_s=statistics.median(one.waited_s for one in rounds) if looks_ahead else None,
-    )  # fmt: skip
+    )

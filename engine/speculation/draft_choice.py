@@ -130,7 +130,10 @@ def _deepest(candidates: Sequence[DraftCandidate], prices: Prices, most: int) ->
     none = [0] * len(candidates), [0.0] * len(candidates)
     best, best_gain = (0, *none), 0.0
     chances, lengths = [1.0] * len(candidates), [0] * len(candidates)
-    gains = [-one.instead - (prices.behind * (one.num_behind - 1) if one.num_behind <= prices.near else 0.0) for one in candidates]  # fmt: skip
+    gains = [
+        -one.instead - (prices.behind * (one.num_behind - 1) if one.num_behind <= prices.near else 0.0)
+        for one in candidates
+    ]
     for depth in range(1, most + 1):
         num_longer = 0
         for index, one in enumerate(candidates):

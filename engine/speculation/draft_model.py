@@ -75,18 +75,28 @@ class DraftModel:
         shape, spec = model.attention_shape, model.spec
         dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
         layout = KvLayout(
-            spec.num_layers, 1, config.block_size, shape.num_kv_heads, shape.head_dim, dtype, order=shape.kv_layout,
+            spec.num_layers,
+            1,
+            config.block_size,
+            shape.num_kv_heads,
+            shape.head_dim,
+            dtype,
+            order=shape.kv_layout,
             is_latent=shape.latent_dim is not None,
-        )  # fmt: skip
+        )
         num_blocks = num_blocks_for(config.kv_memory_bytes, layout.block_bytes, key="engine.draft_kv_memory")
         self.share, self._name = config.share, name
         self.max_model_len = min(spec.max_position, num_blocks * config.block_size, config.max_model_len)
         self._clock, self._vocab_size = clock, config.vocab_size
         self._storage = KvStorage(replace(layout, num_blocks=num_blocks), backend.device)
         self._runner = Runner(
-            model, backend, self._storage.layers,
-            block_size=config.block_size, max_running=config.max_running, max_blocks=-(-self.max_model_len // config.block_size) + 1,
-        )  # fmt: skip
+            model,
+            backend,
+            self._storage.layers,
+            block_size=config.block_size,
+            max_running=config.max_running,
+            max_blocks=-(-self.max_model_len // config.block_size) + 1,
+        )
         self._sampler = Sampler(backend, ())
         self.num_blocks = num_blocks
         pool = BlockPool(num_blocks, block_size=config.block_size)
@@ -199,9 +209,13 @@ def make_draft_model(settings: Settings, folder: Path, backend: Backend) -> Draf
         share=weight_share(folder, draft_folder, settings),
     )
     model = load_model(
-        draft_folder, backend, DTYPES[settings.model.compute_dtype], block_size=engine.block_size, kv_layout=engine.kv_layout,
+        draft_folder,
+        backend,
+        DTYPES[settings.model.compute_dtype],
+        block_size=engine.block_size,
+        kv_layout=engine.kv_layout,
         quantization=draft_scheme_of(settings),
-    )  # fmt: skip
+    )
     drafts = DraftModel(model, backend, config, name=draft_folder.name)
     logger.info("draft model %s", drafts.describe())
     return drafts

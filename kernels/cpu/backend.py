@@ -30,7 +30,7 @@ from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.common.quantized import HeadByHead
 from kvrelay.kernels.cpu.linear import Pack, choose_linear
 from kvrelay.kernels.cpu.native_experts import NativeExperts, choose_experts
-from kvrelay.kernels.cpu.native_kernels import KV_KINDS, SUPPORTED, NativeKernels, NativePlan, places
+from kvrelay.kernels.cpu.native_kernels import KV_KINDS, SUPPORTED, NativeKernels, NativeLinear, NativePlan, places
 from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cpu.torch_fallback import TorchCpuBackend
@@ -77,9 +77,12 @@ class CpuBackend:
             logger.warning("compiled CPU kernels are off (%s); torch's are used, several times slower", self._why_not)
 
     @property
-    def native(self) -> NativeKernels | None:
+    def compiled_kernels(self) -> NativeKernels | None:
         """The compiled kernels, or None where torch's are used."""
         return self._native
+
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
+        return isinstance(self.pack_linear(torch.zeros(16, 16, dtype=dtype)), NativeLinear)
 
     @property
     def cascade_saved_tokens(self) -> int:

@@ -124,6 +124,13 @@ class CudaBackend:
             self._graph_pool = torch.cuda.graph_pool_handle()
         return self._graph_pool
 
+    @property
+    def compiled_kernels(self) -> None:
+        return None
+
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
+        return False
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return self._plain.pack_linear(weight, bias)
 

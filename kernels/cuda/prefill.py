@@ -69,15 +69,21 @@ class PrefillKernels:
         num_blocks = -(-_TOKENS // size)
         generator = torch.Generator().manual_seed(0)
         q, kv = (
-            (2 * torch.randn(*sizes, generator=generator)).to(device=device, dtype=shape.dtype)  # few keys matter to a query
-            for sizes in ((_TOKENS, shape.num_heads, shape.head_dim), (num_blocks, 2, size, shape.num_kv_heads, shape.head_dim))
-        )  # fmt: skip
+            (2 * torch.randn(*sizes, generator=generator)).to(
+                device=device, dtype=shape.dtype
+            )  # few keys matter to a query
+            for sizes in (
+                (_TOKENS, shape.num_heads, shape.head_dim),
+                (num_blocks, 2, size, shape.num_kv_heads, shape.head_dim),
+            )
+        )
         if shape.kv_layout == "HND":
             kv = kv.transpose(2, 3).contiguous().transpose(2, 3)
         index = PagedIndex(
-            torch.tensor([0, num_blocks], dtype=torch.int32), torch.arange(num_blocks, dtype=torch.int32),
+            torch.tensor([0, num_blocks], dtype=torch.int32),
+            torch.arange(num_blocks, dtype=torch.int32),
             torch.tensor([_TOKENS - (num_blocks - 1) * size], dtype=torch.int32),
-        )  # fmt: skip
+        )
         wrapper = self._flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             self._workspace, shape.kv_layout, backend=kernels
         )

@@ -47,8 +47,18 @@ def _kth_place(row, k, vocab, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weigh(
-    logits, stride, temperatures, top_ks, weights, totals, tokens, vocab, scale, SMALL: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+    logits,
+    stride,
+    temperatures,
+    top_ks,
+    weights,
+    totals,
+    tokens,
+    vocab,
+    scale,
+    SMALL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """weights [R, V] and their sums, zeros for what top-k leaves out; of rows that draw nothing the token alone."""
     number = tl.program_id(0).to(tl.int64)
     row, own = logits + number * stride, weights + number * vocab
@@ -113,9 +123,19 @@ def _kept(w, least, num_equal, floor, num_before):
 
 @triton.jit
 def _choose(
-    weights, totals, temperatures, top_ps, min_ps, uniforms, tokens, vocab, scale, num_digits, SMALL: tl.constexpr,
+    weights,
+    totals,
+    temperatures,
+    top_ps,
+    min_ps,
+    uniforms,
+    tokens,
+    vocab,
+    scale,
+    num_digits,
+    SMALL: tl.constexpr,
     BLOCK: tl.constexpr,
-):  # fmt: skip
+):
     """The first id whose cumulative kept weight exceeds uniform * total, for rows that draw."""
     number = tl.program_id(0).to(tl.int64)
     row = weights + number * vocab
@@ -164,11 +184,32 @@ def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     scale = float(1 << bits)
     with torch.cuda.device_of(logits):
         _weigh[(rows,)](
-            logits, logits.stride(0), settings.temperature, settings.top_k, weights, totals, tokens, vocab, scale,
-            SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+            logits,
+            logits.stride(0),
+            settings.temperature,
+            settings.top_k,
+            weights,
+            totals,
+            tokens,
+            vocab,
+            scale,
+            SMALL=_SMALL,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
         _choose[(rows,)](
-            weights, totals, settings.temperature, settings.top_p, settings.min_p, uniform, tokens, vocab, scale,
-            bits // 4 + 1, SMALL=_SMALL, BLOCK=_BLOCK, num_warps=_NUM_WARPS,
-        )  # fmt: skip
+            weights,
+            totals,
+            settings.temperature,
+            settings.top_p,
+            settings.min_p,
+            uniform,
+            tokens,
+            vocab,
+            scale,
+            bits // 4 + 1,
+            SMALL=_SMALL,
+            BLOCK=_BLOCK,
+            num_warps=_NUM_WARPS,
+        )
     return tokens

@@ -102,9 +102,7 @@ def quantized_linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]
             packed = backend.pack_quantized(weight, b, scheme, dtype)
             for rows in ROWS:
                 x = numbers(rows, k)
-                yield _compare(
-                    f"{scheme}, {rows} x {k} x {n}", packed(x), exact.linear(x, restored, b, held=most)
-                )  # fmt: skip
+                yield _compare(f"{scheme}, {rows} x {k} x {n}", packed(x), exact.linear(x, restored, b, held=most))
 
 
 def embedding(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
@@ -131,9 +129,7 @@ def norms(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
             yield _compare(f"norm of a sum of {rows} x {width}", found, normed)
     for rows, (heads, dim) in product(ROWS, ((3, 64), (9, 20))):
         x, weight = numbers(rows, (2 * heads) * dim)[:, heads * dim :].unflatten(1, (heads, dim)), numbers(dim)
-        yield _compare(
-            f"{rows} x {heads} heads", backend.rms_norm(x, weight, 1e-6), exact.rms_norm(x, weight, 1e-6)
-        )  # fmt: skip
+        yield _compare(f"{rows} x {heads} heads", backend.rms_norm(x, weight, 1e-6), exact.rms_norm(x, weight, 1e-6))
 
 
 def rope(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
@@ -203,7 +199,7 @@ def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 def _placed(
     backend: Backend, fused: Tensor, norms: Any, table: Tensor, slots: Tensor, cache: Tensor, in_one: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """(queries, cache) of six heads of queries, two of keys and two of values side by side, by one kernel or several."""
     heads, cache = fused.clone().unflatten(1, (10, -1)), cache.clone()
     inputs = HeadInputs(norms, 1e-5, table, slots * 131 % 500, cache, slots)
@@ -224,9 +220,12 @@ def sampling(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
     for rows, (top_k, top_p, min_p) in product((0, 1, 13, 70), filters):
         logits = 4 * _Numbers(backend, dtype, rows)(rows, 3001).float()
         batch = SamplingBatch(
-            (torch.arange(rows) % 3).float() * 0.6, torch.full((rows,), top_k), torch.full((rows,), top_p),
-            torch.full((rows,), min_p), torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)),
-        )  # fmt: skip
+            (torch.arange(rows) % 3).float() * 0.6,
+            torch.full((rows,), top_k),
+            torch.full((rows,), top_p),
+            torch.full((rows,), min_p),
+            torch.rand(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(rows)),
+        )
         due = exact.unrounded(reference.sample(logits.cpu(), batch))
         yield _compare(f"{rows} rows, top_k {top_k}, top_p {top_p}", backend.sample(logits, batch), due)
 

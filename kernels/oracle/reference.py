@@ -137,6 +137,13 @@ class ReferenceBackend:
         """What was chosen, in short words."""
         return {"backend": self.name, "device": str(self.device)}
 
+    @property
+    def compiled_kernels(self) -> None:
+        return None
+
+    def is_batch_invariant(self, dtype: torch.dtype) -> bool:
+        return False
+
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         return ReferenceLinear(weight.to(self.device), None if bias is None else bias.to(self.device))
 

@@ -21,7 +21,6 @@ from kvrelay.cluster.verify.dtypes import (
     dtype_error,
     first_difference,
     on_same_tokens,
-    rows_stand_alone,
 )
 from kvrelay.cluster.verify.hugging_face import expected_tokens, log_probabilities
 from kvrelay.cluster.verify.rows import run_setup
@@ -44,7 +43,7 @@ def failures(report):
 async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_way(dtype, tmp_path):
     folder = tiny_checkpoint("qwen3", tmp_path / "model")
     verifier = Verifier(folder, max_model_len=160, num_output=6, dtype=dtype, progress=lambda what: None)
-    stands_alone = rows_stand_alone(CpuBackend(1), getattr(torch, dtype))
+    stands_alone = CpuBackend(1).is_batch_invariant(getattr(torch, dtype))
     await DtypeRows(verifier, "shm", stands_alone=stands_alone).run()
     assert failures(verifier.report) == []
     assert len(verifier.report.rows) == 8
@@ -54,7 +53,7 @@ async def test_a_16_bit_model_says_what_hugging_face_says_and_the_same_on_every_
 async def test_tokens_of_every_way_are_one_workers_and_another_expectation_fails(tmp_path):
     folder = tiny_checkpoint("llama", tmp_path / "model")
     verifier = Verifier(folder, max_model_len=160, num_output=6, dtype="bfloat16", progress=lambda what: None)
-    if not rows_stand_alone(CpuBackend(1), torch.bfloat16):
+    if not CpuBackend(1).is_batch_invariant(torch.bfloat16):
         pytest.skip("this processor's bfloat16 products depend on the batch")
     for setup in paths(["shm"]):
         await run_setup(verifier, setup)
@@ -128,11 +127,11 @@ def test_a_changed_copy_model_differs_in_what_was_changed_copy_alone(tmp_path):
 
 
 def test_only_the_compiled_kernels_promise_that_rows_stand_alone(monkeypatch):
-    assert rows_stand_alone(CpuBackend(1), torch.float32) is (CpuBackend(1).native is not None)
-    assert not rows_stand_alone(CpuBackend(1), torch.float16)
-    assert not rows_stand_alone(ReferenceBackend("cpu"), torch.float32)
+    assert CpuBackend(1).is_batch_invariant(torch.float32) is (CpuBackend(1).compiled_kernels is not None)
+    assert not CpuBackend(1).is_batch_invariant(torch.float16)
+    assert not ReferenceBackend("cpu").is_batch_invariant(torch.float32)
     monkeypatch.setenv("KVRELAY_NATIVE", "0")
-    assert not rows_stand_alone(CpuBackend(1), torch.bfloat16)
+    assert not CpuBackend(1).is_batch_invariant(torch.bfloat16)
 
 
 def test_a_dtype_that_there_is_not_is_refused():

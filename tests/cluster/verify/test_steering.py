@@ -141,7 +141,7 @@ async def test_every_steered_engine_is_afterwards_as_it_was():
         async with during(cluster_of(engine), evidence):
             pass
     plain = (
-        engine.scheduler.schedule, engine.scheduler.grant_reservations, engine.backend.native.share, engine.take_drafted,
+        engine.scheduler.schedule, engine.scheduler.grant_reservations, engine.backend.compiled_kernels.share, engine.take_drafted,
         engine.drafts.speculation.begins, engine.drafts.speculation.lengths,
     )  # fmt: skip
     assert all(one == engine.plain for one in plain)

@@ -57,7 +57,7 @@ async def test_queue_order_and_mixed_steps_change_no_token(tmp_path):
 @pytest.mark.slow
 async def test_requests_that_share_a_prefix_get_hugging_faces_tokens(tmp_path):
     verifier = verifier_of(tmp_path)
-    num_rows = 3 if CpuBackend(1).native is not None else 2
+    num_rows = 3 if CpuBackend(1).compiled_kernels is not None else 2
     assert len(await report_of(verifier, suites.cascade(verifier, "shm"))) == num_rows
 
 

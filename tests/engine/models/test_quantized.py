@@ -121,7 +121,7 @@ def test_logits_leave_the_models_by_as_much_as_the_bits_allow(folders, backend):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_steps_are_recorded_with_quantised_products(make, backend, dtype):
-    if backend.native is None:
+    if backend.compiled_kernels is None:
         pytest.skip("no compiled kernels here")
     engine = make(dtype=dtype)
     streams = run(engine, PROMPTS)
@@ -134,7 +134,7 @@ def test_decode_steps_are_recorded_with_quantised_products(make, backend, dtype)
 def test_without_compiled_kernels_torch_serves(make, monkeypatch):
     monkeypatch.setenv("KVRELAY_NATIVE", "0")
     torch_only = CpuBackend(1)
-    assert torch_only.native is None
+    assert torch_only.compiled_kernels is None
     for on in (torch_only, select_backend("reference", "cpu")):
         assert run(make(on=on), PROMPTS[2:4]) == run(make(), PROMPTS[2:4])
 

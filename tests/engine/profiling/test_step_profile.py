@@ -117,19 +117,19 @@ def test_every_phase_of_every_kind_of_step_is_seen_and_the_engine_is_left_clean(
 
 
 def test_compiled_kernels_are_counted_and_put_back(engine):
-    if engine.backend.name != "cpu" or engine.backend.native is None:
+    if engine.backend.name != "cpu" or engine.backend.compiled_kernels is None:
         pytest.skip("no compiled kernels")
-    lib = engine.backend.native.lib
+    lib = engine.backend.compiled_kernels.lib
     profile = StepProfiler(engine, context_tokens=20, num_steps=3).run(StepWorkload(0, 40))
     assert profile.kernel_calls > 5 * engine.model.spec.num_layers
-    assert engine.backend.native.lib is lib
+    assert engine.backend.compiled_kernels.lib is lib
 
 
 def test_steps_to_sample_run_kernels_in_frames_of_their_names(engine):
     seen = []
 
     def watch(run_rounds):
-        library = engine.backend.native.lib if getattr(engine.backend, "native", None) else None
+        library = engine.backend.compiled_kernels.lib if engine.backend.compiled_kernels else None
         if library is not None:
             seen.append(library.kr_sample.__code__.co_name)
         steps = engine._speed.num_steps

@@ -70,7 +70,7 @@ def shared_step(contexts=CONTEXTS, shared=TREE, chunks=(), seed=0, **kind):
 
 def run(backend, step, *, shares, worth=WORTH):
     """(attention, tokens spared) of a step with or without sharing."""
-    native, before = backend.native, backend.cascade_saved_tokens
+    native, before = backend.compiled_kernels, backend.cascade_saved_tokens
     native.worth = worth
     backend.share_prefixes(enabled=shares)
     try:

@@ -61,7 +61,7 @@ class Decoder:
         self.generator = torch.Generator().manual_seed(3)
         sizes = (self.model.spec.num_layers, NUM_BLOCKS, 2, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim)
         self.kv = torch.randn(*sizes, generator=self.generator).to(dtype)
-        self.graphs = RecordedSteps(backend.native, shape, max_blocks=max_blocks, head=self.model.logits)
+        self.graphs = RecordedSteps(backend.compiled_kernels, shape, max_blocks=max_blocks, head=self.model.logits)
 
     def forward(self, token_ids, batch, plan):
         return self.model.forward(token_ids, batch, plan, list(self.kv))
@@ -147,7 +147,7 @@ def test_a_head_that_torch_computes_leaves_the_step_recorded(backend, tmp_path):
 def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
     """The schedule is no part of a recording: sharing comes, changes and goes, and results stay those of rows alone."""
     decoder = Decoder(backend, tiny_checkpoint("llama", tmp_path), torch.float32, max_blocks=40)
-    native, spared = backend.native, []
+    native, spared = backend.compiled_kernels, []
     worth, native.worth = native.worth, 64
     try:
         for contexts, shared in (

@@ -34,7 +34,7 @@ def test_what_is_not_contiguous_bf16_goes_to_torch():
 
 
 def test_a_kernel_that_widens_wrongly_is_found(monkeypatch):
-    native = CpuBackend(1).native
+    native = CpuBackend(1).compiled_kernels
     if native is None:
         pytest.skip("no compiled kernels")
     assert first_wrong_kernel(native) is None
