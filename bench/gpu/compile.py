@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bench.gpu.kernels import Grid, Step, batch_of
+from bench.gpu.kernels import Grid, KernelStep, batch_of
 from bench.gpu.section import FA3_IS_BUILT, Context
 from kvrelay.kernels.backend import AttentionShape
 
@@ -41,7 +41,7 @@ def append(grid: Grid) -> None:
 def attention(sequences: tuple[tuple[int, int], ...], head_dim: int) -> Callable[[Grid], None]:
     def run(grid: Grid) -> None:
         shape = AttentionShape(8, 2, head_dim, 16, torch.bfloat16)
-        batch, num_blocks = batch_of(Step("", sequences), 16, grid.generator)
+        batch, num_blocks = batch_of(KernelStep("", sequences), 16, grid.generator)
         kv = grid.random(num_blocks, 2, 16, 2, head_dim, dtype=torch.bfloat16)
         q = grid.random(int(batch.query_starts[-1]), 8, head_dim, dtype=torch.bfloat16)
         grid.attend(grid.backend, shape, batch, q, kv, None, None)
@@ -51,7 +51,7 @@ def attention(sequences: tuple[tuple[int, int], ...], head_dim: int) -> Callable
 
 def latent_attention(grid: Grid) -> None:
     shape = AttentionShape(16, 1, 576, 16, torch.bfloat16, latent_dim=512)
-    batch, num_blocks = batch_of(Step("", ((1, 20),)), 16, grid.generator)
+    batch, num_blocks = batch_of(KernelStep("", ((1, 20),)), 16, grid.generator)
     kv = grid.random(num_blocks, 1, 16, 1, 576, dtype=torch.bfloat16)
     grid.attend(grid.backend, shape, batch, grid.random(1, 16, 576, dtype=torch.bfloat16), kv, None, None)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bench.gpu.engines import build, decoding, seconds_of
-from bench.gpu.kernels import Step, batch_of
+from bench.gpu.kernels import KernelStep, batch_of
 from bench.gpu.models import folder_of
 from bench.gpu.section import Context
 from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
@@ -73,7 +73,7 @@ def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
         context.add(check="a mixed step in pieces", left_out="this backend has none")
         return
     model, shape, pieces, cache = engine.model, engine.model.attention_shape, runner._pieces, engine.storage.tensor
-    step = Step("", ((1, 33), (1, 500), (num_tokens - 2, 600 + num_tokens)))
+    step = KernelStep("", ((1, 33), (1, 500), (num_tokens - 2, 600 + num_tokens)))
     batch, num_blocks = batch_of(step, shape.block_size, torch.Generator().manual_seed(num_tokens))
     ids = torch.randint(3, model.spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
     ids = ids.to(cache.device)
