@@ -103,6 +103,11 @@ class SourceTransfer:
     def request_id(self) -> str:
         return self.ticket.request_id
 
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether its blocks are final only once the GPU has done the work that was issued."""
+        return self._source.memory.view is None
+
     def announce(self, first_index: int, block_ids: Sequence[int], layers: range) -> None:
         """Blocks first_index... of the sequence are final in `layers`; those that the target has are skipped.
 

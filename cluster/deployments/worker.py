@@ -99,16 +99,18 @@ class WorkerReplica:
     def _make(self, model_dir: Any, terms: Terms, node_id: str, replica: str) -> Any:
         """The worker, not started. In a thread: this imports torch."""
         from kvrelay.engine.checkpoints.checkpoint import model_name
+        from kvrelay.engine.worker.build import WorkerOptions
 
         worker_id = worker_name(self.role, replica)
         host = terms.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:
             self._stores = ClusterStores(self._settings, terms.secret, worker_id=worker_id, host=host)
-        return self._worker_class()(
-            self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
+        options = WorkerOptions(
+            settings=self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
             node_id=node_id, secret=terms.secret, host=host, cores=self._lease.cpus if self._lease else None,
             cluster_store=self._stores, num_workers=self._num_workers,
         )  # fmt: skip
+        return self._worker_class()(options)
 
     role = ""
 

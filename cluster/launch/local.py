@@ -20,6 +20,7 @@ from kvrelay import tracing
 from kvrelay.cluster.store.factory import ClusterStores
 from kvrelay.cluster.store.process import ProcessStore, spawn_store
 from kvrelay.config import Settings, settings_from
+from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.service import WorkerService
 from kvrelay.errors import KvrelayError, WorkerLost
 from kvrelay.kvcache.stores.placement import StoreAddress
@@ -55,10 +56,11 @@ def make_worker(
     if settings.cache.remote == CLUSTER:
         clients = ClusterStores(settings, secret, worker_id=worker_id, host=HOST)
         clients.set_nodes(stores)
-    return kind(
-        settings, model_dir=model_dir, model_name=model_dir.name, worker_id=worker_id, node_id="local",
+    options = WorkerOptions(
+        settings=settings, model_dir=model_dir, model_name=model_dir.name, worker_id=worker_id, node_id="local",
         secret=secret, host=HOST, cores=cores, cluster_store=clients,
     )  # fmt: skip
+    return kind(options)
 
 
 async def start_worker(worker: WorkerService) -> WorkerInfo:

@@ -6,46 +6,22 @@ import numpy as np
 import pytest
 
 from kvrelay.errors import ChecksumMismatch, LeaseExpired, PeerLost, TransferTimeout
-from kvrelay.kvtransfer.transports.base import Transport, TransportError
-from kvrelay.kvtransfer.transports.loopback import LOOPBACK, LoopbackReader
+from kvrelay.kvtransfer.transports.base import TransportError
+from tests.kvtransfer.held_reader import held_transport
 
 pytestmark = pytest.mark.alone
-
-
-class HeldReader(LoopbackReader):
-    """Reads that begin when asked and end when the test lets them; nothing can stop them, as with NIXL."""
-
-    held = ()  # set by each test
-    max_in_flight = 1  # so that their order is the lane's
-
-    def read(self, copies, landed=None):
-        done = asyncio.get_running_loop().create_future()
-
-        def finish(error=None):
-            try:
-                if error is not None:
-                    raise error
-                self._copy(landed, copies)
-                done.set_result(None)
-            except TransportError as problem:
-                done.set_exception(problem)
-
-        self.held.append(finish)
-        self.has_begun.set()
-        return done
 
 
 @pytest.fixture
 async def held(kv):
     """(source, target, the held reads' finish functions, event of the first)."""
-    kind = type("Held", (HeldReader,), {"held": [], "has_begun": asyncio.Event()})
-    table = {"loopback": Transport("loopback", LOOPBACK.make_exporter, kind, LOOPBACK.why_not)}
+    table, reads, has_begun = held_transport()
     source = await kv.source(lease_s=0.3, deadline_s=0.3)
 
     async def target(**settings):
         return await kv.target(transports=table, **settings)
 
-    return source, target, kind.held, kind.has_begun
+    return source, target, reads, has_begun
 
 
 async def test_a_late_write_finds_its_blocks_still_in_quarantine(kv, held):

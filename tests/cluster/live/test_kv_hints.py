@@ -76,7 +76,7 @@ async def test_prefetch_and_pins_over_the_wire(folder, tmp_path):
         assert await pinned(cluster) == before
         _, again = await cluster.dispatcher.prefetch(request("p2"), 30.0)
         assert again.pool_tokens == 96
-        cluster.inside[0].draining = True
+        await cluster.inside[0].drain(0.0)
         _, refused = await cluster.dispatcher.prefetch(request("p3"), 30.0)
         assert refused.problem == "draining"
         assert await cluster.pool_leaks() == []

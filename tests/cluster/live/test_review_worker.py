@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.worker.service import Link
+from kvrelay.engine.worker.requests import IngressLink
 from kvrelay.hashing import block_hashes
 from kvrelay.kvtransfer.protocol.types import TransferResult
 from kvrelay.plane import messages as wire
@@ -85,7 +85,7 @@ async def test_nonsense_is_refused_and_the_next_request_is_served(folder, kind):
             assert isinstance(refused, wire.Refused) and refused.reason == "invalid"
         connection.send_nowait(wire.encode(wire.Generate(request=request("good"))))
         assert len(await finish(connection, "good")) == 4
-        assert worker.healthy() and not worker._owners and await blocks_used(worker) == 0
+        assert worker.healthy() and not len(worker.requests) and await blocks_used(worker) == 0
 
 
 async def test_a_second_reserve_of_a_running_sequence_does_not_end_it(folder):
@@ -96,7 +96,7 @@ async def test_a_second_reserve_of_a_running_sequence_does_not_end_it(folder):
         duplicate = await hear(connection, wire.Refused)
         assert duplicate.reason == "duplicate"
         await finish(connection, "a")
-        assert not worker._expected and not worker._timers and await blocks_used(worker) == 0
+        assert not worker._decode._incoming and await blocks_used(worker) == 0
 
 
 @pytest.mark.parametrize("timeout_s", [NAN, -1.0, math.inf])
@@ -120,7 +120,7 @@ async def test_a_grant_that_is_not_possible_is_a_refusal_and_leaks_nothing(folde
         connection.send_nowait(wire.encode(wire.Reserve(request=request("a"), timeout_s=5.0)))
         refused = await hear(connection, wire.Refused)
         assert refused.reason == "duplicate"
-        assert not worker._expected and not worker._granted and not worker._owners
+        assert not worker._decode._incoming and not len(worker.requests)
         assert await blocks_used(worker) == 0
 
 
@@ -130,7 +130,7 @@ async def test_a_first_token_that_cannot_be_is_a_failed_transfer(folder, token_i
         connection.send_nowait(wire.encode(wire.Reserve(request=request("a"), timeout_s=5.0)))
         await hear(connection, wire.Reserved)
         manifest = Manifest(request_id="a", num_tokens=40, position=0, token_ids=token_ids)
-        worker._on_commit("a", wire.encode(manifest), TransferResult("shm", 3, 1, 0.1, 0.1))
+        worker._decode._on_commit("a", wire.encode(manifest), TransferResult("shm", 3, 1, 0.1, 0.1))
         failed = await hear(connection, wire.Failed, wire.Transferred)
         assert isinstance(failed, wire.Failed) and failed.retryable
         connection.send_nowait(wire.encode(wire.Generate(request=request("b"))))
@@ -153,7 +153,7 @@ async def heard_positions(connection, name: str) -> list[tuple[int, list[int]]]:
 async def test_tokens_past_the_loop_are_those_that_the_loop_sends(folder, monkeypatch, at_once):
     """Each once and in order, whoever sends them; the loop hears of those in a stream's middle only if it must."""
     if not at_once:
-        monkeypatch.setattr(Link, "send_from_thread", lambda self, message: False)
+        monkeypatch.setattr(IngressLink, "send_from_thread", lambda self, message: False)
     async with started(folder) as (worker, connection):
         told, real = [], worker.thread._on_step
         worker.thread._on_step = lambda result: (told.extend(result.outputs), real(result))
@@ -161,6 +161,6 @@ async def test_tokens_past_the_loop_are_those_that_the_loop_sends(folder, monkey
         heard = await heard_positions(connection, "r")
         assert [position for position, _ in heard] == list(range(12))
         assert all(len(tokens) == 1 for _, tokens in heard)
-        assert not worker._owners, "the last token came before the books were closed"
+        assert not len(worker.requests), "the last token came before the books were closed"
         assert len(told) == (1 if at_once else 12)
         assert await blocks_used(worker) == 0

@@ -95,7 +95,7 @@ async def ended(exporter, *names):
 
 
 def nothing_is_open(cluster):
-    return not cluster.prefill._spans and not cluster.decode._spans
+    return not cluster.prefill.requests._spans and not cluster.decode.requests._spans
 
 
 async def test_prefill_transfer_and_decode_are_spans_of_the_requests_trace(cluster, exporter):
@@ -147,7 +147,7 @@ async def test_a_refused_transfer_says_why(cluster, exporter):
 
 async def test_a_transfer_that_the_source_takes_back_says_why_at_both_ends(cluster, exporter):
     calls = itertools.count()
-    cluster.prefill._source.generation_of = lambda block: next(calls)  # every block seems to be re-used all the time
+    cluster.prefill.source.generation_of = lambda block: next(calls)  # every block seems to be re-used all the time
     with pytest.raises(KvrelayError):
         [output async for output in cluster.stream()]
     spans = await ended(exporter, "kv transfer", "kv send")

@@ -8,9 +8,8 @@ import torch
 from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.scheduling.fair_share import QueueRules
+from kvrelay.engine.scheduling.fair_share import QueueRules, queue_rules
 from kvrelay.engine.step.engine import EngineConfig, load_engine
-from kvrelay.engine.worker.service import queue_rules
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import DeadlinePassed
 from kvrelay.hashing import block_hashes, tenant_of

@@ -2,8 +2,6 @@
 
 import asyncio
 import math
-import threading
-import time
 
 import pytest
 import torch
@@ -185,21 +183,6 @@ async def test_an_engine_that_can_only_wait_sleeps(make):
                 await asyncio.sleep(0.01)
     finally:
         await thread.aclose()
-
-
-def test_what_follows_the_device_waits_for_what_was_announced_before():
-    from kvrelay.prefill.worker import _DeviceGate
-
-    class SlowEvent:
-        def synchronize(self):
-            time.sleep(0.05)
-
-    gate, order, done = _DeviceGate(), [], threading.Event()
-    gate._queue.put((SlowEvent(), lambda: order.append("announce")))
-    gate.after_callbacks_so_far(lambda: (order.append("commit"), done.set()))
-    assert done.wait(5)
-    gate.close()
-    assert order == ["announce", "commit"]
 
 
 def test_a_prompt_may_fill_the_whole_pool_when_one_token_is_drawn(make):

@@ -1,6 +1,4 @@
-"""Paths, windows and samples: the pure rules of the KV plane."""
-
-import asyncio
+"""Paths and samples: the pure rules of the KV plane."""
 
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 
 from kvrelay.kvtransfer.paths.path_ranking import CLEARLY_FASTER, FIRST_REST_S, LAST_REST_S, PathTable, untried
 from kvrelay.kvtransfer.protocol.check_sampling import chosen_regions
-from kvrelay.prefill.window import Window
 
 pytestmark = pytest.mark.pure
 
@@ -108,52 +105,3 @@ def test_a_sample_has_about_the_share_that_was_asked_for():
 
 def test_another_ticket_draws_another_sample():
     assert not np.array_equal(chosen_regions(b"a" * 16, 20, 20, 0.2), chosen_regions(b"b" * 16, 20, 20, 0.2))
-
-
-# ---- windows
-
-
-async def test_a_window_makes_wait_and_serves_in_order():
-    window, order = Window(10), []
-
-    async def take(name, size):
-        await window.take(size)
-        order.append(name)
-
-    await take("first", 8)
-    tasks = [asyncio.create_task(take(name, size)) for name, size in (("big", 9), ("small", 1))]
-    await asyncio.sleep(0)
-    assert order == ["first"]  # the small one does not overtake
-    window.give(8)
-    await asyncio.gather(*tasks)
-    assert order == ["first", "big", "small"]
-    assert window.num_taken == 10
-
-
-async def test_more_than_the_window_takes_the_whole_window():
-    window = Window(10)
-    assert await window.take(100) == 10
-    assert window.num_taken == 10
-
-
-async def test_who_leaves_the_line_takes_nothing_and_holds_nobody_up():
-    window = Window(10)
-    await window.take(10)
-    leaver, waiter = asyncio.create_task(window.take(10)), asyncio.create_task(window.take(2))
-    await asyncio.sleep(0)
-    leaver.cancel()
-    window.give(4)
-    assert await waiter == 2
-    assert window.num_taken == 8
-
-
-async def test_who_leaves_in_the_moment_of_its_turn_gives_it_back():
-    window = Window(10)
-    await window.take(10)
-    leaver = asyncio.create_task(window.take(10))
-    await asyncio.sleep(0)
-    window.give(10)
-    leaver.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await leaver
-    assert window.num_taken == 0

@@ -1,0 +1,195 @@
+"""The ingresses that a worker is connected to, which requests came from each, and the spans of those that are traced."""
+
+import asyncio
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import msgspec
+
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.worker.thread import EngineThread
+from kvrelay.errors import ConnectionLost
+from kvrelay.plane.framing import Connection
+from kvrelay.plane.messages import Failed, Refused, SequenceRequest, Timings, TokenOutput, encode
+from kvrelay.tracing import Spans, spans_of
+from kvrelay.types import Role
+
+
+class IngressLink:
+    """Sends to one ingress. `requests`: ids of its requests that have not ended."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.requests: set[str] = set()
+        self.peer = connection.peer
+        self._snapshot: asyncio.Task[None] | None = None
+        connection.allow_threads()
+
+    async def receive(self) -> bytes:
+        """The next frame. Raises ConnectionLost."""
+        return await self._connection.receive()
+
+    def send(self, message: msgspec.Struct) -> None:
+        """Queue a message; a lost connection shows in `receive`, not here."""
+        with contextlib.suppress(ConnectionLost):
+            self._connection.send_nowait(encode(message))
+
+    def send_from_thread(self, message: msgspec.Struct) -> bool:
+        """Send a message from any thread, now, if the socket takes it. False: the loop must send it."""
+        return self._connection.send_from_thread(encode(message))
+
+    def send_parts(self, parts: Iterable[msgspec.Struct]) -> None:
+        """Send a snapshot's parts as fast as the ingress reads, other messages between them. Replaces an earlier snapshot."""
+        self.stop_parts()
+        self._snapshot = asyncio.create_task(self._send_parts(parts), name="send snapshot")
+
+    def stop_parts(self) -> None:
+        """Send no more of a snapshot's parts."""
+        if self._snapshot is not None:
+            self._snapshot.cancel()
+
+    async def _send_parts(self, parts: Iterable[msgspec.Struct]) -> None:
+        with contextlib.suppress(ConnectionLost):
+            for part in parts:
+                await asyncio.sleep(0)
+                await self._connection.send(encode(part))
+
+
+class RequestTable:
+    """Lives on the worker's loop; the engine's thread only calls `by_link` and `is_traced`."""
+
+    def __init__(self, worker_id: str, role: Role, thread: EngineThread, retry_after_s: Callable[[], float]) -> None:
+        self._worker_id, self._role, self._thread, self._retry_after_s = worker_id, role, thread, retry_after_s
+        self._links: dict[str, IngressLink] = {}
+        self._spans: dict[str, Spans] = {}  # of traced requests
+        self.is_draining = False  # every new request is refused
+
+    def __len__(self) -> int:
+        return len(self._links)
+
+    def __contains__(self, request_id: object) -> bool:
+        return request_id in self._links
+
+    @property
+    def ids(self) -> list[str]:
+        return list(self._links)
+
+    def admit(
+        self,
+        link: IngressLink,
+        request: SequenceRequest,
+        take: Callable[[Engine], None],
+        drop: Callable[[str, str], None],
+    ) -> bool:
+        """Have the engine take a request. False: it was refused on the spot; the engine may refuse it later.
+
+        Args:
+            take: adds the request to the engine, on its thread.
+            drop: called with (request_id, reason) when the engine refused, before the ingress receives Refused.
+        """
+        if not self._add(link, request):
+            return False
+        request_id, loop = request.request_id, asyncio.get_running_loop()
+
+        def refused(reason: str, message: str) -> None:
+            drop(request_id, reason)
+            self.refuse_added(request_id, reason, message)
+
+        def take_or_refuse(engine: Engine) -> None:
+            refusal = engine.refusal(request)
+            if refusal is None:
+                take(engine)
+            else:
+                loop.call_soon_threadsafe(refused, *refusal)
+
+        self._thread.post(take_or_refuse)
+        return True
+
+    def _add(self, link: IngressLink, request: SequenceRequest) -> bool:
+        request_id = request.request_id
+        if self.is_draining:
+            self.refuse(link, request_id, "draining", f"{self._worker_id} is shutting down")
+            return False
+        if request_id in self._links:
+            self.refuse(link, request_id, "duplicate", f"{request_id} is already here")
+            return False
+        self._links[request_id] = link
+        link.requests.add(request_id)
+        if (spans := spans_of(request.traceparent, request_id=request_id, worker=self._worker_id)) is not None:
+            self._spans[request_id] = spans
+        return True
+
+    def remove(self, request_id: str) -> IngressLink | None:
+        """The request has ended here. Its link, or None when it had been removed before."""
+        link = self._links.pop(request_id, None)
+        if link is not None:
+            link.requests.discard(request_id)
+        if (spans := self._spans.pop(request_id, None)) is not None:
+            spans.close("given up")
+        return link
+
+    def link_of(self, request_id: str) -> IngressLink | None:
+        return self._links.get(request_id)
+
+    def by_link(self, outputs: Iterable[TokenOutput]) -> dict[IngressLink, list[TokenOutput]]:
+        """Outputs of requests that have not been removed, by the link that they go to."""
+        batches: dict[IngressLink, list[TokenOutput]] = defaultdict(list)
+        for output in outputs:
+            if (link := self._links.get(output.request_id)) is not None:
+                batches[link].append(output)
+        return batches
+
+    # ---- answers
+
+    def refuse(self, link: IngressLink, request_id: str, reason: str, message: str) -> None:
+        """Answer a request that was not added. `reason`: see Refused."""
+        link.send(Refused(request_id=request_id, reason=reason, message=message, retry_after_s=self._retry_after_s()))
+
+    def refuse_added(self, request_id: str, reason: str, message: str) -> None:
+        """Refuse a request that was added, and remove it."""
+        link = self.remove(request_id)
+        if link is not None:
+            self.refuse(link, request_id, reason, message)
+
+    def fail(self, request_id: str, code: str, message: str) -> None:
+        """Send Failed, which the ingress may retry, and remove the request."""
+        if (spans := self._spans.get(request_id)) is not None:
+            spans.close(message)
+        link = self.remove(request_id)
+        if link is not None:
+            link.send(Failed(request_id=request_id, code=code, message=message, retryable=True))
+
+    # ---- spans: no-ops for a request that is not traced
+
+    def is_traced(self, request_id: str) -> bool:
+        return request_id in self._spans
+
+    def begin_span(self, request_id: str, name: str, **attributes: Any) -> None:
+        if (spans := self._spans.get(request_id)) is not None:
+            spans.begin(name, **attributes)
+
+    def end_span(self, request_id: str, name: str, **attributes: Any) -> None:
+        if (spans := self._spans.get(request_id)) is not None:
+            spans.end(name, **attributes)
+
+    def trace_output(self, output: TokenOutput) -> None:
+        """The spans that end or begin with it: prefill with a first token, decode with the last."""
+        spans = self._spans.get(output.request_id)
+        if spans is None:
+            return
+        if spans.has("prefill"):
+            timings = output.timings or Timings()
+            spans.end(
+                "prefill",
+                cached_tokens=output.cached_tokens or 0,
+                queue_s=timings.queue_s,
+                compute_s=timings.compute_s,
+                chunks=timings.num_chunks,
+            )
+            if self._role is Role.DECODE and output.finish_reason is None:
+                spans.begin("decode")
+        if output.finish_reason is not None and output.ends_request:
+            num_tokens = output.position + len(output.token_ids)
+            spans.end("decode", output_tokens=num_tokens, finish_reason=output.finish_reason)
