@@ -24,6 +24,6 @@ def test_the_page_lists_exactly_the_spans_of_the_code():
     sources = [
         path for folder in ("kvrelay", "serve", "engine", "prefill", "decode") for path in (ROOT / folder).rglob("*.py")
     ]
-    begun = re.compile(r"(?:\.begin\(|_begin_span\(request_id, |start_span\()\"([a-z ]+)\"")
+    begun = re.compile(r"(?:\.begin\(|begin_span\((?:request_id|request\.request_id), |start_span\()\"([a-z ]+)\"")
     names = {name for path in sources for name in begun.findall(path.read_text())}
     assert set(re.findall(r"^\| `([a-z ]+)` \|", PAGE.partition("## Traces")[2], re.MULTILINE)) == names
