@@ -1,20 +1,20 @@
-"""Pairs of workers between which no KV can travel, and what follows from them for a choice. Pure."""
+"""Pairs of workers between which no KV can be transferred, and what follows from them for a choice. Pure."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 
 Pair = tuple[str, str]
-"""A prefill worker and a decode worker, by id."""
+"""(prefill worker, decode worker), by id."""
 IncompatiblePairs = Mapping[Pair, str]
-"""Why these cannot work together, in one line each; pairs that are not listed can, or are not known."""
+"""Why these pairs are incompatible, one line each; pairs that are not listed are compatible, or not known yet."""
 
 
 def unpaired_workers(
     prefills: Collection[str], decodes: Collection[str], incompatible: IncompatiblePairs
 ) -> frozenset[str]:
-    """Workers that fit nobody of the other role. They take nothing: one of the two serves another model, or none can tell.
+    """Workers that are compatible with none of the other role; they take no requests.
 
-    Empty where a role is absent: then no KV travels.
+    Empty if a role is absent: then no KV is transferred.
     """
     if not incompatible or not prefills or not decodes:
         return frozenset()
@@ -26,12 +26,12 @@ def unpaired_workers(
 def compatible_sets(
     prefills: Sequence[str], decodes: Sequence[str], incompatible: IncompatiblePairs
 ) -> list[tuple[list[int], list[int]]]:
-    """(rows of prefill workers, rows of decode workers) within which every pair fits; together they have all pairs that fit.
+    """(rows of prefill workers, rows of decode workers) within which every pair is compatible; together all compatible pairs.
 
-    Each decode worker is in exactly one of them, together with all others that the same prefill workers fit.
+    Each decode worker is in exactly one set, with all others that are compatible with the same prefill workers.
     """
     members: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for row, decode in enumerate(decodes):
-        fits = tuple(place for place, prefill in enumerate(prefills) if (prefill, decode) not in incompatible)
-        members[fits].append(row)
-    return [(list(fits), rows) for fits, rows in members.items()]
+        partners = tuple(index for index, prefill in enumerate(prefills) if (prefill, decode) not in incompatible)
+        members[partners].append(row)
+    return [(list(partners), rows) for partners, rows in members.items()]

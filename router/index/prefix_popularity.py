@@ -13,7 +13,7 @@ MAX_COUNTED = 65_536
 """Prefixes that are counted at once; the oldest are forgotten."""
 
 
-class Heat:
+class PrefixPopularity:
     """Arrivals per second, by prefix."""
 
     __slots__ = ("_counts",)

@@ -25,7 +25,7 @@ Rows = Ints | slice
 """Rows of a column; a slice (with both ends) selects adjacent rows without a copy."""
 
 
-class Source(NamedTuple):
+class PrefixSource(NamedTuple):
     """Where each worker gets the prefix of a prompt from, in tokens, and the seconds to load `loaded` of them."""
 
     cached: Ints  # in its pool by the time it computes the prompt
@@ -33,13 +33,13 @@ class Source(NamedTuple):
     load_s: Floats
 
 
-def sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostModel) -> Source:
+def prefix_sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostModel) -> PrefixSource:
     """For all workers of these tables, concatenated. The last token is always computed: its logits give the first output token."""
     expected, in_any_tier, size = joined(tables, "expected"), joined(tables, "in_any_tier"), block_sizes(tables)
     usable = (context.request.num_tokens - 1) // size * size
     cached: Ints = np.minimum(expected, usable)
     if not context.stored_tokens and not any_of(in_any_tier > expected):
-        return Source(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
+        return PrefixSource(cached, np.zeros(len(cached), np.int64), np.zeros(len(cached)))
     token_bytes, kv_rate, speed = (
         joined(tables, name) for name in ("kv_bytes_per_token", "kv_bytes_per_s", "prefill_tokens_per_s")
     )
@@ -51,7 +51,7 @@ def sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostM
     )
     loads_own, loads_stored = own_s <= own / speed, stored_s <= stored / speed
     loaded = np.where(loads_own, own + np.where(loads_stored, stored, 0), 0)
-    return Source(cached, loaded, np.where(loads_own, own_s + np.where(loads_stored, stored_s, 0.0), 0.0))
+    return PrefixSource(cached, loaded, np.where(loads_own, own_s + np.where(loads_stored, stored_s, 0.0), 0.0))
 
 
 def joined(tables: Sequence[WorkerTable], name: str) -> np.ndarray:
@@ -89,7 +89,7 @@ class CommonCost:
         self.prefills, self.decodes = prefills, decodes
         self.num_prefills = len(prefills)
         self.ttft_s, self.tpot_s = targets(self.request, model)
-        self.work, self.uncached = self._work(sources(context, (prefills, decodes), model))
+        self.work, self.uncached = self._work(prefix_sources(context, (prefills, decodes), model))
         self.decode = self._decode()
         self.arriving_s: Floats = (
             (self.request.num_tokens - decodes.held) * decodes.kv_bytes_per_token / decodes.kv_bytes_per_s
@@ -100,7 +100,7 @@ class CommonCost:
         self.has_near = any_of(self.is_near)
         self.stall = self._stall()
 
-    def _work(self, source: Source) -> tuple[Floats, Ints]:
+    def _work(self, source: PrefixSource) -> tuple[Floats, Ints]:
         """([4, workers] seconds: own prefill, the queue ahead, harm to requests behind, loading; tokens to compute).
 
         Near saturation a cached prefix *is* capacity: each second of own prefill counts once more for every request in the

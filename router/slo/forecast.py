@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvrelay.plane.messages import LoadReport, Timings, WorkerInfo
-from kvrelay.router.fleet.accounts import WorkerAccount
+from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.objectives import Prediction
 from kvrelay.router.slo.calibration import Bias, Errors
 from kvrelay.router.slo.lifetimes import OutputLengths

@@ -203,7 +203,7 @@ def test_a_worker_that_goes_is_told_of_no_more_and_begins_anew():
     router = cluster(["p1"], ["d1"])
     router.apply_others("p1", AssignedByOthers(1, True, tokens=700))
     assert isinstance(router.select_and_reserve(ask("r1", force="remote"), 0.0), Decision)
-    info = router._fleet.accounts["p1"].info
+    info = router._workers.accounts["p1"].info
     router.worker_down("p1")
     router.on_end("r1")
     assert router.take_assigned() == []
@@ -219,7 +219,7 @@ def test_a_connection_made_again_tells_again():
     router.apply_others("p1", AssignedByOthers(1, True, tokens=700))
     router.select_and_reserve(ask("r1", force="remote"), 0.0)
     router.take_assigned()
-    router.worker_up(router._fleet.accounts["p1"].info)
+    router.worker_up(router._workers.accounts["p1"].info)
     assert router.workers()[1].load.queued_tokens == 1000
     router.apply_others("p1", AssignedByOthers(1, False))
     assert router.take_assigned() == [("p1", share(tokens=1000, prompts=1, sequences=1))]

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.plane.messages import KvSnapshot, Timings
-from kvrelay.router.decision.deferral import OLDEST_EVERY, OVERDUE_TOKENS, Deferral
+from kvrelay.router.decision.deferral import OLDEST_EVERY, Deferral
+from kvrelay.router.decision.overdue import OVERDUE_TOKENS
 from kvrelay.router.decision.router import Router
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.types import Deferred, Refusal
@@ -64,7 +65,7 @@ def test_a_tenant_that_comes_late_has_saved_nothing_up():
 def test_so_many_and_no_more():
     line = Deferral(1)
     assert line.defer(ask("r0")) and not line.defer(ask("r1"))
-    line.forget("r0")
+    line.remove("r0")
     assert line.defer(ask("r1"))
 
 
@@ -81,11 +82,11 @@ def test_everybody_is_called_once_and_nobody_is_starved(steps):
             assert (name is None) == (not waits)
             if name is not None:
                 called[name] += 1
-                assert line.came(name) and not line.came(name)
+                assert line.take_called(name) and not line.take_called(name)
                 before, at = waits.pop(name)
                 assert called.total() - at <= OLDEST_EVERY * (before + 1)
         elif isinstance(step, int):
-            line.forget(f"r{step}")
+            line.remove(f"r{step}")
             waits.pop(f"r{step}", None)
         else:
             priority, tenant, tokens = step
@@ -230,7 +231,9 @@ def test_more_than_may_wait_are_refused():
     decided(asked(router, "r1"))
     assert isinstance(asked(router, "r2"), Deferred)
     refusal = refused(asked(router, "r3"))
-    assert refusal.reason == "full" and refusal.retry_after_s >= 1.0 and "will be late" in refusal.message
+    assert (
+        refusal.reason == "full" and refusal.retry_after_s >= 1.0 and "will miss their TTFT target" in refusal.message
+    )
     assert counted(router) == 2, "p1 and d1 count the first"
 
 
@@ -262,7 +265,7 @@ def test_a_prompt_that_waits_is_counted_once_as_an_arrival():
     router, hashes = cluster(), late("r2").block_hashes
 
     def arrivals():
-        return router._heat.arrivals_per_s(hashes, len(hashes), 0.0)
+        return router._popularity.arrivals_per_s(hashes, len(hashes), 0.0)
 
     asked(router, "r1")
     assert isinstance(asked(router, "r2"), Deferred)

@@ -9,11 +9,11 @@ from kvrelay.config import settings_from
 from kvrelay.errors import ConfigError
 from kvrelay.plane.messages import KvSnapshot, LoadReport
 from kvrelay.router.decision.router import Router
-from kvrelay.router.fleet.accounts import RECENT_STEP_WINDOW_S, RecentStepTime
-from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, Heat
+from kvrelay.router.fleet.measurements import RECENT_STEP_WINDOW_S, StepTime
+from kvrelay.router.index.prefix_popularity import FADE_S, MAX_COUNTED, PrefixPopularity
 from kvrelay.router.objectives import SloRequirement, SloTarget
 from kvrelay.router.policies.base import RoutingContext
-from kvrelay.router.policies.cost import CommonCost, sources
+from kvrelay.router.policies.cost import CommonCost, prefix_sources
 from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.router.policies.joint import OWN_TERMS, Joint
 from kvrelay.router.types import TERM_NAMES
@@ -57,7 +57,7 @@ def test_a_tier_that_is_slower_than_computing_is_left_alone():
 
 
 def test_the_clusters_store_serves_every_worker_behind_what_it_has_itself():
-    found = sources(
+    found = prefix_sources(
         asked(stored_tokens=900), [side(3, expected=[0, 320, 960], in_any_tier=[160, 320, 960])], CostModel()
     )
     assert found.cached.tolist() == [0, 320, 960]
@@ -76,7 +76,7 @@ def test_a_prompt_is_cached_loaded_or_computed_and_its_last_token_always_compute
         max(have, BLOCK * min(more, num_tokens // BLOCK)) for have, (_, more) in zip(expected, columns, strict=True)
     ]
     workers = side(len(columns), expected=expected, in_any_tier=in_any_tier)
-    found = sources(asked(ask(tokens=num_tokens, hashes=hashes), stored_tokens=stored), [workers], CostModel())
+    found = prefix_sources(asked(ask(tokens=num_tokens, hashes=hashes), stored_tokens=stored), [workers], CostModel())
     computed = num_tokens - found.cached - found.loaded
     assert (computed >= 1).all() and (found.loaded >= 0).all()
     assert (found.load_s <= found.loaded / workers.prefill_tokens_per_s).all()
@@ -105,8 +105,8 @@ def test_a_store_is_counted_on_where_everything_goes_there(cache, is_shared):
 
 def test_what_is_loaded_is_no_prompt_token_in_the_queue():
     router = cluster(["p1"], ["d1"])
-    index = router._held
-    router._held = lambda request: {
+    index = router._chooser._snapshots.held
+    router._chooser._snapshots.held = lambda request: {
         role: held._replace(in_any_tier=held.in_any_tier + 800 * (role == "prefill"))
         for role, held in index(request).items()
     }
@@ -140,12 +140,12 @@ def test_a_decode_worker_out_of_pace_computes_no_prompt_while_a_prefill_worker_c
 
 def reports(*samples):
     """A worker's pace after reports of (seconds passed, steps made, running before)."""
-    pace, steps = RecentStepTime(), 0
+    pace, steps = StepTime(0.03), 0
     for passed_s, made, running in samples:
         before = LoadReport(seq=1, steps=steps, running=running)
         steps += made
-        pace.observe(before, LoadReport(seq=2, steps=steps, running=1), passed_s)
-    return pace.seconds
+        pace.observe(before, LoadReport(seq=2, steps=steps, running=1), passed_s, 0.0)
+    return pace.recent_s
 
 
 def test_pace_is_what_a_step_took_while_the_worker_was_busy():
@@ -162,7 +162,7 @@ def test_the_pace_that_reports_show_is_a_column():
     for seq in range(3):
         report = LoadReport(seq=seq, running=4, steps=10 * seq, decode_step_s=0.02, free_blocks=1000, total_blocks=1000)
         router.apply_load("d1", report, float(seq))
-    columns = router._fleet.columns("decode")
+    columns = router._workers.columns("decode")
     assert columns.floats[2, 0] == pytest.approx(0.1)
 
 
@@ -238,7 +238,7 @@ def test_the_router_knows_how_fast_siblings_come(gap_s, is_hot):
 
 
 def test_arrivals_of_a_shared_beginning_and_of_one_conversation_are_told_apart():
-    heat = Heat()
+    heat = PrefixPopularity()
     for i in range(100):
         heat.observe(chain("system", 4) + chain(f"talk{i}", 12), 0.1 * i)
     prompt = chain("system", 4) + chain("talk7", 12)
@@ -249,7 +249,7 @@ def test_arrivals_of_a_shared_beginning_and_of_one_conversation_are_told_apart()
 
 
 def test_what_is_counted_is_bounded():
-    heat = Heat()
+    heat = PrefixPopularity()
     for i in range(MAX_COUNTED + 500):
         heat.observe((i.to_bytes(16, "big"),), float(i))
     assert len(heat) == MAX_COUNTED

@@ -113,7 +113,7 @@ def test_the_columns_are_the_accounts_whatever_happened(events):
         router.on_end("probe")
         if spy.seen:
             _, prefills, decodes = spy.seen[-1]
-            before = router.prefill_tokens_per_s(None) or router._fleet.prefill_rate
+            before = router.prefill_tokens_per_s(None) or router._workers.prefill_rate
             told = {**rows(prefills), **rows(decodes)}
             expected = {**accounts(router, "prefill", before), **accounts(router, "decode", before)}
             chosen = {prefills.names[0], decodes.names[0]} if len(prefills) and len(decodes) else set()
@@ -126,7 +126,7 @@ def test_a_row_that_is_not_written_would_be_seen(monkeypatch):
     """Control of the above."""
     router, spy = spied(["p1"], ["d1"])
     router.select_and_reserve(ask("r1"), 0.0)
-    monkeypatch.setattr("kvrelay.router.fleet.accounts.WorkerAccount._write_load", lambda self: None)
+    monkeypatch.setattr("kvrelay.router.fleet.account.WorkerAccount._write_load", lambda self: None)
     router.select_and_reserve(ask("r2"), 0.0)
     router.select_and_reserve(ask("r3"), 0.0)
     _, prefills, _ = spy.seen[-1]

@@ -1,6 +1,6 @@
-"""All live workers: their accounts, and those as columns, one table for each role.
+"""All live workers: their accounts, and per role the same as columns.
 
-Owns both, and the average speed that is assumed of a worker before its own first measurement. Pure: never imports torch, Ray,
+Owns both, and the mean prefill speed that is assumed of a worker before its own first measurement. Pure: never imports torch, Ray,
 sockets, a clock or a random source.
 """
 
@@ -9,29 +9,29 @@ from collections.abc import Callable
 import numpy as np
 
 from kvrelay.plane.messages import Assigned, AssignedByOthers, LoadReport, WorkerInfo
-from kvrelay.router.fleet.accounts import WorkerAccount
+from kvrelay.router.fleet.account import WorkerAccount
 from kvrelay.router.fleet.columns import PREFILL_RATE, Columns
 from kvrelay.router.fleet.compatibility import IncompatiblePairs, unpaired_workers
 from kvrelay.router.policies.cost_model import CostModel
 from kvrelay.types import Role
 
 
-class Fleet:
-    """Accounts by worker, and tables that are laid out when they are next looked at."""
+class LiveWorkers:
+    """Accounts by worker, and columns that are laid out when they are next read."""
 
     def __init__(self, model: CostModel, index_row: Callable[[str], int]) -> None:
-        """`index_row`: a worker's row in what the index answers."""
+        """`index_row`: a worker's row in the answers of the prefix index."""
         self.accounts: dict[str, WorkerAccount] = {}
         self.incompatible: IncompatiblePairs = {}
         self._prefill_rate: float | None = None
         self._model, self._index_row = model, index_row
-        self._tables: dict[str, Columns] | None = None
+        self._columns: dict[str, Columns] | None = None
         self._unpaired: frozenset[str] | None = None
-        self._changed: dict[WorkerAccount, None] = {}  # of those whose other routers want to hear of it
+        self._changed: dict[WorkerAccount, None] = {}  # whose own load is to be shared with the other routers
 
     @property
     def prefill_rate(self) -> float:
-        """The mean of all workers' last measurements, prompt tokens/s: the same for a router that has only just heard them."""
+        """Prompt tokens/s: the mean of all workers' last measurements, so that a router that has just connected assumes the same."""
         if self._prefill_rate is None:
             rates = [self.columns(role).floats[PREFILL_RATE] for role in Role]
             count = sum(int(np.count_nonzero(one)) for one in rates)
@@ -40,34 +40,34 @@ class Fleet:
         return self._prefill_rate
 
     def up(self, info: WorkerInfo) -> bool:
-        """True: it is new, or anew (another epoch). False: it has only connected again."""
+        """A worker connected. True: it is new or restarted (another epoch). False: it has reconnected."""
         known = self.accounts.get(info.worker_id)
-        self._tables = self._unpaired = self._prefill_rate = None
+        self._columns = self._unpaired = self._prefill_rate = None
         if known is not None:
-            self._unwatch(known)
+            self._stop_sharing(known)
         if known is not None and known.info.epoch == info.epoch:
             known.info = info
             return False
         if known is not None:
-            known.place(None)
+            known.set_row(None)
         self.accounts[info.worker_id] = WorkerAccount(info, self._model)
         return True
 
     def down(self, worker_id: str) -> None:
-        """Forget it. What its requests still count is counted nowhere."""
+        """Forget a worker. The load of its requests is counted nowhere."""
         if (account := self.accounts.pop(worker_id, None)) is not None:
-            account.place(None)
-            self._unwatch(account)
-            self._tables = self._unpaired = self._prefill_rate = None
+            account.set_row(None)
+            self._stop_sharing(account)
+            self._columns = self._unpaired = self._prefill_rate = None
 
-    def _unwatch(self, account: WorkerAccount) -> None:
-        """Nobody is to be told of it until it says that somebody listens."""
+    def _stop_sharing(self, account: WorkerAccount) -> None:
+        """Until the worker reports that other routers listen."""
         account.changed = None
         account.apply_others(AssignedByOthers(0, False))
         self._changed.pop(account, None)
 
     def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
-        """What the other routers have assigned to a worker; from now on they are told what we have. Unless it is not here."""
+        """What the other routers have assigned to a worker; from now on ours is shared with them. Unknown workers are ignored."""
         account = self.accounts.get(worker_id)
         if account is None:
             return
@@ -80,13 +80,13 @@ class Fleet:
             self._changed[account] = None
 
     def take_assigned(self) -> list[tuple[str, Assigned]]:
-        """Workers whose other routers are to hear what we have assigned to it: what has changed since the last call."""
+        """Our own load on each worker on which it has changed since the last call, for the other routers."""
         found = [(account.info.worker_id, account.assigned()) for account in self._changed]
         self._changed.clear()
         return found
 
     def report(self, worker_id: str, report: LoadReport, now_s: float) -> bool:
-        """A worker's load. False: it is not here."""
+        """A worker's load report. False: the worker is unknown."""
         account = self.accounts.get(worker_id)
         if account is None:
             return False
@@ -96,30 +96,36 @@ class Fleet:
             self._prefill_rate = None
         return True
 
-    def set_incompatible_pairs(self, incompatible: IncompatiblePairs) -> None:
-        """From now on no KV can travel between these pairs."""
-        self.incompatible, self._unpaired = dict(incompatible), None
+    def set_incompatible_pairs(self, pairs: IncompatiblePairs) -> None:
+        """From now on no KV can be transferred between these pairs."""
+        self.incompatible, self._unpaired = dict(pairs), None
 
     @property
     def unpaired(self) -> frozenset[str]:
-        """Workers that fit nobody of the other role."""
+        """Workers that are compatible with no worker of the other role."""
+        if not self.incompatible:
+            return frozenset()
         if self._unpaired is None:
-            self._unpaired = unpaired_workers(
-                self.columns(Role.PREFILL).names, self.columns(Role.DECODE).names, self.incompatible
-            )
+            prefills, decodes = self.columns(Role.PREFILL).names, self.columns(Role.DECODE).names
+            self._unpaired = unpaired_workers(prefills, decodes, self.incompatible)
         return self._unpaired
 
     def columns(self, role: Role) -> Columns:
-        """The table of one role's workers."""
-        if self._tables is None:
-            self._tables = self._laid_out()
-        return self._tables[role]
+        """The columns of one role's workers."""
+        if self._columns is None:
+            self._columns = self._laid_out()
+        return self._columns[role]
 
     def unreported_share(self) -> float:
-        """The share of all sequences at the workers that other routers sent without telling; 0: none, or nothing runs."""
+        """Of all sequences at the workers, the share that other routers assigned without reporting it; 0 if nothing runs."""
         prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
-        foreign = prefills.num_foreign + decodes.num_foreign
-        return foreign / (prefills.num_sequences + decodes.num_sequences) if foreign else 0.0
+        unreported = prefills.num_unreported + decodes.num_unreported
+        return unreported / (prefills.num_sequences + decodes.num_sequences) if unreported else 0.0
+
+    def prefill_tokens_per_s(self, worker_id: str | None) -> float:
+        """A worker's prefill speed: measured, or the mean of the others; 0: the worker is unknown."""
+        account = self.accounts.get(worker_id) if worker_id is not None else None
+        return 0.0 if account is None else account.prefill_tokens_per_s or self.prefill_rate
 
     def _laid_out(self) -> dict[str, Columns]:
         ordered = sorted(self.accounts.items())
@@ -128,9 +134,9 @@ class Fleet:
         for role in Role:
             accounts = [account for _, account in ordered if account.role is role]
             numbers = [nodes.setdefault(account.info.node_id, len(nodes)) for account in accounts]
-            tables[role.value] = table = Columns(
+            tables[role.value] = columns = Columns(
                 [account.info for account in accounts], numbers, [self._index_row(a.info.worker_id) for a in accounts]
             )
             for row, account in enumerate(accounts):
-                account.place(table, row)
+                account.set_row(columns, row)
         return tables
