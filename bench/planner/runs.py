@@ -19,7 +19,7 @@ import numpy as np
 from bench.planner.loads import bursty_days, made_days, stretched_days
 from kvrelay.cluster.profiles.profile import SimulatorProfile, find_profile
 from kvrelay.cluster.simulator.reporting.results import Tally
-from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.trace import TraceEntry
@@ -123,7 +123,7 @@ class WindowTally(Tally):
         self.ttft_kept_at_s: list[float] = []
         self.tpot_kept_at_s: list[float] = []
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SimulatedRequest) -> None:
         super().add(job)
         if job.arrival_s >= self.from_s and job.outcome == "done":
             if job.ttft_s <= self.ttft_slo_s:

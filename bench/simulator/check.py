@@ -44,7 +44,7 @@ from bench.simulator.check_real import Ways, measure_ways, play, real_cluster, s
 from bench.simulator.step_log import AT_ONCE_S, LoggedStep
 from kvrelay.cluster.commands.settings_flags import with_pairs
 from kvrelay.cluster.profiles.profile import SimulatorProfile, load_profile
-from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.scenario import Scenario, scenario_from
 from kvrelay.cluster.simulator.simulation import Simulation
 from kvrelay.cluster.workloads.sessions import SessionSpec, generate
@@ -129,7 +129,7 @@ class Recorded(Simulation):
 
     def __init__(self, scenario: Scenario, profile: SimulatorProfile, entries: Sequence[TraceEntry]) -> None:
         super().__init__(scenario, profile, entries)
-        self.jobs: list[Job] = []
+        self.jobs: list[SimulatedRequest] = []
         self.ways: dict[int, Decision] = {}
         for ingress in self.ingresses:
             router, choose = ingress.router, ingress.router.select_and_reserve
@@ -142,7 +142,7 @@ class Recorded(Simulation):
 
             router.select_and_reserve = noting  # type: ignore[method-assign]
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: SimulatedRequest) -> None:
         self.jobs.append(job)
         super()._ended(job)
 
@@ -157,7 +157,7 @@ def simulate(
     """The same requests, settings and pools. max_tokens of 1: every client allows just what its output will have."""
     scenario = scenario_from(
         {
-            "prefill": options.prefill, "decode": options.decode, "max_tokens": 1, "hop_s": ways.message_s,
+            "prefill": options.prefill, "decode": options.decode, "max_tokens": 1, "message_s": ways.message_s,
             "settings": sections_of(options),
         }
     )  # fmt: skip
@@ -178,7 +178,7 @@ def simulate(
     return Outcome(tuple(answers), moved_bytes, busy, tiers=summary["tiers"])
 
 
-def _answer(job: Job, way: Decision | None) -> Answer:
+def _answer(job: SimulatedRequest, way: Decision | None) -> Answer:
     is_done = job.outcome == "done"
     return Answer(
         index=job.index, arrival_s=job.arrival_s, prompt_tokens=job.num_tokens, output_tokens=job.output_tokens,

@@ -2,24 +2,24 @@
 
 from typing import Protocol
 
-from kvrelay.cluster.simulator.requests import Ending
+from kvrelay.cluster.simulator.requests import SimulatedSequenceRequest
 from kvrelay.cluster.simulator.resources.clock import Event
 from kvrelay.cluster.simulator.resources.network import Flow
 from kvrelay.plane.messages import TokenOutput
 from kvrelay.router.types import Decision
 
 
-class Owner(Protocol):
+class AttemptOwner(Protocol):
     """Whose attempt it is. Calls come when the message has arrived; those of an attempt that is over are ignored."""
 
     @property
     def peer(self) -> object: ...  # the ingress
-    def reserved(self, attempt: "Attempt", held_tokens: int) -> None: ...
-    def output(self, attempt: "Attempt", worker_id: str, output: TokenOutput) -> None: ...
-    def failed(self, attempt: "Attempt", worker_id: str, code: str) -> None: ...
+    def reserved(self, attempt: "SimulatedAttempt", held_tokens: int) -> None: ...
+    def output(self, attempt: "SimulatedAttempt", worker_id: str, output: TokenOutput) -> None: ...
+    def failed(self, attempt: "SimulatedAttempt", worker_id: str, code: str) -> None: ...
 
 
-class Holder(Protocol):
+class AttemptHolder(Protocol):
     """A worker, as far as its attempts let go of it."""
 
     worker_id: str
@@ -27,7 +27,7 @@ class Holder(Protocol):
     def abort(self, attempt_id: str) -> None: ...
 
 
-class Attempt:
+class SimulatedAttempt:
     """`id` is unique. flow: its KV, when another worker decodes than computes the prompt."""
 
     __slots__ = (
@@ -35,10 +35,12 @@ class Attempt:
         "is_over", "num_emitted", "owner", "request", "tier_tokens", "wait",
     )  # fmt: skip
 
-    def __init__(self, owner: Owner, request: Ending, decision: Decision, bytes_per_token: int) -> None:
+    def __init__(
+        self, owner: AttemptOwner, request: SimulatedSequenceRequest, decision: Decision, bytes_per_token: int
+    ) -> None:
         self.id, self.owner, self.request, self.decision = request.request_id, owner, request, decision
         self.flow: Flow | None = None
-        self.holders: dict[str, Holder] = {}  # who has not said that it is done with it
+        self.holders: dict[str, AttemptHolder] = {}  # who has not said that it is done with it
         self.wait: Event | None = None  # the end of its time in line for a reservation
         self.held_tokens = self.fed_tokens = 0  # at the decode worker already; of the prompt, given to the flow
         self.num_emitted = 0  # tokens of output that have left for the client, as far as was noted

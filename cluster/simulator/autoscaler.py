@@ -3,7 +3,7 @@
 from kvrelay.cluster.autoscaling.feed import Feed, Look, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.fleet import Cluster, Fleet
+from kvrelay.cluster.simulator.fleet import Cluster, SimulatedFleet
 from kvrelay.config import Settings
 from kvrelay.router.planning.planner import Plan, Planner
 from kvrelay.router.planning.types import Counts, Limits
@@ -13,7 +13,7 @@ from kvrelay.types import Role
 class Autoscaler:
     """Looks every `planner.interval_s` and has the fleet follow."""
 
-    def __init__(self, cluster: Cluster, fleet: Fleet, settings: Settings, profile: SimulatorProfile) -> None:
+    def __init__(self, cluster: Cluster, fleet: SimulatedFleet, settings: Settings, profile: SimulatorProfile) -> None:
         own = self._settings = planner_settings(settings)
         self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
         limits = Limits(own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20)

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.fast_forward import FastForward
-from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, Ending
+from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, SimulatedSequenceRequest
 from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.tiers import Below
+from kvrelay.cluster.simulator.tiers import SimulatedTiers
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.fair_share import queue_rules
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
@@ -71,7 +71,7 @@ class Stride:
 
 
 @dataclass(slots=True)
-class Told:
+class StepEvents:
     """What the steps that ended brought: outputs that somebody waits for, and requests that are no longer here."""
 
     outputs: list[TokenOutput] = field(default_factory=list)
@@ -79,7 +79,7 @@ class Told:
     returned_to_prefill: list[tuple[str, int]] = field(default_factory=list)  # request, tokens of output that it has
 
 
-class VirtualEngine:
+class SimulatedEngine:
     """Called between steps by its worker, which knows when they end."""
 
     def __init__(self, profile: SimulatorProfile, settings: Settings, role: Role, clock: Clock) -> None:
@@ -102,19 +102,19 @@ class VirtualEngine:
         self._fast_forward = FastForward(self.scheduler, WORD_TOKEN)
         self._events, self.speed = EventLog(), StepTiming()
         self._load_seq = 0
-        self.below: Below | None = None
+        self.below: SimulatedTiers | None = None
         self.num_steps = 0
         self.busy_s = 0.0
         self.output_tokens = 0
 
-    def attach(self, below: Below) -> None:
+    def attach(self, below: SimulatedTiers) -> None:
         """Keep KV below the pool, too. Before the first request."""
         self.below = below
         self.scheduler.tiers = below.tiers
 
     # ---- requests
 
-    def refusal(self, request: Ending) -> str | None:
+    def refusal(self, request: SimulatedSequenceRequest) -> str | None:
         """Why it cannot be taken, in a word; None: it can."""
         if len(request.token_ids) >= self.max_model_len + (request.sampling.max_tokens <= 1):
             return "too_long"
@@ -180,7 +180,7 @@ class VirtualEngine:
         more_s = self.curve.decode_step_s(size, context + size) - first_s
         return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
 
-    def end(self, stride: Stride, count: int, told: Told) -> None:
+    def end(self, stride: Stride, count: int, told: StepEvents) -> None:
         """So many of its steps are computed; the others are not begun."""
         size, plan = stride.num_parked, stride.plan
         self.num_steps += count
@@ -202,12 +202,12 @@ class VirtualEngine:
         self._sample(plan, told)
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
 
-    def take_gone(self) -> Told | None:
+    def take_gone(self) -> StepEvents | None:
         """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
         scheduler = self.scheduler
         if not scheduler.rejected and not scheduler.returned_to_prefill:
             return None
-        told = Told()
+        told = StepEvents()
         if scheduler.rejected:
             told.refused += [(seq.request_id, reason) for seq, reason in scheduler.rejected]
             scheduler.rejected = []
@@ -216,7 +216,7 @@ class VirtualEngine:
             scheduler.returned_to_prefill.clear()
         return told
 
-    def _sample(self, plan: StepPlan, told: Told) -> None:
+    def _sample(self, plan: StepPlan, told: StepEvents) -> None:
         """Who reached its end gets a token: the last of an output that is over with it."""
         seqs = [item.seq for item in plan.work if item.samples]
         fresh = [seq for seq in seqs if not seq.plain_until]
@@ -279,7 +279,7 @@ class VirtualEngine:
 
 def target(seq: Sequence) -> int:
     """Tokens of output after which the model ends it."""
-    return cast(Ending, seq.request).output_tokens
+    return cast(SimulatedSequenceRequest, seq.request).output_tokens
 
 
 def work_of(plan: StepPlan, num_others: int = 0, context_tokens: int = 0) -> StepWork:

@@ -7,11 +7,11 @@ give it up after `freeze_limit_s`. Whoever comes back after a crash starts anew,
 import random
 from typing import Protocol
 
-from kvrelay.cluster.simulator.ingress import Ingress
+from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.scenario import Fault, FaultRate, Scenario
-from kvrelay.cluster.simulator.worker import Worker
+from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.types import Role
 
 
@@ -21,13 +21,13 @@ class Cluster(Protocol):
     scenario: Scenario
     clock: Clock
     network: Network
-    ingresses: list[Ingress]
+    ingresses: list[SimulatedIngress]
 
-    def live_workers(self) -> list[Worker]: ...
-    def start_worker(self, worker_id: str, role: Role, node_id: str) -> Worker: ...
+    def live_workers(self) -> list[SimulatedWorker]: ...
+    def start_worker(self, worker_id: str, role: Role, node_id: str) -> SimulatedWorker: ...
 
 
-class Faults:
+class FaultInjector:
     """Makes the scenario's faults happen. `happened` counts them by kind."""
 
     def __init__(self, cluster: Cluster) -> None:
@@ -77,26 +77,26 @@ class Faults:
             assert callable(call)
             self._cluster.clock.after(fault.for_s, call, *args)
 
-    def _crash(self, worker: Worker, fault: Fault) -> None:
+    def _crash(self, worker: SimulatedWorker, fault: Fault) -> None:
         worker.stop()
         for ingress in self._cluster.ingresses:
             ingress.stop_flows(worker)
             self._cluster.clock.after(self._cluster.scenario.detect_s, ingress.worker_gone, worker)
         self._later(fault, self._cluster.start_worker, worker.worker_id, worker.role, worker.node_id)
 
-    def _freeze(self, worker: Worker, fault: Fault) -> None:
+    def _freeze(self, worker: SimulatedWorker, fault: Fault) -> None:
         worker.freeze()
         self._later(fault, self._thaw, worker)
         self._cluster.clock.after(self._cluster.scenario.freeze_limit_s, self._give_up, worker, worker.num_freezes)
 
-    def _give_up(self, worker: Worker, freeze: int) -> None:
+    def _give_up(self, worker: SimulatedWorker, freeze: int) -> None:
         """It has been silent for too long."""
         if worker.is_frozen and worker.num_freezes == freeze:
             for ingress in self._cluster.ingresses:
                 ingress.stop_flows(worker)
                 ingress.worker_gone(worker)
 
-    def _thaw(self, worker: Worker) -> None:
+    def _thaw(self, worker: SimulatedWorker) -> None:
         """It goes on; for ingresses that had given it up it is as after a lost connection."""
         if not worker.is_alive:
             return

@@ -7,10 +7,10 @@ Who retires is chosen by what would be lost (cluster/autoscaling/retirement.py),
 from typing import Protocol
 
 from kvrelay.cluster.autoscaling.retirement import Candidate, victims
-from kvrelay.cluster.simulator.ingress import Ingress
+from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
 from kvrelay.cluster.simulator.scenario import Scenario
-from kvrelay.cluster.simulator.worker import Worker
+from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.types import Role
 
 LOOK_S = 1.0  # between two looks whether a retiring worker has finished
@@ -21,14 +21,16 @@ class Cluster(Protocol):
 
     scenario: Scenario
     clock: Clock
-    ingresses: list[Ingress]
+    ingresses: list[SimulatedIngress]
 
-    def live_workers(self) -> list[Worker]: ...
-    def start_worker(self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None) -> Worker: ...
+    def live_workers(self) -> list[SimulatedWorker]: ...
+    def start_worker(
+        self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None
+    ) -> SimulatedWorker: ...
     def node_of(self, number: int) -> str: ...
 
 
-class Fleet:
+class SimulatedFleet:
     """`changes`: (time, role, how many are wanted from then on)."""
 
     def __init__(self, cluster: Cluster, *, drain_s: float) -> None:
@@ -50,7 +52,7 @@ class Fleet:
         """Whether some start or retire."""
         return any(self._starting.values()) or any(worker.is_draining for worker in self._cluster.live_workers())
 
-    def serving(self, role: Role) -> list[Worker]:
+    def serving(self, role: Role) -> list[SimulatedWorker]:
         """Those that take requests."""
         return [one for one in self._cluster.live_workers() if one.role is role and not one.is_draining]
 
@@ -83,13 +85,13 @@ class Fleet:
         paid_from_s = self._cluster.clock.now_s - self._cluster.scenario.start_s
         self._cluster.start_worker(name, role, node_id, paid_from_s=paid_from_s)
 
-    def _retire(self, worker: Worker) -> None:
+    def _retire(self, worker: SimulatedWorker) -> None:
         worker.is_draining = True
         for ingress in self._cluster.ingresses:
             ingress.retire(worker)
         self._look(worker, self._cluster.clock.now_s + self._drain_s)
 
-    def _look(self, worker: Worker, until_s: float) -> None:
+    def _look(self, worker: SimulatedWorker, until_s: float) -> None:
         """It goes when it has finished, or when its time is up."""
         if not worker.is_alive:
             return
@@ -103,7 +105,7 @@ class Fleet:
             self._cluster.clock.after(LOOK_S, self._look, worker, until_s)
 
 
-def candidate(worker: Worker) -> Candidate:
+def candidate(worker: SimulatedWorker) -> Candidate:
     """What would be lost with it."""
     scheduler, pool = worker.engine.scheduler, worker.engine.pool
     counts = pool.counts()

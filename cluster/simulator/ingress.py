@@ -1,4 +1,4 @@
-"""An ingress in virtual time: one Router, and the lives of the requests that came here.
+"""An ingress in virtual time: one Router, and the drivers of the requests that came here.
 
 As serve/workers/dispatcher.py and serve/requests/request_driver.py do it, with the same Router and the same Retries; the messages' ways are
 delays. A restarted ingress begins with an empty Router and hears snapshots.
@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from kvrelay.cluster.simulator.attempt import Attempt
-from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.attempt import SimulatedAttempt
+from kvrelay.cluster.simulator.requests import SimulatedRequest
 from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.resources.network import Network
-from kvrelay.cluster.simulator.worker import Delays, Worker
+from kvrelay.cluster.simulator.worker import Delays, SimulatedWorker
 from kvrelay.config import Settings
 from kvrelay.errors import KvrelayError
 from kvrelay.pacing import Paced
@@ -26,15 +26,15 @@ from kvrelay.serve.requests.retries import AttemptFailed, Retries, outcome_of
 from kvrelay.serve.telemetry.observer import ServeStats
 
 
-class Life:
+class SimulatedRequestDriver:
     """One request from its arrival to its end."""
 
     __slots__ = ("_attempt", "_deadline", "_ingress", "_is_deferred", "_num_emitted", "_retries", "job")
 
-    def __init__(self, job: Job, ingress: "Ingress") -> None:
+    def __init__(self, job: SimulatedRequest, ingress: "SimulatedIngress") -> None:
         self.job, self._ingress = job, ingress
         self._retries = Retries(ingress.settings.router.retry_budget)
-        self._attempt: Attempt | None = None
+        self._attempt: SimulatedAttempt | None = None
         self._num_emitted, self._is_deferred = 0, False
         self._deadline = ingress.time_limit.begin(self._end, "error")
 
@@ -73,7 +73,7 @@ class Life:
             self._not_routed(choice)
             return
         request = msgspec.structs.replace(request, tpot_target_s=choice.tpot_target_s)
-        attempt = self._attempt = Attempt(self, request, choice, ingress.bytes_per_token)
+        attempt = self._attempt = SimulatedAttempt(self, request, choice, ingress.bytes_per_token)
         self._say_when(attempt)
         ingress.attach(attempt)
         if choice.path == "disaggregated":
@@ -84,14 +84,14 @@ class Life:
             target = choice.decode if is_local else choice.prefill
             self._send(attempt, target, lambda worker: worker.prefill(attempt, is_local=is_local))
 
-    def _say_when(self, attempt: Attempt) -> None:
+    def _say_when(self, attempt: SimulatedAttempt) -> None:
         """How soon its first token is wanted from now on."""
         ttft_target_s = attempt.decision.ttft_target_s
         if ttft_target_s is not None and not self._num_emitted:
             left_s = self.job.arrival_s + ttft_target_s - self._ingress.clock.now_s
             attempt.request = msgspec.structs.replace(attempt.request, ttft_target_s=left_s)
 
-    def _send(self, attempt: Attempt, worker_id: str | None, call: Callable[[Worker], None]) -> None:
+    def _send(self, attempt: SimulatedAttempt, worker_id: str | None, call: Callable[[SimulatedWorker], None]) -> None:
         assert worker_id is not None
         worker = self._ingress.workers[worker_id]
         attempt.holders[worker_id] = worker
@@ -107,7 +107,7 @@ class Life:
 
     # ---- what workers say
 
-    def reserved(self, attempt: Attempt, held_tokens: int) -> None:
+    def reserved(self, attempt: SimulatedAttempt, held_tokens: int) -> None:
         ingress, decision = self._ingress, attempt.decision
         assert decision.prefill is not None and decision.decode is not None
         source, target = ingress.workers.get(decision.prefill), ingress.workers.get(decision.decode)
@@ -120,7 +120,7 @@ class Life:
         self._say_when(attempt)
         self._send(attempt, decision.prefill, lambda worker: worker.prefill(attempt, is_local=False))
 
-    def output(self, attempt: Attempt, worker_id: str, output: TokenOutput) -> None:
+    def output(self, attempt: SimulatedAttempt, worker_id: str, output: TokenOutput) -> None:
         now_s, job = self._ingress.clock.now_s, self.job
         if output.timings is not None and not attempt.has_first_token:
             attempt.has_first_token = True
@@ -142,7 +142,7 @@ class Life:
                 self._ingress.router.on_finished(attempt.id, job.output_tokens, job.tpot_s, now_s)
             self._end("done")
 
-    def failed(self, attempt: Attempt, worker_id: str, code: str) -> None:
+    def failed(self, attempt: SimulatedAttempt, worker_id: str, code: str) -> None:
         self._num_emitted = max(self._num_emitted, self._ingress.num_emitted(attempt))
         self._end_attempt()
         self._consider(AttemptFailed(worker_id, code, ""))
@@ -158,7 +158,7 @@ class Life:
         self._ingress.clock.after(pause_s, self._begin_again)
 
     def _begin_again(self) -> None:
-        if self in self._ingress.lives:  # its time is not up meanwhile
+        if self in self._ingress.drivers:  # its time is not up meanwhile
             self.begin()
 
     def _end_attempt(self) -> None:
@@ -179,13 +179,13 @@ class Life:
         self._end("error")
 
 
-def _if_wanted(attempt: Attempt, worker: Worker, call: Callable[[Worker], None]) -> None:
+def _if_wanted(attempt: SimulatedAttempt, worker: SimulatedWorker, call: Callable[[SimulatedWorker], None]) -> None:
     """A message has arrived; one for an attempt that ended meanwhile is followed by its abort."""
     if not attempt.is_over:
         call(worker)
 
 
-class Ingress:
+class SimulatedIngress:
     """Requests come by `arrive`; workers are told of by `worker_up` and `worker_gone`."""
 
     def __init__(
@@ -199,7 +199,7 @@ class Ingress:
         bytes_per_token: int,
         max_tokens: int,
         ask: SloRequirement | None,
-        ended: Callable[[Job], object],
+        ended: Callable[[SimulatedRequest], object],
     ) -> None:
         """max_tokens: what every client allows its output to have. ended: is told of every request that is over."""
         self.clock, self.network, self.settings, self._delays = clock, network, settings, delays
@@ -208,10 +208,10 @@ class Ingress:
         self.router = self._new_router()
         self._has_others = False
         self._sharing = Paced(self._tell_assigned, settings.router.share_load_s, now=clock.time, after=clock.after)
-        self.workers: dict[str, Worker] = {}
-        self.attempts: dict[str, Attempt] = {}
-        self.lives: dict[Life, None] = {}
-        self.deferred: dict[str, Life] = {}  # whose turn has not come
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.attempts: dict[str, SimulatedAttempt] = {}
+        self.drivers: dict[SimulatedRequestDriver, None] = {}
+        self.deferred: dict[str, SimulatedRequestDriver] = {}  # whose turn has not come
         self.stats = ServeStats()
         self.time_limit = clock.timer(settings.serve.request_timeout_s)
 
@@ -223,7 +223,7 @@ class Ingress:
 
     # ---- workers
 
-    def worker_up(self, worker: Worker) -> None:
+    def worker_up(self, worker: SimulatedWorker) -> None:
         """It is a member: connect, and subscribe to its news. An earlier one of this name is gone by that."""
         known = self.workers.get(worker.worker_id)
         if known is not None and known is not worker:
@@ -233,21 +233,21 @@ class Ingress:
         self._subscribe(worker)
         self.call_deferred()
 
-    def _subscribe(self, worker: Worker) -> None:
-        self.clock.after(self._delays.hop_s, self._subscribed, worker)
+    def _subscribe(self, worker: SimulatedWorker) -> None:
+        self.clock.after(self._delays.message_s, self._subscribed, worker)
 
-    def _subscribed(self, worker: Worker) -> None:
+    def _subscribed(self, worker: SimulatedWorker) -> None:
         if not worker.is_alive or worker.is_draining:
             return
         snapshot, load = worker.subscribe(self)
-        self.clock.after(self._delays.hop_s, self._hear_snapshot, worker, snapshot, load)
+        self.clock.after(self._delays.message_s, self._hear_snapshot, worker, snapshot, load)
 
-    def _hear_snapshot(self, worker: Worker, snapshot: KvSnapshot, load: LoadReport) -> None:
+    def _hear_snapshot(self, worker: SimulatedWorker, snapshot: KvSnapshot, load: LoadReport) -> None:
         if self._is_member(worker):
             self.router.apply_snapshot(worker.worker_id, snapshot)
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
 
-    def hear(self, worker: Worker, events: KvEvents | None, load: LoadReport | None) -> None:
+    def hear(self, worker: SimulatedWorker, events: KvEvents | None, load: LoadReport | None) -> None:
         """News of its cache, and of its load."""
         if not self._is_member(worker):
             return
@@ -257,10 +257,10 @@ class Ingress:
             self.router.apply_load(worker.worker_id, load, self.clock.now_s)
             self.call_deferred()
 
-    def _is_member(self, worker: Worker) -> bool:
+    def _is_member(self, worker: SimulatedWorker) -> bool:
         return self.workers.get(worker.worker_id) is worker and not worker.is_draining
 
-    def hear_others(self, worker: Worker, others: AssignedByOthers) -> None:
+    def hear_others(self, worker: SimulatedWorker, others: AssignedByOthers) -> None:
         if self.settings.router.share_load_s and self.workers.get(worker.worker_id) is worker:
             self._has_others |= others.num_others > 0
             self.router.apply_others(worker.worker_id, others)
@@ -275,7 +275,7 @@ class Ingress:
         for worker_id, share in self.router.take_assigned():
             self.send(self.workers[worker_id].hear_assigned, self, share)
 
-    def worker_gone(self, worker: Worker) -> None:
+    def worker_gone(self, worker: SimulatedWorker) -> None:
         """Its connection ended."""
         if self.workers.get(worker.worker_id) is not worker:
             return
@@ -286,27 +286,27 @@ class Ingress:
         del self.workers[worker.worker_id]
         self.call_deferred()
 
-    def retire(self, worker: Worker) -> None:
+    def retire(self, worker: SimulatedWorker) -> None:
         """It is no member any more: nothing new goes there, and what is there goes on."""
         if self.workers.get(worker.worker_id) is worker:
             self.router.worker_down(worker.worker_id)
             self.call_deferred()
 
-    def stop_flows(self, worker: Worker) -> None:
+    def stop_flows(self, worker: SimulatedWorker) -> None:
         """Nothing goes out of it, or comes in."""
         for attempt in self.attempts.values():
             if attempt.flow is not None and worker.worker_id in (attempt.decision.prefill, attempt.decision.decode):
                 attempt.flow.cancel()
 
-    def num_emitted(self, attempt: Attempt) -> int:
+    def num_emitted(self, attempt: SimulatedAttempt) -> int:
         """Of an attempt's output, what the client has."""
         worker = self.workers.get(attempt.decision.decode or "")
         return max(attempt.num_emitted, worker.num_emitted(attempt.id) if worker is not None else 0)
 
     # ---- requests
 
-    def arrive(self, job: Job) -> None:
-        if len(self.lives) >= self.settings.router.max_inflight:
+    def arrive(self, job: SimulatedRequest) -> None:
+        if len(self.drivers) >= self.settings.router.max_inflight:
             job.outcome = "overloaded"
             self.stats.outcomes["overloaded"] += 1
             self._ended(job)
@@ -314,9 +314,9 @@ class Ingress:
         self.stats.running += 1
         self.stats.prompt_tokens += job.num_tokens
         self.stats.prompt_squares += job.num_tokens**2
-        life = Life(job, self)
-        self.lives[life] = None
-        life.begin()
+        driver = SimulatedRequestDriver(job, self)
+        self.drivers[driver] = None
+        driver.begin()
 
     def route(self, request: RouteRequest) -> Decision | Refusal | Deferred:
         choice = self.router.select_and_reserve(request, self.clock.now_s)
@@ -335,12 +335,12 @@ class Ingress:
 
     def send(self, call: Callable[..., object], *args: Any) -> None:
         """A message to a worker."""
-        self.clock.after(self._delays.hop_s, call, *args)
+        self.clock.after(self._delays.message_s, call, *args)
 
-    def attach(self, attempt: Attempt) -> None:
+    def attach(self, attempt: SimulatedAttempt) -> None:
         self.attempts[attempt.id] = attempt
 
-    def detach(self, attempt: Attempt) -> None:
+    def detach(self, attempt: SimulatedAttempt) -> None:
         """The one release path: whoever may still hold something is told to let go."""
         attempt.is_over = True
         del self.attempts[attempt.id]
@@ -353,11 +353,11 @@ class Ingress:
             self.send(holder.abort, attempt.id)
         self.call_deferred()
 
-    def moved(self, attempt: Attempt, source: Worker, target: Worker) -> None:
+    def moved(self, attempt: SimulatedAttempt, source: SimulatedWorker, target: SimulatedWorker) -> None:
         """All its KV has been read; the decode worker asks the prefill worker to confirm it, then both know."""
-        self.clock.after(2 * self._delays.hop_s, self._confirmed, attempt, source, target)
+        self.clock.after(2 * self._delays.message_s, self._confirmed, attempt, source, target)
 
-    def _confirmed(self, attempt: Attempt, source: Worker, target: Worker) -> None:
+    def _confirmed(self, attempt: SimulatedAttempt, source: SimulatedWorker, target: SimulatedWorker) -> None:
         if attempt.is_over:
             return
         if not source.is_alive:
@@ -368,23 +368,23 @@ class Ingress:
         source.abort(attempt.id)
         target.arrived(attempt)
 
-    def over(self, life: Life) -> None:
-        job, stats = life.job, self.stats
+    def over(self, driver: SimulatedRequestDriver) -> None:
+        job, stats = driver.job, self.stats
         stats.running -= 1
         stats.outcomes["stop" if job.outcome == "done" else job.outcome] += 1
         if job.outcome == "done":
             stats.output_tokens += job.output_tokens
             if job.output_tokens > 1:
                 stats.tpot_s.observe(job.tpot_s)
-        del self.lives[life]
-        self._ended(life.job)
+        del self.drivers[driver]
+        self._ended(driver.job)
 
     # ---- faults
 
     def restart(self) -> None:
         """Its process is gone, with the requests that it had; a new one begins, and connects to every worker."""
-        for life in list(self.lives):
-            life.lost()
+        for driver in list(self.drivers):
+            driver.lost()
         self.router = self._new_router()
         for worker in self.workers.values():
             worker.forget_peer(self)

@@ -18,14 +18,14 @@ _OUTPUT_NAME = 1 << 127  # names of outputs do not meet those of prompts
 _PROMPT_NAME = 1 << 126  # nor those of prompts without names in the trace
 
 
-class Ending(wire.SequenceRequest, frozen=True, kw_only=True):
+class SimulatedSequenceRequest(wire.SequenceRequest, frozen=True, kw_only=True):
     """What a worker gets. The model will end the output after so many tokens; scheduler and router do not look at that."""
 
     output_tokens: int
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class SimulatedRequest:
     """One request of the load. Times are seconds of the simulation; tokens are counts."""
 
     index: int
@@ -62,9 +62,9 @@ class Job:
             self._chain = [*self.names, *(_name(first + place) for place in range(len(self.names), total))]
         return self._chain
 
-    def request(self, request_id: str, block_size: int, max_tokens: int, num_emitted: int) -> Ending:
+    def request(self, request_id: str, block_size: int, max_tokens: int, num_emitted: int) -> SimulatedSequenceRequest:
         """What a worker is asked for: the prompt and what was emitted of it, to go on from."""
-        return Ending(
+        return SimulatedSequenceRequest(
             request_id=request_id, token_ids=counted(self.num_tokens + num_emitted), num_prompt_tokens=self.num_tokens,
             block_hashes=self.chain(block_size), sampling=wire.Sampling(max_tokens=max_tokens), tokens_per_hash=block_size,
             tenant=self.tenant, output_tokens=self.output_tokens,
@@ -95,7 +95,7 @@ def _name(number: int) -> bytes:
     return hashlib.blake2b(number.to_bytes(HASH_BYTES, "little"), digest_size=HASH_BYTES).digest()
 
 
-def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:
+def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[SimulatedRequest]:
     """The load, one job for each entry, in order of arrival. Raises ConfigError: the trace cannot be simulated so.
 
     Hash ids must name prefixes, as Mooncake's do: one id always follows the same other one. Of a sequence of entries (not an
@@ -116,7 +116,7 @@ def jobs_of(entries: Iterable[TraceEntry], block_size: int) -> Iterator[Job]:
         names += tuple(
             known.get(hash_id) or known.setdefault(hash_id, _name(hash_id)) for hash_id in spoken.get(index, ())
         )
-        yield Job(
+        yield SimulatedRequest(
             index,
             entry.arrival_s,
             num_tokens,

@@ -60,7 +60,7 @@ class Scenario(_Section):
     max_tokens: int = Field(
         4096, ge=1, description="of output, that every client allows; the cluster knows no more of it"
     )
-    hop_s: float = Field(0.001, ge=0, description="of a message between ingress and worker")
+    message_s: float = Field(0.001, ge=0, description="of a message between ingress and worker")
     report_s: float = Field(0.05, gt=0, description="at most so often a worker tells its load")
     noise: float = Field(0.0, ge=0, le=2, description="sigma of the logarithm of each step's own factor")
     detect_s: float = Field(1.0, ge=0, description="after which a crashed worker is known to be gone")
@@ -109,7 +109,7 @@ class Scenario(_Section):
         return profile.model_copy(update={"num_blocks": max(1, tokens // profile.block_size)})
 
     def delays(self, settings: Settings) -> Delays:
-        return Delays(self.hop_s, self.report_s, self.noise, settings.router.reserve_timeout_s)
+        return Delays(self.message_s, self.report_s, self.noise, settings.router.reserve_timeout_s)
 
     def worker_ids(self) -> list[tuple[str, Role]]:
         """Those of the beginning."""

@@ -10,18 +10,18 @@ from typing import Any
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.autoscaler import Autoscaler
-from kvrelay.cluster.simulator.faults import Faults
-from kvrelay.cluster.simulator.fleet import Fleet
-from kvrelay.cluster.simulator.ingress import Ingress
-from kvrelay.cluster.simulator.reporting.course import Course
+from kvrelay.cluster.simulator.faults import FaultInjector
+from kvrelay.cluster.simulator.fleet import SimulatedFleet
+from kvrelay.cluster.simulator.ingress import SimulatedIngress
+from kvrelay.cluster.simulator.reporting.course import RunTimeline
 from kvrelay.cluster.simulator.reporting.results import Tally
-from kvrelay.cluster.simulator.requests import Job, jobs_of
+from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
 from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.resources.machine import Machine
 from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.scenario import Scenario
-from kvrelay.cluster.simulator.tiers import Holders
-from kvrelay.cluster.simulator.worker import Worker
+from kvrelay.cluster.simulator.tiers import BlockHolders
+from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.cluster.workloads.trace import TraceEntry
 from kvrelay.serve.requests.job import slo_of
 from kvrelay.types import Role
@@ -53,17 +53,17 @@ class Simulation:
             self.clock, link_bytes_per_s=profile.link_bytes_per_s * profile.workers_per_node,
             local_bytes_per_s=profile.local_bytes_per_s,
         )  # fmt: skip
-        self.holders = Holders()
+        self.holders = BlockHolders()
         self._machines: defaultdict[str, Machine] = defaultdict(Machine)  # by node
         self.tally = Tally(scenario.warm_up_s, scenario.ttft_s, scenario.tpot_s)
-        self.workers: list[Worker] = []  # those that are gone, too
-        self._course = Course(self.clock, self.workers, lambda: self.num_open)
-        self._jobs: Iterator[Job] = jobs_of(entries, profile.block_size)
+        self.workers: list[SimulatedWorker] = []  # those that are gone, too
+        self._course = RunTimeline(self.clock, self.workers, lambda: self.num_open)
+        self._jobs: Iterator[SimulatedRequest] = jobs_of(entries, profile.block_size)
         self.num_open = 0
         self.is_all_arrived = False
         self.ended_s = 0.0
-        self.faults = Faults(self)
-        self.fleet = Fleet(self, drain_s=scenario.drain_s)
+        self.faults = FaultInjector(self)
+        self.fleet = SimulatedFleet(self, drain_s=scenario.drain_s)
         is_planned = self.settings.planner.mode != "off"
         self._autoscaler = Autoscaler(self, self.fleet, self.settings, profile) if is_planned else None
         self.ingresses = [self._ingress() for _ in range(scenario.ingress)]
@@ -71,8 +71,8 @@ class Simulation:
         for number, (worker_id, role) in enumerate(scenario.worker_ids()):
             self.start_worker(worker_id, role, self.node_of(number))
 
-    def _ingress(self) -> Ingress:
-        return Ingress(
+    def _ingress(self) -> SimulatedIngress:
+        return SimulatedIngress(
             self.clock, self.network, self.settings, self.delays, block_size=self.profile.block_size,
             bytes_per_token=self.profile.kv_bytes_per_token, max_tokens=self.scenario.max_tokens, ask=self._ask, ended=self._ended,
         )  # fmt: skip
@@ -81,9 +81,11 @@ class Simulation:
         """The machine of the so-manieth worker."""
         return f"n{number // self.profile.workers_per_node}"
 
-    def start_worker(self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None) -> Worker:
+    def start_worker(
+        self, worker_id: str, role: Role, node_id: str, *, paid_from_s: float | None = None
+    ) -> SimulatedWorker:
         """It takes requests from now on; `paid_from_s`: it was begun then."""
-        worker = Worker(
+        worker = SimulatedWorker(
             worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
             settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network,
             machine=self._machines[node_id], seed=self.scenario.seed,
@@ -105,12 +107,12 @@ class Simulation:
         else:
             self.clock.at(job.arrival_s, self._arrive, job)
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: SimulatedRequest) -> None:
         self.num_open += 1
         next(self._turns).arrive(job)
         self._next()
 
-    def _ended(self, job: Job) -> None:
+    def _ended(self, job: SimulatedRequest) -> None:
         self.num_open -= 1
         self.tally.add(job)
         self._look_for_end()
@@ -121,7 +123,7 @@ class Simulation:
             self.ended_s = self.clock.now_s
             self.clock.stop()
 
-    def live_workers(self) -> list[Worker]:
+    def live_workers(self) -> list[SimulatedWorker]:
         return [worker for worker in self.workers if worker.is_alive]
 
     def run(self) -> "Simulation":
@@ -174,7 +176,7 @@ class Simulation:
             "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
         }
 
-    def _alive_s(self, worker: Worker) -> float:
+    def _alive_s(self, worker: SimulatedWorker) -> float:
         return max(0.0, min(worker.stopped_s, self.ended_s) - worker.started_s)
 
     def _of_role(self, role: Role) -> dict[str, float]:

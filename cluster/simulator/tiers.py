@@ -31,7 +31,7 @@ LEAST_UNDER_WAY = 4  # blocks: traces' blocks are large
 MOST_REMEMBERED = 1_000_000  # blocks' homes
 
 
-class Slab:
+class SimulatedSlab:
     """A host tier's memory, of so many rows; every block is as it was put there."""
 
     num_layers = 1
@@ -73,7 +73,7 @@ class JobTime:
             self._times = []
 
 
-class _Threads:
+class _VirtualThreads:
     """So many jobs at once. Subclasses say what one takes."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _Threads:
         self._look()
 
 
-class Copies(_Threads):
+class TierCopies(_VirtualThreads):
     """Between pool and host tier, at so many bytes per second. A load goes at once: its step waits for it (`loaded_s`)."""
 
     bytes_per_s = 1.0
@@ -139,10 +139,10 @@ class Copies(_Threads):
         self.clock.at(max(now_s, self.loaded_s) + job.num_bytes / self.bytes_per_s, self.end, job, now_s)
 
 
-class Transfers(_Threads):
-    """To and from stores: a job says what it would move (`SharedStore.asked`) and then moves it as flows."""
+class StoreTransfers(_VirtualThreads):
+    """To and from stores: a job says what it would move (`SimulatedStore.asked`) and then moves it as flows."""
 
-    store: "SharedStore"
+    store: "SimulatedStore"
     lookup_s = 0.0
 
     def begin(self, job: IoJob, now_s: float) -> None:
@@ -166,7 +166,7 @@ class Transfers(_Threads):
 
 
 @dataclass(slots=True)
-class Holders:
+class BlockHolders:
     """Who has which block below its pool: every worker that lends, and the store's nodes."""
 
     workers: dict[BlockHash, dict[str, str]] = field(default_factory=dict)  # worker -> machine
@@ -214,14 +214,14 @@ class Holders:
         return next((node_id for node_id, index in self.nodes.items() if digest in index), None)
 
 
-class SharedStore:
+class SimulatedStore:
     """The cluster's store as one worker's tier. While `asked` is a dict, nothing is done but noted: machines -> bytes."""
 
     name = "cluster"
     keeps_checksums = True
 
     def __init__(
-        self, worker_id: str, node_id: str, holders: Holders, network: Network, clock: Clock, *, block_bytes: int, num_replicas: int
+        self, worker_id: str, node_id: str, holders: BlockHolders, network: Network, clock: Clock, *, block_bytes: int, num_replicas: int
     ) -> None:  # fmt: skip
         self._worker_id, self._node_id, self._holders = worker_id, node_id, holders
         self._network, self._clock, self._block_bytes, self._num_replicas = network, clock, block_bytes, num_replicas
@@ -300,22 +300,22 @@ class SharedStore:
 
 
 @dataclass(slots=True)
-class Below:
+class SimulatedTiers:
     """One worker's tiers, and what drives them."""
 
     tiers: LowerTiers
-    copies: Copies
-    store: SharedStore | None
+    copies: TierCopies
+    store: SimulatedStore | None
 
     def close(self) -> None:
         if self.store is not None:
             self.store.close()
 
 
-def make_below(
-    pool: BlockPool, profile: SimulatorProfile, settings: Settings, holders: Holders, network: Network, clock: Clock,
-    *, worker_id: str, node_id: str, wake: Callable[[], None], hop_s: float,
-) -> Below | None:  # fmt: skip
+def make_tiers(
+    pool: BlockPool, profile: SimulatorProfile, settings: Settings, holders: BlockHolders, network: Network, clock: Clock,
+    *, worker_id: str, node_id: str, wake: Callable[[], None], message_s: float,
+) -> SimulatedTiers | None:  # fmt: skip
     """As engine/worker/tier_setup.py makes them; None where the settings give a worker no host memory."""
     cache, block_bytes = settings.cache, profile.block_size * profile.kv_bytes_per_token
     num_rows = cache.host_bytes // block_bytes
@@ -323,14 +323,14 @@ def make_below(
         return None
     store = None
     if cache.remote is not None:
-        store = SharedStore(
+        store = SimulatedStore(
             worker_id, node_id, holders, network, clock, block_bytes=block_bytes, num_replicas=settings.store.replicas
         )
         holders.add_node(node_id, settings.store.memory_bytes // block_bytes, cache.eviction_policy)
     time, made = JobTime(clock), {}
 
-    def make_threads(name: str, num_threads: int, queue: JobQueue, woken: Callable[[], None]) -> _Threads:
-        kind = Copies if name == "kv-tier" else Transfers
+    def make_threads(name: str, num_threads: int, queue: JobQueue, woken: Callable[[], None]) -> _VirtualThreads:
+        kind = TierCopies if name == "kv-tier" else StoreTransfers
         made[name] = kind(clock, time, num_threads, queue, woken)
         return made[name]
 
@@ -344,13 +344,13 @@ def make_below(
         prefetch_timeout_s=cache.prefetch_timeout_s, is_checked=False, block_tokens=profile.block_size,
     )  # fmt: skip
     tiers = TierController(
-        pool, Slab(num_rows, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
+        pool, SimulatedSlab(num_rows, block_bytes), index, [store] if store is not None else [], rules, num_threads=cache.io_threads,
         max_bytes=max(cache.inflight_bytes, LEAST_UNDER_WAY * block_bytes), wake=wake, clock=time.now_s, make_threads=make_threads,
     )  # fmt: skip
     copies, transfers = made["kv-tier"], made["kv-store"]
-    assert isinstance(copies, Copies) and isinstance(transfers, Transfers)
+    assert isinstance(copies, TierCopies) and isinstance(transfers, StoreTransfers)
     copies.bytes_per_s = profile.load_bytes_per_s.get("host", profile.local_bytes_per_s)
     if store is not None:
-        transfers.store, transfers.lookup_s = store, 2 * hop_s
+        transfers.store, transfers.lookup_s = store, 2 * message_s
     tiers.start()
-    return Below(LowerTiers(tiers, profile.block_size, FrequencySketch(4 * pool.num_blocks)), copies, store)
+    return SimulatedTiers(LowerTiers(tiers, profile.block_size, FrequencySketch(4 * pool.num_blocks)), copies, store)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.attempt import Attempt
-from kvrelay.cluster.simulator.engine import Stride, Told, VirtualEngine
+from kvrelay.cluster.simulator.attempt import SimulatedAttempt
+from kvrelay.cluster.simulator.engine import SimulatedEngine, StepEvents, Stride
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
 from kvrelay.cluster.simulator.resources.machine import Machine, slowed
 from kvrelay.cluster.simulator.resources.network import Network
-from kvrelay.cluster.simulator.tiers import Holders, make_below
+from kvrelay.cluster.simulator.tiers import BlockHolders, make_tiers
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.worker.load_sharing import AssignedShares
@@ -37,24 +37,24 @@ HEARTBEAT_S = 2.0
 LAYER_GROUPS = 4  # in which a prompt's KV is announced: see engine.py, layers_per_hook
 
 
-class Peer(Protocol):
+class LoadSubscriber(Protocol):
     """An ingress, as far as workers tell it something. Calls come when the message has arrived."""
 
-    def hear(self, worker: "Worker", events: KvEvents | None, load: LoadReport | None) -> None: ...
-    def hear_others(self, worker: "Worker", others: AssignedByOthers) -> None: ...
+    def hear(self, worker: "SimulatedWorker", events: KvEvents | None, load: LoadReport | None) -> None: ...
+    def hear_others(self, worker: "SimulatedWorker", others: AssignedByOthers) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Seconds. hop_s: of a message. report_s: at most so often a load is told. noise: sigma of the logarithm of each step's factor."""
+    """Seconds. message_s: of a message. report_s: at most so often a load is told. noise: sigma of the logarithm of each step's factor."""
 
-    hop_s: float = 0.001
+    message_s: float = 0.001
     report_s: float = 0.05
     noise: float = 0.0
     reserve_timeout_s: float = 10.0
 
 
-class Worker:
+class SimulatedWorker:
     """One incarnation of one worker."""
 
     def __init__(
@@ -68,26 +68,26 @@ class Worker:
         settings: Settings,
         clock: Clock,
         delays: Delays,
-        holders: Holders,
+        holders: BlockHolders,
         network: Network,
         machine: Machine,
         seed: int,
     ) -> None:
         self.worker_id, self.role, self.node_id, self.profile = worker_id, role, node_id, profile
         self._clock, self._delays = clock, delays
-        self.engine = VirtualEngine(profile, settings, role, clock)
+        self.engine = SimulatedEngine(profile, settings, role, clock)
         self._holders, self._waits = holders, clock.timer(delays.reserve_timeout_s)
         self._slowdown = profile.slowdown_of(role)
         self._machine = machine if self._slowdown else None  # where it matters who else computes
-        below = make_below(
+        below = make_tiers(
             self.engine.pool, profile, settings, holders, network, clock, worker_id=worker_id, node_id=node_id,
-            wake=lambda: self.post(_nothing), hop_s=delays.hop_s,
+            wake=lambda: self.post(_nothing), message_s=delays.message_s,
         )  # fmt: skip
         if below is not None:
             self.engine.attach(below)
         self._patience: Event | None = None
-        self.peers: dict[Peer, None] = {}
-        self.assigned: AssignedShares[Peer] = AssignedShares()
+        self.peers: dict[LoadSubscriber, None] = {}
+        self.assigned: AssignedShares[LoadSubscriber] = AssignedShares()
         self._tell_others = Paced(self._on_assigned, settings.router.share_load_s, now=clock.time, after=clock.after)
         self.started_s, self.stopped_s = clock.now_s, math.inf
         self.paid_from_s = clock.now_s
@@ -95,7 +95,7 @@ class Worker:
         self.slowness = 1.0  # on its steps' times
         self.num_freezes = 0
         self.moved_bytes = self.read_s = 0.0
-        self.attempts: dict[str, Attempt] = {}  # that it has answered nothing final to
+        self.attempts: dict[str, SimulatedAttempt] = {}  # that it has answered nothing final to
         self._inbox: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
         self._stride: Stride | None = None
         self._ends: Event | None = None
@@ -143,16 +143,16 @@ class Worker:
             self._wakes = True
             self._clock.after(0.0, self._turn)
 
-    def prefill(self, attempt: Attempt, *, is_local: bool) -> None:
+    def prefill(self, attempt: SimulatedAttempt, *, is_local: bool) -> None:
         """Compute a prompt: for a decode worker, or (`is_local`) to decode it here."""
         self._admit(attempt, self._add, attempt, is_local)
 
-    def reserve(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
+    def reserve(self, attempt: SimulatedAttempt, prefill_tokens_per_s: float) -> None:
         """Have blocks reserved, now or in line."""
         if self._admit(attempt, self._add_reservation, attempt, prefill_tokens_per_s):
             attempt.wait = self._waits.begin(self._wait_over, attempt)
 
-    def _admit(self, attempt: Attempt, call: Callable[..., object], *args: Any) -> bool:
+    def _admit(self, attempt: SimulatedAttempt, call: Callable[..., object], *args: Any) -> bool:
         if not self.is_alive:
             return False  # the ingress will hear of that by itself
         if self.is_draining:
@@ -162,7 +162,7 @@ class Worker:
         self.post(call, *args)
         return True
 
-    def _add(self, attempt: Attempt, is_local: bool) -> None:
+    def _add(self, attempt: SimulatedAttempt, is_local: bool) -> None:
         if self._is_wanted(attempt):
             self.engine.scheduler.add(
                 attempt.request,
@@ -171,12 +171,12 @@ class Worker:
                 output_limit=None if is_local else 1,
             )
 
-    def _add_reservation(self, attempt: Attempt, prefill_tokens_per_s: float) -> None:
+    def _add_reservation(self, attempt: SimulatedAttempt, prefill_tokens_per_s: float) -> None:
         if self._is_wanted(attempt):
             seq = self.engine.scheduler.add_reservation(attempt.request, self._clock.now_s)
             seq.prefill_tokens_per_s = prefill_tokens_per_s
 
-    def _is_wanted(self, attempt: Attempt) -> bool:
+    def _is_wanted(self, attempt: SimulatedAttempt) -> bool:
         """Whether it is to be taken: nobody has aborted it meanwhile, and there is no reason against it."""
         if attempt.id not in self.attempts:
             return False
@@ -185,11 +185,11 @@ class Worker:
             self._refuse(attempt, reason)
         return reason is None
 
-    def _refuse(self, attempt: Attempt, reason: str) -> None:
+    def _refuse(self, attempt: SimulatedAttempt, reason: str) -> None:
         self._forget(attempt.id)
         self._tell(attempt.failed, self.worker_id, reason)
 
-    def _wait_over(self, attempt: Attempt) -> None:
+    def _wait_over(self, attempt: SimulatedAttempt) -> None:
         if attempt.id in self.attempts:
             self._refuse(attempt, "full")
             self.post(self.engine.abort, attempt.id)
@@ -199,19 +199,19 @@ class Worker:
         self._forget(attempt_id)
         self.post(self.engine.abort, attempt_id)
 
-    def arrived(self, attempt: Attempt) -> None:
+    def arrived(self, attempt: SimulatedAttempt) -> None:
         """Its KV is here, all of it."""
         assert attempt.flow is not None
         self.moved_bytes += attempt.flow.moved_bytes
         self.read_s += attempt.flow.read_s
         self.post(self._activate, attempt)
 
-    def _activate(self, attempt: Attempt) -> None:
+    def _activate(self, attempt: SimulatedAttempt) -> None:
         output = self.engine.activate(attempt.id)
         if output is not None:
             self._tell_output(output)
 
-    def _forget(self, attempt_id: str) -> Attempt | None:
+    def _forget(self, attempt_id: str) -> SimulatedAttempt | None:
         attempt = self.attempts.pop(attempt_id, None)
         if attempt is not None and attempt.wait is not None and self.role is Role.DECODE:
             attempt.wait.cancel()
@@ -258,7 +258,7 @@ class Worker:
         self._patience = None if until_s is None else self._clock.at(until_s, self.post, _nothing)
 
     def _step_ended(self) -> None:
-        stride, told = self._stride, Told()
+        stride, told = self._stride, StepEvents()
         assert stride is not None
         self._stride = self._ends = None
         self.engine.end(stride, stride.count, told)
@@ -307,9 +307,9 @@ class Worker:
     # ---- what it tells
 
     def _tell(self, call: Callable[..., object], *args: Any) -> None:
-        self._clock.after(self._delays.hop_s, call, *args)
+        self._clock.after(self._delays.message_s, call, *args)
 
-    def _tell_all(self, told: Told) -> None:
+    def _tell_all(self, told: StepEvents) -> None:
         for output in told.outputs:
             self._tell_output(output)
         for request_id, reason in told.refused:
@@ -339,7 +339,7 @@ class Worker:
         load = self.load() if is_due else None
         if events is not None or load is not None:
             for peer in self.peers:
-                self._clock.after(self._delays.hop_s, peer.hear, self, events, load)
+                self._clock.after(self._delays.message_s, peer.hear, self, events, load)
 
     def load(self) -> LoadReport:
         """What it tells of itself now."""
@@ -364,25 +364,25 @@ class Worker:
         if not self.is_frozen:
             load = self.last_load
             for peer in self.peers:
-                self._clock.after(self._delays.hop_s, peer.hear, self, None, load)
+                self._clock.after(self._delays.message_s, peer.hear, self, None, load)
             if self.engine.below is not None and self._stride is None:
                 self.post(_nothing)  # what has been put away meanwhile is noted
         self._beat = self._clock.after(HEARTBEAT_S, self._heartbeat)
 
-    def subscribe(self, peer: Peer) -> tuple[KvSnapshot, LoadReport]:
+    def subscribe(self, peer: LoadSubscriber) -> tuple[KvSnapshot, LoadReport]:
         """From now on this ingress hears all news; first what there is."""
         self.peers[peer] = None
         self.assigned.join(peer)
         self._tell_others.ask()
         return self.engine.snapshot(), self.load()
 
-    def forget_peer(self, peer: Peer) -> None:
+    def forget_peer(self, peer: LoadSubscriber) -> None:
         """This ingress's connection has ended."""
         self.peers.pop(peer, None)
         self.assigned.leave(peer)
         self._tell_others.ask()
 
-    def hear_assigned(self, peer: Peer, share: Assigned) -> None:
+    def hear_assigned(self, peer: LoadSubscriber, share: Assigned) -> None:
         """What this ingress has assigned here."""
         if self.is_alive and self.assigned.hear(peer, share):
             self._tell_others.ask()
@@ -433,7 +433,7 @@ class Worker:
             return
         done = stride.steps_until(self._clock.now_s) - 1
         if done:
-            self.engine.end(stride, done, Told())
+            self.engine.end(stride, done, StepEvents())
             stride.drop(done)
 
     def num_emitted(self, attempt_id: str) -> int:

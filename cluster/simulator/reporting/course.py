@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.worker import Worker
+from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.types import Role
 
 FIRST_INTERVAL_S = 1.0
 MOST_SAMPLES = 240
 
 
-class Course:
+class RunTimeline:
     """Looks at the workers from time to time, as long as the clock runs."""
 
-    def __init__(self, clock: Clock, workers: Sequence[Worker], num_open: Callable[[], int]) -> None:
+    def __init__(self, clock: Clock, workers: Sequence[SimulatedWorker], num_open: Callable[[], int]) -> None:
         self._clock, self._workers, self._num_open = clock, workers, num_open
         self._interval_s = FIRST_INTERVAL_S
         self._times = [0.0]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kvrelay.cluster.simulator.requests import Job
+from kvrelay.cluster.simulator.requests import SimulatedRequest
 
 QUANTILES = (50, 90, 95, 99)
 
@@ -34,7 +34,7 @@ class Tally:
     num_attempts: int = 0
     kept_at_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrivals of those within both
 
-    def add(self, job: Job) -> None:
+    def add(self, job: SimulatedRequest) -> None:
         if job.arrival_s < self.from_s:
             return
         self.outcomes[job.outcome] += 1

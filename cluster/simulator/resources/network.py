@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
 
 
-class Link:
+class NetworkLink:
     """One direction of one machine's network, or of its memory."""
 
     __slots__ = ("bytes_per_s", "flows", "moved_bytes")
@@ -42,7 +42,7 @@ class Flow:
         "pace_limit", "read_s",
     )  # fmt: skip
 
-    def __init__(self, clock: Clock, links: tuple[Link, ...], done: Callable[[], object]) -> None:
+    def __init__(self, clock: Clock, links: tuple[NetworkLink, ...], done: Callable[[], object]) -> None:
         self._clock, self._done = clock, done
         self.links = links
         self.pace_limit = math.inf
@@ -123,12 +123,12 @@ class Flow:
         _share(self.links)
 
 
-def _share(links: Iterable[Link]) -> None:
+def _share(links: Iterable[NetworkLink]) -> None:
     """Tell every flow of these links what it gets now."""
     touched: dict[Flow, None] = {}
     for link in links:
         touched.update(link.flows)
-    shares: dict[Link, float] = {}
+    shares: dict[NetworkLink, float] = {}
     for flow in touched:
         rate = flow.pace_limit
         for link in flow.links:
@@ -147,21 +147,21 @@ class Network:
         """Of each machine, each way, and between two workers of one machine."""
         self._clock = clock
         self._link_bytes_per_s, self._local_bytes_per_s = link_bytes_per_s, local_bytes_per_s
-        self._links: dict[tuple[str, str], Link] = {}
+        self._links: dict[tuple[str, str], NetworkLink] = {}
 
     def open(self, source_node: str, target_node: str, done: Callable[[], object]) -> Flow:
         """A transfer between two workers of these machines."""
         if source_node == target_node:
-            links: tuple[Link, ...] = (self.link(source_node, "local"),)
+            links: tuple[NetworkLink, ...] = (self.link(source_node, "local"),)
         else:
             links = (self.link(source_node, "out"), self.link(target_node, "in"))
         return Flow(self._clock, links, done)
 
-    def link(self, node: str, direction: str) -> Link:
+    def link(self, node: str, direction: str) -> NetworkLink:
         """`out`, `in`, or `local`: within the machine."""
         key = node, direction
         if key not in self._links:
-            self._links[key] = Link(self._local_bytes_per_s if direction == "local" else self._link_bytes_per_s)
+            self._links[key] = NetworkLink(self._local_bytes_per_s if direction == "local" else self._link_bytes_per_s)
         return self._links[key]
 
     def set_speed(self, node: str, share: float) -> None:

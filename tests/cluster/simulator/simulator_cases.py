@@ -48,7 +48,7 @@ def chats(count, *, every_s=0.05, turns=5, user=60, output=40):
 def everything_is_given_back(sim):
     """No request is counted anywhere, no worker holds a block, nothing travels."""
     for ingress in sim.ingresses:
-        assert not ingress.lives and not ingress.attempts
+        assert not ingress.drivers and not ingress.attempts
         assert not any(view.assigned_requests or view.assigned_tokens for view in ingress.router.workers())
     sim.clock.run(sim.clock.now_s + 1.0)  # the last aborts arrive
     for worker in sim.workers:

@@ -45,7 +45,7 @@ def test_a_prefill_worker_may_crash_at_any_moment_of_a_request(who):
     """Messages take 0.2 s: also while the decode worker asks it to confirm what it has read."""
     for tenths in range(5, 35):
         faults = [fault("crash", tenths / 10, who)]
-        sim = simulate([entry(0.5), entry(0.6)], faults=faults, hop_s=0.2, detect_s=0.5)
+        sim = simulate([entry(0.5), entry(0.6)], faults=faults, message_s=0.2, detect_s=0.5)
         assert sim.tally.outcomes == {"done": 2}
         everything_is_given_back(sim)
 

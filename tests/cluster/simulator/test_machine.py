@@ -10,7 +10,7 @@ from tests.cluster.simulator.simulator_cases import DECODE, chats, entry, everyt
 pytestmark = pytest.mark.pure
 
 
-class Worker:
+class SimulatedWorker:
     def __init__(self):
         self.heard = []
 
@@ -19,7 +19,7 @@ class Worker:
 
 
 def test_whoever_computes_hears_of_the_others():
-    machine, one, other, third = Machine(), Worker(), Worker(), Worker()
+    machine, one, other, third = Machine(), SimulatedWorker(), SimulatedWorker(), SimulatedWorker()
     machine.begins(one)
     assert machine.crowd_with(one) == 1 and machine.crowd_with(other) == 2
     for worker in (other, third):

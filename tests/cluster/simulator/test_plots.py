@@ -5,7 +5,7 @@ import json
 import pytest
 
 from kvrelay.cluster.simulator.reporting import plots as simulation_plots
-from kvrelay.cluster.simulator.reporting.course import Course, _shares
+from kvrelay.cluster.simulator.reporting.course import RunTimeline, _shares
 from kvrelay.cluster.simulator.reporting.plots import (
     Run,
     check_picture,
@@ -127,7 +127,7 @@ def test_a_long_course_keeps_few_samples_evenly():
     from kvrelay.cluster.simulator.resources.clock import Clock
 
     clock = Clock()
-    course = Course(clock, [], lambda: 3)
+    course = RunTimeline(clock, [], lambda: 3)
     course.begin()
     clock.run(until_s=5000.0)
     times = course.data()["time_s"]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvrelay.cluster.simulator.engine import VirtualEngine
+from kvrelay.cluster.simulator.engine import SimulatedEngine
 from tests.cluster.simulator.simulator_cases import (
     BLOCK,
     SETTINGS,
@@ -128,5 +128,5 @@ def test_a_busy_cluster_with_tiers_gives_everything_back_and_is_the_same_each_ti
 
 def test_tiers_are_production_s():
     engine = simulate([entry(0.0)], settings=cached()).workers[0].engine
-    assert isinstance(engine, VirtualEngine) and engine.below is not None
+    assert isinstance(engine, SimulatedEngine) and engine.below is not None
     assert type(engine.below.tiers.tiers).__module__ == "kvrelay.kvcache.tiers.controller"

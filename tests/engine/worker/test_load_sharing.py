@@ -259,7 +259,7 @@ def test_what_is_paced_follows_every_asking_within_the_period_and_not_more_often
 
 
 def _mean_ttft_s(**settings):
-    cases = {"ingress": 6, "prefill": 4, "decode": 4, "hop_s": 0.0005, "settings": {"router": settings}}
+    cases = {"ingress": 6, "prefill": 4, "decode": 4, "message_s": 0.0005, "settings": {"router": settings}}
     sim = simulate(chats(160, every_s=0.012), **cases)
     assert sim.summary()["outcomes"] == {"done": 160}
     return sum(sim.tally.ttft_s) / len(sim.tally.ttft_s)
