@@ -447,7 +447,7 @@ async def test_frames_are_handed_out_as_sent_whatever_the_pieces(tls):
 
     async with serving(tls, in_pieces) as port, connected(port, tls) as connection:
         first = await connection.receive()
-        while connection._reader._num_waiting < 100:
+        while connection._reader._num_buffered < 100:
             await asyncio.sleep(0)
         rest, ended = await taken(connection)
         assert [first, *rest] == frames and isinstance(ended, ConnectionLost)
