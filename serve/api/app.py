@@ -15,22 +15,20 @@ from kvrelay.errors import InvalidRequest
 from kvrelay.serve.api import ui
 from kvrelay.serve.api.chat import chat_completions
 from kvrelay.serve.api.completions import completions
-from kvrelay.serve.api.endpoint import Front, ModelCard, Traced, unknown_model
-from kvrelay.serve.api.hints import delete_session, get_session, put_session
-from kvrelay.serve.api.http import ClientLeft, check_api_key, error_response, json_response
+from kvrelay.serve.api.endpoint import Front, ModelCard, Traced, endpoint, unknown_model
+from kvrelay.serve.api.http import check_api_key, error_response, json_response
 from kvrelay.serve.api.prefetch import prefetch
 from kvrelay.serve.api.replies import Model, ModelList
+from kvrelay.serve.api.session_endpoints import delete_session, get_session, put_session
 from kvrelay.serve.api.sessions import LocalSessions, Sessions
 from kvrelay.serve.requests.dispatcher import Dispatcher
 from kvrelay.serve.telemetry.metrics import make_registry
 from kvrelay.serve.text.tokenizer import TextCodec
+from kvrelay.sizes import parse_bytes
 
 __all__ = ["ModelCard", "create_app"]
 
 logger = logging.getLogger(__name__)
-
-CLIENT_LEFT_STATUS = 499  # nobody reads it; access logs do
-Endpoint = Callable[[Front, Request], Awaitable[Response]]
 
 
 def create_app(
@@ -44,26 +42,27 @@ def create_app(
 
     `sessions`: shared with other ingresses; default: this app's own.
     """
-    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock))
+    max_body_bytes = parse_bytes(settings.serve.max_body_bytes)
+    front = Front(dispatcher, tokenizer, settings, model, sessions or LocalSessions(dispatcher.clock), max_body_bytes)
     live = ui.LiveView(front)
     app = Starlette(
         routes=[
-            Route("/v1/models", _endpoint(front, _models), methods=["GET"]),
-            Route("/v1/models/{model:path}", _endpoint(front, _model), methods=["GET"]),
-            Route("/v1/completions", Traced(_endpoint(front, completions)), methods=["POST"]),
-            Route("/v1/chat/completions", Traced(_endpoint(front, chat_completions)), methods=["POST"]),
-            Route("/v1/kv/prefetch", _endpoint(front, prefetch), methods=["POST"]),
-            Route("/v1/kv/sessions/{name}", _endpoint(front, put_session), methods=["PUT"]),
-            Route("/v1/kv/sessions/{name}", _endpoint(front, get_session), methods=["GET"]),
-            Route("/v1/kv/sessions/{name}", _endpoint(front, delete_session), methods=["DELETE"]),
-            Route("/health", _endpoint(front, _health), methods=["GET"]),
-            Route("/kvrelay/pairs", _endpoint(front, _pairs), methods=["GET", "POST"]),
+            Route("/v1/models", endpoint(front, _models), methods=["GET"]),
+            Route("/v1/models/{model:path}", endpoint(front, _model), methods=["GET"]),
+            Route("/v1/completions", Traced(endpoint(front, completions)), methods=["POST"]),
+            Route("/v1/chat/completions", Traced(endpoint(front, chat_completions)), methods=["POST"]),
+            Route("/v1/kv/prefetch", endpoint(front, prefetch), methods=["POST"]),
+            Route("/v1/kv/sessions/{name}", endpoint(front, put_session), methods=["PUT"]),
+            Route("/v1/kv/sessions/{name}", endpoint(front, get_session), methods=["GET"]),
+            Route("/v1/kv/sessions/{name}", endpoint(front, delete_session), methods=["DELETE"]),
+            Route("/health", endpoint(front, _health), methods=["GET"]),
+            Route("/kvrelay/pairs", endpoint(front, _pairs), methods=["GET", "POST"]),
             Route("/", _to_ui, methods=["GET"]),
-            Route("/ui", _endpoint(front, ui.page), methods=["GET"]),
-            Route("/kvrelay/live", _endpoint(front, live.once), methods=["GET"]),
-            Route("/kvrelay/live/events", _endpoint(front, live.stream), methods=["GET"]),
-            Route("/kvrelay/requests", _endpoint(front, ui.requests), methods=["GET"]),
-            Route("/kvrelay/requests/{request_id}", _endpoint(front, ui.one_request), methods=["GET"]),
+            Route("/ui", endpoint(front, ui.page), methods=["GET"]),
+            Route("/kvrelay/live", endpoint(front, live.once), methods=["GET"]),
+            Route("/kvrelay/live/events", endpoint(front, live.stream), methods=["GET"]),
+            Route("/kvrelay/requests", endpoint(front, ui.requests), methods=["GET"]),
+            Route("/kvrelay/requests/{request_id}", endpoint(front, ui.one_request), methods=["GET"]),
             Route("/metrics", _metrics_endpoint(dispatcher), methods=["GET"]),
         ],
         exception_handlers={HTTPException: _http_error},
@@ -73,23 +72,8 @@ def create_app(
 
 
 async def _to_ui(request: Request) -> Response:
-    """A browser that opens the address alone gets the page."""
+    """A browser that opens the bare address gets the page."""
     return RedirectResponse("/ui")
-
-
-def _endpoint(front: Front, handler: Endpoint) -> Callable[[Request], Awaitable[Response]]:
-    """The process edge: every error becomes a response here."""
-
-    async def endpoint(request: Request) -> Response:
-        try:
-            return await handler(front, request)
-        except ClientLeft:
-            logger.debug("the client left %s", request.url.path)
-            return Response(status_code=CLIENT_LEFT_STATUS)
-        except Exception as error:
-            return error_response(error)
-
-    return endpoint
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

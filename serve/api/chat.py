@@ -21,12 +21,19 @@ from kvrelay.serve.api.endpoint import (
     usage_of,
     wants_explain,
 )
-from kvrelay.serve.api.hints import hints_of
-from kvrelay.serve.api.http import EventStream, bearer_token, json_response, unless_client_leaves
+from kvrelay.serve.api.http import (
+    DONE_EVENT,
+    EventStream,
+    bearer_token,
+    encode_event,
+    json_response,
+    unless_client_leaves,
+)
 from kvrelay.serve.api.logprobs import chat_logprobs
 from kvrelay.serve.api.parameters import (
     beams_of,
     check_count,
+    kv_hints,
     make_sampling,
     num_computed,
     num_sampled,
@@ -34,18 +41,7 @@ from kvrelay.serve.api.parameters import (
     queue_rank,
     template_messages,
 )
-from kvrelay.serve.api.replies import (
-    DONE_EVENT,
-    Chat,
-    ChatChoice,
-    ChatLogprobs,
-    ChatMessage,
-    Chunk,
-    ChunkChoice,
-    Delta,
-    Usage,
-    encode_event,
-)
+from kvrelay.serve.api.replies import Chat, ChatChoice, ChatLogprobs, ChatMessage, Chunk, ChunkChoice, Delta, Usage
 from kvrelay.serve.api.schemas import ChatBody
 from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.requests.job import GenerationJob, Prompt, slo_of
@@ -68,7 +64,7 @@ async def chat_completions(front: Front, request: Request) -> Response:
         beams=beams_of(body),
         options=text_options(body),
         salt=body.cache_salt or "",
-        hints=await hints_of(front, body),
+        hints=await kv_hints(front.sessions, body),
         rank=queue_rank(body, front.settings.scheduler.tenant_by, bearer_token(request)),
         force=forced_path(request),
         explain=explain,

@@ -1,6 +1,7 @@
 """What every endpoint shares: the parts that it works with, a request's first checks, its id and its span."""
 
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable
@@ -16,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 from kvrelay import tracing
 from kvrelay.config import Settings
 from kvrelay.errors import InvalidRequest
-from kvrelay.serve.api.http import check_api_key, read_json_body
+from kvrelay.serve.api.http import ClientLeft, check_api_key, error_response, read_json_body
 from kvrelay.serve.api.parameters import check_limits, refuse_unsupported
 from kvrelay.serve.api.replies import PromptDetails, Usage
 from kvrelay.serve.api.schemas import Common, parse
@@ -26,9 +27,11 @@ from kvrelay.serve.requests.generation import Generation
 from kvrelay.serve.telemetry.explain import Explain
 from kvrelay.serve.text.choice_text import Piece
 from kvrelay.serve.text.tokenizer import TextCodec
-from kvrelay.sizes import parse_bytes
 
 B = TypeVar("B", bound=Common)
+logger = logging.getLogger(__name__)
+
+CLIENT_LEFT_STATUS = 499  # for access logs; no client reads it
 INGRESS = secrets.token_hex(2)
 """Names this ingress process. Its request ids begin with it, so that an id shows which ingress has the request's log."""
 
@@ -42,6 +45,9 @@ class ModelCard:
     created: int
 
 
+Endpoint = Callable[["Front", Request], Awaitable[Response]]
+
+
 @dataclass(frozen=True, slots=True)
 class Front:
     """The parts that endpoints work with."""
@@ -51,6 +57,7 @@ class Front:
     settings: Settings
     model: ModelCard
     sessions: Sessions
+    max_body_bytes: int
 
     @property
     def max_model_len(self) -> int:
@@ -64,7 +71,7 @@ class Front:
     async def read_bytes(self, request: Request) -> bytes:
         """The body of a request that may be served. Raises InvalidRequest, ClientLeft."""
         check_api_key(request, self.settings.serve.api_key)
-        return await read_json_body(request, parse_bytes(self.settings.serve.max_body_bytes))
+        return await read_json_body(request, self.max_body_bytes)
 
     def check(self, body_type: type[B], data: bytes) -> B:
         """The checked body. Raises InvalidRequest."""
@@ -137,6 +144,21 @@ def usage_of(generation: Generation) -> Usage:
         total_tokens=prompt_tokens + output_tokens,
         prompt_tokens_details=PromptDetails(cached_tokens=generation.num_cached_tokens),
     )
+
+
+def endpoint(front: Front, handler: Endpoint) -> Callable[[Request], Awaitable[Response]]:
+    """The process edge: every error becomes a response here."""
+
+    async def handle(request: Request) -> Response:
+        try:
+            return await handler(front, request)
+        except ClientLeft:
+            logger.debug("the client left %s", request.url.path)
+            return Response(status_code=CLIENT_LEFT_STATUS)
+        except Exception as error:
+            return error_response(error)
+
+    return handle
 
 
 # ---- the span of an HTTP request: from its head to its last byte, streams included

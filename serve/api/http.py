@@ -11,15 +11,19 @@ import math
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
+import msgspec
 from msgspec import UNSET
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvrelay.errors import InvalidRequest, KvrelayError, RequestError, WorkerError
-from kvrelay.serve.api.replies import ErrorBody, ErrorReply, encode_event, encode_json
+from kvrelay.serve.api.replies import ErrorBody, ErrorReply
 
 logger = logging.getLogger(__name__)
+
+DONE_EVENT = b"data: [DONE]\n\n"
+_encoder = msgspec.json.Encoder()
 
 T = TypeVar("T")
 
@@ -178,3 +182,13 @@ def error_response(error: Exception, headers: dict[str, str] | None = None) -> R
     if retry_after_s is not None:
         headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
     return json_response(reply, status, headers)
+
+
+def encode_json(reply: object) -> bytes:
+    """A reply as JSON."""
+    return _encoder.encode(reply)
+
+
+def encode_event(reply: object) -> bytes:
+    """A reply as one server-sent event."""
+    return b"data: " + _encoder.encode(reply) + b"\n\n"

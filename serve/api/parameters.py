@@ -1,4 +1,4 @@
-"""From a checked body to the request's parameters: sampling, choices, limits, prompts, queue rank. Refuses by field name.
+"""From a checked body to the request's parameters: sampling, choices, limits, prompts, queue rank, KV hints. Refuses by field name.
 
 `best_of` has OpenAI's and vLLM's meaning: of so many samples, the n with the largest summed log-probability are
 returned. With `use_beam_search` it is the beam width, as in vLLM.
@@ -6,18 +6,20 @@ returned. With `use_beam_search` it is the beam width, as in vLLM.
 
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.hashing import tenant_of
-from kvrelay.plane.messages import Beams, Sampling
-from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, Message
+from kvrelay.plane.messages import Beams, KvHints, Sampling
+from kvrelay.serve.api.schemas import ChatBody, Common, CompletionBody, KvFields, Message
+from kvrelay.serve.api.sessions import SessionHints, SessionKey, Sessions, no_such_session
 from kvrelay.serve.requests.generation import SEED_MASK
 from kvrelay.serve.requests.job import QueueRank
 from kvrelay.settings.choices import TenantBy
 from kvrelay.settings.cluster import ServeSettings
 
 DEFAULT_COMPLETION_TOKENS = 16
+T = TypeVar("T")
 MAX_BEAMS = 16
 _MIN_TOP_P = 1e-6
 
@@ -220,6 +222,41 @@ def queue_rank(body: Common, tenant_by: TenantBy, api_key: str) -> QueueRank:
     names = {"cache_salt": body.cache_salt or "", "user": body.user or "", "api_key": api_key}
     name = next(filter(None, names.values()), "") if tenant_by == "auto" else names[tenant_by]
     return QueueRank(body.priority or 0, body.deadline_s, tenant_of(name))
+
+
+# ---- KV hints
+
+
+async def kv_hints(sessions: Sessions, body: Common) -> KvHints:
+    """The hints of the body's field `kv` and of the session that it names. Raises InvalidRequest (404): there is no such session."""
+    fields = body.kv or KvFields()
+    inherited, session = SessionHints(), ""
+    if fields.session is not None:
+        key = SessionKey.of(body.cache_salt or "", fields.session)
+        found = await sessions.get(key)
+        if found is None:
+            raise no_such_session(fields.session, "kv.session")
+        inherited, session = found, pins_name(key, found)
+    return merged_hints(fields, inherited, session)
+
+
+def pins_name(key: SessionKey, hints: SessionHints) -> str:
+    """The name under which workers keep the session's pins."""
+    return f"{key}#{hints.made}"
+
+
+def merged_hints(fields: KvFields, inherited: SessionHints, session: str) -> KvHints:
+    """The request's own fields, else the session's, else the defaults. KV that is not kept is not pinned either."""
+    keep = _first(fields.keep, inherited.keep, True)
+    pin_s = _first(fields.pin_s, inherited.pin_s, 0.0) if keep else 0.0
+    priority = _first(fields.priority, inherited.priority, 0)
+    return KvHints(keep=keep, priority=priority, pin_s=pin_s, session=session if pin_s else "")
+
+
+def _first(own: T | None, inherited: T | None, default: T) -> T:
+    if own is not None:
+        return own
+    return inherited if inherited is not None else default
 
 
 # ---- choices: n, best_of, beam search

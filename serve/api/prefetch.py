@@ -12,9 +12,8 @@ from kvrelay.plane.messages import KvHints, Prefetched, SequenceRequest
 from kvrelay.serve.api.chat import chat_prompt
 from kvrelay.serve.api.completions import completion_prompt
 from kvrelay.serve.api.endpoint import Front, forced_path, new_id
-from kvrelay.serve.api.hints import hints_of
 from kvrelay.serve.api.http import json_response, unless_client_leaves
-from kvrelay.serve.api.parameters import check_count, prompts_of
+from kvrelay.serve.api.parameters import check_count, kv_hints, prompts_of
 from kvrelay.serve.api.replies import PrefetchReply
 from kvrelay.serve.api.schemas import Common, PrefetchChatBody, PrefetchCompletionBody
 from kvrelay.serve.requests.dispatcher import Force
@@ -37,7 +36,7 @@ async def prefetch(front: Front, request: Request) -> Response:
         given = prompts_of(body, front.settings.serve, front.codec.vocab_size)
         check_count(len(given), body, front.settings.router.max_inflight)
         prompts = [await completion_prompt(front, body, item) for item in given]
-    hints = await hints_of(front, body)
+    hints = await kv_hints(front.sessions, body)
     if not hints.keep:
         raise InvalidRequest("kv.keep: what is not to be kept cannot be prefetched", "kv.keep")
     hold_s = DEFAULT_HOLD_S if body.hold_s is None else body.hold_s

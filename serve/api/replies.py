@@ -9,9 +9,6 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-_encoder = msgspec.json.Encoder()
-DONE_EVENT = b"data: [DONE]\n\n"
-
 
 class _Reply(msgspec.Struct, kw_only=True):
     """Base of all reply objects."""
@@ -170,13 +167,3 @@ class ErrorBody(_Reply, kw_only=True):
 
 class ErrorReply(_Reply, kw_only=True):
     error: ErrorBody
-
-
-def encode_json(reply: object) -> bytes:
-    """A reply as JSON."""
-    return _encoder.encode(reply)
-
-
-def encode_event(reply: object) -> bytes:
-    """A reply as one server-sent event."""
-    return b"data: " + _encoder.encode(reply) + b"\n\n"

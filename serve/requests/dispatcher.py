@@ -31,6 +31,7 @@ class Dispatcher:
         self, router: Router, secret: bytes, settings: Settings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.router, self.settings, self.clock = router, settings, clock
+        self.tokens_per_hash = settings.tokens_per_hash
         self.stats, self.requests = ServeStats(), RequestLog()
         self.links = Links()
         self.queries = Queries(self.links, max_open=settings.router.max_inflight)

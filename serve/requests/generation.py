@@ -80,7 +80,7 @@ class _Stream:
             sampling=msgspec.structs.replace(prompt.sampling, seed=seeds[0]),
             salt=job.salt,
             traceparent=job.traceparent,
-            tokens_per_hash=self._owner.dispatcher.settings.tokens_per_hash,
+            tokens_per_hash=self._owner.dispatcher.tokens_per_hash,
             hints=job.hints,
             priority=job.rank.priority,
             deadline_s=job.rank.deadline_s,
@@ -146,7 +146,7 @@ class Generation:
                 await stream.aclose()
 
     async def _streams(self) -> list[_Stream]:
-        tokens_per_hash, count = self.dispatcher.settings.tokens_per_hash, self.job.num_samples
+        tokens_per_hash, count = self.dispatcher.tokens_per_hash, self.job.num_samples
         most = count if self.job.beams is not None else max(1, self.dispatcher.workers.max_group())
         if self.job.beams is not None and self.job.beams.width > (limit := self.dispatcher.workers.max_group()):
             raise InvalidRequest(

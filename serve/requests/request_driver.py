@@ -137,7 +137,7 @@ class RequestDriver:
         request = self._request if self._num_attempts == 1 else self._continuation()
         observer = self._observer
         observer.placing(self._num_attempts)
-        while isinstance(decision := self._retries.choose(self._query(request), self._placer.place), Deferred):
+        while isinstance(decision := self._choose(self._query(request)), Deferred):
             deferred_s = observer.deferred(decision.predicted_ttft_s)
             await self._turn(request.request_id)
             observer.resumed(deferred_s)
@@ -150,6 +150,11 @@ class RequestDriver:
             self._with_class_priority(request), decision, submission, self._order, self._router, self._placer, observer
         )
         return self._attempt
+
+    def _choose(self, query: RouteRequest) -> Decision | Refusal | Deferred:
+        if self._num_attempts == 1:
+            return self._placer.place(query)
+        return self._retries.choose(query, self._placer.place)
 
     async def _turn(self, request_id: str) -> None:
         """Wait until a deferred request may be placed. Raises RequestError (504)."""

@@ -1,23 +1,26 @@
-"""Text to tokens and back for one prepared model folder; back incrementally, UTF-8 safe, constant work per token.
+"""Text to tokens and back for one prepared model folder: tokenizer, incremental detokenizer, chat template.
 
 Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json. Imports tokenizers
 and jinja2, never torch or transformers.
 
-A token is a run of bytes; the incremental decoder emits characters once they are complete. Two families of vocabularies map
+A token is a run of bytes; the incremental decoder works in constant time per token and emits characters once they are complete. Two families of vocabularies map
 to bytes exactly: byte-level BPE, and SentencePiece-like with byte fallback. Others use the tokenizer's own streaming decoder.
 """
 
 import asyncio
 import codecs
+import datetime
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
 import tokenizers
 
 from kvrelay.errors import InvalidRequest, ModelError, ModelNotFound
-from kvrelay.serve.text.chat_template import ChatTemplate
 
 LONG_TEXT_CHARS = 4096  # longer text is tokenised on a thread
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -305,3 +308,75 @@ class Tokenizer:
             bytes_of = self._visible_bytes if skip_special_tokens else self.token_bytes
             return ByteDetokenizer(bytes_of, strip=self._leading_spaces if starts_text else 0)
         return WindowDetokenizer(lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens))
+
+
+# ---- chat templates
+
+# Hugging Face always defines these, and templates rely on it (`tools is not none`).
+_DEFAULTS: dict[str, Any] = {"tools": None, "documents": None}
+# What a template raises on purpose, and what its code raises on messages that it did not foresee.
+_REFUSALS = (
+    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Without HTML escapes, unlike jinja's own; the arguments are Hugging Face's, in their order."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.datetime.now().strftime(form)
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's part for training; here it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja's own attribute)
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """One compiled template and the special tokens that it may name.
+
+    A template is code from the checkpoint, so it runs in jinja's immutable sandbox.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        """Raises ModelError when the template does not compile."""
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _tojson
+        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError("chat_template.jinja", f"the template does not compile: {error}") from error
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **variables: Any
+    ) -> str:
+        """The prompt's text. Raises InvalidRequest when the template refuses the messages."""
+        try:
+            return self._template.render(
+                **{**_DEFAULTS, **self._special_tokens, **variables},
+                messages=[dict(message) for message in messages],
+                add_generation_prompt=add_generation_prompt,
+            )
+        except _REFUSALS as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}", "messages") from error

@@ -79,7 +79,7 @@ async def test_tokens_leave_as_they_come(make_cluster, serve_http):
 async def test_a_client_that_leaves_in_the_middle_of_its_body_is_forgotten(make_cluster, serve_http, caplog):
     cluster = await make_cluster()
     url = httpx.URL(await serve_http(cluster.app))
-    with caplog.at_level("DEBUG", logger="kvrelay.serve.api.app"):
+    with caplog.at_level("DEBUG", logger="kvrelay.serve.api.endpoint"):
         _, writer = await asyncio.open_connection(url.host, url.port)
         head = (
             "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n"

@@ -8,7 +8,7 @@ from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.pin_records import PinRecord, PinRecords
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
-from kvrelay.serve.api.hints import merged
+from kvrelay.serve.api.parameters import merged_hints
 from kvrelay.serve.api.schemas import KvFields
 from kvrelay.serve.api.sessions import (
     IDLE_S,
@@ -38,7 +38,7 @@ BLOCK = 4
     ],
 )
 def test_a_requests_own_fields_win_over_its_sessions(own, session, expected):
-    assert merged(KvFields(**own), session, "s") == expected
+    assert merged_hints(KvFields(**own), session, "s") == expected
 
 
 def test_sessions_of_two_salts_have_nothing_in_common():

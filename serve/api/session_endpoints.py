@@ -1,18 +1,17 @@
-"""What a request's `kv` field and its session say together: KvHints. And the endpoints of sessions."""
+"""The endpoints of sessions: KV hints under a name, which requests inherit."""
 
 import secrets
-from typing import TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from kvrelay.errors import InvalidRequest
 from kvrelay.plane import messages as wire
-from kvrelay.plane.messages import KvHints
 from kvrelay.serve.api.endpoint import Front
 from kvrelay.serve.api.http import check_api_key, json_response, read_json_body
+from kvrelay.serve.api.parameters import merged_hints, pins_name
 from kvrelay.serve.api.replies import DeletedSession, SessionReply
-from kvrelay.serve.api.schemas import Common, KvFields, SessionBody, is_session_name, parse
+from kvrelay.serve.api.schemas import KvFields, SessionBody, is_session_name, parse
 from kvrelay.serve.api.sessions import IDLE_S, SessionHints, SessionKey, no_such_session
 
 SALT_HEADER = "x-kvrelay-cache-salt"
@@ -20,46 +19,8 @@ _MAX_SALT_CHARS = 256
 _MAX_SESSION_BYTES = 4096
 
 
-async def hints_of(front: Front, body: Common) -> KvHints:
-    """Raises InvalidRequest: the session is not there (404)."""
-    fields = body.kv or KvFields()
-    inherited, session = SessionHints(), ""
-    if fields.session is not None:
-        key = SessionKey.of(body.cache_salt or "", fields.session)
-        found = await front.sessions.get(key)
-        if found is None:
-            raise no_such_session(fields.session, "kv.session")
-        inherited, session = found, pins_name(key, found)
-    return merged(fields, inherited, session)
-
-
-def pins_name(key: SessionKey, hints: SessionHints) -> str:
-    """What workers know the session's pins by."""
-    return f"{key}#{hints.made}"
-
-
-def merged(fields: KvFields, inherited: SessionHints, session: str) -> KvHints:
-    """The request's own fields, else the session's, else the defaults. What is not kept is not pinned either."""
-    keep = _first(fields.keep, inherited.keep, True)
-    pin_s = _first(fields.pin_s, inherited.pin_s, 0.0) if keep else 0.0
-    priority = _first(fields.priority, inherited.priority, 0)
-    return KvHints(keep=keep, priority=priority, pin_s=pin_s, session=session if pin_s else "")
-
-
-T = TypeVar("T")
-
-
-def _first(own: T | None, inherited: T | None, default: T) -> T:
-    if own is not None:
-        return own
-    return inherited if inherited is not None else default
-
-
-# ---- endpoints
-
-
 async def put_session(front: Front, request: Request) -> Response:
-    """PUT /v1/kv/sessions/{name}: make it, or replace all that it says."""
+    """PUT /v1/kv/sessions/{name}: make it, or replace its hints."""
     key = _key(front, request)
     body = parse(SessionBody, await read_json_body(request, _MAX_SESSION_BYTES))
     hints = SessionHints(body.keep, body.priority, body.pin_s, made=secrets.token_hex(8))
@@ -77,7 +38,7 @@ async def get_session(front: Front, request: Request) -> Response:
 
 
 async def delete_session(front: Front, request: Request) -> Response:
-    """DELETE /v1/kv/sessions/{name}: nothing is pinned under it any more, and the pins that were made end at once."""
+    """DELETE /v1/kv/sessions/{name}: its pins end at once, and no new ones are made."""
     key = _key(front, request)
     hints = await front.sessions.delete(key)
     if hints is None:
@@ -102,7 +63,7 @@ def _key(front: Front, request: Request) -> SessionKey:
 
 
 def _reply(key: SessionKey, hints: SessionHints) -> SessionReply:
-    plain = merged(KvFields(), hints, "")
+    plain = merged_hints(KvFields(), hints, "")
     return SessionReply(
         name=key.name, keep=plain.keep, priority=plain.priority, pin_s=plain.pin_s, expires_after_idle_s=IDLE_S
     )
