@@ -1,8 +1,8 @@
-"""What replicas report to Serve for the planner, and the intervals that it becomes. Pure.
+"""What replicas report to Serve for the planner, and the intervals made of it. Pure.
 
-Serve keeps named floats for each replica. Ingresses report sums since their start (requests, tokens, first tokens by how long they
-took); workers report what they have in hand and how fast they are. A sum counts by what it grew since the last look; a replica's
-first look sets its beginning, so a restarted ingress neither doubles nor takes away anything.
+Serve keeps named floats for each replica. Ingresses report counters since their start (requests, tokens, TTFT histogram); workers
+report their current load and speed. The planner uses a counter's growth since the last observation; a replica's first observation
+only sets the baseline, so a restarted ingress neither adds nor removes anything.
 """
 
 import math
@@ -18,10 +18,10 @@ from kvrelay.serve.telemetry.observer import Histogram, ServeStats
 REQUESTS, TAKEN = "kvrelay_requests", "kvrelay_taken"
 PROMPT_TOKENS, PROMPT_SQUARES = "kvrelay_prompt_tokens", "kvrelay_prompt_squares"
 CACHED_TOKENS, OUTPUT_TOKENS = "kvrelay_cached_tokens", "kvrelay_output_tokens"
-TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": how many took at most that
+TTFT, TPOT = "kvrelay_ttft_s", "kvrelay_tpot_s"  # "<name>/<bound>": cumulative counts of a histogram
 ALONE = "kvrelay_alone"  # "<name>/<worker id>": share of its blocks that no other worker has
 RUNNING, QUEUED, CACHED = "kvrelay_running", "kvrelay_queued", "kvrelay_cached_blocks"
-DECODING = "kvrelay_decoding"  # sequences of a worker that computes no prompt meanwhile, else 0
+DECODING = "kvrelay_decoding"  # sequences of a worker without queued prompt tokens, else 0
 HIT_SHARE = "kvrelay_hit_share"
 PREFILL_SPEED, STEP_S, CONTEXT = "kvrelay_prefill_tokens_per_s", "kvrelay_decode_step_s", "kvrelay_context_tokens"
 POOL_TOKENS, BLOCK_SIZE, MAX_RUNNING = "kvrelay_pool_tokens", "kvrelay_block_size", "kvrelay_max_running"
@@ -31,7 +31,7 @@ Values = Mapping[str, float]
 
 
 def ingress_report(stats: ServeStats, alone_shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """What one ingress says of the requests that came to it, and of how many of each worker's blocks nobody else has."""
+    """One ingress's report: counters of its requests, and for each worker the share of its blocks that no other has."""
     ended = sum(stats.outcomes.values())
     return {
         REQUESTS: float(ended + stats.running),
@@ -51,7 +51,7 @@ def _bounds(name: str, histogram: Histogram) -> dict[str, float]:
 
 
 def worker_report(load: LoadReport, info: WorkerInfo) -> dict[str, float]:
-    """What one worker says of itself."""
+    """One worker's report: its load, speed and sizes."""
     queried = load.prefix_query_tokens
     return {
         RUNNING: float(load.running + load.receiving + load.held),
@@ -70,7 +70,7 @@ def worker_report(load: LoadReport, info: WorkerInfo) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Observation:
     """The latest values of every replica that has reported, by replica."""
 
     at_s: float
@@ -82,74 +82,74 @@ class Look:
 
 @dataclass(frozen=True, slots=True)
 class FeedState:
-    """The sums of the last look, by replica, and how long ago it was."""
+    """The counters of the last observation, by replica, and its age."""
 
-    sums: dict[str, dict[str, float]]
-    looked_ago_s: float | None
+    counters: dict[str, dict[str, float]]
+    age_s: float | None
 
 
 class Feed:
-    """Turns looks into intervals. The first look only begins one."""
+    """Turns observations into intervals. The first observation only begins one."""
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._sums: dict[str, Values] = {}
+        self._counters: dict[str, Values] = {}
         self._at_s: float | None = None
 
-    def interval(self, look: Look, model: WorkerModel | None, load: Workload | None) -> Interval | None:
-        """What happened since the last look; None: that was the first, or no time has passed.
+    def interval(self, seen: Observation, model: WorkerModel | None, load: Workload | None) -> Interval | None:
+        """What happened since the last observation; None: this is the first, or no time has passed.
 
-        `model` and `load`: what speeds are compared with; without them nothing is said of speeds.
+        `model` and `load`: the expected speeds; without them the interval has no slowness.
         """
-        model = model.crowded(len(look.prefills) + len(look.decodes)) if model is not None else None
-        start_s, self._at_s = self._at_s, look.at_s
-        grown = self._grown(look.ingresses)
-        if start_s is None or look.at_s <= start_s:
+        model = model.crowded(len(seen.prefills) + len(seen.decodes)) if model is not None else None
+        start_s, self._at_s = self._at_s, seen.at_s
+        grown = self._grown(seen.ingresses)
+        if start_s is None or seen.at_s <= start_s:
             return None
         arrivals, taken = grown.get(REQUESTS, 0.0), grown.get(TAKEN, 0.0)
-        untold = arrivals / taken if taken else 1.0  # requests that were turned away unread are like the others
+        scale = arrivals / taken if taken else 1.0  # requests refused before tokenisation count like the others
         firsts = grown.get(f"{TTFT}/{math.inf:g}", 0.0)
         return Interval(
-            start_s, look.at_s,
+            start_s, seen.at_s,
             arrivals=round(arrivals),
-            input_tokens=round(grown.get(PROMPT_TOKENS, 0.0) * untold),
-            input_squares=grown.get(PROMPT_SQUARES, 0.0) * untold,
+            input_tokens=round(grown.get(PROMPT_TOKENS, 0.0) * scale),
+            input_squares=grown.get(PROMPT_SQUARES, 0.0) * scale,
             cached_tokens=round(grown.get(CACHED_TOKENS, 0.0)),
             ended=round(firsts), output_tokens=round(grown.get(OUTPUT_TOKENS, 0.0)),
-            queued=round(sum(values.get(QUEUED, 0.0) for values in (look.prefills or look.decodes).values())),
+            queued=round(sum(values.get(QUEUED, 0.0) for values in (seen.prefills or seen.decodes).values())),
             ttft_kept=kept_share(grown, TTFT, self._target.ttft_s, self._target.share),
             tpot_kept=kept_share(grown, TPOT, self._target.tpot_s, self._target.share),
             first_tokens=round(firsts),
-            prefill_slowness=_prefill_slowness(look.prefills.values(), model, load),
-            decode_slowness=_decode_slowness(look.decodes.values(), model),
-            is_changing=look.is_changing,
+            prefill_slowness=_prefill_slowness(seen.prefills.values(), model, load),
+            decode_slowness=_decode_slowness(seen.decodes.values(), model),
+            is_changing=seen.is_changing,
         )  # fmt: skip
 
     def state(self, now_s: float) -> FeedState:
-        """To go on from elsewhere: what comes in between is then seen as well, for sums only grow."""
+        """For a restarted policy: counters only grow, so what happens in between is seen as well."""
         ago_s = None if self._at_s is None else now_s - self._at_s
-        return FeedState({replica: dict(values) for replica, values in self._sums.items()}, ago_s)
+        return FeedState({replica: dict(values) for replica, values in self._counters.items()}, ago_s)
 
     def resume(self, state: FeedState, now_s: float) -> None:
-        self._sums = dict(state.sums)
-        self._at_s = None if state.looked_ago_s is None else now_s - state.looked_ago_s
+        self._counters = dict(state.counters)
+        self._at_s = None if state.age_s is None else now_s - state.age_s
 
     def _grown(self, ingresses: Mapping[str, Values]) -> dict[str, float]:
         grown: dict[str, float] = {}
         for replica, values in ingresses.items():
-            before = self._sums.get(replica)
+            before = self._counters.get(replica)
             if before is not None:
                 for name, value in values.items():
                     grown[name] = grown.get(name, 0.0) + max(0.0, value - before.get(name, value))
-        self._sums = dict(ingresses)
+        self._counters = dict(ingresses)
         return grown
 
 
 def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float | None:
-    """Share of a histogram's new observations at or below `limit_s`, as far as it tells whether that is `wanted`.
+    """Share of a histogram's new values at or below `limit_s`, precise enough to compare it with `wanted`.
 
-    Where the limit lies between two of its bounds, the share lies between theirs. None: both more and less than `wanted` may be
-    true of it, or there are no observations.
+    Where the limit lies between two of the histogram's bounds, the share lies between theirs. None: that leaves open whether
+    `wanted` is reached, or there are no values.
     """
     pairs = sorted(
         (float(key.partition("/")[2]), count) for key, count in grown.items() if key.partition("/")[0] == name
@@ -165,7 +165,7 @@ def kept_share(grown: Values, name: str, limit_s: float, wanted: float) -> float
 
 
 def _prefill_slowness(workers: Iterable[Values], model: WorkerModel | None, load: Workload | None) -> float | None:
-    """Mean over those who have measured, of the time of a prompt's token over what the curve says of such prompts."""
+    """Measured time per prompt token over the model's, as a mean over the workers that have measured it."""
     if model is None or load is None:
         return None
     prompts = prompts_of(load, model.prefill, model.token_budget)
@@ -175,9 +175,9 @@ def _prefill_slowness(workers: Iterable[Values], model: WorkerModel | None, load
 
 
 def _decode_slowness(workers: Iterable[Values], model: WorkerModel | None) -> float | None:
-    """Mean over those who only decode now, of the time of a step over what the curve says of such a batch.
+    """Measured step time over the model's for the same batch, as a mean over the workers that only decode now.
 
-    Beside prompts a worker has few steps that only decode: the last of them may have been of another batch.
+    A worker with prompts has few pure decode steps, and the last one may have had another batch.
     """
     if model is None:
         return None

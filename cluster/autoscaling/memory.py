@@ -1,101 +1,93 @@
-"""What the planner has learnt, as bytes, and where it is kept: with the registry's actor, which outlives Serve's controller.
+"""What the planner has learned, as bytes, and where it is saved: with the registry's actor, which outlives Serve's controller.
 
-The policy lives in Serve's controller, and Serve does not keep a policy's state when that restarts. So the policy tells the registry at
-every look what it knows, and asks for it when it begins. Times are durations (seconds before the moment of keeping), and the registry
-says how long it has kept them: two processes' clocks need not agree. Lost only if both go within a look.
+The policy runs in Serve's controller, and Serve does not keep a policy's state when the controller restarts. So the policy saves
+its state with the registry at every observation and loads it when it starts. Times are durations before the moment of saving, and
+the registry returns how long ago that was: the two processes' clocks need not agree. The state is lost only if both restart within
+one interval.
 """
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from kvrelay.cluster.autoscaling.feed import FeedState
 from kvrelay.cluster.autoscaling.retirement import RetiringState
-from kvrelay.cluster.autoscaling.worker_model import LearntState
+from kvrelay.cluster.autoscaling.worker_model import LearnedState
 from kvrelay.router.planning.planner import PlannerState
 
 logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
 VERSION = 1
-NAME = "planner"  # under which the registry keeps it
+NAME = "planner"  # the registry's key of the state
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """All that the policy knows. Not the counts: Serve keeps those."""
+class PlannerMemory:
+    """The policy's whole state, except the counts, which Serve keeps."""
 
-    planner: PlannerState | None  # None: it has not decided yet
+    planner: PlannerState | None  # None: it has made no decision yet
     feed: FeedState
-    learnt: LearntState
+    learned: LearnedState
     retiring: dict[str, RetiringState]  # by role
     version: int = VERSION
 
 
-def encoded(memory: Memory) -> bytes:
+def encoded(memory: PlannerMemory) -> bytes:
     return msgspec.msgpack.encode(memory)
 
 
-def decoded(data: bytes) -> Memory | None:
-    """None: it was not written by this version."""
+def decoded(data: bytes) -> PlannerMemory | None:
+    """None: another version wrote it."""
     try:
-        memory = msgspec.msgpack.decode(data, type=Memory)
+        memory = msgspec.msgpack.decode(data, type=PlannerMemory)
     except msgspec.DecodeError as error:  # another version's fields, too
-        logger.warning("kvrelay planner: what was kept cannot be read, so it learns anew: %s", error)
+        logger.warning("kvrelay planner: its saved state cannot be read, so it learns again: %s", error)
         return None
     return memory if memory.version == VERSION else None
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
-    """What was kept, and for how long; None: nothing."""
+class SavedState:
+    """Saved bytes and their age; None: nothing was saved."""
 
     data: bytes | None
     age_s: float = 0.0
 
 
-class Keeper(Protocol):
-    """Whoever keeps the bytes."""
-
-    def keep(self, data: bytes) -> None: ...
-
-    def recall(self) -> Kept | None:
-        """None: it has not answered yet; ask again."""
-        ...
-
-
-class RegistryKeeper:
-    """The registry's actor. It is told without waiting, and asked until it answers."""
+class RegistryStateStore:
+    """The planner's state in the registry's actor. Saving does not wait; loading is polled, so that no tick blocks."""
 
     def __init__(self) -> None:
-        self._asked: Any = None
+        self._pending: Any = None
 
-    def keep(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         if (registry := _registry()) is not None:
-            registry.keep.remote(NAME, data)
+            registry.save_state.remote(NAME, data)
 
-    def recall(self) -> Kept | None:
+    def load(self) -> SavedState | None:
+        """None: the registry has not answered yet; call again."""
         import ray
 
         try:
-            if self._asked is None:
+            if self._pending is None:
                 registry = _registry()
                 if registry is None:
-                    return Kept(None)
-                self._asked = registry.kept.remote(NAME)
-            ready, _ = ray.wait([self._asked], timeout=0)
+                    return SavedState(None)
+                self._pending = registry.saved_state.remote(NAME)
+            ready, _ = ray.wait([self._pending], timeout=0)
             if not ready:
                 return None
             found = ray.get(ready[0])
         except ray.exceptions.RayError as error:
-            logger.warning("kvrelay planner: the registry does not say what was learnt before: %s", error)
-            return Kept(None)
-        return Kept(*found) if found is not None else Kept(None)
+            logger.warning("kvrelay planner: the registry does not return the saved state: %s", error)
+            return SavedState(None)
+        return SavedState(*found) if found is not None else SavedState(None)
 
 
 def _registry() -> Any:
-    """Its handle; None: there is none."""
+    """The registry's handle; None: there is none."""
     import ray
 
     from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME

@@ -1,9 +1,9 @@
-"""Ray Serve's autoscaling policies of kvrelay: both roles by the planner, or one role by how busy its workers are.
+"""Ray Serve's autoscaling policies: both roles by the planner, or one role by the utilisation of its workers.
 
-Serve counts requests at its own handles, which kvrelay's tokens do not pass; so replicas report what a policy needs through Serve's
-`record_autoscaling_stats`. `Planned` is an application's policy (`autoscaling_policy` in configs/autoscaling.yaml): Serve makes one
-instance, in its controller, and asks it for both roles at every tick. What it has learnt is kept by the registry's actor
-(cluster/autoscaling/memory.py), so that it goes on where it was when the controller restarts. `by_utilisation` is the simple alternative: the policy of a deployment's own
+Serve counts requests at its own handles, which kvrelay's requests do not pass; so replicas report what a policy needs through
+Serve's `record_autoscaling_stats`. `PlannerPolicy` is an application's policy (`autoscaling_policy` in configs/autoscaling.yaml):
+Serve makes one instance, in its controller, and calls it for both roles at every tick. The registry's actor keeps its state
+(memory.py) across restarts of the controller. `by_utilisation` is the simple alternative: the policy of a deployment's own
 `autoscaling_config`, each role for itself.
 """
 
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.memory import Keeper, Kept, Memory, RegistryKeeper, decoded, encoded
-from kvrelay.cluster.autoscaling.retirement import Candidate, Retiring
-from kvrelay.cluster.autoscaling.worker_model import LearntModel, model_of, rules_of, target_of
+from kvrelay.cluster.autoscaling.memory import PlannerMemory, RegistryStateStore, SavedState, decoded, encoded
+from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, Retiring
+from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, rules_of, target_of
 from kvrelay.cluster.profiles.profile import find_profile
 from kvrelay.config import planner_settings_from
 from kvrelay.router.planning.planner import Plan, Planner, PlannerState
@@ -25,7 +25,7 @@ logger = logging.getLogger("ray.serve")  # it runs in Serve's controller
 
 UTILISATION = "kvrelay_utilisation"
 TARGET = 0.7
-QUEUE_TARGET_S = 1.0  # of prompt tokens in line, in seconds of measured prefill speed
+QUEUE_TARGET_S = 1.0  # queued prompt tokens over the measured prefill speed, at utilisation 1.0
 
 
 def utilisation(
@@ -38,7 +38,7 @@ def utilisation(
     queued_tokens: int,
     tokens_per_s: float,
 ) -> float:
-    """How busy one worker is: 1.0 is full, more means that requests wait."""
+    """One worker's load: 1.0 is full, above it requests wait."""
     blocks = used_blocks / total_blocks if total_blocks else 0.0
     batch = (running + waiting) / max_running if max_running else 0.0
     queue = queued_tokens / tokens_per_s / QUEUE_TARGET_S if tokens_per_s > 0 else 0.0
@@ -46,14 +46,14 @@ def utilisation(
 
 
 def wanted_replicas(busy: Iterable[float], current: int, *, target: float = TARGET) -> int:
-    """Replicas that bring the mean utilisation to `target`; one down at a time."""
+    """Replicas that bring the mean utilisation to `target`, scaling down by one at a time."""
     total = sum(busy)
     wanted = math.ceil(total / target - 1e-9)
     return max(wanted, current - 1)
 
 
 def by_utilisation(ctx: Any) -> tuple[int, dict[str, Any]]:
-    """Serve's autoscaling policy: `ctx` is a ray.serve AutoscalingContext; its state is not used."""
+    """A deployment's autoscaling policy; `ctx` is a ray.serve AutoscalingContext. Stateless."""
     busy = (ctx.aggregated_metrics or {}).get(UTILISATION, {})
     if not busy:
         return ctx.current_num_replicas, {}
@@ -62,36 +62,35 @@ def by_utilisation(ctx: Any) -> tuple[int, dict[str, Any]]:
     return min(max(wanted, low), high), {}
 
 
-COMPARE_EVERY = 30  # looks between two comparisons with aggregated workers
-RECALL_S = 10.0  # that the registry may take to say what was learnt before
+COMPARE_EVERY = 30  # observations between two comparisons with aggregated workers
+LOAD_TIMEOUT_S = 10.0  # for the registry to return the saved state
 INGRESS, PREFILL, DECODE = "ingress", "prefill", "decode"
 
 
-class Planned:
-    """Serve's application-level autoscaling policy: numbers of prefill and decode workers from `router.planner.Planner`.
+class PlannerPolicy:
+    """Serve's application-level autoscaling policy: the counts of prefill and decode workers, from `router.planning.planner.Planner`.
 
-    Needs a deployment `ingress` with an `autoscaling_config` as well (min = max: its count stays): ingresses know what comes in,
-    refused requests included. Bounds of the counts are those of Serve's `autoscaling_config`s.
+    The deployment `ingress` needs an `autoscaling_config` too (min = max: its count stays): ingresses report the incoming load,
+    refused requests included. The counts' bounds are those of Serve's `autoscaling_config`s.
     """
 
     def __init__(self, **settings: Any) -> None:
         """`settings`: as the section `planner` of kvrelay's settings. Raises ConfigError."""
         self._settings = planner_settings_from(settings)
         self._profile = model_of(find_profile(self._settings.profile)) if self._settings.profile else None
-        self._feed, self._learnt = feed.Feed(target_of(self._settings)), LearntModel()
+        self._feed, self._learned = feed.Feed(target_of(self._settings)), LearnedModel()
         self._retiring = {role: Retiring(self._settings.drain_timeout_s) for role in (PREFILL, DECODE)}
-        self._keeper: Keeper = RegistryKeeper()
-        self._asked_s: float | None = None  # since when the keeper is asked
-        self._has_recalled = False
-        self._known: tuple[PlannerState, float] | None = None  # that a new planner goes on from, and when it was so
+        self._store = RegistryStateStore()
+        self._loading_s: float | None = None  # when loading the saved state began
+        self._is_loaded = False
+        self._resumed: tuple[PlannerState, float] | None = None  # state for the next planner, and its time
         self._planner: Planner | None = None
-        self._wanted: dict[str, int] = {}
-        self._looked_s = -math.inf
-        self._looks = 0
+        self._observed_s = -math.inf
+        self._num_observations = 0
         self._plan: Plan | None = None
 
     def __call__(self, contexts: Mapping[Any, Any]) -> tuple[dict[Any, int], dict[Any, dict[str, Any]]]:
-        """Replicas of prefill and decode, by deployment; the others' counts stay as they are.
+        """Replicas of prefill and decode, by deployment; the other counts stay.
 
         Args:
             contexts: a ray.serve AutoscalingContext for each deployment that has an autoscaling_config.
@@ -100,91 +99,101 @@ class Planned:
         if DECODE not in by_name or PREFILL not in by_name:
             return {}, {}
         now_s = float(by_name[DECODE].current_time)
-        if not self._has_recalled and not self._recall(now_s):
+        if not self._is_loaded and not self._load(now_s):
             return {}, {}
-        if is_due := now_s - self._looked_s >= self._settings.interval_s:
-            self._looked_s = now_s
-            self._look(by_name, now_s)
+        if is_due := now_s - self._observed_s >= self._settings.interval_s:
+            self._observed_s = now_s
+            self._observe(by_name, now_s)
         decided = {}
         before = self._names()
         for role in (PREFILL, DECODE):
             context = by_name[role]
             running = _candidates(by_name, role)
-            wanted = self._wanted.get(role, self._staying(context, running))
+            wanted = self._planned(role) or self._staying(context, running)
             decided[context.deployment_id] = self._retiring[role].replicas(wanted, running, now_s)
         if (names := self._names()) != before:
-            logger.info("kvrelay planner: workers that retire: %s", ", ".join(names) or "none")
+            logger.info("kvrelay planner: retiring workers: %s", ", ".join(names) or "none")
         if names:
-            self._tell(names)
+            self._retire(names)
         if is_due or names != before:
-            self._keep(now_s)
+            self._save(now_s)
         return decided, {}
 
+    def _planned(self, role: str) -> int | None:
+        """The planner's count; None before its first decision."""
+        if self._planner is None:
+            return None
+        counts = self._planner.counts
+        return counts.prefill if role == PREFILL else counts.decode
+
     def _names(self) -> list[str]:
-        """Of all who retire."""
+        """All retiring workers."""
         return [name for retiring in self._retiring.values() for name in retiring.names]
 
-    def _staying(self, context: Any, running: Mapping[str, Candidate]) -> int:
-        """Replicas that Serve is to have, less those of them that retire."""
+    def _staying(self, context: Any, running: Mapping[str, RetirementCandidate]) -> int:
+        """Serve's target count without the retiring workers."""
         going = sum(name in running for name in self._retiring[context.deployment_name].names)
         return int(context.target_num_replicas) - going
 
-    def _recall(self, now_s: float) -> bool:
-        """Go on from what is kept, if anything is; False: the keeper has not answered yet, and may still."""
-        self._asked_s = now_s if self._asked_s is None else self._asked_s
-        found = self._keeper.recall()
+    def _load(self, now_s: float) -> bool:
+        """Resume from the saved state, if there is one. False: the registry has not answered yet."""
+        self._loading_s = now_s if self._loading_s is None else self._loading_s
+        found = self._store.load()
         if found is None:
-            if now_s - self._asked_s < RECALL_S:
+            if now_s - self._loading_s < LOAD_TIMEOUT_S:
                 return False
-            logger.warning("kvrelay planner: the registry does not answer; what was learnt before is not known")
-            found = Kept(None)
-        self._has_recalled = True
+            logger.warning("kvrelay planner: the registry does not answer; the planner starts without its saved state")
+            found = SavedState(None)
+        self._is_loaded = True
         memory = decoded(found.data) if found.data is not None else None
         if memory is not None:
             self._resume(memory, now_s - found.age_s)
-            logger.info("kvrelay planner: goes on from what it knew %.0f s ago", found.age_s)
+            logger.info("kvrelay planner: resumes from its state of %.0f s ago", found.age_s)
         return True
 
-    def _resume(self, memory: Memory, then_s: float) -> None:
-        """`then_s`: when it was kept, on this process's clock."""
+    def _resume(self, memory: PlannerMemory, then_s: float) -> None:
+        """`then_s`: when the state was saved, on this process's clock."""
         self._feed.resume(memory.feed, then_s)
-        self._learnt.resume(memory.learnt, then_s)
+        self._learned.resume(memory.learned, then_s)
         for role, state in memory.retiring.items():
             if role in self._retiring:
                 self._retiring[role].resume(state, then_s)
         if memory.planner is not None:
-            self._known = memory.planner, then_s
+            self._resumed = memory.planner, then_s
 
-    def _keep(self, now_s: float) -> None:
+    def _save(self, now_s: float) -> None:
         states = {role: retiring.state(now_s) for role, retiring in self._retiring.items()}
         planner = self._planner.state(now_s) if self._planner is not None else None
-        self._keeper.keep(encoded(Memory(planner, self._feed.state(now_s), self._learnt.state(now_s), states)))
+        self._store.save(encoded(PlannerMemory(planner, self._feed.state(now_s), self._learned.state(now_s), states)))
 
-    def _look(self, by_name: Mapping[str, Any], now_s: float) -> None:
+    def _observe(self, by_name: Mapping[str, Any], now_s: float) -> None:
         prefill, decode = by_name[PREFILL], by_name[DECODE]
         ingresses = latest(by_name[INGRESS]) if INGRESS in by_name else {}
-        look = feed.Look(now_s, ingresses, latest(prefill), latest(decode), self._is_changing(prefill, decode))
-        workers = [*look.prefills.values(), *look.decodes.values()]
-        self._learnt.observe(workers, now_s)
-        model = self._profile or self._learnt.model(workers, now_s)
+        seen = feed.Observation(now_s, ingresses, latest(prefill), latest(decode), self._is_changing(prefill, decode))
+        workers = [*seen.prefills.values(), *seen.decodes.values()]
+        self._learned.observe(workers, now_s)
+        model = self._profile or self._learned.model(workers, now_s)
         load = self._plan.load if self._plan is not None else None
-        interval = self._feed.interval(look, self._profile, load)
+        interval = self._feed.interval(seen, self._profile, load)
         if model is None or interval is None:
             return
         planner = self._planner_with(model, by_name, now_s)
         before, self._plan = planner.counts, planner.observe(interval)
-        self._wanted = {PREFILL: planner.counts.prefill, DECODE: planner.counts.decode}
         if planner.counts != before:
             logger.info("kvrelay planner: %s", "; ".join(self._plan.reasons))
-        self._looks += 1
-        if self._looks % COMPARE_EVERY == 0 and (found := planner.comparison()) is not None and not found.disaggregate:
+        self._num_observations += 1
+        if (
+            self._num_observations % COMPARE_EVERY == 0
+            and (found := planner.comparison()) is not None
+            and not found.disaggregate
+        ):
             logger.info(
-                "kvrelay planner: %d aggregated workers would carry %.3g requests/s within the targets, %d + %d carry %.3g; see kvrelay plan",
+                "kvrelay planner: %d aggregated workers would serve %.3g requests/s within the targets, %d + %d serve %.3g; see kvrelay plan",
                 found.workers, found.aggregated_rate, found.split.prefill, found.split.decode, found.split_rate,
             )  # fmt: skip
 
     def _planner_with(self, model: WorkerModel, by_name: Mapping[str, Any], now_s: float) -> Planner:
-        """Another one where the bounds have changed, which goes on from what the last one knew."""
+        """The planner; a new one, with the state of the last, when the bounds have changed."""
         prefill, decode = by_name[PREFILL], by_name[DECODE]
         limits = Limits(
             max(prefill.capacity_adjusted_min_replicas, 1), max(prefill.capacity_adjusted_max_replicas, 1),
@@ -193,14 +202,16 @@ class Planned:
         )  # fmt: skip
         if self._planner is None or self._planner.limits != limits:
             if self._planner is not None:
-                self._known = self._planner.state(now_s), now_s
-            staying = [self._staying(by_name[role], _candidates(by_name, role)) for role in (PREFILL, DECODE)]
+                self._resumed = self._planner.state(now_s), now_s
             counts = Counts(
-                *(self._wanted.get(role, one) for role, one in zip((PREFILL, DECODE), staying, strict=True))
+                *(
+                    self._planned(role) or self._staying(by_name[role], _candidates(by_name, role))
+                    for role in (PREFILL, DECODE)
+                )
             )
             self._planner = Planner(model, target_of(self._settings), limits, rules_of(self._settings), counts)
-            if self._known is not None:
-                self._planner.resume(*self._known)
+            if self._resumed is not None:
+                self._planner.resume(*self._resumed)
         self._planner.model = model
         return self._planner
 
@@ -208,8 +219,8 @@ class Planned:
         retires = any(retiring.names for retiring in self._retiring.values())
         return retires or any(one.current_num_replicas != one.target_num_replicas for one in contexts)
 
-    def _tell(self, names: list[str]) -> None:
-        """Ask workers to retire. Told again at every tick: a registry that has restarted knows of nobody."""
+    def _retire(self, names: list[str]) -> None:
+        """Have workers retire. Repeated at every tick, since a restarted registry has no requests."""
         import ray
 
         from kvrelay.cluster.registry.actor import NAMESPACE, REGISTRY_NAME
@@ -217,11 +228,11 @@ class Planned:
         try:
             ray.get_actor(REGISTRY_NAME, namespace=NAMESPACE).retire.remote(names, self._settings.drain_timeout_s)
         except (ValueError, ray.exceptions.RayError) as error:
-            logger.warning("kvrelay planner: the registry cannot be told who retires: %s", error)
+            logger.warning("kvrelay planner: the registry does not take the retirements: %s", error)
 
 
 def latest(context: Any) -> dict[str, dict[str, float]]:
-    """The last value of everything that each running replica has reported, by replica."""
+    """The last value of each metric of each running replica, by replica."""
     found: dict[str, dict[str, float]] = {}
     for name, by_replica in (context.raw_metrics or {}).items():
         for replica, series in by_replica.items():
@@ -231,20 +242,20 @@ def latest(context: Any) -> dict[str, dict[str, float]]:
 
 
 def worker_name(role: str, replica: str) -> str:
-    """A worker's id, from its replica's: so that whoever sees Serve's side knows whom to ask."""
+    """A worker's id, derived from its replica's id, which Serve shows."""
     return f"{role}-{replica}"
 
 
-def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, Candidate]:
-    """The running workers of a role, by id; of those that have not reported nothing is known but that they run."""
+def _candidates(by_name: Mapping[str, Any], role: str) -> dict[str, RetirementCandidate]:
+    """The running workers of a role, by id; those without a report have zeros."""
     context = by_name[role]
     reports = latest(context)
     alone = latest(by_name[INGRESS]) if INGRESS in by_name else {}
     found = {}
     for replica in context.running_replicas:
         name, values = worker_name(role, replica.unique_id), reports.get(replica.unique_id, {})
-        shares = [told[key] for told in alone.values() if (key := f"{feed.ALONE}/{name}") in told]
-        found[name] = Candidate(
+        shares = [report[key] for report in alone.values() if (key := f"{feed.ALONE}/{name}") in report]
+        found[name] = RetirementCandidate(
             name,
             sequences=values.get(feed.RUNNING, 0.0) + values.get(feed.QUEUED, 0.0),
             context_tokens=values.get(feed.CONTEXT, 0.0),

@@ -1,37 +1,37 @@
-"""Which workers are given up when there are to be fewer, and what becomes of them until they are gone. Pure.
+"""Which workers retire when fewer are wanted, and how they count until they are gone. Pure.
 
-A worker that retires gets nothing new, finishes what it has (transfers and blocks that are held for them included), closes, and ends
-its actor; Serve's next health check finds it gone and takes it away, and the count is lowered in the same moment. Left to itself, Serve
-would stop the newest replica of the emptiest node, whatever it holds.
+A retiring worker gets no new requests, finishes what it has (transfers and leased blocks included), closes, and ends its actor;
+Serve's next health check removes the replica, and the count is lowered in the same moment. Serve alone would stop the newest replica
+of the emptiest node, whatever it holds.
 """
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-GRACE_S = 60.0  # beyond its drain, for closing and for Serve to notice
+GRACE_S = 60.0  # after the drain: for closing, and until Serve notices
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
-    """A worker that could be given up."""
+class RetirementCandidate:
+    """A worker that could retire."""
 
     worker_id: str
-    sequences: float  # that it has in hand
+    sequences: float  # running and waiting
     context_tokens: float  # of those
-    cached_tokens: float  # in its pool, in use by nobody or not
-    hit_share: float  # of prompt tokens there, lately
-    alone_share: float = 1.0  # of its blocks that nobody else has; 1.0 where nobody knows
+    cached_tokens: float  # in its pool, in use or not
+    hit_share: float  # recent share of prompt tokens found there
+    alone_share: float = 1.0  # share of its blocks that no other worker has; 1.0 where it is unknown
 
     @property
     def loss_tokens(self) -> float:
-        """Tokens that would be computed again, about: of sequences that outlast the drain, of hits that others cannot give.
+        """Tokens that would be computed again, roughly: of sequences that outlast the drain, and of hits only this worker can serve.
 
-        Half of the sequences in hand are taken to outlast it; a cached token is missed as often as a prompt's token hits.
+        Assumes that half of the sequences outlast it, and that a cached token is missed as often as a prompt token hits.
         """
         return self.context_tokens / 2 + self.cached_tokens * self.hit_share * self.alone_share
 
 
-def victims(candidates: Iterable[Candidate], count: int) -> tuple[str, ...]:
+def victims(candidates: Iterable[RetirementCandidate], count: int) -> tuple[str, ...]:
     """The `count` workers with the least to lose."""
     order = sorted(candidates, key=lambda one: (one.loss_tokens, one.sequences, one.worker_id))
     return tuple(one.worker_id for one in order[: max(count, 0)])
@@ -39,46 +39,46 @@ def victims(candidates: Iterable[Candidate], count: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RetiringState:
-    """Who retires, each with the seconds that it may still take; and who has taken too long."""
+    """The retiring workers with the seconds that each may still take, and those past their deadline."""
 
     left_s: dict[str, float]
-    late: tuple[str, ...]
+    overdue: tuple[str, ...]
 
 
 class Retiring:
-    """Those of one role who have been asked to go, and until when they may take."""
+    """One role's workers that were asked to retire, each with its deadline."""
 
     def __init__(self, drain_s: float) -> None:
         self._drain_s = drain_s
         self._until_s: dict[str, float] = {}
-        self._late: set[str] = set()
+        self._overdue: set[str] = set()
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(self._until_s)
 
     def state(self, now_s: float) -> RetiringState:
-        """To go on from elsewhere: who has been asked to go is not to be taken for one who stays."""
+        """For a restarted policy, so that it does not count retiring workers as staying."""
         left_s = {name: until_s - now_s for name, until_s in self._until_s.items()}
-        return RetiringState(left_s, tuple(sorted(self._late)))
+        return RetiringState(left_s, tuple(sorted(self._overdue)))
 
     def resume(self, state: RetiringState, now_s: float) -> None:
         self._until_s = {name: now_s + left_s for name, left_s in state.left_s.items()}
-        self._late = set(state.late)
+        self._overdue = set(state.overdue)
 
-    def replicas(self, wanted: int, running: dict[str, Candidate], now_s: float) -> int:
-        """How many replicas Serve is to have now, for `wanted` that take requests.
+    def replicas(self, wanted: int, running: dict[str, RetirementCandidate], now_s: float) -> int:
+        """How many replicas Serve should have now, for `wanted` that accept requests.
 
-        `running`: by id, retiring ones included. Replicas that only start are given up at once: they hold nothing, and Serve stops
-        them first. Of the running ones the victims retire, and count until they are gone. One who does not go in time counts no more,
-        so that Serve stops one by its own choice.
+        `running`: by id, retiring ones included. Replicas that are still starting go at once: they hold nothing, and Serve stops them
+        first. Of the running ones the victims retire, and count until they are gone. An overdue worker no longer counts, so that
+        Serve stops one by its own choice.
         """
-        self._late = {name for name in self._late if name in running}
-        self._late |= {name for name, until_s in self._until_s.items() if name in running and now_s >= until_s}
+        self._overdue = {name for name in self._overdue if name in running}
+        self._overdue |= {name for name, until_s in self._until_s.items() if name in running and now_s >= until_s}
         self._until_s = {
-            name: until_s for name, until_s in self._until_s.items() if name in running and name not in self._late
+            name: until_s for name, until_s in self._until_s.items() if name in running and name not in self._overdue
         }
-        staying = [one for name, one in running.items() if name not in self._until_s and name not in self._late]
+        staying = [one for name, one in running.items() if name not in self._until_s and name not in self._overdue]
         for name in victims(staying, len(staying) - wanted):
             self._until_s[name] = now_s + self._drain_s + GRACE_S
         return wanted + len(self._until_s)

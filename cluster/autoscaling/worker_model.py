@@ -1,7 +1,7 @@
-"""The planner's parts from settings, from a profile file, and, without one, from what workers report of their speed. Pure.
+"""The planner's target, rules and worker model: from settings, from a profile, or learned from the workers' reports. Pure.
 
-What is learnt without a profile: the time of a prompt's token, and of a decode step as a constant and a part for each sequence. A
-sequence is taken to cost a step at least what a token costs a prompt, until batches of different sizes have been seen.
+Learned without a profile: the time of a prompt token, and a decode step's time as a constant plus a share for each sequence. Until
+batches of different sizes have been seen, a sequence is assumed to cost a step at least what a token costs a prompt.
 """
 
 from collections.abc import Iterable, Mapping
@@ -27,11 +27,11 @@ from kvrelay.types import Role
 DEFAULT_TTFT_S, DEFAULT_TPOT_S = 5.0, 0.1
 PREFILL_GAIN = 0.2
 _TYPICAL_BATCH = 8.0
-_BUDGET = 512  # tokens in a step, where no profile says: enough that a prompt's tokens cost what they cost in the mass
+_BUDGET = 512  # tokens per step without a profile: large enough that the fixed cost of a step vanishes
 
 
 def planner_settings(settings: Settings) -> PlannerSettings:
-    """With the SLO's targets where the planner has none of its own."""
+    """The planner's settings, with the SLO's targets where it has none."""
     own = settings.planner
     return own.model_copy(
         update={
@@ -55,7 +55,7 @@ def rules_of(settings: PlannerSettings) -> Rules:
 
 
 def model_of(profile: SimulatorProfile) -> WorkerModel:
-    """A profile's worker, with the network between machines."""
+    """The worker that a profile describes, with the network between machines."""
     return WorkerModel(
         profile.prefill, profile.decode, pool_tokens=profile.pool_tokens, token_budget=profile.token_budget,
         max_running=profile.max_running, kv_bytes_per_token=profile.kv_bytes_per_token,
@@ -65,21 +65,21 @@ def model_of(profile: SimulatorProfile) -> WorkerModel:
 
 
 @dataclass(frozen=True, slots=True)
-class LearntState:
-    """What has been learnt of workers' speed, as plain data."""
+class LearnedState:
+    """The learned speeds, as plain data."""
 
     token_s: float
     step_s: float
     step: FitState
 
 
-class LearntModel:
-    """A worker model from reports alone. The network is not looked at."""
+class LearnedModel:
+    """A worker model from reports alone, without the network."""
 
     def __init__(self) -> None:
         self._token_s = 0.0
         self._step = DurationFit((1.0, _TYPICAL_BATCH))
-        self._step_s = 0.0  # of late, whatever the batch
+        self._step_s = 0.0  # the latest, whatever its batch
 
     def observe(self, workers: Iterable[Mapping[str, float]], now_s: float) -> None:
         """The latest report of every worker, of either role."""
@@ -92,11 +92,11 @@ class LearntModel:
                 self._step_s = step_s
                 self._step.observe((1.0, running), step_s, self._prior(), now_s)
 
-    def state(self, now_s: float) -> LearntState:
-        """To go on from elsewhere."""
-        return LearntState(self._token_s, self._step_s, self._step.state(now_s))
+    def state(self, now_s: float) -> LearnedState:
+        """For a restarted policy."""
+        return LearnedState(self._token_s, self._step_s, self._step.state(now_s))
 
-    def resume(self, state: LearntState, now_s: float) -> None:
+    def resume(self, state: LearnedState, now_s: float) -> None:
         self._token_s, self._step_s = state.token_s, state.step_s
         self._step.resume(state.step, now_s)
 

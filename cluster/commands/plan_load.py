@@ -20,7 +20,7 @@ MOST_ROUNDS = 6  # prefill workers and the hits of their pools depend on each ot
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoad:
     """A trace's load with a cache of some size."""
 
     load: Workload
@@ -73,7 +73,7 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
     return hits
 
 
-def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: Target) -> Measured:
+def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: Target) -> MeasuredLoad:
     """Of at least one entry, in order of arrival."""
     hits = cached_tokens(entries, cache_tokens)
     inputs = [entry.input_tokens for entry in entries]
@@ -85,7 +85,7 @@ def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: Target) -
         cached_share=sum(hits) / sum(inputs), input_cv2=_cv2(computed), output_cv2=_cv2(outputs),
         burstiness=burstiness(entries, max(target.ttft_s, 1.0)),
     )  # fmt: skip
-    return Measured(load, len(entries) / span_s if span_s > 0 else float(len(entries)), cache_tokens)
+    return MeasuredLoad(load, len(entries) / span_s if span_s > 0 else float(len(entries)), cache_tokens)
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -99,7 +99,7 @@ def _cv2(values: Sequence[int]) -> float:
 
 def planned(
     entries: Sequence[TraceEntry], model: WorkerModel, target: Target, limits: Limits
-) -> tuple[Measured, Needs]:
+) -> tuple[MeasuredLoad, Needs]:
     """What a trace needs: as many prefill workers as its load asks for with the hits of as many pools."""
     workers, tried = 1, set()
     while True:

@@ -22,7 +22,7 @@ from kvrelay import __version__, tracing
 from kvrelay.cluster.autoscaling.feed import ingress_report
 from kvrelay.cluster.deployments.shared_sessions import SharedSessions
 from kvrelay.cluster.deployments.worker import configure_logging, prepared_model
-from kvrelay.cluster.registry.actor import connect_registry, follow
+from kvrelay.cluster.registry.actor import connect_registry, follow_members
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.config import Settings, settings_from, with_api_key
 from kvrelay.errors import KvrelayError, PeerLost
@@ -75,7 +75,7 @@ class IngressReplica:
         self._settings = settings_from(settings)
         self._registry = registry = connect_registry()
         terms, model_dir = await asyncio.gather(
-            registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
+            registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
         self._settings = with_api_key(self._settings, terms.api_key)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
@@ -91,7 +91,7 @@ class IngressReplica:
         self._secret = terms.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
-        self._following = asyncio.create_task(follow(registry, self._set_members), name="follow registry")
+        self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")
 
     def __serve_build_asgi_app__(self) -> Any:
         sessions = SharedSessions(self._registry, time.monotonic)

@@ -14,7 +14,7 @@ APP_NAME = "kvrelay"
 APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
 DEPLOY_S = 120.0
 IMPORT_PATH = "kvrelay.cluster.deployments.app:build"
-PLANNED_PATH = "kvrelay.cluster.autoscaling.policies:Planned"
+PLANNER_POLICY_PATH = "kvrelay.cluster.autoscaling.policies:PlannerPolicy"
 METRICS_S = 2.0
 SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `serve config` show the rest
 
@@ -49,7 +49,7 @@ def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
 def _policy(settings: Settings) -> dict[str, Any]:
     """The application's policy: the planner, for both roles at once."""
     own = planner_settings(settings).model_dump(mode="json", exclude_defaults=True)
-    return {"policy_function": PLANNED_PATH, "policy_kwargs": own}
+    return {"policy_function": PLANNER_POLICY_PATH, "policy_kwargs": own}
 
 
 def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:

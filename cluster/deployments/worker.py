@@ -19,7 +19,7 @@ from kvrelay.cluster.deployments.cores import CoreLease, acquire_cores, fair_sha
 from kvrelay.cluster.deployments.health import HUNG_S, StepWatch
 from kvrelay.cluster.deployments.serve_config import planned_workers
 from kvrelay.cluster.errors import WorkerRetired
-from kvrelay.cluster.registry.actor import Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.registry.actor import JoinSettings, connect_registry, follow_members, send_heartbeats
 from kvrelay.cluster.registry.members import WorkerRecord
 from kvrelay.cluster.store.actor import ensure_store, store_nodes
 from kvrelay.cluster.store.factory import ClusterStores
@@ -50,7 +50,7 @@ class WorkerReplica:
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
         terms, model_dir = await asyncio.gather(
-            self._registry.terms.remote(), asyncio.to_thread(prepared_model, self._settings)
+            self._registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
         self._lease = await self._lease_cores()
         self._num_workers = await self._num_sharers()
@@ -61,12 +61,16 @@ class WorkerReplica:
         info = await self._worker.start()
         if self._stores is not None:
             await self._stores.share_host_tier(self._worker)
-            self._following = asyncio.create_task(follow(self._registry, self._set_members), name="follow stores")
+            self._following = asyncio.create_task(
+                follow_members(self._registry, self._set_members), name="follow stores"
+            )
         self._record = WorkerRecord(
             info.worker_id, info.role, info.epoch, info.host, info.port, info.node_id, os.getpid()
         )
         self._watch = StepWatch(self._worker.thread)
-        self._listing = asyncio.create_task(keep_listed(self._registry, self._record, self._retire), name="heartbeat")
+        self._listing = asyncio.create_task(
+            send_heartbeats(self._registry, self._record, self._retire), name="heartbeat"
+        )
 
     async def _lease_cores(self) -> CoreLease | None:
         """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
@@ -96,7 +100,7 @@ class WorkerReplica:
         assert self._stores is not None
         self._stores.set_nodes(store_nodes(members))
 
-    def _make(self, model_dir: Any, terms: Terms, node_id: str, replica: str) -> Any:
+    def _make(self, model_dir: Any, terms: JoinSettings, node_id: str, replica: str) -> Any:
         """The worker, not started. In a thread: this imports torch."""
         from kvrelay.engine.checkpoints.checkpoint import model_name
         from kvrelay.engine.worker.build import WorkerOptions

@@ -29,7 +29,7 @@ _WATCHED = {*STOPS, signal.SIGCHLD}
 Say = Callable[[str], None]  # prints a line of rich markup
 
 
-class Step(Enum):
+class SupervisorAction(Enum):
     """What the process in front does next."""
 
     WAIT = 0
@@ -37,13 +37,13 @@ class Step(Enum):
     END = 2
 
 
-def next_step(now_s: float, asked_s: float | None, stopping_s: float | None) -> Step:
+def next_step(now_s: float, asked_s: float | None, stopping_s: float | None) -> SupervisorAction:
     """After a signal at `asked_s`; the driver stops since `stopping_s`. None: not yet. Seconds of one clock."""
     if asked_s is None:
-        return Step.WAIT
+        return SupervisorAction.WAIT
     if stopping_s is None:
-        return Step.END if now_s - asked_s > REACH_S else Step.ASK_AGAIN
-    return Step.END if now_s - stopping_s > END_S else Step.WAIT
+        return SupervisorAction.END if now_s - asked_s > REACH_S else SupervisorAction.ASK_AGAIN
+    return SupervisorAction.END if now_s - stopping_s > END_S else SupervisorAction.WAIT
 
 
 class _Front:
@@ -108,9 +108,9 @@ class Supervisor:
             if (status := self._driver_status()) is not None:
                 return self._after(status)
             match next_step(time.monotonic(), self._asked_s, self._stopping_s):
-                case Step.ASK_AGAIN if number is None:
+                case SupervisorAction.ASK_AGAIN if number is None:
                     os.kill(self._driver, AGAIN)
-                case Step.END:
+                case SupervisorAction.END:
                     waited_s = REACH_S if self._stopping_s is None else END_S
                     return self._end(0, f"Ray had not let go after {waited_s:.0f} s: ended everything")
 

@@ -1,7 +1,8 @@
-"""The registry as a named Ray actor, and how the other processes talk to it.
+"""The registry as a named Ray actor, and how other processes use it.
 
-It also keeps the sessions of KV hints, which ingresses share, and the cluster's secret and the API key, so that they outlive redeployments and need not stand among the
-application's arguments, where a change would restart every replica and the dashboard show them.
+It also keeps the sessions of KV hints, which ingresses share, the planner's state, and the cluster's secret and API key: these
+outlive redeployments and stay out of the application's arguments, where a change would restart every replica and the dashboard
+would show them.
 """
 
 import asyncio
@@ -28,71 +29,71 @@ _RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """What a replica must know to take part."""
+class JoinSettings:
+    """What a replica needs to join the cluster."""
 
     secret: bytes
-    host: str | None  # workers listen here; None: at their node's address
-    api_key: str | None  # for an ingress whose settings have none
+    host: str | None  # workers listen here; None: on their node's address
+    api_key: str | None  # for ingresses whose settings have none
 
 
 class RegistryActor:
-    """Runs on one event loop; a restarted one learns its members again from their heartbeats."""
+    """Runs on one event loop. After a restart it learns its members again from their heartbeats."""
 
     def __init__(self, secret: str, host: str | None, api_key: str | None) -> None:
-        self._terms = Terms(secret.encode(), host, api_key)
+        self._join_settings = JoinSettings(secret.encode(), host, api_key)
         self._registry = Registry(uuid.uuid4().hex[:8], time.monotonic())
         self._changed = asyncio.Event()
         self._sessions = SessionTable()
         self._retirements = Retirements()
-        self._kept: dict[str, tuple[bytes, float]] = {}  # and when, on this process's clock
+        self._states: dict[str, tuple[bytes, float]] = {}  # data, and its time on this process's clock
 
-    async def terms(self) -> Terms:
-        return self._terms
+    async def join_settings(self) -> JoinSettings:
+        return self._join_settings
 
     async def heartbeat(self, record: WorkerRecord) -> float | None:
-        """The seconds that this worker may take to finish, where it is asked to retire; else None."""
+        """The seconds that this worker may take to finish if it is to retire; else None."""
         now_s = time.monotonic()
         drain_s = self._retirements.drain_s(record.worker_id, now_s)
-        if drain_s is None:  # who retires has left, whatever its last heartbeats say
-            self._tell(self._registry.heartbeat(record, now_s))
+        if drain_s is None:  # a retiring worker is no member, even while it sends heartbeats
+            self._notify_if(self._registry.heartbeat(record, now_s))
         return drain_s
 
     async def retire(self, worker_ids: list[str], drain_s: float) -> None:
-        """Ask these to retire, each at its next heartbeat; to be said again while it shall hold."""
-        self._retirements.ask(worker_ids, drain_s, time.monotonic())
+        """Have these workers retire, each at its next heartbeat. The request must be repeated or it expires."""
+        self._retirements.request(worker_ids, drain_s, time.monotonic())
 
-    async def keep(self, name: str, data: bytes) -> None:
-        """Keep this for whoever comes after its teller (cluster/autoscaling/memory.py); the last one counts."""
-        self._kept[name] = (data, time.monotonic())
+    async def save_state(self, name: str, data: bytes) -> None:
+        """Save state that outlives its process (cluster/autoscaling/memory.py), over what had this name."""
+        self._states[name] = (data, time.monotonic())
 
-    async def kept(self, name: str) -> tuple[bytes, float] | None:
-        """What was kept last, and how many seconds ago; None: nothing."""
-        if name not in self._kept:
+    async def saved_state(self, name: str) -> tuple[bytes, float] | None:
+        """The state saved last, and how many seconds ago; None: nothing."""
+        if name not in self._states:
             return None
-        data, at_s = self._kept[name]
+        data, at_s = self._states[name]
         return data, time.monotonic() - at_s
 
     async def leave(self, worker_id: str, epoch: str) -> None:
-        self._tell(self._registry.leave(worker_id, epoch))
+        self._notify_if(self._registry.leave(worker_id, epoch))
 
     async def put_session(self, key: SessionKey, hints: SessionHints) -> SessionHints | None:
-        """What is kept; None: there are too many."""
+        """The stored hints; None: there are too many sessions."""
         return self._sessions.put(key, hints, time.monotonic())
 
     async def session(self, key: SessionKey) -> SessionHints | None:
         return self._sessions.get(key, time.monotonic())
 
     async def delete_session(self, key: SessionKey) -> SessionHints | None:
-        """What it was; None: it was not there."""
+        """The removed hints; None: no such session."""
         return self._sessions.delete(key)
 
     async def watch(self, version: str, timeout_s: float) -> Roster:
-        """The roster as soon as it is not `version`, or after `timeout_s`; "" returns at once."""
+        """The roster once its version differs from `version`, or after `timeout_s`; with "" at once."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             now_s = time.monotonic()
-            self._tell(bool(self._registry.expire(now_s)))
+            self._notify_if(bool(self._registry.expire(now_s)))
             if self._registry.version != version or now_s >= deadline_s:
                 return self._registry.roster(now_s)
             changed = self._changed
@@ -102,16 +103,16 @@ class RegistryActor:
             except TimeoutError:
                 continue
 
-    def _tell(self, has_changed: bool) -> None:
+    def _notify_if(self, has_changed: bool) -> None:
         if has_changed:
             self._changed.set()
             self._changed = asyncio.Event()
 
 
 def connect_registry(secret: str | None = None, host: str | None = None, api_key: str | None = None) -> Any:
-    """The handle of the cluster's registry, which is started with these terms when there is none yet.
+    """The handle of the cluster's registry, started with these values if there is none yet.
 
-    It is detached: it lives as long as the Ray cluster, so that a redeployment finds it again.
+    The actor is detached: it lives as long as the Ray cluster, so that a redeployment finds it again.
     """
     actor = ray.remote(RegistryActor).options(
         name=REGISTRY_NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True,
@@ -120,12 +121,12 @@ def connect_registry(secret: str | None = None, host: str | None = None, api_key
     return actor.remote(secret or secrets.token_hex(32), host, api_key)
 
 
-async def keep_listed(
+async def send_heartbeats(
     registry: Any, record: WorkerRecord, on_retire: Callable[[float], None] = lambda drain_s: None
 ) -> None:
-    """Send heartbeats until cancelled. A registry that is down is waited for.
+    """Send heartbeats until cancelled, also while the registry is down.
 
-    `on_retire` is called when the worker is asked to retire, maybe more than once, with the seconds that it may take.
+    `on_retire` is called, perhaps several times, when the worker is to retire, with the seconds that it may take.
     """
     while True:
         try:
@@ -138,8 +139,8 @@ async def keep_listed(
         await asyncio.sleep(HEARTBEAT_S)
 
 
-async def follow(registry: Any, on_members: Callable[[tuple[WorkerRecord, ...]], None]) -> None:
-    """Call `on_members` with every new roster until cancelled. A registry that is down is waited for."""
+async def follow_members(registry: Any, on_members: Callable[[tuple[WorkerRecord, ...]], None]) -> None:
+    """Call `on_members` with every new roster until cancelled, also after the registry was down."""
     version = ""
     known: tuple[WorkerRecord, ...] = ()
     while True:

@@ -1,7 +1,6 @@
-"""Who serves: the list of workers that the ingresses follow. Pure; the Ray actor around it is registry_actor.py.
+"""The cluster's members: workers and KV-store nodes, as long as their heartbeats arrive. Pure; actor.py is the Ray actor.
 
-A worker is a member while its heartbeats come. Times are seconds of the registry's own clock,
-passed in; nothing here reads a clock, and nothing imports Ray.
+Times are seconds of the registry's own clock, passed in.
 """
 
 from collections.abc import Iterable
@@ -9,12 +8,12 @@ from dataclasses import dataclass
 
 HEARTBEAT_S = 5.0
 TIMEOUT_S = 20.0
-STORE_ROLE = "store"  # of nodes of the KV store; every other member is a worker
+STORE_ROLE = "store"  # a node of the KV store; every other member is a worker
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRecord:
-    """Where a worker listens for ingresses, or a node of the KV store for workers. `epoch` is new at every start."""
+    """Where a worker listens for ingresses, or a KV-store node for workers. `epoch` is new at every start."""
 
     worker_id: str
     role: str
@@ -28,7 +27,7 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The members as of `version`. While not `is_settled`, a missing worker may just not have called yet."""
+    """The members as of `version`. Until `is_settled`, a missing worker may not have sent its first heartbeat yet."""
 
     version: str
     members: tuple[WorkerRecord, ...]
@@ -36,7 +35,7 @@ class Roster:
 
 
 class Registry:
-    """Membership by heartbeat. `incarnation` tells two lives of the registry apart."""
+    """Membership by heartbeat. `incarnation` distinguishes restarts of the registry."""
 
     def __init__(self, incarnation: str, now_s: float, *, timeout_s: float = TIMEOUT_S) -> None:
         self._incarnation, self._started_s, self._timeout_s = incarnation, now_s, timeout_s
@@ -45,7 +44,7 @@ class Registry:
         self._seen_s: dict[str, float] = {}
 
     def heartbeat(self, record: WorkerRecord, now_s: float) -> bool:
-        """Note that the worker lives; it joins if it was not a member. Returns whether the roster changed."""
+        """Record that the worker is alive; it joins if it was no member. Returns whether the roster changed."""
         self._seen_s[record.worker_id] = now_s
         if self._records.get(record.worker_id) == record:
             return False
@@ -54,7 +53,7 @@ class Registry:
         return True
 
     def leave(self, worker_id: str, epoch: str) -> bool:
-        """Forget the worker, unless it is already another life of it. Returns whether the roster changed."""
+        """Remove the worker, unless it has restarted since. Returns whether the roster changed."""
         record = self._records.get(worker_id)
         if record is None or record.epoch != epoch:
             return False
@@ -62,7 +61,7 @@ class Registry:
         return True
 
     def expire(self, now_s: float) -> tuple[str, ...]:
-        """Forget and return the workers that have been silent for longer than the timeout."""
+        """Remove and return the workers without a heartbeat for longer than the timeout."""
         silent = tuple(name for name, seen_s in self._seen_s.items() if now_s - seen_s > self._timeout_s)
         self._forget(silent)
         return silent
@@ -74,7 +73,7 @@ class Registry:
 
     @property
     def version(self) -> str:
-        """Differs whenever the roster does, also from that of an earlier life of the registry."""
+        """Changes whenever the roster does, and with every restart of the registry."""
         return f"{self._incarnation}.{self._changes}"
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -84,24 +83,24 @@ class Registry:
 
 
 class Retirements:
-    """Who is asked to retire. A name that nobody has asked for lately is forgotten."""
+    """Workers that the planner asks to retire. A request that is not repeated expires."""
 
     def __init__(self) -> None:
-        self._asked: dict[str, tuple[float, float]] = {}  # worker -> its drain_s, and when it was asked last
+        self._requests: dict[str, tuple[float, float]] = {}  # worker -> its drain_s, time of the last request
 
-    def ask(self, worker_ids: Iterable[str], drain_s: float, now_s: float) -> None:
-        """`drain_s`: what each may take to finish."""
-        self._asked = {name: one for name, one in self._asked.items() if now_s - one[1] < TIMEOUT_S}
-        self._asked.update((name, (drain_s, now_s)) for name in worker_ids)
+    def request(self, worker_ids: Iterable[str], drain_s: float, now_s: float) -> None:
+        """`drain_s`: how long each may take to finish."""
+        self._requests = {name: one for name, one in self._requests.items() if now_s - one[1] < TIMEOUT_S}
+        self._requests.update((name, (drain_s, now_s)) for name in worker_ids)
 
     def drain_s(self, worker_id: str, now_s: float) -> float | None:
-        """None: this worker is not asked to retire."""
-        drain_s, asked_s = self._asked.get(worker_id, (0.0, -TIMEOUT_S))
-        return drain_s if now_s - asked_s < TIMEOUT_S else None
+        """None: the worker is not to retire."""
+        drain_s, requested_s = self._requests.get(worker_id, (0.0, -TIMEOUT_S))
+        return drain_s if now_s - requested_s < TIMEOUT_S else None
 
 
 def merged(known: tuple[WorkerRecord, ...], roster: Roster) -> tuple[WorkerRecord, ...]:
-    """Whom an ingress should know: the roster, plus, after a restart of the registry, those it knew before."""
+    """The members that an ingress should use: the roster, and after a restart of the registry those known before as well."""
     if roster.is_settled:
         return roster.members
     listed = {record.worker_id for record in roster.members}

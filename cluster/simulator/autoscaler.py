@@ -1,6 +1,6 @@
 """The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/autoscaling/policies.py)."""
 
-from kvrelay.cluster.autoscaling.feed import Feed, Look, ingress_report, worker_report
+from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.fleet import Cluster, SimulatedFleet
@@ -27,7 +27,7 @@ class Autoscaler:
 
     def _look(self) -> None:
         clock = self._cluster.clock
-        look = Look(
+        look = Observation(
             clock.now_s,
             {f"i{number}": ingress_report(ingress.stats) for number, ingress in enumerate(self._cluster.ingresses)},
             self._reports(Role.PREFILL),

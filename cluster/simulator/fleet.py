@@ -6,7 +6,7 @@ Who retires is chosen by what would be lost (cluster/autoscaling/retirement.py),
 
 from typing import Protocol
 
-from kvrelay.cluster.autoscaling.retirement import Candidate, victims
+from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
 from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
 from kvrelay.cluster.simulator.scenario import Scenario
@@ -105,11 +105,11 @@ class SimulatedFleet:
             self._cluster.clock.after(LOOK_S, self._look, worker, until_s)
 
 
-def candidate(worker: SimulatedWorker) -> Candidate:
+def candidate(worker: SimulatedWorker) -> RetirementCandidate:
     """What would be lost with it."""
     scheduler, pool = worker.engine.scheduler, worker.engine.pool
     counts = pool.counts()
-    return Candidate(
+    return RetirementCandidate(
         worker.worker_id,
         sequences=float(len(scheduler.sequences)),
         context_tokens=float(counts.used * pool.block_size),

@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from kvrelay.cluster.registry.actor import NAMESPACE, Terms, connect_registry, follow, keep_listed
+from kvrelay.cluster.registry.actor import NAMESPACE, JoinSettings, connect_registry, follow_members, send_heartbeats
 from kvrelay.cluster.registry.members import STORE_ROLE, WorkerRecord
 from kvrelay.cluster.store.factory import make_service
 from kvrelay.config import Settings, settings_from
@@ -36,7 +36,7 @@ def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
 class _Host:
     """One node on a loop of its own thread."""
 
-    def __init__(self, node_id: str, settings: Settings, registry: Any, terms: Terms) -> None:
+    def __init__(self, node_id: str, settings: Settings, registry: Any, terms: JoinSettings) -> None:
         self._registry, self._node_id = registry, node_id
         host = terms.host or ray.util.get_node_ip_address()
         self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings, terms.secret, host)
@@ -53,8 +53,8 @@ class _Host:
             address.capacity_bytes,
         )  # fmt: skip
         self._tasks = [
-            asyncio.create_task(keep_listed(self._registry, record), name="heartbeat"),
-            asyncio.create_task(follow(self._registry, self._set_members), name="follow registry"),
+            asyncio.create_task(send_heartbeats(self._registry, record), name="heartbeat"),
+            asyncio.create_task(follow_members(self._registry, self._set_members), name="follow registry"),
         ]
         return record
 
@@ -68,7 +68,7 @@ class StoreActor:
     def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO)
         registry = connect_registry()
-        terms: Terms = ray.get(registry.terms.remote())
+        terms: JoinSettings = ray.get(registry.join_settings.remote())
         self._host = _Host(node_id, settings_from(settings), registry, terms)
 
     def record(self) -> WorkerRecord:

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import ray
 
-from kvrelay.cluster.autoscaling.memory import NAME, RegistryKeeper, decoded
+from kvrelay.cluster.autoscaling.memory import NAME, RegistryStateStore, decoded
 from kvrelay.cluster.registry.actor import NAMESPACE, connect_registry
-from tests.cluster.autoscaling.test_planner_policy import Planned, World
+from tests.cluster.autoscaling.test_planner_policy import PlannerPolicy, World
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240), pytest.mark.alone]
 
@@ -35,15 +35,15 @@ class Controller:
     """Where the policy runs, in place of Serve's; `served`: requests before it began."""
 
     def __init__(self, served: int, now_s: float) -> None:
-        self.world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
-        self.world.policy._keeper = RegistryKeeper()
+        self.world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
+        self.world.policy._store = RegistryStateStore()
         self.world.served, self.world.now_s = served, now_s
 
     def begin(self) -> None:
         """Tick until the registry has answered, which takes real time."""
         for _ in range(90):  # of 0.1 s each, less than the policy waits for it
             self.world.tick(0.0, seconds=0.1)
-            if self.world.policy._has_recalled:
+            if self.world.policy._is_loaded:
                 return
             time.sleep(0.1)
         raise AssertionError("the registry has not answered")
@@ -68,7 +68,7 @@ def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_n
     sums = ray.get(first.ticks.remote([12.0] * 8))
     level = ray.get(first.level.remote())
     assert level == pytest.approx(12.0, rel=0.1) and not ray.get(first.has_learnt_before.remote())
-    data, age_s = ray.get(registry.kept.remote(NAME))
+    data, age_s = ray.get(registry.saved_state.remote(NAME))
     assert decoded(data) is not None and 0 <= age_s < 60
     ray.kill(first)
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvrelay.cluster.autoscaling import feed
-from kvrelay.cluster.autoscaling.memory import Kept
-from kvrelay.cluster.autoscaling.policies import RECALL_S, Planned, worker_name
-from kvrelay.cluster.autoscaling.retirement import GRACE_S, Candidate, Retiring, victims
-from kvrelay.cluster.autoscaling.worker_model import LearntModel, model_of, planner_settings
+from kvrelay.cluster.autoscaling.memory import SavedState
+from kvrelay.cluster.autoscaling.policies import LOAD_TIMEOUT_S, PlannerPolicy, worker_name
+from kvrelay.cluster.autoscaling.retirement import GRACE_S, RetirementCandidate, Retiring, victims
+from kvrelay.cluster.autoscaling.worker_model import LearnedModel, model_of, planner_settings
 from kvrelay.cluster.deployments.app import replica_arguments
-from kvrelay.cluster.deployments.serve_config import PLANNED_PATH, scaled, serve_config
+from kvrelay.cluster.deployments.serve_config import PLANNER_POLICY_PATH, scaled, serve_config
 from kvrelay.cluster.deployments.worker import DecodeReplica
 from kvrelay.cluster.errors import WorkerRetired
 from kvrelay.cluster.profiles.profile import find_profile
@@ -48,9 +48,9 @@ def stats(requests: int, *, late: int = 0, overloaded: int = 0) -> ServeStats:
     return made
 
 
-def look(at_s: float, *ingresses: ServeStats, **others: Any) -> feed.Look:
+def look(at_s: float, *ingresses: ServeStats, **others: Any) -> feed.Observation:
     reports = {f"ingress-{number}": feed.ingress_report(each) for number, each in enumerate(ingresses)}
-    return feed.Look(
+    return feed.Observation(
         at_s, reports, others.get("prefills", {}), others.get("decodes", {}), others.get("is_changing", False)
     )
 
@@ -163,7 +163,7 @@ def test_a_worker_with_prompts_in_hand_says_nothing_of_its_decode_steps():
 
 
 def test_a_model_is_learnt_from_reports():
-    it = LearntModel()
+    it = LearnedModel()
     reports = [
         {feed.PREFILL_SPEED: 2000.0, feed.STEP_S: 0.02 + 0.001 * batch, feed.RUNNING: float(batch),
          feed.POOL_TOKENS: 5000.0, feed.MAX_RUNNING: 32.0}
@@ -179,7 +179,7 @@ def test_a_model_is_learnt_from_reports():
 
 
 def test_one_batch_seen_says_no_more_of_larger_ones_than_what_a_token_costs():
-    it = LearntModel()
+    it = LearnedModel()
     report = {feed.PREFILL_SPEED: 1000.0, feed.STEP_S: 0.02, feed.RUNNING: 4.0, feed.POOL_TOKENS: 1.0}
     it.observe([report], 0.0)
     model = it.model([report], 0.0)
@@ -190,9 +190,9 @@ def test_one_batch_seen_says_no_more_of_larger_ones_than_what_a_token_costs():
 # ---- giving workers up
 
 
-def candidate(name: str, **facts: float) -> Candidate:
+def candidate(name: str, **facts: float) -> RetirementCandidate:
     blank = {"sequences": 0.0, "context_tokens": 0.0, "cached_tokens": 0.0, "hit_share": 0.0}
-    return Candidate(name, **{**blank, **facts})  # type: ignore[arg-type]
+    return RetirementCandidate(name, **{**blank, **facts})  # type: ignore[arg-type]
 
 
 def test_the_victim_has_the_least_to_lose():
@@ -219,7 +219,7 @@ def test_the_index_knows_what_would_be_lost_with_a_worker():
     assert index.alone_share("b") is None
 
 
-def group(*names: str) -> dict[str, Candidate]:
+def group(*names: str) -> dict[str, RetirementCandidate]:
     return {name: candidate(name, sequences=float(index)) for index, name in enumerate(names)}
 
 
@@ -257,9 +257,9 @@ def test_workers_that_only_start_are_given_up_without_a_victim():
 
 def test_the_registry_asks_while_it_is_told_to_and_then_forgets():
     it = Retirements()
-    it.ask(["a"], 40.0, 0.0)
+    it.request(["a"], 40.0, 0.0)
     assert it.drain_s("a", 5.0) == 40.0 and it.drain_s("b", 5.0) is None
-    it.ask(["a"], 40.0, 10.0)
+    it.request(["a"], 40.0, 10.0)
     assert it.drain_s("a", 10.0 + TIMEOUT_S - 1) == 40.0
     assert it.drain_s("a", 10.0 + TIMEOUT_S) is None
 
@@ -392,17 +392,17 @@ class Shelf:
         self.age_s = 0.0
         self.answers = True
 
-    def keep(self, data: bytes) -> None:
+    def save(self, data: bytes) -> None:
         self.data = data
 
-    def recall(self) -> Kept | None:
-        return Kept(self.data, self.age_s) if self.answers else None
+    def load(self) -> SavedState | None:
+        return SavedState(self.data, self.age_s) if self.answers else None
 
 
 class World:
     """Serve as the policy sees it: counts that follow at once, workers that report and retire."""
 
-    def __init__(self, policy: Planned, **counts: int) -> None:
+    def __init__(self, policy: PlannerPolicy, **counts: int) -> None:
         self.shelf, self.now_s, self.served = Shelf(), 0.0, 0
         self.workers = {role: [f"{role[0]}{n}" for n in range(counts.get(role, 1))] for role in ("prefill", "decode")}
         self.told: list[str] = []
@@ -410,11 +410,11 @@ class World:
         self.take(policy)
         self.fresh = 100
 
-    def take(self, policy: Planned, age_s: float = 10.0) -> None:
+    def take(self, policy: PlannerPolicy, age_s: float = 10.0) -> None:
         """Serve's controller has begun anew, with this policy; its first look is so long after the last one."""
         self.policy, self.shelf.age_s = policy, age_s
-        policy._keeper = self.shelf
-        policy._tell = self.told.extend  # type: ignore[method-assign]
+        policy._store = self.shelf
+        policy._retire = self.told.extend  # type: ignore[method-assign]
 
     def report(self, name: str) -> dict[str, float]:
         return {
@@ -443,7 +443,7 @@ class World:
 
 
 def test_the_policy_plans_both_roles_from_what_replicas_report():
-    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(5):
         few = world.tick(1.0)
     for _ in range(3):
@@ -456,7 +456,7 @@ def test_the_policy_plans_both_roles_from_what_replicas_report():
 
 
 def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
-    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
     world.workers["prefill"] = ["zz", "aa", "mm"]  # 'aa' has the fewest cached blocks
     world.alone = {"prefill-mm": 0.5}  # the others have half of what it holds
     retired: list[str] = []
@@ -467,23 +467,23 @@ def test_down_goes_by_retirement_of_the_worker_with_the_least_to_lose():
 
 
 def test_the_policy_stays_within_serves_bounds_and_leaves_alone_what_it_does_not_know():
-    world = World(Planned(scale_down_delay_s=60.0))
+    world = World(PlannerPolicy(scale_down_delay_s=60.0))
     for _ in range(6):
         most = world.tick(500.0)
     assert most == {"prefill": 6, "decode": 6}
-    assert Planned()({"x": Context("decode", 1, {})}) == ({}, {})
-    blind = World(Planned(), prefill=2, decode=3)
+    assert PlannerPolicy()({"x": Context("decode", 1, {})}) == ({}, {})
+    blind = World(PlannerPolicy(), prefill=2, decode=3)
     blind.report = lambda name: {}  # type: ignore[method-assign]
     assert blind.tick(5.0) == blind.tick(5.0) == {"prefill": 2, "decode": 3}
 
 
 def test_between_looks_the_policy_repeats_itself():
-    world = World(Planned(interval_s=10.0, scale_down_delay_s=60.0))
+    world = World(PlannerPolicy(interval_s=10.0, scale_down_delay_s=60.0))
     world.tick(1.0)
     world.tick(1.0)
-    looks = world.policy._looks
+    looks = world.policy._num_observations
     assert [world.tick(100.0, seconds=0.1) for _ in range(5)] == [{"prefill": 1, "decode": 1}] * 5
-    assert world.policy._looks == looks
+    assert world.policy._num_observations == looks
 
 
 SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 16
@@ -491,7 +491,7 @@ SWINGS = [1.0] * 4 + [30.0] * 3 + [1.0] * 9 + [8.0] * 6 + [20.0] * 2 + [2.0] * 1
 
 @pytest.mark.parametrize("every", [1, 3, 7])
 def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(every: int):
-    worlds = [World(Planned(scale_down_delay_s=60.0, ttft_s=1.0)) for _ in range(3)]
+    worlds = [World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0)) for _ in range(3)]
     courses: list[list[dict[str, int]]] = [[], [], []]
     for number, rate in enumerate(SWINGS):
         for world, course in zip(worlds, courses, strict=True):
@@ -499,18 +499,18 @@ def test_a_policy_whose_controller_restarts_goes_on_as_if_nothing_had_happened(e
         if number % every == every - 1:
             clock_s = 5e6 * (number % 2)  # another process's clock is another one
             worlds[1].now_s += clock_s
-            worlds[1].take(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
+            worlds[1].take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
             worlds[2].shelf.data = None  # and one who forgets
-            worlds[2].take(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
+            worlds[2].take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     assert courses[1] == courses[0]
     assert courses[2] != courses[0]
 
 
 def test_what_came_while_the_controller_was_down_is_seen():
-    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(4):
         few = world.tick(1.0)
-    world.take(Planned(scale_down_delay_s=60.0, ttft_s=1.0), age_s=40.0)
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), age_s=40.0)
     world.tick(30.0, seconds=40.0)
     planner = world.policy._planner
     assert planner is not None and planner.state(world.now_s).demand.trend.level == pytest.approx(30.0, rel=0.1)
@@ -518,13 +518,13 @@ def test_what_came_while_the_controller_was_down_is_seen():
 
 
 def test_who_retires_still_retires_after_a_restart_and_nobody_else_with_it():
-    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), prefill=3)
     told: list[str] = []
     world.told = []
     while not told:
         world.now_s += 10.0
         told = first_told(world)
-    world.take(Planned(scale_down_delay_s=60.0, ttft_s=1.0), age_s=1.0)
+    world.take(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0), age_s=1.0)
     world.now_s += 1.0
     assert first_told(world) == told
     assert world.policy._names() == told
@@ -539,31 +539,31 @@ def first_told(world: World) -> list[str]:
     decided, _ = world.policy({each.deployment_id: each for each in contexts})
     assert decided["kvrelay_prefill"] == 3  # it counts until it is gone
     told, world.told = list(world.told), []
-    world.policy._tell = world.told.extend  # type: ignore[method-assign]
+    world.policy._retire = world.told.extend  # type: ignore[method-assign]
     return told
 
 
 def test_what_cannot_be_read_is_learnt_anew():
-    world = World(Planned())
+    world = World(PlannerPolicy())
     for data in (b"", b"\xff\x00", msgspec.msgpack.encode({"version": 1})):
         world.shelf.data = data
-        world.take(Planned())
+        world.take(PlannerPolicy())
         assert world.tick(1.0) == {"prefill": 1, "decode": 1}
         assert world.policy._known is None
 
 
 def test_a_registry_that_does_not_answer_is_waited_for_and_then_not():
-    world = World(Planned())
+    world = World(PlannerPolicy())
     world.shelf.answers = False
     contexts = [Context(role, 2, {}, 0.0) for role in ("prefill", "decode")]
     assert world.policy({each.deployment_id: each for each in contexts}) == ({}, {})
-    late = [replace(each, current_time=RECALL_S) for each in contexts]
+    late = [replace(each, current_time=LOAD_TIMEOUT_S) for each in contexts]
     decided, _ = world.policy({each.deployment_id: each for each in late})
     assert decided == {"kvrelay_prefill": 2, "kvrelay_decode": 2}
 
 
 def test_other_bounds_make_the_planner_forget_nothing():
-    world = World(Planned(scale_down_delay_s=60.0, ttft_s=1.0))
+    world = World(PlannerPolicy(scale_down_delay_s=60.0, ttft_s=1.0))
     for _ in range(6):
         world.tick(30.0)
     before = world.policy._planner
@@ -584,19 +584,19 @@ def test_the_policy_can_be_sent_as_serve_sends_it():
 
     cloudpickle.register_pickle_by_value(autoscaling)
     try:
-        sent = cloudpickle.dumps(Planned)
+        sent = cloudpickle.dumps(PlannerPolicy)
     finally:
         cloudpickle.unregister_pickle_by_value(autoscaling)
-    assert len(sent) > len(cloudpickle.dumps(Planned))
+    assert len(sent) > len(cloudpickle.dumps(PlannerPolicy))
     world = World(cloudpickle.loads(sent)(scale_down_delay_s=60.0))
     assert [world.tick(1.0) for _ in range(3)][-1] == {"prefill": 1, "decode": 1}
 
 
 def test_wrong_settings_of_the_policy_name_the_key():
     with pytest.raises(ConfigError, match=r"planner\.hold"):
-        Planned(hold=3)
+        PlannerPolicy(hold=3)
     with pytest.raises(ConfigError, match="profile"):
-        Planned(profile="/nowhere.json")
+        PlannerPolicy(profile="/nowhere.json")
 
 
 # ---- settings
@@ -617,8 +617,8 @@ def test_a_planned_cluster_is_deployed_with_the_policy_and_its_bounds():
     config = serve_config(settings, http_port=1)
     (app,) = config["applications"]
     ServeDeploySchema.model_validate(config)
-    assert app["autoscaling_policy"]["policy_function"] == PLANNED_PATH
-    assert Planned(**app["autoscaling_policy"]["policy_kwargs"])._settings.scale_down_delay_s == 90
+    assert app["autoscaling_policy"]["policy_function"] == PLANNER_POLICY_PATH
+    assert PlannerPolicy(**app["autoscaling_policy"]["policy_kwargs"])._settings.scale_down_delay_s == 90
     scaling = {entry["name"]: entry["autoscaling_config"] for entry in app["deployments"]}
     assert (scaling["decode"]["max_replicas"], scaling["decode"]["initial_replicas"]) == (5, 2)
     assert (scaling["ingress"]["min_replicas"], scaling["ingress"]["max_replicas"]) == (1, 1)

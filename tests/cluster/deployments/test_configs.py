@@ -44,12 +44,12 @@ def test_the_policy_that_autoscaling_names_is_ours_and_takes_its_settings():
     from ray._common.utils import import_attr
     from ray.serve.config import AutoscalingConfig
 
-    from kvrelay.cluster.autoscaling.policies import Planned
+    from kvrelay.cluster.autoscaling.policies import PlannerPolicy
 
     (app,) = config_of("autoscaling")["applications"]
     policy = app["autoscaling_policy"]
-    assert import_attr(policy["policy_function"]) is Planned
-    assert Planned(**policy["policy_kwargs"])
+    assert import_attr(policy["policy_function"]) is PlannerPolicy
+    assert PlannerPolicy(**policy["policy_kwargs"])
     bounds = {d["name"]: AutoscalingConfig(**d["autoscaling_config"]) for d in app["deployments"]}
     assert bounds["ingress"].min_replicas == bounds["ingress"].max_replicas == 1
     assert all(each.downscale_delay_s == each.upscale_delay_s == 0 for each in bounds.values())

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from kvrelay.cluster.launch.stop_signals import AGAIN, STOPS, StopRequested, StopSignals
-from kvrelay.cluster.launch.supervisor import END_S, REACH_S, Step, next_step
+from kvrelay.cluster.launch.supervisor import END_S, REACH_S, SupervisorAction, next_step
 
 pytestmark = pytest.mark.alone
 
@@ -81,15 +81,15 @@ def test_raised_is_what_ray_lets_through():
 
 
 def test_nothing_happens_while_nobody_has_asked():
-    assert next_step(1e9, None, None) is Step.WAIT
-    assert next_step(1e9, None, 5.0) is Step.WAIT  # stops because of an error
+    assert next_step(1e9, None, None) is SupervisorAction.WAIT
+    assert next_step(1e9, None, 5.0) is SupervisorAction.WAIT  # stops because of an error
 
 
 def test_who_was_asked_is_asked_again_and_then_ended():
-    assert next_step(7.0 + REACH_S, 7.0, None) is Step.ASK_AGAIN
-    assert next_step(7.1 + REACH_S, 7.0, None) is Step.END
+    assert next_step(7.0 + REACH_S, 7.0, None) is SupervisorAction.ASK_AGAIN
+    assert next_step(7.1 + REACH_S, 7.0, None) is SupervisorAction.END
 
 
 def test_who_stops_is_left_alone_and_then_ended():
-    assert next_step(9.0 + END_S, 7.0, 9.0) is Step.WAIT
-    assert next_step(9.1 + END_S, 7.0, 9.0) is Step.END
+    assert next_step(9.0 + END_S, 7.0, 9.0) is SupervisorAction.WAIT
+    assert next_step(9.1 + END_S, 7.0, 9.0) is SupervisorAction.END
