@@ -59,7 +59,7 @@ class Controller:
         return planner.state(self.world.now_s).demand.trend.level if planner is not None else None
 
     def has_learnt_before(self) -> bool:
-        return self.world.policy._known is not None
+        return self.world.policy._resumed is not None
 
 
 def test_a_new_controller_knows_what_the_killed_one_knew_until_the_registry_is_new_as_well(registry):

@@ -549,7 +549,7 @@ def test_what_cannot_be_read_is_learnt_anew():
         world.shelf.data = data
         world.take(PlannerPolicy())
         assert world.tick(1.0) == {"prefill": 1, "decode": 1}
-        assert world.policy._known is None
+        assert world.policy._resumed is None
 
 
 def test_a_registry_that_does_not_answer_is_waited_for_and_then_not():
