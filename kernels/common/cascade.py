@@ -1,8 +1,8 @@
-"""Which decode rows of a step read which KV together: the compiled kernels' schedule, found once per step.
+"""Cascade attention's schedule for the compiled CPU kernels: which decode rows of a step read which KV together.
 
-Sharing never changes a result: a row's sums run over the same tiles in the same order, whoever goes along
-(kernels/cpu/native/attention.c). It only has to pay, which `WORTH` decides. The schedule itself is found by
-kernels/cpu/native/cascade.c from the block tables; this is its memory, and a readable view of it.
+Sharing never changes a result: a row's sums run over the same tiles in the same order, with or without other rows
+(kernels/cpu/native/attention.c). It only has to pay, which `WORTH` decides. kernels/cpu/native/cascade.c computes the
+schedule from the block tables, once per step; this module owns its memory and a readable view.
 """
 
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 PART_TOKENS, TILE_TOKENS = 512, 64  # PART and TILE of cascade.h
-WORTH = 256  # tokens of KV that a step must spare, summed over its rows: measured, see bench/results/2026-11-22-scheduling.md
+WORTH = 256  # fewest tokens of KV saved in a step, summed over rows: bench/results/2026-11-22-scheduling.md
 _HEADER_WORDS = 8
-_UNITS, _MEMBERS, _ROWS, _PARTS, _SAVED = range(5)  # of the header
+_UNITS, _MEMBERS, _ROWS, _PARTS, _SAVED = range(5)  # indices into the header
 
 
 @dataclass(frozen=True, slots=True)
 class CascadeUnit:
-    """Rows that go together through a partition's first tiles.
+    """Rows that read a partition's first tiles together.
 
-    rows: decode rows. common: tiles that each has in common with the one before it, 0 for the first.
+    rows: decode rows. common: number of tiles that each shares with the row before it, 0 for the first.
     """
 
     part: int
@@ -31,7 +31,7 @@ class CascadeUnit:
 
 
 class Schedule:
-    """Memory for the schedule of up to `max_rows` decode rows of up to `max_context_len` tokens; never moves."""
+    """Memory for the schedule of up to `max_rows` decode rows of up to `max_context_len` tokens; it never moves."""
 
     def __init__(self, lib: Any, max_rows: int, max_context_len: int) -> None:
         self._lib = lib
@@ -43,11 +43,11 @@ class Schedule:
 
     @property
     def saved_tokens(self) -> int:
-        """Tokens of KV that a layer without a window need not read again for another row."""
+        """Tokens of KV that a layer without a window does not read again."""
         return int(self.words[_SAVED])
 
     def clear(self) -> None:
-        """Nothing is shared."""
+        """Share nothing."""
         self.words[:_HEADER_WORDS] = 0
 
     def fill(
@@ -63,10 +63,10 @@ class Schedule:
         num_threads: int,
         worth: int,
     ) -> int:
-        """Find what the first `num_rows` sequences, one new token each, share; returns `saved_tokens`.
+        """Compute the schedule of the first `num_rows` sequences, one new token each. Returns `saved_tokens`.
 
-        context_lens: [S] int32. tables: [S, max_blocks] int32, contiguous. group: query heads of one KV head.
-        worth: nothing is shared that spares fewer tokens.
+        context_lens: [S] int32. tables: [S, max_blocks] int32, contiguous. group: query heads per KV head. worth:
+        fewest tokens that make sharing pay.
         """
         saved: int = self._lib.kr_cascade_plan(
             self.words.data_ptr(),
@@ -84,7 +84,7 @@ class Schedule:
         return saved
 
     def units(self) -> list[CascadeUnit]:
-        """The schedule to read, in the order in which it is worked off."""
+        """The schedule in execution order."""
         header = self.words[:_HEADER_WORDS].tolist()
         num_units, num_members, most = header[_UNITS], header[_MEMBERS], header[_ROWS] * header[_PARTS]
         at = _HEADER_WORDS

@@ -1,4 +1,4 @@
-"""How tokens choose experts, as data. Pure: imports no torch."""
+"""How tokens choose experts (MoE routing), as data. Pure: imports no torch."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -6,11 +6,11 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
-    """Each token takes the `num_chosen` best of `num_experts`, by softmax or sigmoid of the router's logits.
+    """Each token takes the top `num_chosen` of `num_experts`, by softmax or sigmoid of the router's logits.
 
-    num_groups, num_chosen_groups: experts are chosen from the best groups; (1, 1): from all. A group counts as its best
-    member (softmax), or as its two best together (sigmoid).
-    normalise: the chosen ones' weights are made to add up to 1; then all are multiplied by `scale`.
+    num_groups, num_chosen_groups: experts are chosen from the best groups; (1, 1): from all. A group's score is its
+    best member's (softmax), or the sum of its best two (sigmoid).
+    normalise: the chosen weights are normalised to sum to 1. Then all are multiplied by `scale`.
     """
 
     num_experts: int

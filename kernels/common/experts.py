@@ -1,4 +1,4 @@
-"""A mixture of experts in plain torch: the choice, and the loop over experts that the faster forms are compared with."""
+"""A mixture of experts in plain torch: the choice, and a loop over experts that faster forms are compared with."""
 
 from collections.abc import Callable, Iterable
 
@@ -34,14 +34,14 @@ def choose_experts(logits: Tensor, correction: Tensor | None, choice: ExpertChoi
 
 
 def with_base(total: Tensor, base: Tensor | None, base_logits: Tensor | None) -> Tensor:
-    """total [T, H] float32, plus base [T, H] times the sigmoid of base_logits [T, 1], where they are given."""
+    """total [T, H] float32, plus base [T, H] times the sigmoid of base_logits [T, 1], if given."""
     if base is None:
         return total
     return total + (base.float() if base_logits is None else base.float() * base_logits.sigmoid())
 
 
 class ExpertLoop:
-    """One expert after the other, each over the tokens that chose it. On a GPU each step waits for the device once."""
+    """One expert after another, each over the tokens that chose it. On a GPU it waits for the device once per call."""
 
     def __init__(self, experts: Iterable[tuple[Linear, Linear]], gate: Gate) -> None:
         self._experts, self._gate = tuple(experts), gate

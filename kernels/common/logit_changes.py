@@ -1,6 +1,6 @@
-"""Penalties, bias and bans of many rows at once: noted row by row on the host, applied by a few device operations.
+"""Penalties, bias and bans of many rows: collected on the host row by row, applied by a few device operations.
 
-Each operation names a place of the logits at most once, so that its result does not depend on an order.
+An operation touches each logit at most once, so that its result does not depend on an order.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -13,7 +13,7 @@ from kvrelay.kernels.common.sampling_search import to_device
 
 
 class LogitChanges:
-    """What is to be done to logits [R, vocab]: note rows, then apply."""
+    """Changes to logits [R, vocab]: collect them by row, then call `applied`."""
 
     def __init__(self, vocab: int) -> None:
         self._vocab = vocab
@@ -24,7 +24,7 @@ class LogitChanges:
         self._penalised.add(row * self._vocab + np.unique(token_ids), penalty)
 
     def lower(self, row: int, token_ids: Sequence[int], presence: float, frequency: float) -> None:
-        """Presence and frequency penalties of tokens that came up."""
+        """Presence and frequency penalties of tokens in the output."""
         seen, counts = np.unique(token_ids, return_counts=True)
         self._lowered.add(row * self._vocab + seen, presence + frequency * counts)
 
@@ -40,7 +40,7 @@ class LogitChanges:
         return not any(places.indices for places in (self._penalised, self._lowered, self._biased, self._banned))
 
     def applied(self, logits: Tensor) -> Tensor:
-        """The changed logits, in a tensor of their own where anything changes. logits: float32 [R, vocab]."""
+        """The changed logits, float32 [R, vocab]; a copy where anything changes."""
         if self.is_empty:
             return logits
         changed = logits.clone(memory_format=torch.contiguous_format)
@@ -62,7 +62,7 @@ class LogitChanges:
 
 
 class _Places:
-    """Places of the flattened logits with a number each."""
+    """Indices into the flattened logits, with a number each."""
 
     def __init__(self) -> None:
         self.indices: list[np.ndarray] = []
@@ -73,7 +73,7 @@ class _Places:
         self._numbers.append(np.broadcast_to(np.asarray(numbers, dtype=np.float32), indices.shape))
 
     def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(places int64, numbers float32) on the device."""
+        """(indices int64, numbers float32) on the device."""
         parts = (np.concatenate(self.indices), np.concatenate(self._numbers))
         indices, numbers = (to_device(torch.from_numpy(part), device) for part in parts)
         return indices, numbers

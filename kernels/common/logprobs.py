@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens and of the likeliest ones, where the logits are: a few numbers for each row leave the device."""
+"""Log-probabilities of sampled and of top tokens, computed on the device: few numbers per row reach the host."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class LogProbabilities:
-    """Of some rows, on the host: the token's own, and the likeliest ones' with their ids, best first."""
+    """Per row, on the host: the sampled token's, and the top ones with their ids, best first."""
 
     own: list[float]
     top: list[list[float]]
@@ -16,9 +16,9 @@ class LogProbabilities:
 
 
 def packed_log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tensor:
-    """For `unpacked`: [R, 1 + 2 most] float64 on the logits' device. Nothing here waits for it.
+    """Input of `unpacked`: [R, 1 + 2 most] float64 on the logits' device. Does not wait for the device.
 
-    logits: float32 [R, vocab]. tokens: [R] int64, there too. most: how many of the likeliest ones.
+    logits: float32 [R, vocab]. tokens: [R] int64 on the same device. most: number of top tokens.
     """
     own = logits.gather(1, tokens.unsqueeze(1))
     norm = logits.logsumexp(dim=1, keepdim=True)
@@ -28,7 +28,7 @@ def packed_log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> Tenso
 
 
 def unpacked(packed: Tensor) -> LogProbabilities:
-    """packed: on the host."""
+    """packed: a tensor on the host, from `packed_log_probabilities`."""
     most = packed.shape[1] // 2
     values, ids = packed[:, : most + 1].tolist(), packed[:, most + 1 :].long().tolist()
     return LogProbabilities([row[0] for row in values], [row[1:] for row in values], ids)

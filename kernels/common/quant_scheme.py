@@ -1,4 +1,4 @@
-"""How weights are quantised, and how far off that is. Pure: imports no torch."""
+"""Quantisation schemes and their error, as data. Pure: imports no torch."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """How many bits, and how many inputs share a scale (a multiple of 32, up to 128)."""
+    """Bits per weight, and inputs that share a scale (a multiple of 32, up to 128)."""
 
     bits: int
     group: int = 32
@@ -17,7 +17,7 @@ class Scheme:
 
 @dataclass(frozen=True, slots=True)
 class WeightError:
-    """Of one or more weights: sums of squared errors and of squares, and sizes before and after."""
+    """Error of one or more weights: sums of squared errors and of squares, and sizes before and after."""
 
     squared_error: float = 0.0
     squares: float = 0.0
@@ -34,5 +34,5 @@ class WeightError:
 
     @property
     def relative(self) -> float:
-        """Root of the mean squared error over that of the mean square; 0 without weights."""
+        """Relative RMS error; 0 without weights."""
         return math.sqrt(self.squared_error / self.squares) if self.squares else 0.0

@@ -1,7 +1,7 @@
-"""Weights in groups of 4- or 8-bit integers: the form, its error, and its products in plain torch.
+"""Weights in groups of 4- or 8-bit integers: the format, its error, and products in plain torch.
 
-Of an output and a group of inputs, w = scale * q + offset, scale and offset half floats that stand for multiples of a
-power of two of the whole weight. The compiled form is kernels/cpu/native_quant.py's; integers are chosen alike in both.
+For an output and a group of inputs, w = scale * q + offset. Scale and offset are half floats in units of a power of two
+that the whole weight shares. kernels/cpu/native_quant.py has the compiled form, with the same integers.
 """
 
 import math
@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from kvrelay.kernels.backend import Linear
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 
-_CHUNK_VALUES = 8 << 20  # weights that are quantised at once, so that memory stays small
+_CHUNK_VALUES = 8 << 20  # quantised in one pass, to bound memory
 _HALF_MOST = 65504.0
 
 
 class HeadByHead:
-    """A product for each head: every row's sums run in one order, which a batched product does not promise."""
+    """One product per head: every row's sums run in one order, which a batched product does not guarantee."""
 
     def __init__(self, heads: Sequence[Linear]) -> None:
         self._heads = tuple(heads)
@@ -33,7 +33,7 @@ class HeadByHead:
 
 
 def unit_of(weight: Tensor) -> float:
-    """The power of two that scales are told in: the largest weight is between 2^14 and 2^15 of it."""
+    """The power of two that is the unit of scales: the largest weight is between 2^14 and 2^15 units."""
     most = max(abs(float(x)) for x in weight.aminmax()) if weight.numel() else 0.0
     return math.ldexp(1.0, max(math.frexp(most)[1], -100) - 15) if most else 1.0
 
@@ -48,13 +48,13 @@ class QuantizedWeight:
     in_features: int
 
     def restored(self) -> Tensor:
-        """The weight that products see, [N, in_features] float32."""
+        """The dequantised weight, [N, in_features] float32."""
         wide = self.integers.float() * self.scales.unsqueeze(-1) + self.offsets.unsqueeze(-1)
         return wide.flatten(1)[:, : self.in_features]
 
 
 def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
-    """The integers, scales and offsets of a weight [N, K] of any floating type."""
+    """Quantise a weight [N, K] of any floating type."""
     unit = unit_of(weight)
     rows = max(1, _CHUNK_VALUES // max(weight.shape[1], 1))
     parts = [_quantize_rows(part.float() / unit, scheme) for part in weight.split(rows)]
@@ -63,7 +63,7 @@ def quantize(weight: Tensor, scheme: Scheme) -> QuantizedWeight:
 
 
 def _quantize_rows(rows: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor, Tensor]:
-    """The same search as kernels/cpu/native/quant_pack.c's fit_group, for all groups at once."""
+    """The search of kernels/cpu/native/quant_pack.c (fit_group), over all groups in one batch."""
     groups = F.pad(rows, (0, -rows.shape[1] % scheme.group)).unflatten(1, (-1, scheme.group))
     if (tail := rows.shape[1] % scheme.group) != 0:
         groups[:, -1, tail:] = groups[:, -1, :1]
@@ -98,7 +98,7 @@ def _better(best: _Fit, other: _Fit, enough: Tensor) -> _Fit:
 
 
 def _regression(groups: Tensor, q: Tensor, now: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """Scale and offset that suit the integers best; those of `now` where all integers are equal."""
+    """The least-squares scale and offset for the integers; those of `now` where all integers are equal."""
     q, values = q.double(), groups.double()
     mean_q, mean_v = q.mean(-1), values.mean(-1)
     spread = q.square().sum(-1) - q.shape[-1] * mean_q.square()
@@ -109,7 +109,7 @@ def _regression(groups: Tensor, q: Tensor, now: tuple[Tensor, ...]) -> tuple[Ten
 
 
 class TorchQuantLinear:
-    """The fallback: restores the whole weight for every product, so it saves memory and no time."""
+    """The fallback: dequantises the whole weight for every product, which saves memory and no time."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, scheme: Scheme) -> None:
         self.out_features = weight.shape[0]

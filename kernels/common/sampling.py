@@ -1,7 +1,7 @@
-"""Drawing tokens in plain torch, on any device: the rule that every backend's sampler follows.
+"""Sampling in plain torch, on any device: the rule that every backend's sampler follows.
 
-Owns no random source: the row's one uniform number is an argument, so a draw is a pure function. Sorts the vocabulary:
-right and easy to read, not fast. `sampling_search` follows the same rule without sorting.
+Owns no random source: the row's uniform number is an argument, so that sampling is a pure function. Sorts the
+vocabulary: simple, not fast. `sampling_search` follows the same rule without sorting.
 """
 
 import torch
@@ -49,7 +49,7 @@ def filtered_weights(logits: Tensor, batch: SamplingBatch) -> Tensor:
 def draw(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """One token id per row of logits [R, V] -> [R] int64 on logits' device.
 
-    The draw is the first id, in id order, whose cumulative weight exceeds uniform * total.
+    The token is the first id, in id order, whose cumulative weight exceeds uniform * total.
     """
     device = logits.device
     greedy = logits.argmax(dim=1)  # the first of equal maxima, as torch documents

@@ -1,8 +1,8 @@
-"""Drawing tokens without sorting the vocabulary, in plain torch on any device: the rule of `sampling`, found by search.
+"""Sampling without sorting the vocabulary, in plain torch on any device: the rule of `sampling`, by search.
 
-Weights are whole numbers (the likeliest token's is 2 ** scale_bits), so that sums do not depend on their order: a draw is
-the same however a device adds up. A row's least kept logit is found digit by digit in its bits (a radix select), for top-k
-by sums of ones and for top-p of weights. Nothing here waits for the device: what a batch asks for is read from its CPU tensors.
+Weights are integers (the likeliest token's is 2 ** scale_bits), so that totals do not depend on their order and every
+device gives the same token. A row's smallest kept logit is found digit by digit in its bits (radix select): top-k
+counts, top-p totals weights. Nothing here waits for the device: a batch's settings are read from its CPU tensors.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ _DIGIT_BITS = 11
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
-    """What a batch asks for, on the device, and whether any row asks for it. [R] each, as in SamplingBatch."""
+    """A batch's settings on the device, and whether any row uses them. [R] each, as in SamplingBatch."""
 
     temperature: Tensor
     top_k: Tensor
@@ -31,7 +31,7 @@ class SamplingSettings:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """A copy that nobody waits for: from pinned memory, which torch keeps until the copy has been made."""
+    """An asynchronous copy, from pinned memory that torch keeps until the copy is done."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 
@@ -50,14 +50,14 @@ def settings_of(batch: SamplingBatch, device: torch.device) -> SamplingSettings:
 
 
 class SettingsCache:
-    """The settings of the batch before, which the next one most often shares: they are moved once for both."""
+    """The previous batch's settings on the device: consecutive batches mostly share them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._last: tuple[tuple[Tensor, ...], SamplingSettings] | None = None
 
     def of(self, batch: SamplingBatch) -> SamplingSettings:
-        """Tensors are compared by identity: kept here, so that none is taken for another in its place."""
+        """Tensors are compared by identity; they are kept here, so that no other tensor can get the same id."""
         own = (batch.temperature, batch.top_k, batch.top_p, batch.min_p)
         if self._last is None or any(x is not y for x, y in zip(own, self._last[0], strict=True)):
             self._last = own, settings_of(batch, self._device)
@@ -65,42 +65,42 @@ class SettingsCache:
 
 
 def scale_bits(vocab: int) -> int:
-    """So many that `vocab` of the largest weight add up to less than 2 ** 63."""
+    """The largest scale at which `vocab` of the largest weight sum to less than 2 ** 63."""
     return 62 - vocab.bit_length()
 
 
 def ordered_places(logits: Tensor) -> Tensor:
-    """int64 in [0, 2 ** 32) that are ordered as these float32 are, -0.0 being 0.0."""
+    """int64 in [0, 2 ** 32) in the order of these float32 numbers; -0.0 equals 0.0."""
     bits = (logits + 0.0).view(torch.int32)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64) + (1 << 31)
 
 
 def least_kept(places: Tensor, num_bits: int, weights: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest place so that the weights of all of its row's places [R, V] from it on reach need [R, 1] (positive, and no
-    more than they all weigh); and what those above it weigh, [R, 1].
+    """The largest place such that the weights of its row's places [R, V] from it on reach `need` [R, 1] (positive, and
+    at most their total); and the total weight above it, [R, 1].
 
-    places: int64 in [0, 2 ** num_bits). Found digit by digit, each in the weights by digit of the places that have all
-    digits before it.
+    places: int64 in [0, 2 ** num_bits). Found digit by digit, by the weights per digit of the places that match all
+    digits so far.
     """
     found, above = torch.zeros_like(need), torch.zeros_like(need)
     size = 1 << _DIGIT_BITS
     for shift in range((num_bits - 1) // _DIGIT_BITS * _DIGIT_BITS, -1, -_DIGIT_BITS):
         digits = (places >> shift) & (size - 1)
-        elsewhere = (places >> (shift + _DIGIT_BITS)) != found  # summed too, but apart: few sums in the same place
-        sums = torch.zeros(places.shape[0], 2 * size, dtype=torch.int64, device=places.device)
-        sums.scatter_add_(1, digits.add_(elsewhere, alpha=size), weights)
-        own = sums[:, :size]
+        elsewhere = (
+            places >> (shift + _DIGIT_BITS)
+        ) != found  # summed too, but in separate cells: few additions to the same place
+        totals = torch.zeros(places.shape[0], 2 * size, dtype=torch.int64, device=places.device)
+        totals.scatter_add_(1, digits.add_(elsewhere, alpha=size), weights)
+        own = totals[:, :size]
         from_here = own.flip(1).cumsum(dim=1).flip(1) + above
-        digit = ((from_here >= need).sum(dim=1, keepdim=True) - 1).clamp(
-            min=0
-        )  # weights that are no numbers reach none
+        digit = ((from_here >= need).sum(dim=1, keepdim=True) - 1).clamp(min=0)  # NaN weights reach nothing
         above = (from_here - own).gather(1, digit)
         found = (found << _DIGIT_BITS) | digit
     return found, above
 
 
 def whole_weights(logits: Tensor, temperature: Tensor) -> Tensor:
-    """exp((logit - the row's largest) / temperature) as whole numbers [R, V] int64; 0 where that is no number."""
+    """exp((logit - the row's largest) / temperature) as integers [R, V] int64; 0 for NaN."""
     largest = logits.amax(dim=1, keepdim=True)
     warmth = torch.where(temperature > 0, temperature, 1.0).double().unsqueeze(1)
     shares = logits.double().sub_(largest).masked_fill_(logits == largest, 0.0)  # no inf - inf
@@ -119,7 +119,7 @@ def _keep_top_p(weights: Tensor, top_p: Tensor) -> Tensor:
 
 
 def kept_weights(logits: Tensor, settings: SamplingSettings) -> Tensor:
-    """`whole_weights` with zeros for what top-k, top-p and min-p leave out."""
+    """`whole_weights` with zeros for what top-k, top-p and min-p remove."""
     weights = whole_weights(logits, settings.temperature)
     vocab = logits.shape[1]
     if settings.has_top_k:
@@ -137,7 +137,7 @@ def kept_weights(logits: Tensor, settings: SamplingSettings) -> Tensor:
 def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
     """One token id for each row of float32 logits [R, V] -> [R] int64. uniform: [R] float64, on the same device.
 
-    The draw is the first id, in id order, whose cumulative weight exceeds uniform * total.
+    The token is the first id, in id order, whose cumulative weight exceeds uniform * total.
     """
     greedy = logits.argmax(dim=1) if settings.has_greedy or not settings.draws else None
     if not settings.draws:

@@ -1,8 +1,8 @@
-"""The fast CPU backend: compiled kernels where a C compiler is at hand, torch elsewhere.
+"""The fast CPU backend: compiled kernels if there is a C compiler, else torch.
 
-float32 results of the compiled kernels do not depend on what else is in the batch, on how a prompt is cut
-into chunks, or on the number of threads: every sum runs in one fixed order, so alone equals batched bit for
-bit. With bfloat16 this holds as long as the linear kernel is the compiled one (see `describe`).
+float32 results of the compiled kernels are batch-invariant: they do not depend on the rest of the batch, on prompt
+chunking or on the number of threads, because every sum runs in one fixed order. bfloat16 results are, too, if the
+linear kernel is the compiled one (see `describe`).
 """
 
 import hashlib
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 
 def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
-    """The compiled kernels, or None and why not."""
+    """The compiled kernels, or None and the reason."""
     try:
         native = NativeKernels(num_threads)
     except BackendUnavailable as error:
@@ -58,11 +58,11 @@ def _load(num_threads: int) -> tuple[NativeKernels | None, str]:
 class CpuBackend:
     """Kernels on `num_threads` cores; None: one for each physical core that this thread may run on.
 
-    Sets torch's own thread count (process-wide) to the same number.
+    Sets torch's own thread count (process-wide) to the same number. It has the methods of Backend, which are about 25.
     """
 
     name = "cpu"
-    kv_layouts: tuple[KvOrder, ...] = ("NHD",)  # what the compiled kernels are written for
+    kv_layouts: tuple[KvOrder, ...] = ("NHD",)  # of the compiled kernels
     quantizes = True
 
     def __init__(self, num_threads: int | None = None) -> None:
@@ -97,7 +97,7 @@ class CpuBackend:
         return native is not None and native.shares_prefixes
 
     def describe(self) -> dict[str, str]:
-        """What was chosen, in short words; linear kernels appear once a weight has been packed."""
+        """The kernels in use, as short texts; linear kernels appear once a weight has been packed."""
         native = self._native
         kernels = f"torch ({self._why_not})" if native is None else f"native, panels of {native.panel_width}"
         linears = {f"linear_{str(dtype).removeprefix('torch.')}": name for dtype, (name, _) in self._packers.items()}
@@ -105,7 +105,7 @@ class CpuBackend:
         return {"backend": self.name, "threads": str(self.num_threads), "kernels": kernels, **dot, **linears}
 
     def native_for(self, shape: AttentionShape) -> NativeKernels | None:
-        """The compiled kernels where they have attention for this shape."""
+        """The compiled kernels if they have attention for this shape."""
         native = self._native_for(shape.dtype)
         if native is not None and shape.kv_dtype not in (None, torch.float8_e4m3fn, *SUPPORTED):
             self._warn_once(f"attention over a cache of {shape.kv_dtype} is not compiled; torch's is used, slower")

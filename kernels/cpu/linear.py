@@ -1,8 +1,8 @@
-"""Which product of activations and weights is fastest on this processor, and its torch forms.
+"""Selects the fastest linear kernel on this processor; the torch candidates.
 
-Candidates: our compiled panels, oneDNN with a packed weight (private torch operators, feature-tested), and
-F.linear. float32 always takes the compiled panels where they exist, because their rows do not depend on the
-batch; for bfloat16 a short measurement decides, once per machine and thread count, so that all workers agree.
+Candidates: the compiled panels, oneDNN with a packed weight (private torch operators, feature-tested), and F.linear.
+float32 always takes the compiled panels where they exist, because they are batch-invariant. For bfloat16 a short
+measurement decides, once per machine and thread count, so that all workers agree.
 """
 
 import json
@@ -24,15 +24,15 @@ from kvrelay.kernels.oracle.reference import ReferenceLinear
 logger = logging.getLogger(__name__)
 
 _PROBE_SHAPE = (1536, 576)
-_PROBE_ROWS = {1: 2.0, 16: 1.0, 256: 1.0}  # rows -> how much their time counts
-_MARGIN = 1.25  # a rival of the compiled panels must be this much faster: with it, steps are not recorded
+_PROBE_ROWS = {1: 2.0, 16: 1.0, 256: 1.0}  # rows -> weight of their time
+_MARGIN = 1.25  # another candidate must be this much faster than the compiled panels: with it, steps are not recorded
 _PROBE_S = 0.02  # longest measurement of one (candidate, rows) in a pass
-_PROBE_PASSES = 4  # over all candidates in turn, so that what else runs here hits none of them alone
+_PROBE_PASSES = 4  # over all candidates in turn, so that other load does not hit only one of them
 Pack = Callable[[Tensor, Tensor | None], Linear]
 
 
 class OneDnnLinear:
-    """A weight re-ordered by oneDNN for its own kernels."""
+    """A weight in oneDNN's packed layout."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.out_features = weight.shape[0]
@@ -54,7 +54,7 @@ def _candidates(native: NativeKernels | None, dtype: torch.dtype) -> dict[str, P
 
 
 def _is_right(pack: Pack, weight: Tensor, x: Tensor) -> Linear | None:
-    """The packed weight when its product is right, else None (a private operator may be missing or limited)."""
+    """The packed weight if its product is right, else None (a private operator may be missing or limited)."""
     try:
         linear = pack(weight, None)
         out = linear(x)
@@ -78,7 +78,7 @@ def _seconds(linear: Linear, x: Tensor) -> float:
 
 
 def _measure(candidates: dict[str, Pack], dtype: torch.dtype) -> str:
-    """The candidate whose weighted time, relative to the best at each number of rows, is least."""
+    """The candidate with the least weighted time, relative to the best for each number of rows."""
     generator = torch.Generator().manual_seed(0)
     out_features, in_features = _PROBE_SHAPE
     weight = (torch.randn(out_features, in_features, generator=generator) / in_features**0.5).to(dtype)
@@ -117,7 +117,7 @@ def _remember(path: Path, winner: str) -> None:
 
 
 def choose_linear(native: NativeKernels | None, dtype: torch.dtype, num_threads: int, key: str) -> tuple[str, Pack]:
-    """The name and packer for weights of `dtype`. `key` names processor and build in the remembered choice."""
+    """The name and packer for weights of `dtype`. `key` identifies processor and build in the cached choice."""
     candidates = _candidates(native, dtype)
     if dtype == torch.float32 and "native" in candidates:
         return "native", candidates["native"]

@@ -15,7 +15,7 @@ from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
 def choose_experts(
     kernels: NativeKernels, logits: Tensor, correction: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
-    """See Backend.choose_experts. Of equal ranks the lower number is chosen."""
+    """See Backend.choose_experts. Ties go to the lower expert."""
     logits, num_tokens = logits.contiguous(), logits.shape[0]
     weights = kernels.empty((num_tokens, choice.num_chosen), torch.float32)
     chosen = kernels.empty((num_tokens, choice.num_chosen), torch.int64)
@@ -41,7 +41,7 @@ class NativeExperts:
     """Experts with packed weights. A token's result depends on its own row alone, bit for bit.
 
     Args:
-        experts: by number, (gate and up [2 F, H], down [H, F]); each is packed before the next is asked for.
+        experts: in order, (gate and up [2 F, H], down [H, F]); each is packed before the next one is read.
         dtype: of x and of the result; one of SUPPORTED.
     """
 
@@ -68,7 +68,7 @@ class NativeExperts:
     def _pack(self, weight: Tensor) -> NativeLinear | NativeQuantLinear:
         if self._scheme is not None:
             return NativeQuantLinear(self._kernels, weight, None, self._scheme, self._dtype)
-        # both products of all experts are packed alike
+        # one packing for both products of all experts
         self._kind = self._kernels.linear_kind(self._dtype, self._hidden | self._ffn)
         return NativeLinear(self._kernels, weight, None, self._kind)
 

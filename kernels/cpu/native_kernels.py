@@ -1,7 +1,7 @@
 """The compiled CPU kernels (kernels/cpu/native/*.c) as functions of torch tensors.
 
-Owns the library and one pool of threads. Supports float32 and bfloat16; the callers check that. ctypes
-releases the interpreter's lock during every call. Idle pool threads sleep (they spin 40 us first).
+Owns the library and a thread pool. Supports float32 and bfloat16; callers check that. ctypes releases the interpreter
+lock during every call. Idle pool threads sleep after spinning for 40 us.
 """
 
 import ctypes
@@ -66,7 +66,7 @@ class NativePlan:
     block_size: int
     max_query_len: int
     max_context_len: int
-    schedule: Schedule  # what decode rows read together
+    schedule: Schedule  # KV that decode rows read together
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ def contiguous_rows(x: Tensor) -> Tensor:
 
 
 def rows_for(x: Tensor, dtype: torch.dtype, in_features: int) -> Tensor:
-    """Rows [T, in] that a packed weight may be multiplied with. Raises TypeError for those of another type."""
+    """Rows [T, in] as input for a packed weight. Raises TypeError if their dtype is not the weight's."""
     if x.dtype != dtype:
         raise TypeError(f"the weight is for {dtype}, x is {x.dtype}")
     assert x.shape[1] == in_features
@@ -87,7 +87,7 @@ def rows_for(x: Tensor, dtype: torch.dtype, in_features: int) -> Tensor:
 
 
 def places(q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> bool:
-    """Whether kr_norm_rope_store takes these: heads that lie side by side, tables and caches without gaps, norms of one type."""
+    """Whether kr_norm_rope_store supports these: adjacent heads, contiguous tables and caches, norms of one dtype."""
     side_by_side = all(x.stride()[1:] == (x.shape[2], 1) for x in (q, k, v))
     kinds = {norm.dtype for norm in inputs.norms or ()}
     return (
@@ -119,7 +119,7 @@ class NativeLinear:
 
     @property
     def address(self) -> int:
-        """Of the packed weight."""
+        """Address of the packed weight."""
         return self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ class NativeLinear:
 
 
 class NativeKernels:
-    """The library with its own pool of `num_threads` threads (the caller is one of them).
+    """The library with its own pool of `num_threads` threads, the caller's included.
 
     Raises:
         BackendUnavailable: it cannot be compiled here, or is switched off.
@@ -158,14 +158,14 @@ class NativeKernels:
         self.pool: int = self.lib.kr_pool_create(num_threads)
         weakref.finalize(self, self.lib.kr_pool_destroy, self.pool)
         self.num_threads = num_threads
-        # whether decode rows read KV that they have in common once, from how many tokens on, and how many they did not
-        # read again so far (in a layer)
+        # cascade attention: whether it is on, the fewest saved tokens that make it pay, and the tokens
+        # that decode rows have not read again so far (in a layer)
         self.shares_prefixes, self.worth, self.spared_tokens = True, WORTH, 0
         self.panel_width: int = self.lib.kr_panel_width()
         self.has_dot = bool(self.lib.kr_has_dot())
 
     def linear_kind(self, dtype: torch.dtype, in_features: int) -> int:
-        """The packing that suits a weight: bf16 dot products where the processor has them."""
+        """The packing for a weight: bf16 dot products if the processor has them."""
         if dtype == torch.float32:
             return KIND_F32
         return KIND_DOT if self.has_dot and in_features % 2 == 0 else KIND_BF16
@@ -182,7 +182,7 @@ class NativeKernels:
         return out
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """rms_norm of x (or of x + residual, which is left in residual; contiguous) with any leading shape."""
+        """rms_norm of x, or of x + residual (written to residual; contiguous), with any leading shape."""
         x = contiguous_rows(x)
         columns = x.shape[-1]
         if x.dim() == 2:
@@ -232,7 +232,7 @@ class NativeKernels:
         return q, k
 
     def norm_rope_store(self, q: Tensor, k: Tensor, v: Tensor, inputs: HeadInputs) -> Tensor:
-        """In place on q and k. What `places` says of them must hold."""
+        """In place on q and k, for which `places` must hold."""
         cos_sin, kv_layer, (q_norm, k_norm) = inputs.cos_sin, inputs.kv_layer, inputs.norms or (None, None)
         self.lib.kr_norm_rope_store(
             self.pool,
@@ -311,7 +311,7 @@ class NativeKernels:
         )
 
     def share(self, schedule: Schedule, batch: AttentionBatch, shape: AttentionShape) -> None:
-        """Write into the schedule what the batch's decode rows share. Its context_lens and block_tables: contiguous int32."""
+        """Fill the schedule for the batch's decode rows. context_lens, block_tables: contiguous int32."""
         if not self.shares_prefixes or batch.num_decode < 2:
             schedule.clear()
             return
@@ -328,7 +328,7 @@ class NativeKernels:
         )
 
     def plan(self, batch: AttentionBatch, shape: AttentionShape, schedule: Schedule | None = None) -> NativePlan:
-        """The schedule of attention for a step; `schedule`: memory that stays where it is, for recordings."""
+        """The schedule of attention for a step. `schedule`: its memory, which recordings need to stay in place."""
         batch = replace(
             batch,
             context_lens=batch.context_lens.to(torch.int32).contiguous(),
@@ -358,7 +358,7 @@ class NativeKernels:
     def attention(
         self, q: Tensor, kv_layer: Tensor, plan: NativePlan, *, scale: float, window: int | None, softcap: float | None
     ) -> Tensor:
-        """Of a latent cache (one part) the results are as wide as its entries: values are all of an entry here."""
+        """For a latent cache (one part) results are as wide as cache entries: values are whole entries here."""
         q = contiguous_rows(q)
         num_tokens, heads, head_dim = q.shape
         out = self.empty((num_tokens, heads, head_dim), q.dtype)

@@ -9,10 +9,10 @@ from kvrelay.kernels.cpu.native_kernels import SUPPORTED, NativeKernels, rows_fo
 
 
 class NativeQuantLinear:
-    """A weight in panels of integers. Every row's sums run in one order, whatever the batch.
+    """A quantised weight in panels. Every row's sums run in one order, whatever the batch.
 
     Args:
-        weight: [N, K] of any floating type: quantised from what it holds, not from its rounding to `dtype`.
+        weight: [N, K] of any floating type, quantised from its own values, not rounded to `dtype` first.
         dtype: of x and y; one of SUPPORTED.
     """
 
@@ -44,7 +44,7 @@ class NativeQuantLinear:
 
     @property
     def address(self) -> int:
-        """Of the packed weight."""
+        """Address of the packed weight."""
         return self._packed.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -1,11 +1,11 @@
 """Decode steps of the compiled CPU kernels, recorded once per batch size and replayed with new metadata.
 
-So are those of one sequence that computes a few tokens at once: drafts, or the end of a prompt.
+Also steps of one sequence with a few tokens: drafts, or the end of a prompt.
 
-A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of
-the step. As a CUDA graph does, a recording keeps the calls with their addresses and runs them all in one go
-(kernels/cpu/native/replay.c). Whatever computes outside the compiled kernels cannot be recorded: such a model, or a
-machine where another linear kernel won, runs every step as before.
+A step of a small model is hundreds of short kernel calls, and the interpreter between them costs a quarter of the step.
+Like a CUDA graph, a recording keeps the calls with their addresses and runs them all in one call
+(kernels/cpu/native/replay.c). Only compiled kernels can be recorded: a model that also computes in torch, or a machine
+where another linear kernel is faster, runs every step without a recording.
 """
 
 import ctypes
@@ -29,8 +29,8 @@ from kvrelay.kernels.cpu.native_kernels import SIGNATURES, NativeKernels, Native
 logger = logging.getLogger(__name__)
 
 LARGEST = 64  # sequences; the interpreter's share of larger steps is small
-MOST_TOKENS = 33  # of one sequence that is alone
-MOST_HEADED = 8  # sequences whose logits belong to the recording; each size has its own memory for them
+MOST_TOKENS = 33  # of a single sequence
+MOST_HEADED = 8  # sequences whose logits are part of the recording; each size has its own memory for them
 Forward = Callable[[Tensor, AttentionBatch, NativePlan], Tensor]  # (token ids, batch, plan) -> hidden [T, hidden]
 Head = Callable[[Tensor], Tensor]  # hidden [T, hidden] -> logits [T, vocab] float32
 
@@ -57,13 +57,15 @@ _MAX_CONTEXT_WORD = 1 + 18  # kr_attention's max_context_len
 
 
 _ONE_AT_A_TIME = threading.Lock()
-"""Of all engines of this process. Under a TorchDispatchMode torch 2.13 keeps, for each operator, a pointer to the Python object that it
-gets at the operator's first use (getTorchApiFunction), without a reference; where two threads come first together, OpOverloadPacket
-makes that object twice, forgets the one, and its pointer is read for ever after: a crash of the process."""
+"""Serialises recordings of all engines of this process. Under a TorchDispatchMode torch 2.13 caches a pointer to a
+Python object for each operator at its first use (getTorchApiFunction), without a reference. If two threads get there
+first together, OpOverloadPacket creates the object twice and drops the one that the pointer refers to: the process
+crashes later.
+"""
 
 
 class _Buffers:
-    """Memory for a recording's tensors: used again as soon as nothing views it, never given back."""
+    """Memory for the tensors of a recording: reused once nothing views it, never freed."""
 
     def __init__(self) -> None:
         self._owned: list[np.ndarray] = []
@@ -78,7 +80,7 @@ class _Buffers:
             self._owned.append(memory)
             free.append(memory[start : start + num_bytes])
         memory = free.pop()
-        view = memory[:]  # the tensor's storage keeps it, through whatever views of the tensor
+        view = memory[:]  # the tensor's storage holds it, through any view of the tensor
         weakref.finalize(view, free.append, memory)
         return torch.from_numpy(view).view(dtype).view(tuple(shape))
 
@@ -89,7 +91,7 @@ class _Buffers:
 
 
 class _Tape:
-    """Stands in for the library of compiled kernels: runs the calls and writes them down."""
+    """Replaces the library of compiled kernels: runs the calls and records them."""
 
     def __init__(self, lib: Any) -> None:
         self._lib = lib
@@ -121,7 +123,7 @@ def _encode(name: str, arguments: Sequence[Any]) -> np.ndarray:
 
 
 class _Watch(TorchDispatchMode):
-    """Notices torch operators that compute: only views may happen while a step is recorded."""
+    """Detects torch operators that compute: only views are allowed while a step is recorded."""
 
     def __init__(self, tape: _Tape) -> None:
         super().__init__()
@@ -135,7 +137,7 @@ class _Watch(TorchDispatchMode):
 
 @contextmanager
 def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
-    """Kernel calls inside go onto the tape, and their results into `buffers`."""
+    """Record kernel calls onto the tape, with their results in `buffers`."""
     lib, empty = kernels.lib, kernels.empty
     tape = _Tape(lib)
     kernels.lib, kernels.empty = tape, buffers.empty
@@ -148,7 +150,7 @@ def _recording(kernels: NativeKernels, buffers: _Buffers) -> Iterator[_Tape]:
 
 @dataclass(slots=True)
 class _Graph:
-    """One batch size: its calls, and what they read and write."""
+    """One batch size: its calls, their inputs and outputs."""
 
     calls: np.ndarray  # [calls, _CALL_WORDS] int64
     attention: np.ndarray  # indices of the attention calls
@@ -156,15 +158,15 @@ class _Graph:
     batch: AttentionBatch
     plan: NativePlan
     hidden: Tensor
-    logits: Tensor | None  # of all rows, where they belong to the recording
+    logits: Tensor | None  # of all rows, if they are part of the recording
     buffers: _Buffers
     metadata: tuple[np.ndarray, ...] = ()  # views of token_ids and of the batch's tensors, in the order of `_metadata`
 
     def refill(self, token_ids: Tensor, batch: AttentionBatch) -> None:
-        """This step's metadata into the buffers that the calls read."""
+        """Write this step's metadata into the buffers that the calls read."""
         if not self.metadata:
             self.metadata = _metadata(self.token_ids, self.batch)
-        ids, contexts, slots, positions, tables = self.metadata  # numpy: torch takes microseconds for each of these
+        ids, contexts, slots, positions, tables = self.metadata  # numpy: each of these takes torch microseconds
         new_ids, new_contexts, new_slots, new_positions, new_tables = _metadata(token_ids, batch)
         ids[:], contexts[:], slots[:], positions[:] = new_ids, new_contexts, new_slots, new_positions
         tables[:, : new_tables.shape[1]] = new_tables
@@ -175,7 +177,7 @@ class _Graph:
 
 
 def _metadata(token_ids: Tensor, batch: AttentionBatch) -> tuple[np.ndarray, ...]:
-    """What changes from step to step, as numpy sees it."""
+    """The inputs that change from step to step, as numpy views."""
     tensors = (token_ids, batch.context_lens, batch.slot_mapping, batch.positions, batch.block_tables)
     return tuple(tensor.numpy() for tensor in tensors)
 
@@ -184,20 +186,20 @@ class RecordedSteps:
     """Recordings of one model's decode step. Call it from the engine thread only.
 
     Args:
-        kernels: whose calls the forward makes.
+        kernels: the compiled kernels that the forward calls.
         shape: of the model's attention layers.
-        max_blocks: most blocks that one sequence may have.
-        head: the model's; steps of few sequences that decode compute their logits in the recording.
+        max_blocks: most blocks of a sequence.
+        head: the model's; in steps of few decoding sequences the recording computes the logits, too.
     """
 
     def __init__(
         self, kernels: NativeKernels, shape: AttentionShape, *, max_blocks: int, head: Head | None = None
     ) -> None:
         self._kernels, self._shape, self._max_blocks, self._head = kernels, shape, max_blocks, head
-        self._last: _Graph | None = None  # whose buffers hold the last step's results
-        self._graphs: dict[tuple[int, int], _Graph] = {}  # by sequences and tokens
+        self._last: _Graph | None = None  # its buffers hold the last step's results
+        self._graphs: dict[tuple[int, int], _Graph] = {}  # by (sequences, tokens)
         self._why_not: str | None = None
-        # one for all sizes, since one replays at a time: what rows share is found anew for every step
+        # shared by all sizes, since one replays at a time; refilled for every step
         self._schedule = Schedule(kernels.lib, LARGEST, max_blocks * shape.block_size)
 
     @property
@@ -220,12 +222,12 @@ class RecordedSteps:
         return batch.num_decode == size <= LARGEST and batch.max_query_len == 1
 
     def reset(self) -> None:
-        """Forget all recordings: something that they read has moved."""
+        """Drop all recordings, after something that they read has moved."""
         self._graphs.clear()
         self._last = None
 
     def logits_of(self, hidden: Tensor) -> Tensor | None:
-        """Of all rows of the last run's result, where the recording has computed them. The next run overwrites them."""
+        """Logits of all rows of the last run's result, if the recording computes them. The next run overwrites them."""
         last = self._last
         return last.logits if last is not None and last.hidden is hidden else None
 
@@ -252,7 +254,7 @@ class RecordedSteps:
         return graph.hidden
 
     def _record(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> _Graph:
-        """Run the step with its calls written down, then replay them over spoilt buffers: the result must be the same."""
+        """Run and record the step, then replay it over overwritten buffers: the result must be the same."""
         tables = torch.zeros(batch.context_lens.shape[0], self._max_blocks, dtype=torch.int32)
         tables[:, : batch.block_tables.shape[1]] = batch.block_tables
         own = AttentionBatch(
@@ -285,7 +287,7 @@ class RecordedSteps:
         return graph
 
     def _recorded_head(self, hidden: Tensor, buffers: _Buffers, tape: _Tape) -> Tensor | None:
-        """The logits, their calls put behind the others; None where something else than compiled kernels computes them."""
+        """The logits, their calls appended to the tape; None if anything but compiled kernels computes them."""
         if self._head is None:
             return None
         with _recording(self._kernels, buffers) as own:

@@ -1,6 +1,6 @@
-"""A few milliseconds of proof that the compiled kernels are right on this processor, before any request.
+"""Checks the compiled kernels against the reference on this processor, in milliseconds, before the first request.
 
-The C code has paths for processors that its authors could not try; a wrong one is switched off, not served.
+The C code has paths for processors that it was not developed on; a wrong one is switched off.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ def _linear(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dty
 
 
 def _quantized(native: NativeKernels, reference: ReferenceBackend, dtype: torch.dtype) -> bool:
-    """The weight that comes back from a product with ones is near the original, and other products are that weight's."""
+    """A product with the identity restores the weight approximately; other products equal that weight's."""
     generator = torch.Generator().manual_seed(9)
     weight, bias = _random(generator, torch.float32, 150, 70) / 8, _random(generator, torch.float32, 150)
     inputs = [_random(generator, dtype, rows, 70) for rows in (1, 2, 3, 4, 5, 6, 13, 31)]

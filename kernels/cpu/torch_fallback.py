@@ -1,4 +1,4 @@
-"""The CPU kernels in torch alone: what runs when there is no compiler, for float16, or with KVRELAY_NATIVE=0.
+"""The CPU kernels in torch alone: without a compiler, for float16, or with KVRELAY_NATIVE=0.
 
 Same results as the reference up to rounding; faster where torch has a fused kernel.
 """

@@ -5,9 +5,9 @@ UNVERIFIED ON A GPU: written against FlashInfer 0.7.2's source and type-checked;
 `rope` and `store_kv` receive the batch's own CPU tensors and find the device copies in the step's plan, by identity:
 within a step nothing is copied from the host, so that the step can be captured as a CUDA graph.
 
-FlashInfer supports one fp8 scale for a whole cache, not one for each vector. A cache of fp8, or of another dtype than the
-model's, is unpacked block by block before FlashInfer reads it (`unpacked`): it saves memory, not time, and its steps are
-not captured.
+FlashInfer supports one fp8 scale for a whole cache, not one for each vector. A cache of fp8, or of another dtype than
+the model's, is unpacked block by block before FlashInfer reads it (`unpacked`): it saves memory, not time, and its
+steps are not captured.
 """
 
 import logging

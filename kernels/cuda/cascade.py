@@ -1,12 +1,12 @@
 """Cascade attention on CUDA: which decode rows read a shared prefix together, and FlashInfer's kernels for it.
 
-UNVERIFIED ON A GPU, as cuda.py is: written against FlashInfer 0.7.2's source and type-checked. `find_groups` and
-`make_levels` are pure. Two levels, as in FlashInfer's MultiLevelCascadeAttentionWrapper: a group's rows attend to their
-shared blocks as if they were one sequence, each row to its own blocks, and the two results are merged by their
-log-sum-exps. That wrapper cannot be told which kernels to take, so its parts are put together here.
+UNVERIFIED ON A GPU, as backend.py is. `find_groups` and `make_levels` are pure. Two levels, as in FlashInfer's
+MultiLevelCascadeAttentionWrapper: a group's rows attend to their shared blocks as one sequence and each row to its own
+blocks; the two results are merged by their log-sum-exps. That wrapper offers no choice of kernels, so its parts are put
+together here.
 
-A window would be counted from the end of a level, not of the sequence: layers with one do without. Results differ from
-those of the plain wrapper by rounding.
+A window would count from the end of a level, not of the sequence: layers with a window do not use it. Results differ
+from those of the plain wrapper by rounding.
 """
 
 from dataclasses import dataclass
@@ -19,14 +19,16 @@ from torch import Tensor
 from kvrelay.kernels.backend import AttentionShape
 from kvrelay.kernels.cuda.staging import DeviceStaging
 
-FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, taken over unmeasured
-WORTH = 7 * FEWEST_TOKENS  # tokens spared in a step: as eight rows with the shortest prefix (vLLM's fewest) do
-EAGER_WORTH_BYTES = 4 << 30  # of KV spared in all layers, for which a captured step is given up; not measured
+FEWEST_TOKENS = 256  # of a shared prefix: vLLM's threshold, not measured here
+WORTH = 7 * FEWEST_TOKENS  # tokens saved in a step: eight rows (vLLM's minimum) with the shortest prefix
+EAGER_WORTH_BYTES = (
+    4 << 30
+)  # of KV saved in all layers, from which a step runs with cascade attention rather than a graph; not measured
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixGroup:
-    """Decode rows whose first `num_blocks` blocks are the same, whole, and not all that any of them has."""
+    """Decode rows whose first `num_blocks` blocks are the same and full. Each has at least one more block."""
 
     rows: tuple[int, ...]
     num_blocks: int
@@ -50,7 +52,7 @@ class Level:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """A step's decode rows: `rows`, in groups, in two levels; `alone`, the others. Row numbers int64 on the CPU."""
+    """A step's decode rows: `rows`, in groups, in two levels; `alone`, the others. Row numbers are int64 on the CPU."""
 
     rows: Tensor
     shared: Level
@@ -61,13 +63,14 @@ class Levels:
 
 
 def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: int) -> tuple[PrefixGroup, ...]:
-    """The disjoint groups that spare most, each with a prefix of at least FEWEST_TOKENS; none where all is not WORTH it.
+    """The disjoint groups that save most, each with a prefix of at least FEWEST_TOKENS; none if all together save less
+    than WORTH.
 
     context_lens: [R]. block_tables: [R, max_blocks] int32, one new token each.
     """
     if len(context_lens) < 2:
         return ()
-    most = (context_lens - 1) // block_size  # a token is left for the unique level
+    most = (context_lens - 1) // block_size  # one token stays for the unique level
     keys = np.ascontiguousarray(block_tables, dtype=np.int32)
     order = sorted(range(len(keys)), key=lambda row: keys[row].tobytes())
     unlike = keys[order[1:]] != keys[order[:-1]]
@@ -78,12 +81,12 @@ def find_groups(context_lens: np.ndarray, block_tables: np.ndarray, block_size: 
 
 
 def _best(order: list[int], same: list[int], fewest: int) -> tuple[PrefixGroup, ...]:
-    """Of sorted rows, same[i] blocks in common between i and i + 1: one group of all, or the best on either side of the
-    shortest of these, whichever spares more.
+    """For sorted rows with same[i] common blocks between rows i and i + 1: the groups that save most, which are either
+    one group of all, or the best on either side of the shortest common prefix.
     """
     best: tuple[PrefixGroup, ...] = ()
     stack: list[list[int]] = [[]]
-    for index in range(len(order)):  # runs in which every two neighbours share enough
+    for index in range(len(order)):  # runs in which neighbours share enough
         stack[-1].append(index)
         if index < len(same) and same[index] < fewest:
             stack.append([])
@@ -93,7 +96,7 @@ def _best(order: list[int], same: list[int], fewest: int) -> tuple[PrefixGroup, 
 
 
 def _best_of_run(order: list[int], same: list[int], begin: int, end: int) -> tuple[PrefixGroup, ...]:
-    """`_best` of the rows begin .. end - 1, any two of which share enough. Depth: levels of the tree of prefixes."""
+    """`_best` of the rows begin .. end - 1, which all share enough. Recursion depth: levels of the prefix tree."""
     shortest = min(same[begin : end - 1])
     whole = (PrefixGroup(tuple(order[begin:end]), shortest),)
     parts: tuple[PrefixGroup, ...] = ()
@@ -107,7 +110,7 @@ def _best_of_run(order: list[int], same: list[int], begin: int, end: int) -> tup
 
 
 def make_levels(context_lens: Tensor, block_tables: Tensor, block_size: int) -> Levels | None:
-    """What these decode rows share, as FlashInfer is to be told; None where it does not pay."""
+    """The prefixes that these decode rows share, as input for FlashInfer; None where sharing does not pay."""
     groups = find_groups(context_lens.numpy(), block_tables.numpy(), block_size)
     if not groups:
         return None
@@ -136,7 +139,7 @@ def _indptr(counts: list[int]) -> Tensor:
 
 
 def _own_level(context_lens: Tensor, block_tables: Tensor, skipped: Tensor, block_size: int) -> Level:
-    """One query a row, over its blocks from number skipped[row] on."""
+    """One query per row, over its blocks from number skipped[row] on."""
     counts = (context_lens + block_size - 1) // block_size
     number = torch.arange(block_tables.shape[1]).unsqueeze(0)
     own = (number < counts.unsqueeze(1)) & (number >= skipped.unsqueeze(1))
@@ -149,7 +152,7 @@ def _own_level(context_lens: Tensor, block_tables: Tensor, skipped: Tensor, bloc
 
 
 class CascadeDecode:
-    """The wrappers of one variant: planned anew every step, then run as the plain decode wrapper is."""
+    """The wrappers of one variant: planned for every step, then run like the plain decode wrapper."""
 
     def __init__(self, flashinfer: Any, workspace: Tensor, kv_layout: str, kernels: str) -> None:
         self._merge = flashinfer.merge_state_in_place
@@ -158,7 +161,7 @@ class CascadeDecode:
         self._rows = self._others = torch.empty(0, dtype=torch.int64)
 
     def plan(self, levels: Levels, shape: AttentionShape, staging: DeviceStaging, options: dict[str, Any]) -> None:
-        """options: sm_scale and so on, as both wrappers take them; without a window."""
+        """options: sm_scale and so on, for both wrappers; without a window."""
         self._rows, self._others = staging.put(levels.rows), staging.put(levels.alone)
         plans = [(self._shared, levels.shared), (self._unique, levels.unique)]
         if levels.alone.shape[0]:
@@ -180,8 +183,8 @@ class CascadeDecode:
     def run(self, q: Tensor, kv_cache: Tensor, out: Tensor) -> None:
         """q, out: [R, heads, head_dim], in the batch's order."""
         rows = q[self._rows]
-        merged, sums = self._unique.run(rows, kv_cache, return_lse=True)
-        self._merge(merged, sums, *self._shared.run(rows, kv_cache, return_lse=True))
+        merged, lse = self._unique.run(rows, kv_cache, return_lse=True)
+        self._merge(merged, lse, *self._shared.run(rows, kv_cache, return_lse=True))
         out[self._rows] = merged
         if self._others.shape[0]:
             out[self._others] = self._alone.run(q[self._others], kv_cache)

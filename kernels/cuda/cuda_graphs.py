@@ -1,9 +1,9 @@
 """Decode steps as CUDA graphs: captured once per batch size of a ladder, replayed with new metadata.
 
-UNVERIFIED ON A GPU. A batch is padded to the next size of the ladder by repeating its row of the least context: the
-copies compute and store what the row itself does, so they change nothing. All sizes share one memory pool and one set of
-buffers for block numbers: only one of them runs at a time. Shapes whose attention falls back to
-plain torch are never captured: that path bakes the step's blocks into its kernels' arguments.
+UNVERIFIED ON A GPU. A batch is padded to the next captured size by repeating the row with the least context: the copies
+compute and store the same values as that row, so they change nothing. All sizes share one memory pool and one set of
+block id buffers: only one graph runs at a time. Shapes whose attention falls back to plain torch are never captured,
+because that path bakes the step's blocks into its kernels' arguments.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ _LOG_EVERY_S = 5.0
 
 
 def ladder(most: int) -> tuple[int, ...]:
-    """Batch sizes up to `most`: a step apart that costs the same few percent of padding anywhere."""
+    """Batch sizes up to `most`, spaced so that padding costs a few percent at any size."""
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, most, 32))
     return (*(size for size in sizes if size < most), most)
 
 
 def idle_batch(size: int) -> AttentionBatch:
-    """So many sequences of one token, all in the first slot: what is captured where no request is at hand."""
+    """Sequences of one token, all in the first slot: the batch that is captured before there are requests."""
     ones, zeros = torch.ones(size, dtype=torch.int32), torch.zeros(size, dtype=torch.int64)
     return AttentionBatch(
         query_starts=torch.arange(size + 1, dtype=torch.int32),
@@ -57,7 +57,9 @@ def idle_batch(size: int) -> AttentionBatch:
 
 
 def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
-    """A decode batch of S <= size sequences, made `size` long by repeating the one with the least context; and its row."""
+    """A decode batch of S <= size sequences, padded to `size` by repeating the row with the least context; and that
+    row.
+    """
     num_rows = batch.context_lens.shape[0]
     shortest = int(batch.context_lens.argmin())
     rows = torch.full((size,), shortest, dtype=torch.int64)
@@ -74,9 +76,9 @@ def padded(batch: AttentionBatch, size: int) -> tuple[AttentionBatch, int]:
 
 
 def capture_all(what: str, sizes: Sequence[int], capture: Callable[[int], object], device: torch.device) -> None:
-    """Every size, the largest first, so that smaller ones find room in its memory; tells how far it has got.
+    """Capture every size, the largest first, so that smaller ones fit into its memory. Logs progress.
 
-    Raises whatever `capture` does.
+    Raises: the errors of `capture`.
     """
     began_s = logged_s = time.monotonic()
     free, _ = torch.cuda.mem_get_info(device)
@@ -93,7 +95,7 @@ def capture_all(what: str, sizes: Sequence[int], capture: Callable[[int], object
 
 @dataclass(slots=True)
 class _Graph:
-    """One batch size: the graph, the device buffers that it reads, and where its result lies."""
+    """One batch size: the graph, the device buffers that it reads, and its result."""
 
     graph: Any
     token_ids: Tensor
@@ -103,7 +105,7 @@ class _Graph:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """What all sizes share: buffers of FlashInfer's indices, int32 for the largest size; the stream of captures."""
+    """Shared by all sizes: buffers of FlashInfer's indices, int32, for the largest size; the stream of captures."""
 
     indptr: Tensor
     indices: Tensor
@@ -112,14 +114,15 @@ class _Shared:
 
 
 class CudaGraphs:
-    """Graphs of one model's decode step. Call `run` from the engine thread only.
+    """CUDA graphs of one model's decode step. Call `run` from the engine thread only.
 
     Args:
-        backend: whose kernels the forward calls.
+        backend: the backend whose kernels the forward calls.
         shape: of the model's attention layers.
-        max_blocks: most blocks that one sequence may have.
+        max_blocks: most blocks of a sequence.
         sizes: batch sizes to capture, ascending; larger batches run without a graph.
-        num_layers: of full attention, whose rows may share prefixes; 0: cascade attention is never preferred to a graph.
+        num_layers: layers of full attention, whose rows may share prefixes; 0: graphs are always preferred to cascade
+            attention.
     """
 
     def __init__(
@@ -150,9 +153,9 @@ class CudaGraphs:
         return not self._is_worth_more_without(batch)
 
     def _is_worth_more_without(self, batch: AttentionBatch) -> bool:
-        """Whether rows share so much that a step with cascade attention, which is not captured, is the shorter one.
+        """Whether rows share so much that a step with cascade attention, which is not captured, takes less time.
 
-        Its groups change with every batch, and a captured wrapper's number of sequences may not.
+        Its groups change with every batch, and a captured wrapper's number of sequences cannot.
         """
         if self._num_layers == 0 or (levels := self._paged.levels(batch, self._shape)) is None:
             return False
@@ -160,7 +163,7 @@ class CudaGraphs:
         return levels.spared_tokens * token_bytes * self._num_layers >= EAGER_WORTH_BYTES
 
     def reset(self) -> None:
-        """Forget all graphs: something that they read has moved."""
+        """Drop all graphs, after something that they read has moved."""
         self._graphs.clear()
 
     def run(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> Tensor:
@@ -181,7 +184,7 @@ class CudaGraphs:
         return captured.hidden[:num_rows]
 
     def warm_up(self, forward: Forward) -> None:
-        """Capture every size now, before the first request. The cache's first slot is written: nothing may be in it yet."""
+        """Capture every size before the first request. Writes the cache's first slot, which must be unused."""
         if is_unpacked(self._shape) or not has_attention(self._shape):
             return
 
@@ -192,7 +195,7 @@ class CudaGraphs:
         capture_all("decode steps", self._sizes, capture, self._backend.device)
 
     def _refill(self, captured: _Graph, batch: AttentionBatch) -> None:
-        """New contents for the buffers that the graph reads, attention schedules included."""
+        """Write new contents into the buffers that the graph reads, attention schedules included."""
         plan = captured.plan
         staging = self._backend.staging
         staging.fill(plan.device_positions, batch.positions)
@@ -208,13 +211,13 @@ class CudaGraphs:
         return index
 
     def _wrapper(self, batch_size: int, shared: _Shared) -> Any:
-        """A decode wrapper whose metadata lives in buffers that never move."""
+        """A decode wrapper whose metadata lies in buffers that never move."""
         return self._paged.graph_wrapper(
             self._shape.kv_layout, shared.indptr[: batch_size + 1], shared.indices, shared.last_page_len[:batch_size]
         )
 
     def _variants(self, token_ids: Tensor, batch: AttentionBatch, forward: Forward) -> list[Variant]:
-        """Which attention variants the model uses: run the step once without a graph and look."""
+        """The attention variants that the model uses, found by running the step once without a graph."""
         plan = self._backend.plan(batch, self._shape)
         forward(token_ids, batch, plan)
         torch.cuda.synchronize(self._backend.device)
@@ -242,12 +245,12 @@ class CudaGraphs:
                 plan_decode(wrapper, index, self._shape, variant)
             plan.wrappers[variant] = (wrapper, None)
         shared.stream.wait_stream(torch.cuda.current_stream(device))
-        with torch.cuda.stream(shared.stream):  # warm up: lazy library handles may not be made during capture
+        with torch.cuda.stream(shared.stream):  # warm up: lazy library handles cannot be created during capture
             for _ in range(2):
                 forward(static_ids, batch, plan)
         torch.cuda.current_stream(device).wait_stream(shared.stream)
         graph = torch.cuda.CUDAGraph()
-        # thread_local: other threads, which move KV, may do as they like meanwhile
+        # thread_local: threads that move KV may use the device meanwhile
         capturing = torch.cuda.graph(
             graph, pool=self._backend.graph_pool, stream=shared.stream, capture_error_mode="thread_local"
         )

@@ -1,8 +1,9 @@
-"""A layer's experts on a GPU: rows sorted by expert, one grouped product for all experts, nothing that waits for the device.
+"""A layer's experts on a GPU: rows sorted by expert, one grouped product for all experts, without waiting for the
+device.
 
-UNVERIFIED ON A GPU. torch's grouped product is one kernel, and can be captured, for bfloat16 on sm_90 and sm_100; on other
-devices and in other dtypes torch loops over the experts after a copy of their sizes to the host. There a few rows go
-through a batched product over copies of the weights that they need, and more rows through our own loop.
+UNVERIFIED ON A GPU. torch's grouped product is one kernel, which can be captured, for bfloat16 on sm_90 and sm_100. On
+other devices and in other dtypes torch loops over the experts after copying their sizes to the host. There a few rows
+use a batched product over copies of the weights that they need, and more rows use ExpertLoop.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,14 +16,14 @@ from kvrelay.kernels.common.quant_scheme import WeightError
 from kvrelay.kernels.oracle.reference import ReferenceLinear
 
 _GROUPED_ON = ((9, 0), (10, 0))  # compute capabilities
-_GROUPED_ALIGNMENT = 8  # bf16 numbers in the 16 bytes that rows must be a multiple of
-FEW_ROWS = 32  # whose weights are copied rather than waited for
-# (rows [R, K] sorted by expert, weights [E, N, K], where each expert's rows end [E] int32) -> [R, N]
+_GROUPED_ALIGNMENT = 8  # bf16 numbers: rows must be a multiple of 16 bytes
+FEW_ROWS = 32  # up to here copying weights is faster than waiting for the device
+# (rows [R, K] sorted by expert, weights [E, N, K], end of each expert's rows [E] int32) -> [R, N]
 Product = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def has_grouped_products(device: torch.device, dtype: torch.dtype, *sizes: int) -> bool:
-    """Whether torch multiplies rows by experts' weights in one kernel, `sizes` being inputs and outputs."""
+    """Whether torch multiplies rows by experts' weights in one kernel. sizes: inputs and outputs."""
     if device.type != "cuda" or dtype != torch.bfloat16 or any(size % _GROUPED_ALIGNMENT for size in sizes):
         return False
     return hasattr(torch, "_grouped_mm") and torch.cuda.get_device_capability(device) in _GROUPED_ON
@@ -36,7 +37,7 @@ def grouped_product(rows: Tensor, weights: Tensor, ends: Tensor) -> Tensor:
 def sum_sorted(
     x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, gate: Gate, product: Product
 ) -> Tensor:
-    """The weighted sum [T, H], by `product` over rows in the order of their experts; of all shapes, none depends on data."""
+    """The weighted sum [T, H], by `product` over rows sorted by expert. No shape depends on data."""
     (num_tokens, k), num_experts = chosen.shape, gate_up.shape[0]
     by_row = chosen.flatten()
     order = by_row.argsort(stable=True)
@@ -48,7 +49,7 @@ def sum_sorted(
 
 
 def sum_gathered(x: Tensor, weights: Tensor, chosen: Tensor, gate_up: Tensor, down: Tensor, gate: Gate) -> Tensor:
-    """The same by batched products over copies of the weights, one for each row."""
+    """The same by batched products over a copy of the weights for each row."""
     (num_tokens, k), by_row = chosen.shape, chosen.flatten()
     rows = x.repeat_interleave(k, dim=0).unsqueeze(2)
     acted = gate(torch.bmm(gate_up[by_row], rows).squeeze(2))
@@ -64,7 +65,7 @@ class CudaExperts:
     """Experts on one device, their weights stacked.
 
     Args:
-        experts: by number, (gate and up [2 F, H], down [H, F]).
+        experts: in order, (gate and up [2 F, H], down [H, F]).
     """
 
     error = WeightError()

@@ -1,9 +1,9 @@
-"""Steps with prompts as CUDA graphs in pieces: what lies between two attention calls is captured, attention runs as ever.
+"""Steps with prompts as piecewise CUDA graphs: the work between attention calls is captured, attention is not.
 
-UNVERIFIED ON A GPU. One graph holds all from a layer's output projection to the next layer's rotated queries, for a number
-of tokens of a ladder; a step is padded to the next one. Keys are stored and attention is planned and run between the graphs
-over the step's own tokens alone, so that padding writes nothing. The model is not told: at its calls of `store_kv` and
-`attention` the backend, while it has a `Recorder`, ends one graph and begins the next.
+UNVERIFIED ON A GPU. One graph spans from a layer's output projection to the next layer's rotated queries, for a number
+of tokens of a ladder, to which a step is padded. Between graphs, keys are stored and attention is planned and run over
+the step's own tokens alone, so that padding writes nothing. The model's code is unchanged: at its calls of `store_kv`
+and `attention` the backend, while it has a `Recorder`, ends one graph and begins the next.
 """
 
 import gc
@@ -23,17 +23,30 @@ from kvrelay.kernels.cuda.recorder import Call, Recorder, Rehearsal
 
 logger = logging.getLogger(__name__)
 
-SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512)  # tokens; a longer step keeps the device busy by itself
+SIZES = (
+    8,
+    16,
+    32,
+    64,
+    96,
+    128,
+    192,
+    256,
+    320,
+    384,
+    448,
+    512,
+)  # tokens; longer steps keep the device busy without graphs
 
 
 def sizes_up_to(max_tokens: int) -> tuple[int, ...]:
-    """Those of SIZES that steps of at most so many tokens need."""
+    """The sizes for steps of up to `max_tokens` tokens."""
     return (*(size for size in SIZES if size < max_tokens), min(max_tokens, SIZES[-1]))
 
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """One size: graphs with a call between any two of them, the buffers that they read, and where the result lies."""
+    """One size: graphs with an attention call between each two, the buffers that they read, and the result."""
 
     graphs: list[Any]
     calls: list[Call]
@@ -43,10 +56,10 @@ class _Pieces:
 
 
 class StepPieces:
-    """Graphs of one model's steps in pieces. Call `run` from the engine thread only.
+    """Piecewise graphs of one model's steps. Call `run` from the engine thread only.
 
     Args:
-        backend: whose kernels the forward calls.
+        backend: the backend whose kernels the forward calls.
         shape: of the model's attention layers.
         sizes: numbers of tokens to capture, ascending; longer steps run without graphs.
     """
@@ -54,28 +67,28 @@ class StepPieces:
     def __init__(self, backend: CudaBackend, shape: AttentionShape, *, sizes: Sequence[int] = SIZES) -> None:
         self._backend, self._shape, self._sizes = backend, shape, tuple(sizes)
         self._pieces: dict[int, _Pieces] = {}
-        self._shared: tuple[Any, Tensor] | None = None  # stream of captures, out
+        self._shared: tuple[Any, Tensor] | None = None  # stream of captures, attention output
 
     @property
     def is_possible(self) -> bool:
-        """Whether FlashInfer attends to this shape, reading the cache itself."""
+        """Whether FlashInfer supports this shape and reads the cache itself."""
         return self._shape.latent_dim is None and has_attention(self._shape) and not is_unpacked(self._shape)
 
     def fits(self, batch: AttentionBatch) -> bool:
         return self.is_possible and batch.positions.shape[0] <= self._sizes[-1]
 
     def reset(self) -> None:
-        """Forget all graphs: something that they read has moved."""
+        """Drop all graphs, after something that they read has moved."""
         self._pieces.clear()
 
     def choose_kernels(self, variants: Collection[Variant]) -> None:
-        """Of prefill attention, among those that there are for these variants."""
+        """Time the prefill attention kernels for these variants and take the fastest."""
         if self.is_possible:
             for variant in sorted(variants, key=str):
                 self._backend.paged.prefill_kernels.try_out(self._shape, variant)
 
     def warm_up(self, forward: Forward) -> None:
-        """Capture every size now, before the first request."""
+        """Capture every size before the first request."""
         if self.is_possible:
             capture_all("steps in pieces", self._sizes, lambda size: self._of(size, forward), self._backend.device)
 
@@ -84,7 +97,7 @@ class StepPieces:
     ) -> Tensor:
         """Hidden states [T, hidden] of a batch that fits; captures at the first batch of its size.
 
-        token_ids: [T] int64. on_layer: as DecoderModel.forward calls it. The result is overwritten by the next run.
+        token_ids: [T] int64. on_layer: see DecoderModel.forward. The result is overwritten by the next run.
         """
         num_tokens = batch.positions.shape[0]
         pieces = self._of(next(size for size in self._sizes if size >= num_tokens), forward)
@@ -122,7 +135,7 @@ class StepPieces:
         token_ids = torch.zeros(size, dtype=torch.int64, device=backend.device)
         recorder = Recorder(out[:size], backend.graph_pool)
         torch.cuda.synchronize(backend.device)
-        gc.collect()  # what would be freed during a capture
+        gc.collect()  # now, so that nothing is freed during the capture
         stream.wait_stream(torch.cuda.current_stream(backend.device))
         with torch.cuda.device(backend.device), torch.cuda.stream(stream):
             with backend.attending_by(Rehearsal(out[:size])):

@@ -1,6 +1,6 @@
-"""Latent attention (MLA) over FlashInfer's BatchMLAPagedAttentionWrapper: when it can, and how it is planned.
+"""Latent attention (MLA) over FlashInfer's BatchMLAPagedAttentionWrapper: supported shapes and planning.
 
-UNVERIFIED ON A GPU, as cuda.py is: written against FlashInfer 0.7.2's source and type-checked.
+UNVERIFIED ON A GPU, as backend.py is.
 """
 
 from typing import Any
@@ -17,8 +17,8 @@ _MOST_HEADS = 128
 def has_latent_attention(shape: AttentionShape) -> bool:
     """Whether FlashInfer's fa2 kernel computes latent attention of this shape.
 
-    Latents come in multiples of 128, rotary parts of 64. Its tiles are 64 or, from 65 heads on, 128 rows of heads:
-    where the heads do not divide them it would pass over a visible key, and refuses such plans.
+    Latents come in multiples of 128, rotary parts of 64. Its tiles are 64 or, from 65 heads on, 128 rows of heads: if
+    the heads do not divide a tile, it would skip a visible key, and refuses the plan.
     """
     if shape.latent_dim is None or shape.dtype not in _DTYPES:
         return False
@@ -27,7 +27,7 @@ def has_latent_attention(shape: AttentionShape) -> bool:
 
 
 def make_wrapper(flashinfer: Any, workspace: Tensor, kernels: str) -> Any:
-    """One wrapper; it is planned anew every step."""
+    """A wrapper, to be planned for every step."""
     return flashinfer.mla.BatchMLAPagedAttentionWrapper(workspace, backend=kernels)
 
 
@@ -61,7 +61,7 @@ def plan_latent(
 
 
 def run_latent(wrapper: Any, q: Tensor, kv_layer: Tensor, latent_dim: int) -> Tensor:
-    """q [T, heads, head_dim] over a layer's cache [num_blocks, 1, block_size, 1, head_dim] -> [T, heads, latent_dim]."""
+    """q [T, heads, head_dim], a layer's cache [num_blocks, 1, block_size, 1, head_dim] -> [T, heads, latent_dim]."""
     out = torch.empty((*q.shape[:2], latent_dim), dtype=q.dtype, device=q.device)
     wrapper.run(query=q.contiguous(), kv_cache=kv_layer[:, 0, :, 0], out=out)
     return out

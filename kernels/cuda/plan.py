@@ -1,6 +1,6 @@
-"""What the CUDA backend plans for a step: shapes, paged indices, and the arguments of FlashInfer's plans.
+"""A step's plan on CUDA: shapes, paged indices, and the arguments of FlashInfer's plans.
 
-UNVERIFIED ON A GPU, as cuda.py is.
+UNVERIFIED ON A GPU, as backend.py is.
 """
 
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Variant = tuple[float, int | None, float | None]  # scale, window, softcap
 
 @dataclass(frozen=True, slots=True)
 class PagedIndex:
-    """FlashInfer's view of some sequences' blocks, int32; indptr and last_page_len on the CPU, where its plan looks at them.
+    """FlashInfer's view of some sequences' blocks, int32; indptr and last_page_len on the CPU, where FlashInfer plans.
 
     indptr: [S+1] into indices [sum of blocks], block ids. last_page_len: [S] tokens in the last block.
     """
@@ -34,13 +34,14 @@ class PagedIndex:
 
 @dataclass(slots=True)
 class CudaPlan:
-    """One step: device copies of its rows, and the attention wrappers that were planned for it so far.
+    """One step: device copies of its metadata, and the attention wrappers planned for it so far. A record, hence its
+    size.
 
     positions, slot_mapping: the batch's own, on the CPU. device_positions: [T] int64, device_slots: [T] int32,
-    device_zeros: [T] int32, on the device. `decode` covers the first `num_decode` sequences, `prefill` the rest,
-    with qo_indptr [P+1] on the CPU. decode_blocks, prefill_blocks: [n] int64 on the device, blocks that are to be unpacked
-    for them; the indices of `decode` and `prefill` then count from the first of these. Latent attention takes all sequences
-    in one: `latent` and `latent_blocks` are theirs.
+    device_zeros: [T] int32, on the device. `decode` covers the first `num_decode` sequences, `prefill` the rest, with
+    qo_indptr [P+1] on the CPU. decode_blocks, prefill_blocks: [n] int64 on the device, blocks to unpack; the indices of
+    `decode` and `prefill` then count from the first of these. Latent attention handles all sequences in one: `latent`
+    and `latent_blocks`.
     """
 
     shape: AttentionShape
@@ -69,19 +70,19 @@ def has_attention(shape: AttentionShape) -> bool:
 
 
 def is_unpacked(shape: AttentionShape) -> bool:
-    """Whether the cache is of another dtype than FlashInfer is to read."""
+    """Whether the cache's dtype is not the model's, so that blocks are unpacked for FlashInfer."""
     return shape.kv_dtype not in (None, shape.dtype)
 
 
 def in_memory_order(kv_layer: Tensor, kv_layout: KvOrder) -> Tensor:
-    """The cache as FlashInfer takes it under `kv_layout`: its dimensions in the order in which they lie in memory."""
+    """The cache in FlashInfer's form for `kv_layout`: its dimensions in memory order."""
     return kv_layer.transpose(2, 3) if kv_layout == "HND" else kv_layer
 
 
 def has_append(k: Tensor, kv_cache: Tensor) -> bool:
-    """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache, given as it lies in memory.
+    """Whether FlashInfer can append k [T, kv_heads, head_dim] to this cache, given in memory order.
 
-    Its kernel takes one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads for each token.
+    Its kernel uses one CUDA block of kv_heads * head_dim / max(8, head_dim / 32) threads per token.
     """
     _, num_heads, head_dim = k.shape
     if k.dtype not in HALF or k.dtype != kv_cache.dtype or head_dim not in HEAD_DIMS or not kv_cache.is_contiguous():
@@ -100,7 +101,7 @@ def paged_index(context_lens: Tensor, block_tables: Tensor, block_size: int) -> 
 
 
 def unpacked(kv_cache: Tensor, blocks: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """These blocks of the cache in another dtype, one after the other; None: the cache itself."""
+    """These blocks of the cache in another dtype, in order; None: the cache itself."""
     return kv_cache if blocks is None else fp8.loaded(kv_cache[blocks]).to(dtype)
 
 

@@ -1,4 +1,4 @@
-"""Which of FlashInfer's prefill kernels a model takes: fa2 anywhere; on Hopper fa3 where it builds, agrees and is faster.
+"""Selects FlashInfer's prefill kernels: fa2 anywhere; fa3 on Hopper if it builds, agrees and is faster.
 
 UNVERIFIED ON A GPU.
 """
@@ -16,20 +16,20 @@ from kvrelay.kernels.cuda.plan import PagedIndex, Variant, in_memory_order, plan
 logger = logging.getLogger(__name__)
 
 PLAIN, HOPPER = "fa2", "fa3"
-_HOPPER = 9  # compute capability 9.x: fa3 is for these alone
-_TOKENS = 2048  # of the prompt that both are timed with
+_HOPPER = 9  # compute capability 9.x, the only one with fa3
+_TOKENS = 2048  # of the prompt for timing
 _REPEATS = 3
-_NEAR = 2e-2  # of the largest number, as much as two kernels' results may differ
+_NEAR = 2e-2  # largest difference of two kernels' results, relative to the largest number
 _Key = tuple[torch.dtype, int, bool, bool]
 
 
 def _key(shape: AttentionShape, variant: Variant) -> _Key:
-    """What FlashInfer builds a kernel for."""
+    """The parameters that FlashInfer builds a kernel for."""
     return shape.dtype, shape.head_dim, variant[1] is not None, variant[2] is not None
 
 
 class PrefillKernels:
-    """fa2 for what has not been tried. The workspace is the backend's: not to be used while a step is planned."""
+    """The kernels per variant; fa2 for those not tried. Uses the backend's workspace: not while a step is planned."""
 
     def __init__(self, flashinfer: Any, workspace: Tensor) -> None:
         self._flashinfer, self._workspace = flashinfer, workspace
@@ -42,9 +42,9 @@ class PrefillKernels:
         return "/".join(sorted(set(self._chosen.values()))) or PLAIN
 
     def try_out(self, shape: AttentionShape, variant: Variant) -> dict[str, float]:
-        """Seconds for a prompt of 2,048 tokens by each kernel that works here; the faster is taken from now on.
+        """Seconds for a prompt of 2,048 tokens by each kernel that works here; selects the fastest for later steps.
 
-        fa3 may have to be built first, which takes minutes; FlashInfer keeps what it built.
+        fa3 may have to be built first, which takes minutes; FlashInfer caches the build.
         """
         if torch.cuda.get_device_capability(self._workspace.device)[0] != _HOPPER:
             return {}
@@ -55,23 +55,23 @@ class PrefillKernels:
         found = {PLAIN: seconds}
         try:
             out, found[HOPPER] = self._prompt(HOPPER, shape, variant)
-            if not (out - expected).abs().max() <= _NEAR * expected.abs().max():  # NaN, too
+            if not (out - expected).abs().max() <= _NEAR * expected.abs().max():  # also NaN
                 raise RuntimeError("its results differ from fa2's")
-        except Exception as error:  # whatever its compiler or driver raises
+        except Exception as error:  # its compiler and the driver raise errors of many types
             found.pop(HOPPER, None)
             logger.warning("prefill takes FlashInfer's fa2 kernels, slower: fa3 does not work here (%s)", error)
         self._chosen[_key(shape, variant)] = min(found, key=lambda kernels: found[kernels])
         return found
 
     def _prompt(self, kernels: str, shape: AttentionShape, variant: Variant) -> tuple[Tensor, float]:
-        """Its result and the shortest time."""
+        """The output and the shortest time."""
         device, size = self._workspace.device, shape.block_size
         num_blocks = -(-_TOKENS // size)
         generator = torch.Generator().manual_seed(0)
         q, kv = (
             (2 * torch.randn(*sizes, generator=generator)).to(
                 device=device, dtype=shape.dtype
-            )  # few keys matter to a query
+            )  # so that few keys matter to a query
             for sizes in (
                 (_TOKENS, shape.num_heads, shape.head_dim),
                 (num_blocks, 2, size, shape.num_kv_heads, shape.head_dim),

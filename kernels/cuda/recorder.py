@@ -1,4 +1,4 @@
-"""What stands in for the CUDA backend's attention while a forward pass is captured in pieces: see cuda_pieces.py.
+"""Replacements of the CUDA backend's attention while a forward pass is captured in pieces: see graph_pieces.py.
 
 UNVERIFIED ON A GPU.
 """
@@ -24,9 +24,9 @@ class Call:
 
 
 class Recorder:
-    """Stands in for a backend's attention while a forward pass is captured.
+    """Takes the calls of a backend's attention while a forward pass is captured.
 
-    out: [size, heads, head_dim], what every attention call is to leave its result in.
+    out: [size, heads, head_dim], the buffer for the result of every attention call.
     """
 
     def __init__(self, out: Tensor, pool: Any) -> None:
@@ -38,11 +38,11 @@ class Recorder:
 
     def begin(self) -> None:
         self._capturing = torch.cuda.CUDAGraph()
-        # thread_local: other threads, which move KV, may do as they like meanwhile
+        # thread_local: threads that move KV may use the device meanwhile
         self._capturing.capture_begin(pool=self._pool, capture_error_mode="thread_local")
 
     def end(self) -> None:
-        """End the graph under way, if any."""
+        """End the open graph, if any."""
         if self._capturing is not None:
             graph, self._capturing = self._capturing, None
             graph.capture_end()
@@ -62,7 +62,7 @@ class Recorder:
 
 
 class Rehearsal:
-    """As a Recorder that captures nothing: for lazy library handles, which may not be made during capture."""
+    """A Recorder that captures nothing, to create lazy library handles, which is impossible during capture."""
 
     def __init__(self, out: Tensor) -> None:
         self.out = out
@@ -75,12 +75,12 @@ class Rehearsal:
 
 
 def unowned(x: Tensor) -> Tensor:
-    """x, on a GPU without holding its memory: later graphs of the pool may use it again once they have run."""
+    """x, on a GPU without owning its memory: later graphs of the pool may reuse it."""
     return alias_of(x) if x.device.type == "cuda" else x
 
 
 def alias_of(x: Tensor) -> Tensor:
-    """The same memory, shape and strides, of which this tensor is no owner: whoever has it must know that it stays."""
+    """A tensor with the same memory, shape and strides that does not own the memory: the caller ensures that it stays."""
     storage = x.untyped_storage()
     again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(again, x.storage_offset(), x.shape, x.stride())

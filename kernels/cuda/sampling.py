@@ -1,4 +1,4 @@
-"""Drawing tokens on the device, nothing of which waits for it: Triton's kernels where they work, else torch's.
+"""Sampling on the device without waiting for it: Triton's kernels where they work, else torch's.
 
 UNVERIFIED ON A GPU.
 """
@@ -19,7 +19,7 @@ Draw = Callable[[Tensor, SamplingSettings, Tensor], Tensor]
 
 
 class DeviceSampler:
-    """Call it with float32 logits [R, V] and a batch: the tokens [R] int64, on the device."""
+    """Samples tokens [R] int64 on the device, from float32 logits [R, V] and a batch."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._settings = device, SettingsCache(device)
@@ -31,7 +31,7 @@ class DeviceSampler:
         return self._draw(logits, settings, uniform)
 
     def _chosen(self) -> tuple[str, Draw]:
-        """("triton" | "torch", what draws). Triton builds its kernels here rather than in the first request."""
+        """("triton" | "torch", the function). Builds Triton's kernels at start."""
         if self._device.type != "cuda":
             return "torch", sampling_search.draw
         try:
@@ -45,7 +45,7 @@ class DeviceSampler:
             token = int(sampling_triton.draw(logits, settings, batch.uniform.to(self._device)))
             if token != 63:
                 raise RuntimeError(f"token 63 is the only one that stays; it drew {token}")
-        except Exception as error:  # not installed, or whatever its compiler or the driver raises
+        except Exception as error:  # not installed, or an error of its compiler or the driver
             logger.warning("tokens are drawn by torch, slower: triton's kernels do not work here (%s)", error)
             return "torch", sampling_search.draw
         return "triton", sampling_triton.draw

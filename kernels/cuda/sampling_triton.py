@@ -1,9 +1,9 @@
-"""`sampling_search` as two Triton kernels, one program for each row. To be imported only where triton is installed.
+"""`sampling_search` as two Triton kernels, one program per row. Import it only where triton is installed.
 
-UNVERIFIED ON A GPU: run in Triton's interpreter. The first kernel finds the largest logit, the least one that top-k keeps, and
-writes weights; the second finds the least weight that top-p keeps, applies min-p, and draws. Thresholds are found four bits at
-a time: a pass over the row sums what lies at or above each of 16 numbers. Weights are whole numbers, as there: sums do not
-depend on their order.
+UNVERIFIED ON A GPU: run in Triton's interpreter. The first kernel finds the largest logit and the smallest that top-k
+keeps, and writes weights. The second finds the smallest weight that top-p keeps, applies min-p, and samples. Thresholds
+are found four bits at a time: a pass over the row sums the values at or above each of 16 bounds. Weights are integers,
+so that sums do not depend on their order.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
@@ -16,13 +16,13 @@ from torch import Tensor
 from kvrelay.kernels.common.sampling_search import SamplingSettings, scale_bits
 
 _BLOCK = 2048
-_SMALL = 512  # where each number is compared with 16
+_SMALL = 512  # block in which each value is compared with 16 bounds
 _NUM_WARPS = 8
 
 
 @triton.jit
 def _places(x):
-    """int64 in [0, 2 ** 32) that are ordered as x (float32) is, -0.0 being 0.0."""
+    """int64 in [0, 2 ** 32) in the order of x (float32); -0.0 equals 0.0."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
@@ -59,7 +59,7 @@ def _weigh(
     SMALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """weights [R, V] and their sums, zeros for what top-k leaves out; of rows that draw nothing the token alone."""
+    """Write weights [R, V] and their totals, zero for what top-k removes; for greedy rows only the token."""
     number = tl.program_id(0).to(tl.int64)
     row, own = logits + number * stride, weights + number * vocab
     temperature = tl.load(temperatures + number)
@@ -76,8 +76,8 @@ def _weigh(
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             x = tl.load(row + ids, mask=ids < vocab, other=float("-inf"))
-            below = tl.where(x == largest, 0.0, x.to(tl.float64) - largest.to(tl.float64))
-            share = tl.exp(below / temperature.to(tl.float64))
+            difference = tl.where(x == largest, 0.0, x.to(tl.float64) - largest.to(tl.float64))
+            share = tl.exp(difference / temperature.to(tl.float64))
             is_kept = (ids < vocab) & (share == share) & (_places(x) >= least)
             whole = (tl.where(is_kept, share, 0.0) * scale + 0.5).to(tl.int64)
             total += tl.sum(whole)
@@ -94,27 +94,27 @@ def _weigh(
 
 @triton.jit
 def _least_weight(row, need, vocab, num_digits, BLOCK: tl.constexpr):
-    """The largest weight so that all from it on reach need, and what those above it weigh."""
+    """The largest weight such that all weights from it on reach `need`, and the total weight above it."""
     steps = tl.arange(0, 16).to(tl.int64)
     found, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int64)
     for index in range(num_digits):
         shift = (4 * (num_digits - 1 - index)).to(tl.int64)
         bounds = found + (steps << shift)
-        sums = tl.zeros((16,), tl.int64)
+        totals = tl.zeros((16,), tl.int64)
         for start in range(0, vocab, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             w = tl.load(row + ids, mask=ids < vocab, other=0)
-            sums += tl.sum(tl.where(w[None, :] >= bounds[:, None], w[None, :], 0), axis=1)
-        digit = tl.maximum(tl.sum((sums >= need).to(tl.int32)) - 1, 0)
+            totals += tl.sum(tl.where(w[None, :] >= bounds[:, None], w[None, :], 0), axis=1)
+        digit = tl.maximum(tl.sum((totals >= need).to(tl.int32)) - 1, 0)
         if digit < 15:
-            above = tl.sum(tl.where(steps == digit + 1, sums, 0))
+            above = tl.sum(tl.where(steps == digit + 1, totals, 0))
         found += digit.to(tl.int64) << shift
     return found, above
 
 
 @triton.jit
 def _kept(w, least, num_equal, floor, num_before):
-    """These weights with zeros for what is left out. num_before: how many before them weigh `least`."""
+    """These weights with zeros for what is removed. num_before: how many earlier ones equal `least`."""
     is_least = (w == least).to(tl.int32)
     rank = tl.cumsum(is_least) + num_before
     is_kept = (w > least) | ((w == least) & (rank <= num_equal))
@@ -136,7 +136,7 @@ def _choose(
     SMALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first id whose cumulative kept weight exceeds uniform * total, for rows that draw."""
+    """The first id whose cumulative kept weight exceeds uniform * total, for rows that sample."""
     number = tl.program_id(0).to(tl.int64)
     row = weights + number * vocab
     if tl.load(temperatures + number) > 0:
@@ -173,7 +173,7 @@ def _choose(
 
 
 def draw(logits: Tensor, settings: SamplingSettings, uniform: Tensor) -> Tensor:
-    """As `sampling_search.draw`."""
+    """See `sampling_search.draw`."""
     if not settings.draws:
         return logits.argmax(dim=1)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()

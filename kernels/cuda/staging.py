@@ -1,14 +1,13 @@
-"""Between host and device without waiting: metadata to the device, tokens back. UNVERIFIED ON A GPU.
+"""Copies between host and device without waiting: metadata to the device, tokens back. UNVERIFIED ON A GPU.
 
-A copy from pageable memory waits for whatever the device is doing. From pinned memory it does not, but then the memory may
-not be written before the copy has been made. Two kinds of such memory are used here, each safe for a reason of its own:
+A copy from pageable memory waits for the device. A copy from pinned memory does not, but the memory must not be written
+before the copy is done. Two kinds of pinned memory are used, each safe for its own reason:
 
-- What is copied by `put` and `fill` lies in memory of torch's pinned allocator. It notes an event with every copy that does
-  not block, and hands that memory out again when the event has passed.
-- FlashInfer's wrappers keep one pinned buffer each, which `plan` writes and copies from. `planning` waits, before a wrapper
-  is planned again, until the copies of its last plan have been made. They stand at the beginning of a step's work, and before a
-  step is planned the one before the last has been collected: by then the device has reached them, and the wait is short. It
-  is asked for first, so that most often there is none.
+- `put` and `fill` copy from torch's pinned allocator, which records an event with every non-blocking copy and reuses
+the memory after the event.
+- FlashInfer's wrappers keep one pinned buffer each, which `plan` writes and copies from. `planning` waits, before a
+wrapper is planned again, until the copies of its last plan are done. Those run at the start of a step, and before a
+step is planned the one before the last has been collected: the wait is short, and mostly there is none.
 
 Device memory needs no care: all work is on one stream, in order.
 """
@@ -24,25 +23,25 @@ from kvrelay.kernels.async_backend import TokenFeed
 
 
 class DeviceStaging:
-    """One device's. Call it from the engine thread only."""
+    """For one device. Call it from the engine thread only."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._planned: dict[
             int, Any
-        ] = {}  # an event by the wrapper's id; one of another that had this id has long passed
+        ] = {}  # events by wrapper id; that of an earlier wrapper with the same id is long over
 
     def put(self, x: Tensor) -> Tensor:
-        """A copy of CPU tensor `x` on the device, in order with later work."""
+        """A copy of CPU tensor `x` on the device, ordered before later work."""
         return x.pin_memory().to(self._device, non_blocking=True)
 
     def fill(self, target: Tensor, x: Tensor) -> None:
-        """New content for a device tensor, in order with earlier and later work. x: a CPU tensor of its dtype."""
+        """Overwrite a device tensor, in order with earlier and later work. x: a CPU tensor of its dtype."""
         target.copy_(x.pin_memory(), non_blocking=True)
 
     @contextmanager
     def planning(self, wrapper: object) -> Iterator[None]:
-        """Plan a FlashInfer wrapper in here."""
+        """Context in which a FlashInfer wrapper is planned."""
         event = self._planned.setdefault(id(wrapper), torch.cuda.Event())
         if not event.query():
             event.synchronize()

@@ -1,10 +1,10 @@
-"""Every kernel by its definition, in float64, and how far a kernel's result may be off: bounds that follow from rounding.
+"""Every kernel by its definition, in float64, with error bounds that follow from rounding.
 
-A result in a dtype with unit roundoff u is off by u of itself at least. Inside, kernels compute in float32 (v = 2**-24): a sum
-of n terms adds n rounding errors, each at most v of the terms' total size. Errors of different operations are independent and
-have no direction, so that a sum of errors e_i exceeds LAMBDA * sqrt(sum e_i^2) with a probability of 2 * exp(-LAMBDA^2 / 2)
-= 3e-14 (Hoeffding). Worst-case bounds, n * v, would be as large as the results of a context of 32k tokens and find nothing.
-Errors that all terms have in common count in full.
+A result in a dtype with unit roundoff u has an error of up to u relative to itself. Inside, kernels compute in float32
+(v = 2**-24): a sum of n terms adds n rounding errors, each at most v times the terms' total size. Errors of different
+operations are independent and undirected, so that a sum of errors e_i exceeds LAMBDA * sqrt(sum e_i^2) with a
+probability of 2 * exp(-LAMBDA^2 / 2) = 3e-14 (Hoeffding). Worst-case bounds, n * v, would be as large as the results of
+a context of 32k tokens and detect nothing. Errors that all terms have in common count in full.
 
 Source: Higham, Mary: A New Approach to Probabilistic Rounding Error Analysis (SIAM J. Sci. Comput. 41(5), 2019).
 """
@@ -20,20 +20,20 @@ from kvrelay.kernels.backend import Activation
 from kvrelay.kernels.oracle.grid_steps import KernelCase, KernelStep
 
 LAMBDA = 8.0
-V = 2.0**-24  # unit roundoff of float32, which sums are in
+V = 2.0**-24  # unit roundoff of float32, the dtype of sums
 UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-_TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}  # may be lost at the lower end
+_TINY = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}  # lost to underflow
 
 
 @dataclass(frozen=True, slots=True)
 class Exact:
-    """What a kernel should give, float64, and by how much each number may be off."""
+    """The exact result of a kernel, float64, and the error bound of each number."""
 
     value: Tensor
     bound: Tensor
 
     def ratio(self, found: Tensor) -> float:
-        """The largest error as a share of its bound; infinite where `found` is not a number. Up to 1 is right."""
+        """The largest error relative to its bound; infinite for NaN. Correct if at most 1."""
         if found.shape != self.value.shape:
             raise ValueError(f"a result of shape {tuple(found.shape)} where {tuple(self.value.shape)} is due")
         error = (found.double() - self.value.to(found.device)).abs()
@@ -42,19 +42,19 @@ class Exact:
 
 
 def rounded(value: Tensor, inner: Tensor | float, dtype: torch.dtype) -> Exact:
-    """A result in `dtype` whose unrounded form may be off by `inner`."""
+    """A result in `dtype` whose unrounded form has an error of up to `inner`."""
     return Exact(value, inner + UNIT[dtype] * (value.abs() + inner) + _TINY[dtype])
 
 
 def unrounded(value: Tensor) -> Exact:
-    """A result that must be this very number."""
+    """A result that must match exactly."""
     return Exact(value.double(), torch.zeros_like(value, dtype=torch.float64))
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, held: Tensor | None = None) -> Exact:
     """x [..., in] times weight [out, in], plus bias [out].
 
-    held: of a quantised weight, the size of what each number was made from; it may be rounded to x's dtype on the way.
+    held: for a quantised weight, the size of the terms of each number; it may be rounded to x's dtype on the way.
     """
     wide, heavy = x.double(), weight.double()
     offset = 0.0 if bias is None else bias.double()
@@ -67,7 +67,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, held: Tensor | Non
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, *, x_roundings: int = 0) -> Exact:
-    """x_roundings: how often x was rounded to its dtype before; each may be left out."""
+    """x_roundings: how often x was rounded to its dtype before; kernels may skip each."""
     wide = x.double()
     value = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
     inner = (LAMBDA * math.sqrt(x.shape[-1]) + 8) * V + 2 * x_roundings * UNIT[x.dtype]
@@ -75,7 +75,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, *, x_roundings: int = 0) -> 
 
 
 def rope(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Exact:
-    """x [T, heads, dim] as complex numbers turned; dims past the rotary ones are as they were."""
+    """x [T, heads, dim] rotated as complex numbers; dims past the rotary ones are unchanged."""
     half = cos_sin.shape[1] // 2
     table = cos_sin[positions].double().unsqueeze(1)
     turn = torch.complex(table[..., :half], table[..., half:])
@@ -97,7 +97,7 @@ def gated_activation(gate_up: Tensor, kind: Activation) -> Exact:
 
 
 def attention(step: KernelStep, scale: float) -> Exact:
-    """Causal attention of a step, sequence by sequence, over what its cache says -> [T, heads, dim of values]."""
+    """Causal attention of a step, sequence by sequence, over its cache -> [T, heads, dim of values]."""
     case, batch = step.case, step.batch
     size = (int(batch.query_starts[-1]), case.heads, case.latent_dim or case.head_dim)
     value, bound = (torch.empty(size, dtype=torch.float64, device=step.q.device) for _ in range(2))
@@ -109,7 +109,7 @@ def attention(step: KernelStep, scale: float) -> Exact:
 
 
 def _read(step: KernelStep, row: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [context, kv_heads, dim] of one sequence, float64, token by token from where it lies."""
+    """Keys and values [context, kv_heads, dim] of one sequence, float64, read token by token."""
     case, tokens = step.case, torch.arange(int(step.batch.context_lens[row]))
     blocks = step.batch.block_tables[row, tokens // case.block_size].long()
     read = fp8.loaded(step.kv_layer[blocks.to(step.q.device), :, (tokens % case.block_size).to(step.q.device)]).double()
@@ -117,11 +117,11 @@ def _read(step: KernelStep, row: int) -> tuple[Tensor, Tensor]:
 
 
 def _attend(case: KernelCase, q: Tensor, keys: Tensor, values: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(attention [Q, heads, dim], by how much it may be off before it is rounded) of q, the context's last tokens."""
+    """(attention [Q, heads, dim], its error bound before rounding) of q, the context's last tokens."""
     (num_queries, heads, dim), (context, kv_heads, _) = q.shape, keys.shape
     q = q.view(num_queries, kv_heads, heads // kv_heads, dim)
     scores = torch.einsum("qkgd,ckd->qkgc", q, keys) * scale
-    lengths = torch.einsum("qkg,k->qkg", q.norm(dim=-1), keys.norm(dim=-1).amax(0)) * scale  # at least |q| |k| of any
+    lengths = torch.einsum("qkg,k->qkg", q.norm(dim=-1), keys.norm(dim=-1).amax(0)) * scale  # a bound on |q| |k|
     if case.softcap is not None:
         scores = case.softcap * (scores / case.softcap).tanh()
     position = torch.arange(context - num_queries, context, device=q.device).unsqueeze(1)

@@ -1,7 +1,7 @@
 """Every kernel of a backend against its definition in float64, over a grid of dtypes, shapes, blocks and lengths.
 
-A family is one kernel. Its cases are made here, once for all who ask: the tests on CPUs, bench/gpu/gpu.py on GPUs, and `kvrelay
-verify` before it trusts a backend with a 16-bit model. Deterministic; nothing here is measured.
+A family is one kernel. The tests on CPUs, bench/gpu on GPUs, and `kvrelay verify` (before it trusts a backend with a
+16-bit model) share these cases. Deterministic; measures no times.
 """
 
 import functools
@@ -39,7 +39,7 @@ _ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh")
 
 @dataclass(frozen=True, slots=True)
 class Compared:
-    """One case's largest error as a share of its bound: up to 1 is right."""
+    """One case's largest error relative to its bound: correct if at most 1."""
 
     case: str
     ratio: float
@@ -54,7 +54,7 @@ Family = Callable[[Backend, torch.dtype], Iterator[Compared]]
 
 @dataclass(slots=True)
 class _Numbers:
-    """Random tensors on a backend's device: the same on every device."""
+    """Random tensors on a backend's device: the same numbers on every device."""
 
     backend: Backend
     dtype: torch.dtype
@@ -83,21 +83,21 @@ def head_linears(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
         weight = numbers(heads, n, k) / k**0.5
         packed = backend.pack_heads(weight)
         for rows in ROWS:
-            x = numbers(rows, heads, k + 9)[..., 5 : 5 + k]  # a view, as of the fused projection
+            x = numbers(rows, heads, k + 9)[..., 5 : 5 + k]  # a view, like the fused projection's
             each = [exact.linear(x[:, head], weight[head], None) for head in range(heads)]
             both = (torch.stack([getattr(one, name) for one in each], 1) for name in ("value", "bound"))
             yield _compare(f"{rows} x {heads} heads x {k} x {n}", packed(x), Exact(*both))
 
 
 def quantized_linear(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """Products with the weight that its own float32 product with a unit matrix tells. Nothing where there are none."""
+    """Quantised products against the weight that the backend restores for a unit matrix. None without quantisation."""
     numbers = _Numbers(backend, dtype)
     schemes = (Scheme(4), Scheme(8), Scheme(4, 128), Scheme(8, 64)) if backend.quantizes else ()
     for scheme, (n, k) in product(schemes, ((1, 1), (17, 33), (150, 70), (40, 300))):
         weight, bias = numbers(n, k, dtype=torch.float32) / k**0.5, numbers(n, dtype=torch.float32)
         unit = torch.eye(k, device=backend.device)
         restored = backend.pack_quantized(weight, None, scheme, torch.float32)(unit).T
-        most = 3 * weight.abs().amax(1, keepdim=True).expand(-1, k)  # scale * integer and offset, at most
+        most = 3 * weight.abs().amax(1, keepdim=True).expand(-1, k)  # at most: scale * integer and offset
         for b in (None, bias):
             packed = backend.pack_quantized(weight, b, scheme, dtype)
             for rows in ROWS:
@@ -115,7 +115,7 @@ def embedding(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def norms(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """rms_norm and add_rms_norm; weights of either type; heads inside a fused projection."""
+    """rms_norm and add_rms_norm; weights of either dtype; heads inside a fused projection."""
     numbers = _Numbers(backend, dtype)
     for rows, width in product(ROWS, (2, 20, 64, 576, 2048)):
         weights = (numbers(width, dtype=torch.float32), numbers(width))
@@ -153,12 +153,12 @@ def activations(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def cache_writes(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """store_kv and store_latent: the very bytes, at their slots alone."""
+    """store_kv and store_latent: the exact bytes, at their slots only."""
     numbers = _Numbers(backend, dtype)
     sizes = (1, 8, 16, 32, 64, 128)
     for size, rows, kind, layout in product(sizes, (0, 1, 7, 70), (dtype, torch.uint8), backend.kv_layouts):
         num_blocks, heads, dim = 128 // size, 3, 20
-        fused = numbers(rows, 9 * dim)  # strided, as the model's are
+        fused = numbers(rows, 9 * dim)  # strided, like the model's
         k, v = fused[:, : 3 * dim].unflatten(1, (heads, dim)), fused[:, 4 * dim : 7 * dim].unflatten(1, (heads, dim))
         slots = torch.randperm(128, generator=torch.Generator().manual_seed(rows))[:rows]
         at, where = slots.to(backend.device), f"{rows} rows, blocks of {size}, {kind}, {layout}"
@@ -177,7 +177,7 @@ def cache_writes(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """norm_rope_store: the bits of rms_norm, rope and store_kv one after the other, and no other bytes of the cache."""
+    """norm_rope_store: the bits of rms_norm, rope and store_kv in sequence, and no other bytes of the cache."""
     numbers = _Numbers(backend, dtype)
     kinds, widths = (dtype, torch.float32, torch.uint8), ((64, 64), (20, 12), (128, 64))
     for rows, kind, layout, (dim, rotary) in product((0, 1, 7, 70), kinds, backend.kv_layouts, widths):
@@ -200,7 +200,7 @@ def placements(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 def _placed(
     backend: Backend, fused: Tensor, norms: Any, table: Tensor, slots: Tensor, cache: Tensor, in_one: int
 ) -> tuple[Tensor, Tensor]:
-    """(queries, cache) of six heads of queries, two of keys and two of values side by side, by one kernel or several."""
+    """(queries, cache) of six query heads, two key and two value heads side by side, by one kernel or several."""
     heads, cache = fused.clone().unflatten(1, (10, -1)), cache.clone()
     inputs = HeadInputs(norms, 1e-5, table, slots * 131 % 500, cache, slots)
     q, k, v = heads.split((6, 2, 2), dim=1)
@@ -215,7 +215,7 @@ def widening(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
 
 
 def sampling(backend: Backend, dtype: torch.dtype) -> Iterator[Compared]:
-    """The very tokens of the reference, of logits that had been in this dtype."""
+    """The reference's tokens exactly, for logits that were rounded to this dtype."""
     reference, filters = ReferenceBackend("cpu"), ((0, 1.0, 0.0), (50, 1.0, 0.0), (0, 0.9, 0.0), (200, 0.95, 0.02))
     for rows, (top_k, top_p, min_p) in product((0, 1, 13, 70), filters):
         logits = 4 * _Numbers(backend, dtype, rows)(rows, 3001).float()
@@ -241,7 +241,7 @@ def attend(backend: Backend, step: KernelStep, scale: float) -> Tensor:
 
 @functools.lru_cache(maxsize=32)
 def _right(case: KernelCase, scale: float, device: torch.device) -> Exact:
-    """Kept, because it is the same for all sizes of blocks, and several backends are asked one after the other."""
+    """Cached: it is the same for all block sizes and all backends."""
     return exact.attention(make_step(case).to(device), scale)
 
 
@@ -266,7 +266,7 @@ def _compare(case: str, found: Tensor, right: Exact) -> Compared:
 
 
 def _scale_of(case: KernelCase) -> float:
-    """All tokens count about alike; or, where the cache is plain, a few count nearly alone."""
+    """Softmax over a long context: all tokens count about equally, or (plain caches) a few dominate."""
     return 0.125 if case.kv_dtype is FP8 or case.softcap is not None else 1.0
 
 
@@ -293,7 +293,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True, slots=True)
 class KernelVerdict:
-    """What came out of a family: how many cases there were, and the one that was nearest its bound, or past it."""
+    """The result of a family: the number of cases, and the one nearest to its bound or past it."""
 
     num_cases: int
     worst: Compared

@@ -1,7 +1,7 @@
-"""Random steps over a paged cache, and which of them make the grid that every backend's attention is held against.
+"""Random steps over a paged cache: the grid for attention kernels.
 
-Blocks lie shuffled, and what no context token fills is NaN, so that reading it shows. Deterministic: a case and a seed
-give the same numbers everywhere. Imports torch; knows no backend.
+Blocks are shuffled, and slots without a context token are NaN, so that reading them shows. Deterministic: a case and a
+seed give the same numbers everywhere. Imports torch, no backend.
 """
 
 from collections.abc import Iterator
@@ -15,14 +15,15 @@ from kvrelay import fp8
 from kvrelay.kernels.backend import AttentionBatch, AttentionShape, KvOrder
 
 FP8 = torch.float8_e4m3fn
-Sequences = tuple[tuple[int, int], ...]  # (new tokens, context with them) of each; single tokens first
+Sequences = tuple[tuple[int, int], ...]  # (new tokens, context including them) of each; single tokens first
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCase:
-    """One step. latent_dim: of latent attention, whose cache has one part and one head. kv_dtype: None is `dtype`.
+    """One step. latent_dim: for latent attention, whose cache has one part and one head. kv_dtype: None is `dtype`. A
+    record, hence its size.
 
-    shared_tokens: so many first tokens of every sequence lie in the same blocks, in multiples of 128.
+    shared_tokens: the first tokens of every sequence that lie in the same blocks, in multiples of 128.
     """
 
     sequences: Sequences
@@ -59,7 +60,7 @@ class KernelCase:
 
 @dataclass(frozen=True, slots=True)
 class KernelStep:
-    """A cache that holds every context token, and queries. kv_layer: [blocks, parts, block_size, kv_heads, row]."""
+    """A cache with every context token, and queries. kv_layer: [blocks, parts, block_size, kv_heads, row]."""
 
     case: KernelCase
     q: Tensor
@@ -67,12 +68,12 @@ class KernelStep:
     batch: AttentionBatch
 
     def to(self, device: torch.device | str) -> "KernelStep":
-        """Queries and cache there; metadata stays on the CPU."""
+        """The step with queries and cache on a device; metadata stays on the CPU."""
         return replace(self, q=self.q.to(device), kv_layer=self.kv_layer.to(device))
 
 
 def make_step(case: KernelCase, seed: int = 0) -> KernelStep:
-    """The step of a case. What its tokens hold does not depend on the size of blocks or on how they lie."""
+    """The step of a case. Its tokens' values do not depend on the block size or layout."""
     generator = torch.Generator().manual_seed(seed)
     lengths, size = [context for _, context in case.sequences], case.block_size
     held = torch.randn(sum(lengths), case.num_parts, case.kv_heads, case.head_dim, generator=generator)
@@ -95,7 +96,7 @@ def laid_out(kv_layer: Tensor, layout: KvOrder) -> Tensor:
 
 
 def _tables(case: KernelCase, generator: torch.Generator) -> tuple[Tensor, int]:
-    """Block tables [S, max_blocks], and how many blocks there are: three of them nobody's."""
+    """Block tables [S, max_blocks], and the number of blocks: three are unused."""
     needed = [-(-context // case.block_size) for _, context in case.sequences]
     num_blocks = sum(needed) + 3
     free = torch.randperm(num_blocks, generator=generator).to(torch.int32)
@@ -108,7 +109,7 @@ def _tables(case: KernelCase, generator: torch.Generator) -> tuple[Tensor, int]:
 
 
 def _common(case: KernelCase, context: int) -> int:
-    """So many first tokens of a context are the first sequence's: whole blocks of any size that the grid has."""
+    """Number of a context's first tokens that it shares with the first sequence: whole blocks of any size of the grid."""
     most = BLOCK_SIZES[-1]
     return min(case.shared_tokens, context, case.sequences[0][1]) // most * most
 
@@ -131,7 +132,7 @@ def _batch(case: KernelCase, tables: Tensor) -> AttentionBatch:
 
 # ---- the grid
 
-HEADS: dict[str, dict[str, int]] = {  # sizes that a CPU does quickly; a GPU's are in bench/gpu/kernels.py
+HEADS: dict[str, dict[str, int]] = {  # small sizes for CPUs; those of GPUs are in bench/gpu/kernels.py
     "MHA": {"heads": 3, "kv_heads": 3, "head_dim": 20},
     "GQA": {"heads": 6, "kv_heads": 2, "head_dim": 32},
     "MQA": {"heads": 4, "kv_heads": 1, "head_dim": 32},
@@ -152,12 +153,14 @@ LONG: dict[str, Sequences] = {
 
 
 def variants_of(heads: str) -> tuple[dict[str, float], ...]:
-    """Windows and softcaps: latent attention has none."""
+    """Windows and softcaps; latent attention has none."""
     return () if heads == "MLA" else VARIANTS
 
 
 def attention_cases(heads: str, dtype: torch.dtype, layouts: tuple[KvOrder, ...]) -> Iterator[KernelCase]:
-    """The grid's cases for one kind of heads and one dtype, long contexts aside. The first of a kind of blocks is empty."""
+    """The grid for one kind of heads and one dtype, without long contexts. The first case per block size and KV dtype
+    is empty.
+    """
     plain, variants = KernelCase((), dtype=dtype, **HEADS[heads]), variants_of(heads)  # type: ignore[arg-type]
     kinds = [*product(BLOCK_SIZES, (None,)), (16, FP8), (1, FP8), (128, FP8)]
     for index, (size, kv_dtype) in enumerate(kinds):

@@ -1,4 +1,4 @@
-"""Every kernel in plain torch, written to be obviously right; any device, any float dtype.
+"""Every kernel in plain torch, written for clarity; any device, any float dtype.
 
 The other backends are compared with this one. It imports no compiled code and no FlashInfer.
 """
@@ -32,7 +32,7 @@ from kvrelay.kernels.norm_rope_store import norm_rope_store
 
 
 class ReferenceLinear:
-    """A weight [out, in] as it came."""
+    """A weight [out, in] as given."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias = weight, bias
@@ -43,7 +43,7 @@ class ReferenceLinear:
 
 
 class ReferenceHeadLinears:
-    """Weights [heads, out, in] as they came."""
+    """Weights [heads, out, in] as given."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -54,7 +54,7 @@ class ReferenceHeadLinears:
 
 @dataclass(frozen=True, slots=True)
 class SequencePlan:
-    """One sequence's share of a step: its rows, its context, and where its blocks are."""
+    """One sequence's part of a step: its rows, its context, and its blocks."""
 
     start: int
     end: int
@@ -94,7 +94,7 @@ def gather_entries(kv_layer: Tensor, sequence: SequencePlan) -> Tensor:
 
 
 def causal_mask(num_queries: int, context_len: int, window: int | None, device: torch.device) -> Tensor:
-    """[num_queries, context_len] bool, True where the query may look; queries are the context's last tokens."""
+    """[num_queries, context_len] bool, True where the query attends; queries are the context's last tokens."""
     query = torch.arange(context_len - num_queries, context_len, device=device).unsqueeze(1)
     key = torch.arange(context_len, device=device).unsqueeze(0)
     mask = key <= query
@@ -128,13 +128,13 @@ class ReferenceBackend:
         return 0
 
     def share_prefixes(self, *, enabled: bool) -> None:
-        """Every row reads for itself here."""
+        """No effect: every row reads its own KV here."""
 
     def shares_prefixes(self, shape: AttentionShape) -> bool:
         return False
 
     def describe(self) -> dict[str, str]:
-        """What was chosen, in short words."""
+        """Name and device."""
         return {"backend": self.name, "device": str(self.device)}
 
     @property
@@ -254,7 +254,7 @@ class ReferenceBackend:
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim] turned by cos, sin [T, 1, rotary_dim/2] in float32."""
+    """x [T, heads, head_dim] rotated by cos, sin [T, 1, rotary_dim/2] in float32."""
     half = cos.shape[-1]
     first, second = x[..., :half].float(), x[..., half : 2 * half].float()
     turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

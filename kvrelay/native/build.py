@@ -55,7 +55,7 @@ _TIMEOUT_S = 180.0
 
 _XXH3 = Path(__file__).parent / "xxh3"
 XXH3_SOURCES = (_XXH3 / "xxh3.c",)  # for C code that hashes what it copies
-XXH3_HEADERS = (_XXH3 / "xxh3.h", _XXH3 / "lanes.h")
+XXH3_HEADERS = (_XXH3 / "xxh3.h", _XXH3 / "vector.h")
 
 
 def load_extension(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Any:

@@ -10,7 +10,7 @@
  * chunks alike; all else is computed in float32 (attention_tile.h).
  *
  * Where decode rows share blocks (cascade.h), a unit of them goes through the tiles that they share together, and each
- * then goes on alone from the sums that it has there: the same products in the same order as alone, with KV read once.
+ * then continues alone from its sums there: the same products in the same order as alone, with KV read once.
  *
  * Source: FlashAttention-2 (Dao 2023), Flash-Decoding (Dao et al. 2023), PagedAttention (Kwon et al. 2023),
  * cascade inference (Ye et al. 2024).
@@ -43,7 +43,7 @@ static __attribute__((noinline)) void attend_tile(tile_state *s, long row, long 
         attend_floats(s, row, rows, base, n);
 }
 
-/* Where the sums of a member's rows of one head stand. */
+/* Where the sums of a member's rows of one head are. */
 static float *slot_at(const attention_job *j, long member, long kv_head)
 {
     return j->slots + (member * j->kv_heads + kv_head) * j->slot_floats;
@@ -58,7 +58,7 @@ static long member_of(const tile_state *s, long part)
     return member >= 0 && s->kv_begin < part * PART + c->tiles[member] * TILE ? member : -1;
 }
 
-/* One partition's own softmax sums, from nothing or from what a unit has seen, into part / part_best / part_total. */
+/* One partition's own softmax sums, from zero or from a unit's sums, into part / part_best / part_total. */
 static void attend_partition(tile_state *s, long part)
 {
     const attention_job *j = s->j;
@@ -78,7 +78,7 @@ static void attend_partition(tile_state *s, long part)
     for (long base = first; base < end; base += TILE) attend_tile(s, 0, s->rows, base, end);
 }
 
-/* What sums are worth beside a best score that is greater by -x. */
+/* Factor of sums whose best score is less by -x than the new one. */
 static float factor(const attention_job *j, float x) { return x == 0 ? 1.0f : j->dot ? exp2f(x) : expf(x); }
 
 /* Fold one partition's sums into the running ones of the same rows. */
@@ -304,7 +304,7 @@ long kr_attention_tiles(const int32_t *query_starts, long sequences, long tile_t
 }
 
 /* q [T, heads, dim] strided, out contiguous; kv: one layer's blocks [blocks, num_parts, block_size, kv_heads, row],
- * contiguous, rows of kv_kind. window, softcap: 0 for none. schedule: as kr_cascade_plan left it. */
+ * contiguous, rows of kv_kind. window, softcap: 0 for none. schedule: from kr_cascade_plan. */
 void kr_attention(pool *p, int wide, const void *q, void *out, const void *kv, const int32_t *query_starts,
                   const int32_t *context_lens, const int32_t *tables, long max_blocks, const int32_t *tiles,
                   long num_tiles, long heads, long kv_heads, long dim, long block_size, long q_stride, long q_head,

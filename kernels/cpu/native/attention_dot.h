@@ -165,7 +165,7 @@ INLINE uint64_t seen_of(long position, long base, long window)
 }
 
 #define FOLD(name, op)                                                                                                \
-    /* Eight vectors -> what `op` makes of each, in lanes 0..7; every one by the same tree. */                        \
+    /* Eight vectors -> the result of `op` over each, in elements 0..7; every one by the same tree. */                        \
     INLINE __m512 name(const __m512 v[8])                                                                             \
     {                                                                                                                 \
         __m512 a[4], b[2];                                                                                            \

@@ -1,4 +1,4 @@
-/* What a tile of attention is made of: the rows, KV laid out for them, products, softmax. See attention.c. */
+/* The parts of a tile of attention: the rows, KV laid out for them, products, softmax. See attention.c. */
 #ifndef KVRELAY_ATTENTION_TILE_H
 #define KVRELAY_ATTENTION_TILE_H
 
@@ -9,7 +9,7 @@
 
 #define ROWS_WANTED 144
 #define MOST_TOKENS ROWS_WANTED /* of one task */
-#define ROWS_BOUND 32 /* up to which memory is what a tile waits for */
+#define ROWS_BOUND 32 /* up to here a tile is bound by memory */
 #define NC (2 * VL) /* columns of one product */
 
 typedef struct {
@@ -254,7 +254,7 @@ static void attend_floats(tile_state *s, long row, long rows, long base, long n)
     product(scores, TILE, s->values, padded, s->part + row * padded, padded, rows, padded, n, carry);
 }
 
-/* The sums of a partition of which nothing has been seen. */
+/* The sums of a partition before its first tile. */
 static void start_part(tile_state *s)
 {
     memset(s->part, 0, s->rows * s->j->padded * sizeof(float));

@@ -1,6 +1,6 @@
-/* Find the stretches of context whose blocks several decode rows have in common, and decide whether to read them once.
+/* Find the parts of the context whose blocks several decode rows share, and decide whether to read them once.
  *
- * Equal block ids mean equal KV, whatever stands before them: partitions are looked at one by one, which gives a tree of
+ * Equal block ids mean equal KV, independent of what precedes them: partitions are processed one after another, which gives a tree of
  * prefixes any depth. Rows are sorted by their block ids; those that share are neighbours then.
  */
 #include <string.h>
@@ -118,8 +118,8 @@ static void share_all(cascade *c, stretch *s, int32_t *sorted, int32_t *common, 
 long kr_cascade_words(long rows, long parts) { return CASCADE_HEADER + 5 * rows * parts + 3 * rows + 2; }
 
 /* Fill `words` with the schedule of the first `rows` sequences, one new token each, over the first `parts` partitions.
- * tables: [rows][max_blocks]. `worth`: fewest tokens of KV, summed over the rows, that must be spared; below it nothing
- * is shared. Returns the tokens spared, in a layer without a window. */
+ * tables: [rows][max_blocks]. `worth`: fewest tokens of KV, summed over the rows, that must be saved; below it nothing
+ * is shared. Returns the tokens saved, in a layer without a window. */
 long kr_cascade_plan(int32_t *words, const int32_t *tables, const int32_t *context_lens, long rows, long max_blocks,
                      long parts, long block_size, long group, long kv_heads, long threads, long worth)
 {

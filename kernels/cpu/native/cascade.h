@@ -1,4 +1,4 @@
-/* Which decode rows share the KV of which stretches: found once per step (cascade.c), followed in every layer.
+/* Which decode rows share the KV of which parts of the context: computed once per step (cascade.c), used in every layer.
  *
  * A partition of PART tokens is shared by the rows whose block ids are equal over its first tiles. A unit is a few such
  * rows, its members, sorted so that those with more tiles in common are neighbours: tile t is read once for every run of

@@ -1,6 +1,6 @@
 /* Embedding rows, norms, rotary embedding, gated activations and the cache write: one pass over memory each, sums in float32.
  *
- * `wide` says float32, else bf16. Strides count elements; the last dimension is contiguous.
+ * `wide`: float32, else bf16. Strides count elements; the last dimension is contiguous.
  */
 #include <string.h>
 #include "pool.h"

@@ -1,4 +1,4 @@
-/* A mixture of experts: which ones each token chooses, and the weighted sum of what they make of it.
+/* A mixture of experts: which ones each token chooses, and the weighted sum of their outputs.
  *
  * Rows (a token and one of its choices) are sorted by expert and gathered; each expert's two products run over its rows,
  * panels of all experts side by side in the pool; a token's results are added up in the order of its choices. Every row's
@@ -100,7 +100,7 @@ void kr_choose(pool *p, const float *logits, const float *correction, float *wei
 
 typedef struct {
     const void *x, *base;
-    void *sorted, *out; /* [rows, columns]: gathered inputs, and later what the experts made of them; [tokens, columns] */
+    void *sorted, *out; /* [rows, columns]: gathered inputs, and later their outputs; [tokens, columns] */
     long *source, *place; /* a sorted row's token; where each choice of each token stands */
     const float *weights, *base_logits;
     long tokens, rows, ldx, columns, num_chosen;

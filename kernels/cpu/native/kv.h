@@ -53,9 +53,9 @@ INLINE vi widen(const char *p)
 #endif
 }
 
-/* e4m3 bytes, sign-extended to 32-bit lanes I -> floats F, exact: sign and magnitude are moved to where a float has them,
+/* e4m3 bytes, sign-extended to 32-bit elements I -> floats F, exact: sign and magnitude move to their place in a float,
  * which reads as the number times 2^-120. Numbers below 2^-6 are subnormal floats on the way: slow on some processors, but
- * few, since a vector's scale makes its largest number 224 at least. NaN is told by the scale. */
+ * few, since a vector's scale makes its largest number 224 at least. The scale marks NaN. */
 #define E4M3_TO_FLOAT(F, codes) ((F)(((codes) << 20) & (int32_t)0x87f00000) * 0x1p120f)
 
 INLINE vf vload_e4m3(const char *p) { return E4M3_TO_FLOAT(vf, widen(p)); }

@@ -5,7 +5,7 @@
  *
  * Panel layouts, all [N / NR][K][...]:
  *   F32  NR floats.
- *   BF16 NR/2 words of 32 bits: lane i of vector pair j holds outputs of vectors 2j (low half) and 2j+1
+ *   BF16 NR/2 words of 32 bits: element i of vector pair j holds outputs of vectors 2j (low half) and 2j+1
  *        (high half), so that a shift and a mask widen them without a shuffle.
  *   DOT  (AVX512-BF16, K even) per pair of k, NR words: output n's weights at k (low) and k+1 (high).
  */
@@ -17,7 +17,7 @@
 #define F32 0
 #define BF16 1
 #define DOT 2
-/* Bytes of each panel that are fetched before their use where rows are few: of several panels side by side, and of one. */
+/* Bytes of each panel that are prefetched before their use where rows are few: of several panels side by side, and of one. */
 #define AHEAD_WIDE 1024
 #define AHEAD 2048
 #define INPUTS 1536 /* of a block: several tiles' rows by more of them fall out of a first-level cache */
@@ -30,7 +30,7 @@ typedef struct {
     const char *w;
     const float *bias;
     long N, K, panel_bytes;
-    long begin, end, top; /* inputs that are gone over now; row that `carry` begins with */
+    long begin, end, top; /* inputs of this pass; row that `carry` begins with */
     float *carry;         /* [rows of the part][NR] sums up to `begin` */
     linear_cut cut;
 } linear_job;
@@ -53,7 +53,7 @@ INLINE void load_weights(const char *w, vf out[NV], int kind)
     }
 }
 
-/* A float, or a pair of bf16, in every lane. */
+/* A float, or a pair of bf16, in every element. */
 INLINE vf load_input(const char *x)
 {
     uint32_t bits;
@@ -208,12 +208,12 @@ static void pack_task(void *arg, long panel)
     const bf16 *half = j->source;
     const float *full = j->source;
     for (long i = 0; i < NR; i++) {
-        long n = panel * NR + i, v = i / VL, lane = i % VL;
+        long n = panel * NR + i, v = i / VL, element = i % VL;
         for (long k = 0; k < j->K; k++) {
             long at = n < j->N ? n * j->K + k : -1;
             if (j->kind == F32) ((float *)j->target)[(panel * j->K + k) * NR + i] = at < 0 ? 0.0f : full[at];
             else if (j->kind == BF16)
-                ((bf16 *)j->target)[(panel * j->K + k) * NR + (v / 2 * VL + lane) * 2 + v % 2] = at < 0 ? 0 : half[at];
+                ((bf16 *)j->target)[(panel * j->K + k) * NR + (v / 2 * VL + element) * 2 + v % 2] = at < 0 ? 0 : half[at];
             else ((bf16 *)j->target)[(panel * j->K / 2 + k / 2) * NR * 2 + i * 2 + k % 2] = at < 0 ? 0 : half[at];
         }
     }

@@ -1,4 +1,4 @@
-/* A pool of threads for one engine: tasks are taken one by one, a late thread delays nobody.
+/* A pool of threads for one engine: tasks are taken one by one, a late thread delays no other.
  *
  * The caller works too, and waits only for threads that have entered the job. An idle thread spins for
  * some tens of microseconds (the gap between two kernels of one step), then sleeps on a condition.
@@ -141,7 +141,7 @@ static void run_shared(pool *p, pool_task task, void *job, long count)
         pthread_mutex_unlock(&p->sleep_lock);
     }
     take_tasks(p);
-    atomic_store(&p->open, 0); /* a thread that enters from now on sees nothing to do */
+    atomic_store(&p->open, 0); /* a thread that enters from now on finds nothing to do */
     for (long spins = 0; atomic_load(&p->active); spins++) {
         if (spins < 20000) relax();
         else sched_yield();

@@ -5,7 +5,7 @@
 typedef struct pool pool;
 typedef void (*pool_task)(void *job, long index);
 
-/* Run task(job, 0..count-1), each once, on the caller and whoever of the pool is awake. Returns when all are done. */
+/* Run task(job, 0..count-1), each once, on the caller and the awake threads of the pool. Returns when all are done. */
 void pool_run(pool *p, pool_task task, void *job, long count);
 int pool_threads(const pool *p);
 /* Scratch memory of the pool (slot 0..3) or of the calling thread; grows, 64-byte aligned, contents undefined. */

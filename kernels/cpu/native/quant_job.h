@@ -1,4 +1,4 @@
-/* A product with weights in groups of integers, and the kernels that it is made of: those of quant_linear.c, or those of
+/* A product with weights in groups of integers, and its kernels: those of quant_linear.c or of
  * quant_dot.c. */
 #ifndef KVRELAY_QUANT_JOB_H
 #define KVRELAY_QUANT_JOB_H
@@ -13,9 +13,9 @@ typedef struct quant_kernels quant_kernels;
 typedef struct {
     int bits, wide;
     const quant_kernels *kernels;
-    const void *source; /* x as it came */
+    const void *source; /* x as given */
     long source_ldx;
-    char *x;     /* [M] rows of x_bytes, in the form that the kernels take */
+    char *x;     /* [M] rows of x_bytes, in the kernels' layout */
     float *sums; /* [M][groups], of x */
     long x_bytes;
     void *y;

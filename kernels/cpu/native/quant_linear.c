@@ -1,4 +1,4 @@
-/* y = x W^T + b with W in groups of 4- or 8-bit integers; their form is told in quant.h.
+/* y = x W^T + b with W in groups of 4- or 8-bit integers; quant.h describes their format.
  *
  * Sums are in float32. Every output is, group by group, one chain of fused multiply-adds over the group's inputs and
  * one or two more that scale it, for every M, tile and thread count: a row's result never depends on the rows beside it.
@@ -8,7 +8,7 @@
  * An integer is not shifted down to its value: i of a word stays q * 2^(bits i), and x was multiplied by 2^-(bits i)
  * before. Both are exact, and a mask and a conversion are all that is left to do for it.
  */
-#pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could load again, and spills the sums: 1.4 x */
+#pragma GCC optimize("no-tree-pre") /* else gcc keeps words and masks that it could reload, and spills the sums: 1.4 times as slow */
 #include "experts.h"
 #include "linear_store.h"
 #include "quant_job.h"

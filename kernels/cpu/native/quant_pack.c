@@ -1,8 +1,8 @@
-/* Finds scale, offset and integers of every group of a weight, and lays them into panels; the form is told in quant.h.
+/* Finds scale, offset and integers of every group of a weight, and lays them into panels; quant.h describes the format.
  *
  * bits 8: the largest magnitude becomes 127. bits 4: of several fits the one with the smallest squared error: least to
  * largest value; the value of the largest magnitude at 0 and zero at 8; and twice a least-squares refit of the better.
- * Values that were such integers before (GGUF's Q4_0, Q4_1, Q8_0, in groups that match) come out as they were.
+ * Values that were such integers before (GGUF's Q4_0, Q4_1, Q8_0, in groups that match) are reproduced exactly.
  */
 #include <string.h>
 #include "pool.h"
@@ -112,7 +112,7 @@ static void quantize_task(void *arg, long panel)
             float v[MOST];
             for (long k = first; k < last; k++)
                 v[k - first] = n < j->N ? load_any(j->source, n * j->K + k, j->wide) * inverse : 0.0f;
-            for (long k = last - first; k < j->group; k++) v[k] = v[0]; /* of no account: x is zero there */
+            for (long k = last - first; k < j->group; k++) v[k] = v[0]; /* unused: x is zero there */
             fit best;
             fit_group(&best, v, j->group, j->bits);
             place(&best, at, i, j->group, j->bits);

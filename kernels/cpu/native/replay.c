@@ -1,6 +1,6 @@
 /* A recorded step: kernel calls one after another, without the interpreter between them.
  *
- * The arguments of call c stand in c.a, in the order of the kernel's own; kernels/cpu/recorded_steps.py writes them.
+ * the arguments of call c are in c.a, in the order of the kernel's own; kernels/cpu/recorded_steps.py writes them.
  */
 #include <stdint.h>
 #include "pool.h"

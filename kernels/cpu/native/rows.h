@@ -1,4 +1,4 @@
-/* What is done to one row of numbers: its norm, its rotation. Sums in float32, in one fixed order. */
+/* One row: its norm, its rotation. Sums in float32, in one fixed order. */
 #ifndef KVRELAY_ROWS_H
 #define KVRELAY_ROWS_H
 

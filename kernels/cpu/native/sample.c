@@ -93,7 +93,7 @@ static void keep_from(float *w, long n, float least, long spare)
         equals -= (vi)(x == vset(least));
         vstore(w + i, vselect((vi)(x < vset(least)), vset(0), x));
     }
-    for (int lane = 0; lane < VL; lane++) equal += equals[lane];
+    for (int element = 0; element < VL; element++) equal += equals[element];
     for (; i < n; i++) {
         equal += w[i] == least;
         if (w[i] < least) w[i] = 0;

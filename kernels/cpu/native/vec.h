@@ -1,4 +1,4 @@
-/* Vectors as GCC and clang know them on every processor: width, loads, bf16 conversion, exp, tanh.
+/* Portable vectors by GCC and clang extensions: width, loads, bf16 conversion, exp, tanh.
  *
  * VL floats make one vector; a weight panel is NV vectors (NR outputs) wide. Intrinsics only where compilers do not find
  * the instruction: maxima, AVX512-BF16's dot product and rounding (and half floats, in quant.h; transposes and powers of
@@ -88,7 +88,7 @@ INLINE vf vload_bf16(const bf16 *p)
     return (vf)(wide << 16);
 }
 
-INLINE void vstore_bf16(bf16 *p, vf x) /* as to_bf16, but that AVX512-BF16 takes subnormal numbers for 0 */
+INLINE void vstore_bf16(bf16 *p, vf x) /* like to_bf16, but AVX512-BF16 flushes subnormal numbers to 0 */
 {
 #if HAS_DOT
     _mm256_storeu_si256((__m256i *)p, (__m256i)_mm512_cvtneps_pbh((__m512)x));
@@ -101,7 +101,7 @@ INLINE void vstore_bf16(bf16 *p, vf x) /* as to_bf16, but that AVX512-BF16 takes
 #endif
 }
 
-/* One element type for both: `wide` says float32, else bf16. Index i counts elements. */
+/* One element type for both: `wide`: float32, else bf16. Index i counts elements. */
 INLINE vf vload_any(const void *p, long i, int wide)
 {
     return wide ? vload((const float *)p + i) : vload_bf16((const bf16 *)p + i);
@@ -131,11 +131,11 @@ INLINE void widen_row(const void *p, long i, long n, int wide, float *out)
 
 INLINE float vsum(vf x) /* pairs, in one fixed order */
 {
-    float lane[VL];
-    vstore(lane, x);
+    float element[VL];
+    vstore(element, x);
     for (int n = VL / 2; n > 0; n /= 2)
-        for (int i = 0; i < n; i++) lane[i] += lane[i + n];
-    return lane[0];
+        for (int i = 0; i < n; i++) element[i] += element[i + n];
+    return element[0];
 }
 
 INLINE float vmaximum(vf x)

@@ -7,7 +7,7 @@
  * (13.5 -> 16.5 GB/s over scattered 32 KiB regions in cold memory, Zen 3).
  */
 #include "xxh3.h"
-#include "lanes.h"
+#include "u64v.h"
 
 #define PARTS (64 / WIDTH)
 #define STRIPES 16
@@ -54,17 +54,17 @@ INLINE uint64_t folded_product(uint64_t a, uint64_t b)
 }
 
 /* The stripes of one block; n is 16 but in the last one. */
-INLINE void accumulate(lanes *acc, const uint8_t *data, int64_t n)
+INLINE void accumulate(u64v *acc, const uint8_t *data, int64_t n)
 {
-    lanes own[PARTS], neighbours[PARTS];
+    u64v own[PARTS], neighbours[PARTS];
     for (int k = 0; k < PARTS; k++) {
         own[k] = acc[k];
-        neighbours[k] = (lanes){0};
+        neighbours[k] = (u64v){0};
     }
     _Pragma("GCC unroll 16")
     for (int64_t i = 0; i < n; i++) {
         for (int k = 0; k < PARTS; k++) {
-            lanes x = load(data + i * 64 + k * WIDTH);
+            u64v x = load(data + i * 64 + k * WIDTH);
             neighbours[k] += x;
             own[k] += halves_product(x ^ load(SECRET + i * 8 + k * WIDTH));
         }
@@ -72,18 +72,18 @@ INLINE void accumulate(lanes *acc, const uint8_t *data, int64_t n)
     for (int k = 0; k < PARTS; k++) acc[k] = own[k] + swapped(neighbours[k]);
 }
 
-INLINE void scramble(lanes *acc)
+INLINE void scramble(u64v *acc)
 {
     for (int k = 0; k < PARTS; k++) {
-        lanes x = acc[k] ^ (acc[k] >> 47) ^ load(SECRET + 128 + k * WIDTH);
+        u64v x = acc[k] ^ (acc[k] >> 47) ^ load(SECRET + 128 + k * WIDTH);
         acc[k] = x * P32_1;
     }
 }
 
-INLINE void last_stripe(lanes *acc, const uint8_t *data)
+INLINE void last_stripe(u64v *acc, const uint8_t *data)
 {
     for (int k = 0; k < PARTS; k++) {
-        lanes x = load(data + k * WIDTH);
+        u64v x = load(data + k * WIDTH);
         acc[k] += swapped(x) + halves_product(x ^ load(SECRET + 121 + k * WIDTH));
     }
 }
@@ -100,7 +100,7 @@ INLINE void look_ahead(const uint8_t *block, const uint8_t *end, const uint8_t *
 static const uint64_t START[8] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
 
 /* The last block, of which `left` bytes lie at `data`, and what all `size` bytes come to. */
-INLINE uint64_t finished(lanes *acc, const uint8_t *data, int64_t left, int64_t size)
+INLINE uint64_t finished(u64v *acc, const uint8_t *data, int64_t left, int64_t size)
 {
     accumulate(acc, data, (left - 1) / 64);
     last_stripe(acc, data + left - 64);
@@ -115,7 +115,7 @@ INLINE uint64_t finished(lanes *acc, const uint8_t *data, int64_t left, int64_t 
 
 uint64_t kt_xxh3_long(const uint8_t *data, int64_t size, const uint8_t *after)
 {
-    lanes acc[PARTS];
+    u64v acc[PARTS];
     memcpy(acc, START, 64);
     int64_t num_blocks = (size - 1) / BLOCK;
     for (int64_t b = 0; b < num_blocks; b++) {
@@ -132,8 +132,8 @@ INLINE void place_block(uint8_t *to, const uint8_t *from)
 #if HAS_STREAM
     if (!((uintptr_t)to & (WIDTH - 1))) {
         for (int i = 0; i < BLOCK; i += 4 * WIDTH) {
-            lanes a = load(from + i), b = load(from + i + WIDTH);
-            lanes c = load(from + i + 2 * WIDTH), d = load(from + i + 3 * WIDTH);
+            u64v a = load(from + i), b = load(from + i + WIDTH);
+            u64v c = load(from + i + 2 * WIDTH), d = load(from + i + 3 * WIDTH);
             stream(to + i, a);
             stream(to + i + WIDTH, b);
             stream(to + i + 2 * WIDTH, c);
@@ -166,7 +166,7 @@ void kt_copy_pieces(uint8_t *target, const uint8_t *source, const int64_t *targe
 uint64_t kt_xxh3_copy(uint8_t *target, const uint8_t *source, const int64_t *target_pieces, const int64_t *source_pieces,
                       int64_t num_pieces, int64_t piece_bytes)
 {
-    lanes acc[PARTS];
+    u64v acc[PARTS];
     memcpy(acc, START, 64);
     uint64_t hash = 0;
     for (int64_t i = 0; i < num_pieces; i++) {

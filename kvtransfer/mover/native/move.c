@@ -6,7 +6,7 @@
  */
 #define _GNU_SOURCE
 #include <time.h>
-#include "lanes.h"
+#include "vector.h"
 #include "move.h"
 #include "xxh3.h"
 
@@ -45,8 +45,8 @@ INLINE void place(uint8_t *to, const uint8_t *from, int64_t size, int is_streame
         int64_t head = -(uintptr_t)to & (WIDTH - 1), i = head;
         memcpy(to, from, head);
         for (; i + 4 * WIDTH <= size; i += 4 * WIDTH) {
-            lanes a = load(from + i), b = load(from + i + WIDTH);
-            lanes c = load(from + i + 2 * WIDTH), d = load(from + i + 3 * WIDTH);
+            u64v a = load(from + i), b = load(from + i + WIDTH);
+            u64v c = load(from + i + 2 * WIDTH), d = load(from + i + 3 * WIDTH);
             stream(to + i, a);
             stream(to + i + WIDTH, b);
             stream(to + i + 2 * WIDTH, c);

@@ -200,7 +200,7 @@ def test_a_schedule_shares_all_that_is_the_same_and_nothing_else(compiled, block
     shared = [(row, number(row), number(1300)) for row in range(1, 9)]
     shared = [(row, of, min(tokens, contexts[row], contexts[of])) for row, of, tokens in shared]
     step = shared_step(contexts, shared, head_dim=2, heads=2, kv_heads=2, block_size=block_size)
-    units = make_schedule(compiled.native, step).units()
+    units = make_schedule(compiled.compiled_kernels, step).units()
     for unit in units:
         assert unit.common[0] == 0 and all(unit.common[1:]) and len(unit.rows) > 1
         for (a, b), tiles in zip(itertools.pairwise(unit.rows), unit.common[1:], strict=True):
@@ -224,14 +224,14 @@ def test_what_spares_too_little_is_not_shared(compiled):
         (3, WORTH // 2 - 1, False),
     ):
         step = shared_step([400] * rows, [(row, 0, tokens) for row in range(1, rows)], block_size=1, head_dim=2)
-        schedule = make_schedule(compiled.native, step, worth=WORTH)
+        schedule = make_schedule(compiled.compiled_kernels, step, worth=WORTH)
         assert bool(schedule.units()) is pays
         assert schedule.saved_tokens == (WORTH if pays else 0)
 
 
 def test_without_sharing_there_is_no_schedule(compiled):
     step = shared_step(shared=())
-    assert make_schedule(compiled.native, step).units() == []
+    assert make_schedule(compiled.compiled_kernels, step).units() == []
     _, spared = run(compiled, step, shares=True, worth=1)
     assert spared == 0
 
@@ -241,7 +241,7 @@ def test_units_are_small_enough_to_occupy_every_thread(compiled):
     step = shared_step([520] * 16, [(row, 0, 512) for row in range(1, 16)], head_dim=2)
     shape = AttentionShape(num_heads=9, num_kv_heads=3, head_dim=2, block_size=16, dtype=torch.float32)
     sizes = [
-        [len(unit.rows) for unit in make_schedule(compiled.native, step, num_threads=n, shape=shape).units()]
+        [len(unit.rows) for unit in make_schedule(compiled.compiled_kernels, step, num_threads=n, shape=shape).units()]
         for n in (1, 2, 16)
     ]
     assert sizes == [[16], [8, 8], [4, 4, 4, 4]]

@@ -139,7 +139,7 @@ def test_a_wrong_scale_is_noticed(compiled):
 
 
 def test_a_wrong_kernel_does_not_pass_the_check_at_start(compiled, monkeypatch):
-    native = compiled.native
+    native = compiled.compiled_kernels
     assert selfcheck.first_wrong_kernel(native) is None
     call = NativeQuantLinear.__call__
     monkeypatch.setattr(

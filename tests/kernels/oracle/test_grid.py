@@ -269,7 +269,7 @@ def test_the_size_of_blocks_and_where_they_lie_change_no_bit(compiled, case, siz
 def test_any_product_is_within_bounds_and_each_row_as_if_it_were_alone(compiled, rows, n, k, dtype, seed):
     generator = torch.Generator().manual_seed(seed)
     x, weight = (torch.randn(size, generator=generator).to(dtype) for size in ((rows, k), (n, k)))
-    linear = NativeLinear(compiled.native, weight, None, compiled.native.linear_kind(dtype, k))
+    linear = NativeLinear(compiled.compiled_kernels, weight, None, compiled.compiled_kernels.linear_kind(dtype, k))
     found = linear(x)
     assert exact.linear(x, weight, None).ratio(found) <= 1.0
     assert all(torch.equal(linear(x[row : row + 1]), found[row : row + 1]) for row in range(rows))

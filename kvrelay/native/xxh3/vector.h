@@ -1,6 +1,6 @@
-/* The widest vector of 64-bit lanes that this processor has, and what C cannot say portably about it. */
-#ifndef KVRELAY_LANES_H
-#define KVRELAY_LANES_H
+/* The widest vector of 64-bit numbers that this processor has, and what C cannot say portably about it. */
+#ifndef KVRELAY_VECTOR_H
+#define KVRELAY_VECTOR_H
 
 #include <stdint.h>
 #include <string.h>
@@ -25,30 +25,30 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-typedef uint64_t lanes __attribute__((vector_size(WIDTH)));
-typedef uint64_t lanes_mem __attribute__((vector_size(WIDTH), aligned(1), may_alias));
+typedef uint64_t u64v __attribute__((vector_size(WIDTH)));
+typedef uint64_t u64v_mem __attribute__((vector_size(WIDTH), aligned(1), may_alias));
 
-INLINE lanes load(const void *p) { return *(const lanes_mem *)p; }
+INLINE u64v load(const void *p) { return *(const u64v_mem *)p; }
 
-/* Each lane's low half times its high half. */
-INLINE lanes halves_product(lanes x)
+/* Each number's low half times its high half. */
+INLINE u64v halves_product(u64v x)
 {
 #if defined(__AVX512F__)
-    return (lanes)_mm512_mul_epu32((__m512i)x, (__m512i)(x >> 32));
+    return (u64v)_mm512_mul_epu32((__m512i)x, (__m512i)(x >> 32));
 #elif defined(__AVX2__)
-    return (lanes)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32));
+    return (u64v)_mm256_mul_epu32((__m256i)x, (__m256i)(x >> 32));
 #elif defined(__SSE2__)
-    return (lanes)_mm_mul_epu32((__m128i)x, (__m128i)(x >> 32));
+    return (u64v)_mm_mul_epu32((__m128i)x, (__m128i)(x >> 32));
 #elif defined(__ARM_NEON)
     uint64x2_t y = (uint64x2_t)x;
-    return (lanes)vmull_u32(vmovn_u64(y), vshrn_n_u64(y, 32));
+    return (u64v)vmull_u32(vmovn_u64(y), vshrn_n_u64(y, 32));
 #else
     return (x & 0xffffffff) * (x >> 32);
 #endif
 }
 
-/* Neighbouring lanes change places. */
-INLINE lanes swapped(lanes x)
+/* Neighbouring numbers swapped. */
+INLINE u64v swapped(u64v x)
 {
 #if defined(__clang__) && WIDTH == 64
     return __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6);
@@ -57,18 +57,18 @@ INLINE lanes swapped(lanes x)
 #elif defined(__clang__)
     return __builtin_shufflevector(x, x, 1, 0);
 #elif WIDTH == 64
-    return __builtin_shuffle(x, (lanes){1, 0, 3, 2, 5, 4, 7, 6});
+    return __builtin_shuffle(x, (u64v){1, 0, 3, 2, 5, 4, 7, 6});
 #elif WIDTH == 32
-    return __builtin_shuffle(x, (lanes){1, 0, 3, 2});
+    return __builtin_shuffle(x, (u64v){1, 0, 3, 2});
 #else
-    return __builtin_shuffle(x, (lanes){1, 0});
+    return __builtin_shuffle(x, (u64v){1, 0});
 #endif
 }
 
 #if defined(__SSE2__)
 #define HAS_STREAM 1
 /* Store past the caches; p is aligned to WIDTH. Order it with stream_fence(). */
-INLINE void stream(void *p, lanes x)
+INLINE void stream(void *p, u64v x)
 {
 #if WIDTH == 64
     _mm512_stream_si512((__m512i *)p, (__m512i)x);
