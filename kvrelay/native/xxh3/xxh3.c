@@ -7,7 +7,7 @@
  * (13.5 -> 16.5 GB/s over scattered 32 KiB regions in cold memory, Zen 3).
  */
 #include "xxh3.h"
-#include "u64v.h"
+#include "vector.h"
 
 #define PARTS (64 / WIDTH)
 #define STRIPES 16
