@@ -128,7 +128,7 @@ def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -
 
 
 def _stores_table(stores: list[dict[str, Any]]) -> Table:
-    """The nodes of the cluster's KV store. Hits: blocks lent, of those that were asked for."""
+    """The nodes of the cluster's KV store. Hits: blocks read, of those requested."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for title in ("KV store", "pid", "blocks", "used/all", "hits", "to/from disk"):
         table.add_column(title, no_wrap=True)
@@ -136,10 +136,10 @@ def _stores_table(stores: list[dict[str, Any]]) -> Table:
         if not store.get("is_up"):
             table.add_row(store["worker_id"], str(store["pid"]), "[red]down[/red]")
             continue
-        sums = store["sums"]
+        stats = store["stats"]
         used = f"{store['used_bytes'] / 2**20:.0f}/{store['capacity_bytes'] / 2**20:.0f} MiB"
         table.add_row(store["worker_id"], str(store["pid"]), str(store["blocks"]), used,
-                      f"{sums['lent']}/{sums['lent'] + sums['missed']}", f"{sums['to_disk']}/{sums['from_disk']}")  # fmt: skip
+                      f"{stats['leased']}/{stats['leased'] + stats['missed']}", f"{stats['to_disk']}/{stats['from_disk']}")  # fmt: skip
     return table
 
 

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Sequence
 
 from kvrelay.kvcache.tiers.host_tier import HostTier
-from kvrelay.kvtransfer.slabs.messages import Offered
-from kvrelay.kvtransfer.slabs.server import Loan, Room
+from kvrelay.kvtransfer.slabs.messages import BlockOffer
+from kvrelay.kvtransfer.slabs.server import ReadLease, ReservedRange
 from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class SharedKeys:
 
 
 class PeerBlocks:
-    """Leases rows of one host tier to other workers. An Owner."""
+    """Leases rows of one host tier to other workers. An SlabDelegate."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class PeerBlocks:
         host: HostTier,
         keys: SharedKeys,
         *,
-        call: Callable[[Callable[[], list[Loan | None]]], "asyncio.Future[list[Loan | None]]"],
+        call: Callable[[Callable[[], list[ReadLease | None]]], "asyncio.Future[list[ReadLease | None]]"],
         post: Callable[[Callable[[], None]], None],
         is_alive: Callable[[], bool],
     ) -> None:
@@ -72,7 +72,7 @@ class PeerBlocks:
         self.num_leased = 0
         self.is_closed = False  # the engine's thread is about to end, or waits for that
 
-    async def lend(self, keys: Sequence[bytes]) -> list[Loan | None]:
+    async def lease(self, keys: Sequence[bytes]) -> list[ReadLease | None]:
         hashes = [self._keys.digest(key) for key in keys]
         if not any(hashes):
             return [None] * len(keys)
@@ -86,15 +86,15 @@ class PeerBlocks:
         self.num_leased += sum(lease is not None for lease in leases)
         return leases
 
-    def _lease(self, digest: BlockHash) -> Loan | None:
+    def _lease(self, digest: BlockHash) -> ReadLease | None:
         """Runs on the engine's thread."""
         held = self._host.hold_one(digest, _MAX_HELD_SHARE)
         if held is None:
             return None
-        return Loan(held.row, held.offset, held.num_bytes, held.checksum, held.generation)
+        return ReadLease(held.row, held.offset, held.num_bytes, held.checksum, held.generation)
 
-    def give_back(self, loans: Sequence[Loan]) -> None:
-        rows = [loan.slot for loan in loans]
+    def release(self, leases: Sequence[ReadLease]) -> None:
+        rows = [lease.row for lease in leases]
         self._post(lambda: self._host.unhold(rows))
 
     def welcome(self, block_bytes: int) -> str | None:
@@ -108,13 +108,13 @@ class PeerBlocks:
 
     # ---- what a worker does not do for others
 
-    def make_room(self, blocks: Sequence[Offered]) -> list[Room | bool]:
+    def reserve(self, blocks: Sequence[BlockOffer]) -> list[ReservedRange | bool]:
         return [False] * len(blocks)
 
-    def keep(self, block: Offered, room: Room) -> bool:
+    def keep(self, block: BlockOffer, room: ReservedRange) -> bool:
         raise AssertionError("a worker accepts no blocks of others")
 
-    def drop(self, room: Room, *, read: "asyncio.Future[None] | None" = None) -> None:
+    def drop(self, room: ReservedRange, *, read: "asyncio.Future[None] | None" = None) -> None:
         raise AssertionError("a worker accepts no blocks of others")
 
     async def forget(self, keys: Sequence[bytes]) -> int:
@@ -123,14 +123,11 @@ class PeerBlocks:
     def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
         return 0
 
-    async def replicate(self, keys: Sequence[bytes]) -> int:
-        return 0
-
-    def on_holding(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+    def on_announced(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
         """Only the store's nodes keep such announcements."""
 
-    def on_gone(self, client: object) -> None:
+    def on_disconnected(self, client: object) -> None:
         """No state is kept for clients."""
 
-    def whereabouts(self, keys: Sequence[bytes]) -> list[str]:
+    def find_holders(self, keys: Sequence[bytes]) -> list[str]:
         return [""] * len(keys)

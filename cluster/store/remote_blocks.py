@@ -11,7 +11,7 @@ import numpy as np
 from kvrelay.kvcache.stores.codecs import Codec, CodecError
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.mover.mover import xxh3_regions
-from kvrelay.kvtransfer.slabs.messages import Offered
+from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.types import KvMemory
 
 logger = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ STAGED, IN_PLACE = 0, 1  # slabs, as a client numbers them: its own staging, and
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class BlockBuffer:
     """One block of a call: its key in the store and its bytes here."""
 
     key: bytes
@@ -37,23 +37,23 @@ def offset_in(memory: KvMemory, view: memoryview) -> int | None:
     return offset if offset >= 0 and offset + view.nbytes <= memory.layout.num_bytes else None
 
 
-def cut_in_batches(spots: Sequence[Spot], max_bytes: int, max_staged: int) -> Iterator[list[int]]:
+def cut_in_batches(buffers: Sequence[BlockBuffer], max_bytes: int, max_staged: int) -> Iterator[list[int]]:
     """Indices, in order: at most so many bytes together (but at least one block), and so many that are staged."""
     batch: list[int] = []
     num_bytes = num_staged = 0
-    for index, spot in enumerate(spots):
-        is_staged = spot.offset is None
-        if batch and (num_bytes + spot.view.nbytes > max_bytes or num_staged + is_staged > max_staged):
+    for index, buffer in enumerate(buffers):
+        is_staged = buffer.offset is None
+        if batch and (num_bytes + buffer.view.nbytes > max_bytes or num_staged + is_staged > max_staged):
             yield batch
             batch, num_bytes, num_staged = [], 0, 0
         batch.append(index)
-        num_bytes += spot.view.nbytes
+        num_bytes += buffer.view.nbytes
         num_staged += is_staged
     if batch:
         yield batch
 
 
-class Desk:
+class BlockStager:
     """Makes blocks ready for others to read, and brings what has come to where it belongs. Methods block."""
 
     def __init__(self, staging: KvMemory, memory: KvMemory | None, codec: Codec) -> None:
@@ -61,13 +61,13 @@ class Desk:
         self._staging, self._memory, self._codec = staging.view, memory, codec
         self._keeps_checksums = codec.name == "none"
 
-    def offers(self, spots: Sequence[Spot], places: Mapping[int, int]) -> list[Offered | None]:
+    def offers(self, buffers: Sequence[BlockBuffer], places: Mapping[int, int]) -> list[BlockOffer | None]:
         """Staged ones are encoded into their places (by index); hashed are those without a checksum. None: cannot be encoded."""
-        bare = [self._offer(spot, places.get(i, 0)) for i, spot in enumerate(spots)]
+        bare = [self._offer(buffer, places.get(i, 0)) for i, buffer in enumerate(buffers)]
         groups: defaultdict[tuple[bool, int], list[int]] = defaultdict(list)
         for i, offer in enumerate(bare):
             if offer is not None and not offer.checksum:
-                groups[spots[i].offset is None, offer.num_bytes].append(i)
+                groups[buffers[i].offset is None, offer.num_bytes].append(i)
         for (is_staged, num_bytes), chosen in groups.items():
             view = self._staging if is_staged or self._memory is None else self._memory.view
             assert view is not None
@@ -77,28 +77,28 @@ class Desk:
                     bare[i] = msgspec.structs.replace(offer, checksum=found)
         return bare
 
-    def _offer(self, spot: Spot, place: int) -> Offered | None:
-        offset, num_bytes, meta = place, spot.view.nbytes, spot.meta or BlockMeta(None, 0)
+    def _offer(self, buffer: BlockBuffer, place: int) -> BlockOffer | None:
+        offset, num_bytes, meta = place, buffer.view.nbytes, buffer.meta or BlockMeta(None, 0)
         checksum = meta.checksum if self._keeps_checksums else None
-        if spot.offset is not None:
-            offset = spot.offset
+        if buffer.offset is not None:
+            offset = buffer.offset
         else:
             try:
-                data = self._codec.encode(spot.view.cast("B"))
+                data = self._codec.encode(buffer.view.cast("B"))
             except CodecError as error:
                 logger.warning("a block does not go to the store: %s", error)
                 return None
             num_bytes = data.nbytes
             self._staging[place : place + num_bytes] = data
-        return Offered(
-            key=spot.key, offset=offset, num_bytes=num_bytes, checksum=checksum or 0, parent=spot.parent,
+        return BlockOffer(
+            key=buffer.key, offset=offset, num_bytes=num_bytes, checksum=checksum or 0, parent=buffer.parent,
             end_tokens=meta.end_tokens, priority=meta.priority, tenant=meta.tenant,
         )  # fmt: skip
 
-    def arrived(self, spot: Spot, place: int, num_bytes: int) -> bool:
+    def arrived(self, buffer: BlockBuffer, place: int, num_bytes: int) -> bool:
         """Decode a staged block to where it belongs."""
         try:
-            self._codec.decode(self._staging[place : place + num_bytes], spot.view.cast("B"))
+            self._codec.decode(self._staging[place : place + num_bytes], buffer.view.cast("B"))
         except CodecError as error:
             logger.warning("a block of the store is of no use: %s", error)
             return False

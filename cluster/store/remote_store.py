@@ -17,18 +17,18 @@ from typing import Any, TypeVar
 
 from kvrelay.cluster.store.links import Node, StoreLinks
 from kvrelay.cluster.store.peer_blocks import PeerBlocks, SharedKeys
-from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, Desk, Spot, cut_in_batches, offset_in
+from kvrelay.cluster.store.remote_blocks import IN_PLACE, STAGED, BlockBuffer, BlockStager, cut_in_batches, offset_in
 from kvrelay.errors import BackendUnavailable, PeerLost, StoreError
 from kvrelay.kvcache.stores.codecs import Codec, NoCodec
 from kvrelay.kvcache.stores.counters import StoreCounters
 from kvrelay.kvcache.stores.placement import StoreAddress
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
-from kvrelay.kvtransfer.slabs.client import SlabPeer, Wanted
-from kvrelay.kvtransfer.slabs.messages import Offered
+from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
+from kvrelay.kvtransfer.slabs.messages import BlockOffer
 from kvrelay.kvtransfer.slabs.server import SlabServer
-from kvrelay.kvtransfer.slabs.slabs import Slab, StuckRead
-from kvrelay.kvtransfer.slabs.staging import Staging
+from kvrelay.kvtransfer.slabs.slabs import SharedSlab, StuckRead
+from kvrelay.kvtransfer.slabs.staging import StagingSlab
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.types import BlockHash, KvMemory
@@ -78,9 +78,9 @@ class RemoteStore:
         self._transport, self._transports, self._tls, self._tamper = transport, transports, tls, tamper
         self._wanted_nodes = tuple(nodes)
         self._links = StoreLinks(self._make_peer, num_replicas=num_replicas, on_connected=self._announce_all)
-        self._slabs: list[Slab] = []
-        self._staging: Staging | None = None
-        self._desk: Desk | None = None
+        self._slabs: list[SharedSlab] = []
+        self._staging: StagingSlab | None = None
+        self._stager: BlockStager | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
         self._sums = StoreCounters()
@@ -103,10 +103,10 @@ class RemoteStore:
 
     async def _open(self) -> None:
         places = min(max(STAGING_BYTES // self._travel_bytes, _LEAST_PLACES), _MOST_PLACES)
-        self._staging = Staging(self._travel_bytes, places)
-        self._desk = Desk(self._staging.memory, self._memory, self._codec)
+        self._staging = StagingSlab(self._travel_bytes, places)
+        self._stager = BlockStager(self._staging.memory, self._memory, self._codec)
         for memory in (self._staging.memory, *([self._memory] if self._memory is not None else [])):
-            slab = Slab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
+            slab = SharedSlab(memory, self._secret, self._host, transport=self._transport, transports=self._transports)
             self._slabs.append(slab)
             await slab.start()
         self._links.set_nodes(self._wanted_nodes)
@@ -155,8 +155,10 @@ class RemoteStore:
         if not hashes or not self._is_open:
             return [False] * len(hashes)
         began = time.monotonic()
-        spots = [Spot(self.key(digest), view, self._offset(view)) for digest, view in zip(hashes, into, strict=True)]
-        loaded = self._wait(self._load(spots))
+        buffers = [
+            BlockBuffer(self.key(digest), view, self._offset(view)) for digest, view in zip(hashes, into, strict=True)
+        ]
+        loaded = self._wait(self._load(buffers))
         num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
         self._sums.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=time.monotonic() - began)
         return loaded
@@ -171,7 +173,7 @@ class RemoteStore:
         there = self._wait(self._exist(keys))
         kept = {key for key, here in zip(keys, there, strict=True) if here}
         new = {
-            key: Spot(key, view, self._offset(view), meta, self.key(meta.parent) if meta.parent else b"")
+            key: BlockBuffer(key, view, self._offset(view), meta, self.key(meta.parent) if meta.parent else b"")
             for key, view, meta in zip(keys, blocks, metas, strict=True)
             if key not in kept
         }
@@ -252,7 +254,7 @@ class RemoteStore:
         """In the store, or at a worker that lends it."""
         found = await self._exist(keys)
         missing = [i for i, here in enumerate(found) if not here]
-        for i, address in zip(missing, await self._whereabouts([keys[i] for i in missing]), strict=True):
+        for i, address in zip(missing, await self._find_holders([keys[i] for i in missing]), strict=True):
             found[i] = bool(address)
         return found
 
@@ -272,20 +274,20 @@ class RemoteStore:
         await self._links.by_rank(order, found, ask)
         return found
 
-    async def _load(self, spots: Sequence[Spot]) -> list[bool]:
-        loaded = [False] * len(spots)
+    async def _load(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
+        loaded = [False] * len(buffers)
         staging = self._staging
         assert staging is not None
-        order = self._links.order([spot.key for spot in spots])
+        order = self._links.order([buffer.key for buffer in buffers])
 
         async def ask(node: Node, chosen: list[int]) -> None:
-            for batch in cut_in_batches([spots[i] for i in chosen], _BATCH_BYTES, staging.num_places):
-                await self._get(node, [spots[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
+            for batch in cut_in_batches([buffers[i] for i in chosen], _BATCH_BYTES, staging.num_cells):
+                await self._get(node, [buffers[chosen[i]] for i in batch], loaded, [chosen[i] for i in batch])
 
         await self._links.by_rank(order, loaded, ask)
         missing = [i for i, here in enumerate(loaded) if not here]
         if missing:
-            at = await self._whereabouts([spots[i].key for i in missing])
+            at = await self._find_holders([buffers[i].key for i in missing])
             workers = [[self._links.worker(address)] if address else [] for address in at]
             found = [False] * len(missing)
 
@@ -295,73 +297,73 @@ class RemoteStore:
             await self._links.by_rank(workers, found, ask_worker)
         return loaded
 
-    async def _get(self, node: Node, spots: Sequence[Spot], loaded: list[bool], index: Sequence[int]) -> None:
+    async def _get(self, node: Node, buffers: Sequence[BlockBuffer], loaded: list[bool], index: Sequence[int]) -> None:
         """Bring one batch from one node, as far as it has it."""
-        assert self._staging is not None and self._desk is not None
-        staged = [i for i, spot in enumerate(spots) if spot.offset is None]
+        assert self._staging is not None and self._stager is not None
+        staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
         try:
-            async with self._staging.places(len(staged)) as free:
+            async with self._staging.reserve(len(staged)) as free:
                 peer = await self._links.peer_of(node)
                 if peer is None:
                     return
                 places = dict(zip(staged, free, strict=True))
-                sizes = await peer.get([self._wanted(spot, places.get(i)) for i, spot in enumerate(spots)])
-                good = [size == spot.view.nbytes for size, spot in zip(sizes, spots, strict=True)]
+                sizes = await peer.get([self._wanted(buffer, places.get(i)) for i, buffer in enumerate(buffers)])
+                good = [size == buffer.view.nbytes for size, buffer in zip(sizes, buffers, strict=True)]
                 if staged:
-                    good = await asyncio.to_thread(self._arrived, spots, places, sizes)
+                    good = await asyncio.to_thread(self._arrived, buffers, places, sizes)
         except PeerLost as error:
             self._links.failed(node, error.why)
         except StuckRead as error:
-            if len(staged) < len(spots):
+            if len(staged) < len(buffers):
                 await asyncio.wait({error.read})  # the caller's own memory: it must not have it back before
             self._links.failed(node, error.why)
         else:
             for i, is_good in zip(index, good, strict=True):
                 loaded[i] = is_good
 
-    def _wanted(self, spot: Spot, place: int | None) -> Wanted:
+    def _wanted(self, buffer: BlockBuffer, place: int | None) -> BlockRequest:
         if place is None:
-            return Wanted(spot.key, IN_PLACE, spot.offset or 0, spot.view.nbytes)
-        return Wanted(spot.key, STAGED, place, self._travel_bytes)
+            return BlockRequest(buffer.key, IN_PLACE, buffer.offset or 0, buffer.view.nbytes)
+        return BlockRequest(buffer.key, STAGED, place, self._travel_bytes)
 
-    def _arrived(self, spots: Sequence[Spot], places: Mapping[int, int], sizes: Sequence[int]) -> list[bool]:
-        desk = self._desk
-        assert desk is not None
+    def _arrived(self, buffers: Sequence[BlockBuffer], places: Mapping[int, int], sizes: Sequence[int]) -> list[bool]:
+        stager = self._stager
+        assert stager is not None
         return [
-            desk.arrived(spot, places[i], sizes[i]) if i in places and sizes[i] else sizes[i] == spot.view.nbytes
-            for i, spot in enumerate(spots)
+            stager.arrived(buffer, places[i], sizes[i]) if i in places and sizes[i] else sizes[i] == buffer.view.nbytes
+            for i, buffer in enumerate(buffers)
         ]
 
-    async def _store(self, spots: Sequence[Spot]) -> list[bool]:
+    async def _store(self, buffers: Sequence[BlockBuffer]) -> list[bool]:
         """Every replica reads from us. Kept, where one of them keeps it."""
-        kept = [False] * len(spots)
+        kept = [False] * len(buffers)
         assert self._staging is not None
         few = asyncio.Semaphore(_PUTS_AT_ONCE)  # one is hashed while another is read
 
         async def put(batch: list[int]) -> None:
             async with few:
-                for i in await self._store_batch([spots[i] for i in batch]):
+                for i in await self._store_batch([buffers[i] for i in batch]):
                     kept[batch[i]] = True
 
         async with asyncio.TaskGroup() as group:
-            for batch in cut_in_batches(spots, _PUT_BYTES, self._staging.num_places):
+            for batch in cut_in_batches(buffers, _PUT_BYTES, self._staging.num_cells):
                 group.create_task(put(batch))
         return kept
 
-    async def _store_batch(self, spots: Sequence[Spot]) -> set[int]:
-        assert self._staging is not None and self._desk is not None
-        staged = [i for i, spot in enumerate(spots) if spot.offset is None]
-        async with self._staging.places(len(staged)) as free:
-            offers = await asyncio.to_thread(self._desk.offers, spots, dict(zip(staged, free, strict=True)))
+    async def _store_batch(self, buffers: Sequence[BlockBuffer]) -> set[int]:
+        assert self._staging is not None and self._stager is not None
+        staged = [i for i, buffer in enumerate(buffers) if buffer.offset is None]
+        async with self._staging.reserve(len(staged)) as free:
+            offers = await asyncio.to_thread(self._stager.offers, buffers, dict(zip(staged, free, strict=True)))
             groups: dict[int, tuple[Node, list[int]]] = {}
-            for i, nodes in enumerate(self._links.order([spot.key for spot in spots])):
+            for i, nodes in enumerate(self._links.order([buffer.key for buffer in buffers])):
                 for node in nodes[: self._num_replicas] if offers[i] is not None else ():
                     groups.setdefault(id(node), (node, []))[1].append(i)
-            putting = [self._put(node, chosen, spots, offers) for node, chosen in groups.values()]
+            putting = [self._put(node, chosen, buffers, offers) for node, chosen in groups.values()]
             return {i for answers in await asyncio.gather(*putting) for i in answers}
 
     async def _put(
-        self, node: Node, chosen: Sequence[int], spots: Sequence[Spot], offers: Sequence[Offered | None]
+        self, node: Node, chosen: Sequence[int], buffers: Sequence[BlockBuffer], offers: Sequence[BlockOffer | None]
     ) -> list[int]:
         """Which of these the node keeps."""
         kept: list[int] = []
@@ -370,7 +372,7 @@ class RemoteStore:
             return kept
         try:
             for slab in (STAGED, IN_PLACE):
-                some = [i for i in chosen if (spots[i].offset is None) == (slab == STAGED)]
+                some = [i for i in chosen if (buffers[i].offset is None) == (slab == STAGED)]
                 if some:
                     answers = await peer.put(slab, [offer for i in some if (offer := offers[i])], within_s=_PUT_S)
                     kept += [i for i, is_kept in zip(some, answers, strict=True) if is_kept]
@@ -378,7 +380,7 @@ class RemoteStore:
             self._links.failed(node, error.why)
         return kept
 
-    async def _whereabouts(self, keys: Sequence[bytes]) -> list[str]:
+    async def _find_holders(self, keys: Sequence[bytes]) -> list[str]:
         """ "host:port" of a worker that says it holds each of these, not this one; told by each key's first node."""
         places = [""] * len(keys)
 
@@ -386,7 +388,7 @@ class RemoteStore:
             peer = await self._links.peer_of(node)
             if peer is not None:
                 try:
-                    answers = await peer.whereabouts([keys[i] for i in chosen])
+                    answers = await peer.find_holders([keys[i] for i in chosen])
                 except PeerLost as error:
                     self._links.failed(node, error.why)
                     return
@@ -408,7 +410,7 @@ class RemoteStore:
         for name, (some, gone) in news.items():
             peer = await self._links.peer_of(nodes[name])
             if peer is not None and self._peer_server is not None:
-                peer.tell_holding(self._host, self._peer_server.port, some, gone)
+                peer.announce(self._host, self._peer_server.port, some, gone)
 
     async def _announce_all(self, node: Node) -> None:
         """A node that has just been connected, again or for the first time, knows nothing yet."""
@@ -418,7 +420,7 @@ class RemoteStore:
         mine = [key for key, (first, *_) in zip(keys, self._links.order(keys), strict=True) if first is node]
         peer = await self._links.peer_of(node)
         if peer is not None and mine:
-            peer.tell_holding(self._host, self._peer_server.port, mine, [])
+            peer.announce(self._host, self._peer_server.port, mine, [])
 
     def _make_peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(

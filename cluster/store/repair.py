@@ -1,8 +1,8 @@
-"""Keeps as many copies of each block as placement wants, when nodes of the store come and go.
+"""Keeps as many copies of each block as placement wants when nodes of the store join or leave.
 
-After a change every node goes through what it holds: where one that should have a copy has none, it offers it one,
-and it lets go of what no longer belongs here once all who should have it do. At a bounded rate; a block that is evicted
-somewhere is not brought back, or full nodes would push each other's blocks out for ever.
+After a change every node goes through its blocks: it offers a block to each node that should have a copy and has none, and
+deletes blocks that belong elsewhere once every node that should have them does. At a limited rate. An evicted block is not
+copied back, or full nodes would evict each other's blocks for ever.
 """
 
 import asyncio
@@ -10,46 +10,31 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 
+from kvrelay.cluster.store.node import StoreNode
 from kvrelay.errors import PeerLost
 from kvrelay.kvcache.stores.placement import StoreAddress, places
 from kvrelay.kvtransfer.slabs.client import SlabPeer
-from kvrelay.kvtransfer.slabs.messages import Offered
-from kvrelay.kvtransfer.slabs.server import Loan
 
 logger = logging.getLogger(__name__)
 
 BATCH_BLOCKS = 64
 _PUT_S = 20.0
-_AGAIN_S = 2.0  # after a sweep in which some node did not answer
-_MAX_AGAIN = 5
-
-
-class Holder(Protocol):
-    """The node, as far as repair sees it."""
-
-    node_id: str
-
-    def keys(self) -> list[bytes]: ...
-
-    def block(self, slot: int) -> Offered: ...
-
-    async def lend(self, keys: Sequence[bytes]) -> list[Loan | None]: ...
-
-    def give_back(self, loans: Sequence[Loan]) -> None: ...
-
-    async def forget(self, keys: Sequence[bytes]) -> int: ...
+_RETRY_S = 2.0  # after a sweep in which some node did not answer
+_MAX_RETRIES = 5
 
 
 class Repairer:
-    """Spreads one node's blocks. Used on the node's loop."""
+    """Copies one node's blocks to others. Used on the node's loop.
+
+    More than 12 attributes: four of them are counters for reports.
+    """
 
     def __init__(
         self,
-        node: Holder,
+        node: StoreNode,
         make_peer: Callable[[StoreAddress], SlabPeer],
         *,
         num_replicas: int,
@@ -63,8 +48,8 @@ class Repairer:
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
-        self.num_copied = self.num_handed_over = self.num_sweeps = 0
-        self.is_settled = True  # nothing left to do since the last change
+        self.num_copied = self.num_moved = self.num_sweeps = 0
+        self.is_settled = True  # nothing is left to do since the last change
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run(), name="store repair")
@@ -86,7 +71,7 @@ class Repairer:
             self._changed.set()
 
     async def _run(self) -> None:
-        num_again = 0
+        num_retries = 0
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -94,33 +79,33 @@ class Repairer:
                 await self._peers.pop(address).aclose()
             try:
                 is_complete = await self.sweep()
-            except Exception:  # a process edge: repair must outlive whatever a sweep meets
+            except Exception:  # a process edge: repair must survive any failure of a sweep
                 logger.exception("repair of %s failed", self._node.node_id)
                 is_complete = False
-            num_again = 0 if is_complete else num_again + 1
-            if is_complete or num_again > _MAX_AGAIN:
+            num_retries = 0 if is_complete else num_retries + 1
+            if is_complete or num_retries > _MAX_RETRIES:
                 self.is_settled = not self._changed.is_set()
             else:
-                asyncio.get_running_loop().call_later(_AGAIN_S, self._changed.set)
+                asyncio.get_running_loop().call_later(_RETRY_S, self._changed.set)
 
     async def sweep(self) -> bool:
-        """Go through all that the node holds, until done or the nodes change; whether every node answered."""
+        """Go through all blocks, until done or the nodes change; returns whether every node answered."""
         nodes, is_complete = self._nodes, True
         keys = self._node.keys()
         self.num_sweeps += 1
         for first in range(0, len(keys), BATCH_BLOCKS):
             if nodes is not self._nodes:
                 return False
-            is_complete &= await self._spread(keys[first : first + BATCH_BLOCKS], may_let_go=True)
+            is_complete &= await self._spread(keys[first : first + BATCH_BLOCKS], may_delete=True)
         return is_complete
 
     async def spread(self, keys: Sequence[bytes]) -> int:
-        """Bring these to where placement wants them, now; how many copies that took."""
+        """Copy these blocks to where placement wants them, now; returns the number of copies."""
         before = self.num_copied
-        await self._spread(keys, may_let_go=False)
+        await self._spread(keys, may_delete=False)
         return self.num_copied - before
 
-    async def _spread(self, keys: Sequence[bytes], *, may_let_go: bool) -> bool:
+    async def _spread(self, keys: Sequence[bytes], *, may_delete: bool) -> bool:
         wanted_at: defaultdict[StoreAddress, list[bytes]] = defaultdict(list)
         foreign: dict[bytes, int] = {}  # key -> copies elsewhere that are still to be confirmed
         for key, nodes in zip(keys, places(keys, self._nodes, self._num_replicas), strict=True):
@@ -132,33 +117,33 @@ class Repairer:
         is_complete = True
         for address, some in wanted_at.items():
             try:
-                for key in await self._bring(address, some):
+                for key in await self._copy(address, some):
                     if key in foreign:
                         foreign[key] -= 1
             except PeerLost as error:
                 logger.info("repair: %s", error.why)
                 is_complete = False
         gone = [key for key, missing in foreign.items() if missing == 0]
-        if gone and may_let_go:
-            self.num_handed_over += await self._node.forget(gone)
+        if gone and may_delete:
+            self.num_moved += await self._node.forget(gone)
         return is_complete
 
-    async def _bring(self, address: StoreAddress, keys: Sequence[bytes]) -> list[bytes]:
-        """Which of these that node has afterwards. Raises PeerLost."""
-        async with self._lock:  # one batch at a time: the rate is the node's, whoever asks
+    async def _copy(self, address: StoreAddress, keys: Sequence[bytes]) -> list[bytes]:
+        """Copy the blocks that this node lacks; returns the keys that it has then. Raises PeerLost."""
+        async with self._lock:  # one batch at a time, since the rate is the node's
             peer = await self._peer(address)
             found = await peer.exists(keys)
             there = [key for key, here in zip(keys, found, strict=True) if here]
             missing = [key for key, here in zip(keys, found, strict=True) if not here]
             if not missing:
                 return there
-            loans = [loan for loan in await self._node.lend(missing) if loan is not None]
+            leases = [lease for lease in await self._node.lease(missing) if lease is not None]
             try:
-                offers = [msgspec.structs.replace(self._node.block(loan.slot), offset=loan.offset) for loan in loans]
+                offers = [msgspec.structs.replace(self._node.block(lease.row), offset=lease.offset) for lease in leases]
                 began = self._clock()
                 kept = await peer.put(0, offers, within_s=_PUT_S) if offers else []
             finally:
-                self._node.give_back(loans)
+                self._node.release(leases)
             self.num_copied += sum(kept)
             num_bytes = sum(offer.num_bytes for offer in offers)
             await asyncio.sleep(max(num_bytes / self._bytes_per_s - (self._clock() - began), 0.0))

@@ -1,6 +1,6 @@
-"""A node of the cluster's store, whole: its memory, what it holds, its server, its repair. Must not import Ray.
+"""A node of the cluster's store: its memory, blocks, server and repair. Must not import Ray.
 
-Hosted by an actor (store_actor.py), or by a plain process (store_process.py).
+Hosted by an actor (actor.py), or by a plain process (process.py).
 """
 
 import logging
@@ -15,7 +15,7 @@ from kvrelay.kvcache.stores.store import BlockStore
 from kvrelay.kvtransfer.paths.selection import TRANSPORTS
 from kvrelay.kvtransfer.slabs.client import SlabPeer
 from kvrelay.kvtransfer.slabs.server import SlabServer
-from kvrelay.kvtransfer.slabs.slabs import Slab, allocate_slab, free_slab
+from kvrelay.kvtransfer.slabs.slabs import SharedSlab, allocate_slab, free_slab
 from kvrelay.kvtransfer.transports.base import Transport
 from kvrelay.plane.tls import ClusterTls
 from kvrelay.settings.cache import StoreSettings
@@ -33,7 +33,7 @@ class StoreService:
         secret: bytes,
         *,
         host: str,
-        make_policy: Callable[[int], EvictionPolicy] = lambda num_slots: Lru(),
+        make_policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru(),
         make_disk: Callable[[int], BlockStore] | None = None,
         transport: str = "auto",
         transports: Mapping[str, Transport] = TRANSPORTS,
@@ -45,26 +45,43 @@ class StoreService:
         self._settings, self._secret, self._host, self._tls, self._stall_s = settings, secret, host, tls, stall_s
         self._memory = allocate_slab(settings.memory_bytes)
         self.node = StoreNode(
-            node_id, self._memory, make_policy, tenant_quota_bytes=settings.tenant_quota_bytes, make_disk=make_disk,
+            node_id,
+            self._memory,
+            make_policy,
+            tenant_quota_bytes=settings.tenant_quota_bytes,
+            make_disk=make_disk,
             clock=clock,
-        )  # fmt: skip
-        self._slab = Slab(self._memory, secret, host, transport=transport, transports=transports)
-        self.server = SlabServer(
-            self._slab, self.node, secret, host, lease_s=lease_s, stall_s=stall_s, tls=tls
-        )  # fmt: skip
+        )
+        self._slab = SharedSlab(self._memory, secret, host, transport=transport, transports=transports)
         self.repair = Repairer(
             self.node, self._peer, num_replicas=settings.replicas, bytes_per_s=settings.repair_rate_bytes
         )
-        self.node.spread = self.repair.spread
+        self.server = SlabServer(
+            self._slab,
+            self.node,
+            secret,
+            host,
+            lease_s=lease_s,
+            stall_s=stall_s,
+            tls=tls,
+            replicate=self.repair.spread,
+        )
 
     def _peer(self, address: StoreAddress) -> SlabPeer:
         return SlabPeer(
-            address.host, address.port, self._secret, [self._slab], peer_id=self.node.node_id,
-            block_bytes=self.node.block_bytes, answer_s=self._stall_s, stall_s=self._stall_s, tls=self._tls,
-        )  # fmt: skip
+            address.host,
+            address.port,
+            self._secret,
+            [self._slab],
+            peer_id=self.node.node_id,
+            block_bytes=self.node.block_bytes,
+            answer_s=self._stall_s,
+            stall_s=self._stall_s,
+            tls=self._tls,
+        )
 
     async def start(self, port: int = 0) -> StoreAddress:
-        """Where it listens. Raises BackendUnavailable."""
+        """Start everything; returns where it listens. Raises BackendUnavailable."""
         await self._slab.start()
         await self.server.start(port)
         self.repair.start()
@@ -73,11 +90,11 @@ class StoreService:
         )
 
     def set_nodes(self, nodes: Sequence[StoreAddress]) -> None:
-        """All live nodes, whenever they change. This one is counted in whatever the list says."""
+        """All live nodes, whenever they change; this one counts whether listed or not."""
         self.repair.set_nodes(nodes)
 
     async def aclose(self) -> None:
-        """End repair, every connection, and what goes to disk."""
+        """Stop repair, close every connection, and finish writes to disk."""
         await self.repair.aclose()
         await self.server.aclose()
         await self._slab.aclose()

@@ -1,7 +1,7 @@
-"""SlabPeer: a client's connection to one owner of a slab. Asks, reads into its own slabs, gives back.
+"""SlabPeer: a client's connection to a slab server. Requests blocks, reads them into its own slabs, offers its own.
 
-Used on one loop. Any request may raise PeerLost: the connection is gone or the owner did not answer in time, and then
-everything that was asked of it fails at once. What the owner lent comes back to it with the lease.
+Used on one loop. Any request may raise PeerLost: the connection ended or the server did not answer in time; then all
+requests under way fail at once, and the server's leases end by themselves.
 """
 
 import asyncio
@@ -19,34 +19,34 @@ from kvrelay.kvtransfer.paths.discovery import this_machine
 from kvrelay.kvtransfer.slabs.messages import (
     MISSING,
     SLAB_PROTOCOL,
+    AcquireLease,
+    AnnounceBlocks,
     Answer,
+    BlockOffer,
     Describe,
     Description,
     Done,
-    Exist,
     Exists,
-    Failed,
+    ExistsResult,
+    FindHolders,
     Forget,
-    Holding,
-    Lend,
-    Lent,
-    Offered,
+    HolderAddresses,
+    LeaseGranted,
     Pin,
-    Places,
-    Release,
+    PutBlocks,
+    PutResult,
+    ReleaseLease,
     Replicate,
     Request,
     SlabHello,
     SlabRejected,
+    SlabRequestFailed,
     SlabWelcome,
-    Take,
-    Taken,
-    ToOwner,
-    Whereabouts,
+    ToServer,
     decode_to_client,
     encode,
 )
-from kvrelay.kvtransfer.slabs.slabs import Fetch, Fetcher, Slab, StuckRead
+from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, SlabReader, StuckRead
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
@@ -54,13 +54,13 @@ from kvrelay.plane.tls import ClusterTls
 
 logger = logging.getLogger(__name__)
 
-Reply = TypeVar("Reply", Lent, Taken, Exist, Done, Places, Description)
+Reply = TypeVar("Reply", LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Description)
 Outcome = TypeVar("Outcome")
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """A block to get: its key, and where it shall lie in which of the client's slabs."""
+class BlockRequest:
+    """A block to get: its key, and where to write it: the slab's number and byte offset."""
 
     key: bytes
     slab: int
@@ -69,13 +69,26 @@ class Wanted:
 
 
 class SlabPeer:
-    """One owner, as a client sees it."""
+    """One slab server, as a client sees it.
+
+    More than 12 attributes: the connection's parameters (9), its state (4), the reads' (2), and the peer's identity.
+    """
 
     def __init__(
-        self, host: str, port: int, secret: bytes, slabs: Sequence[Slab], *, peer_id: str, block_bytes: int,
-        answer_s: float = 1.0, stall_s: float = 1.0, tls: ClusterTls | None = None, tamper: Any = None,
-    ) -> None:  # fmt: skip
-        """`answer_s`: the longest that it may take to answer what needs no bytes; `tamper`: fault injection, as Arrival's."""
+        self,
+        host: str,
+        port: int,
+        secret: bytes,
+        slabs: Sequence[SharedSlab],
+        *,
+        peer_id: str,
+        block_bytes: int,
+        answer_s: float = 1.0,
+        stall_s: float = 1.0,
+        tls: ClusterTls | None = None,
+        tamper: Any = None,
+    ) -> None:
+        """`answer_s`: timeout of requests that move no block data; `tamper`: fault injection, as in Arrival."""
         self.host, self.port = host, port
         self._secret, self._slabs, self._tls = secret, list(slabs), tls
         self._peer_id, self._block_bytes = peer_id, block_bytes
@@ -84,7 +97,7 @@ class SlabPeer:
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._connection: Connection | None = None
         self._receiving: asyncio.Task[None] | None = None
-        self._fetchers: list[Fetcher] = []
+        self._readers: list[SlabReader] = []
         self.node_id = self.epoch = ""
         self.num_corrupt = 0
 
@@ -93,16 +106,19 @@ class SlabPeer:
         return self._receiving is not None and not self._receiving.done()
 
     async def connect(self) -> None:
-        """Raises PeerLost."""
+        """Connect and exchange hellos. Raises PeerLost."""
         try:
             async with asyncio.timeout(self._answer_s):
                 self._connection = await plane.connect(
                     self.host, self.port, self._secret, timeout_s=self._answer_s, tls=self._tls
                 )
                 hello = SlabHello(
-                    protocol=SLAB_PROTOCOL, peer_id=self._peer_id, block_bytes=self._block_bytes,
-                    topology=this_machine(), slabs=[slab.offer() for slab in self._slabs],
-                )  # fmt: skip
+                    protocol=SLAB_PROTOCOL,
+                    peer_id=self._peer_id,
+                    block_bytes=self._block_bytes,
+                    topology=this_machine(),
+                    slabs=[slab.offer() for slab in self._slabs],
+                )
                 await self._connection.send(encode(hello))
                 reply = decode_to_client(await self._connection.receive())
         except (PlaneError, TimeoutError, msgspec.DecodeError) as error:
@@ -118,79 +134,81 @@ class SlabPeer:
         self.node_id, self.epoch = reply.node_id, reply.epoch
         for slab in self._slabs:
             route = slab.route_from(reply.slab, reply.topology)
-            self._fetchers.append(Fetcher(slab.memory, route, stall_s=self._stall_s, tamper=self._tamper))
+            self._readers.append(SlabReader(slab.memory, route, stall_s=self._stall_s, tamper=self._tamper))
         self._receiving = asyncio.create_task(self._receive(self._connection), name="slab answers")
 
     async def aclose(self) -> None:
-        """Every request that waits fails; then let go of the owner's memory."""
+        """Fail all waiting requests and detach from the server's memory."""
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.gather(self._receiving, return_exceptions=True)
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abort()
-        fetchers, self._fetchers = self._fetchers, []
-        for fetcher in fetchers:
-            await fetcher.aclose()
+        readers, self._readers = self._readers, []
+        for reader in readers:
+            await reader.aclose()
 
     # ---- requests
 
-    async def get(self, wanted: Sequence[Wanted]) -> list[int]:
-        """Bring blocks; the size of each that is in place and verified, else 0.
+    async def get(self, wanted: Sequence[BlockRequest]) -> list[int]:
+        """Read blocks; returns the size in bytes of each that is in place and verified, else 0.
 
-        Raises PeerLost (nothing lands any more), StuckRead (something may).
+        Raises PeerLost (no more writes to our slab), StuckRead (there may be).
         """
         number = next(self._numbers)
-        lent = await self._ask(Lend(number=number, keys=[one.key for one in wanted]), Lent)
-        if not len(lent.offsets) == len(lent.sizes) == len(lent.checksums) == len(wanted):
+        granted = await self._request(AcquireLease(number=number, keys=[one.key for one in wanted]), LeaseGranted)
+        if not len(granted.offsets) == len(granted.sizes) == len(granted.checksums) == len(wanted):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
-        if all(offset == MISSING for offset in lent.offsets):
+        if all(offset == MISSING for offset in granted.offsets):
             return [0] * len(wanted)
         try:
-            sizes = await self._while_it_lives(self._read(wanted, lent))
+            sizes = await self._while_connected(self._read(wanted, granted))
         except TransportError as error:
             if isinstance(error, StuckRead):
                 raise
             raise PeerLost("", f"{self.host}:{self.port}: {error}") from error
         finally:
-            self._tell(Release(number=number))
-        if missed := sum(size == 0 and offset != MISSING for size, offset in zip(sizes, lent.offsets, strict=True)):
+            self._notify(ReleaseLease(number=number))
+        if missed := sum(size == 0 and offset != MISSING for size, offset in zip(sizes, granted.offsets, strict=True)):
             self.num_corrupt += missed
-            logger.warning(
-                "%d blocks of %s:%d did not arrive as they left; they are deleted", missed, self.host, self.port
-            )
+            logger.warning("%d blocks of %s:%d failed their checksums; they are deleted", missed, self.host, self.port)
             gone = [
-                one.key for one, size, at in zip(wanted, sizes, lent.offsets, strict=True) if not size and at != MISSING
+                one.key
+                for one, size, at in zip(wanted, sizes, granted.offsets, strict=True)
+                if not size and at != MISSING
             ]
-            self._tell(Forget(number=next(self._numbers), keys=gone))
+            self._notify(Forget(number=next(self._numbers), keys=gone))
         return sizes
 
-    async def _read(self, wanted: Sequence[Wanted], lent: Lent) -> list[int]:
+    async def _read(self, wanted: Sequence[BlockRequest], granted: LeaseGranted) -> list[int]:
         sizes = [0] * len(wanted)
-        for slab, fetcher in enumerate(self._fetchers):
+        for slab, reader in enumerate(self._readers):
             chosen = [
                 i
                 for i, one in enumerate(wanted)
-                if one.slab == slab and lent.offsets[i] != MISSING and 0 < lent.sizes[i] <= one.room_bytes
+                if one.slab == slab and granted.offsets[i] != MISSING and 0 < granted.sizes[i] <= one.room_bytes
             ]
-            fetches = [Fetch(lent.offsets[i], wanted[i].offset, lent.sizes[i], lent.checksums[i]) for i in chosen]
-            for i, good in zip(chosen, await fetcher.fetch(fetches), strict=True):
-                sizes[i] = lent.sizes[i] if good else 0
+            fetches = [
+                BlockRead(granted.offsets[i], wanted[i].offset, granted.sizes[i], granted.checksums[i]) for i in chosen
+            ]
+            for i, good in zip(chosen, await reader.read(fetches), strict=True):
+                sizes[i] = granted.sizes[i] if good else 0
         return sizes
 
-    async def put(self, slab: int, blocks: Sequence[Offered], *, within_s: float) -> list[bool]:
-        """Have the owner read these out of our slab; which of them it keeps. They must stay as they are until this ends.
+    async def put(self, slab: int, blocks: Sequence[BlockOffer], *, within_s: float) -> list[bool]:
+        """Have the server store these blocks of our slab, unchanged until this returns; returns which it stored.
 
-        Raises PeerLost. What the owner reads after that is told by its checksum.
+        Raises PeerLost. A read that the server ends after that fails its checksum.
         """
-        request = Take(number=next(self._numbers), slab=slab, hold_s=within_s, blocks=list(blocks))
-        taken = await self._while_it_lives(self._ask(request, Taken, within_s))
+        request = PutBlocks(number=next(self._numbers), slab=slab, hold_s=within_s, blocks=list(blocks))
+        taken = await self._while_connected(self._request(request, PutResult, within_s))
         if len(taken.kept) != len(blocks):
             raise PeerLost("", f"{self.host}:{self.port} answered for other blocks")
         return taken.kept
 
-    async def _while_it_lives(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
-        """What takes long, with a look now and then whether the owner still answers. Raises PeerLost when it does not."""
+    async def _while_connected(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+        """Await `work`, checking meanwhile that the server still answers. Raises PeerLost."""
         task = asyncio.create_task(work, name="slab work")
         try:
             while True:
@@ -206,46 +224,43 @@ class SlabPeer:
                     raise error
 
     async def exists(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of these are there. Raises PeerLost."""
-        return (await self._ask(Exists(number=next(self._numbers), keys=list(keys)), Exist)).found
+        """Which of these blocks are there. Raises PeerLost."""
+        return (await self._request(Exists(number=next(self._numbers), keys=list(keys)), ExistsResult)).found
 
     async def forget(self, keys: Sequence[bytes]) -> int:
-        """Delete; how many were there. Raises PeerLost."""
-        return (await self._ask(Forget(number=next(self._numbers), keys=list(keys)), Done)).count
+        """Delete these blocks; returns how many were there. Raises PeerLost."""
+        return (await self._request(Forget(number=next(self._numbers), keys=list(keys)), Done)).count
 
     async def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
-        """Keep them for so long; how many are pinned. Raises PeerLost."""
-        return (await self._ask(Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), Done)).count
+        """Pin these blocks for `ttl_s` seconds; returns how many are pinned. Raises PeerLost."""
+        return (await self._request(Pin(number=next(self._numbers), keys=list(keys), ttl_s=ttl_s), Done)).count
 
     async def replicate(self, keys: Sequence[bytes], *, within_s: float) -> int:
-        """Have the owner bring these to as many nodes as placement wants; how many copies that took. Raises PeerLost."""
-        return (await self._ask(Replicate(number=next(self._numbers), keys=list(keys)), Done, within_s)).count
+        """Have the server copy these to where placement wants them; returns the number of copies. Raises PeerLost."""
+        return (await self._request(Replicate(number=next(self._numbers), keys=list(keys)), Done, within_s)).count
 
-    async def whereabouts(self, keys: Sequence[bytes]) -> list[str]:
-        """ "host:port" of a worker that holds each of these; "": nobody known. Raises PeerLost."""
-        return (await self._ask(Whereabouts(number=next(self._numbers), keys=list(keys)), Places)).addresses
+    async def find_holders(self, keys: Sequence[bytes]) -> list[str]:
+        """For each block the "host:port" of a worker that announced it, or "". Raises PeerLost."""
+        return (
+            await self._request(FindHolders(number=next(self._numbers), keys=list(keys)), HolderAddresses)
+        ).addresses
 
     async def describe(self) -> bytes:
-        """JSON. Raises PeerLost."""
-        return (await self._ask(Describe(number=next(self._numbers)), Description)).text
+        """The server's state as JSON. Raises PeerLost."""
+        return (await self._request(Describe(number=next(self._numbers)), Description)).text
 
-    def tell_holding(self, host: str, port: int, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
-        """Our own slab holds these, and no longer those. Lost where the connection is."""
-        self._tell(Holding(host=host, port=port, added=list(added), removed=list(removed)))
+    def announce(self, host: str, port: int, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """Announce changes of our own slab. Not answered; lost if the connection is."""
+        self._notify(AnnounceBlocks(host=host, port=port, added=list(added), removed=list(removed)))
 
-    def speed(self) -> tuple[float, float]:
-        """(bytes per second, seconds of latency) measured over the path in use; (0, 0): not yet."""
-        best = max(self._fetchers, key=lambda fetcher: fetcher.num_bytes, default=None)
-        return (best.num_bytes / best.seconds, 0.0) if best is not None and best.seconds else (0.0, 0.0)
+    # ---- internals
 
-    # ---- inside
-
-    def _tell(self, message: ToOwner) -> None:
+    def _notify(self, message: ToServer) -> None:
         if self._connection is not None:
             with contextlib.suppress(PlaneError):
                 self._connection.send_nowait(encode(message))
 
-    async def _ask(self, request: Request, kind: type[Reply], within_s: float | None = None) -> Reply:
+    async def _request(self, request: Request, kind: type[Reply], within_s: float | None = None) -> Reply:
         if self._connection is None or not self.is_up:
             raise PeerLost("", f"{self.host}:{self.port}: not connected")
         answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
@@ -257,12 +272,12 @@ class SlabPeer:
         except PlaneError as error:
             raise PeerLost("", f"{self.host}:{self.port}: {error}") from error
         except TimeoutError as error:
-            self._connection.abort()  # what it still answers is of no use, and the next request must not wait as long
+            self._connection.abort()  # its late answer is of no use, and the next request must not wait as long
             raise PeerLost("", f"{self.host}:{self.port} does not answer") from error
         finally:
             self._waiting.pop(request.number, None)
         if not isinstance(reply, kind):
-            why = reply.why if isinstance(reply, Failed) else "it answered something else"
+            why = reply.why if isinstance(reply, SlabRequestFailed) else "it answered something else"
             raise PeerLost("", f"{self.host}:{self.port}: {why}")
         return reply
 
@@ -276,12 +291,12 @@ class SlabPeer:
                 waiting = self._waiting.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-                elif isinstance(message, Lent):  # nobody waits for it any more
-                    self._tell(Release(number=message.number))
+                elif isinstance(message, LeaseGranted):  # its request has ended
+                    self._notify(ReleaseLease(number=message.number))
         except (PlaneError, msgspec.DecodeError) as error:
             why = str(error)
         finally:
             connection.abort()
             for number, waiting in self._waiting.items():
                 if not waiting.done():
-                    waiting.set_result(Failed(number=number, why=why))
+                    waiting.set_result(SlabRequestFailed(number=number, why=why))

@@ -1,19 +1,21 @@
-"""Messages of the slab protocol: blocks by name between one process's memory and another's. Typed msgpack over kvrelay.plane.connection.
+"""Messages of the slab protocol: reading and writing blocks by key between two processes. Typed msgpack.
 
-A *slab* is memory that holds many blocks. Bytes never travel in these messages: whoever owns the memory that is to be
-written reads it from the other's slab over a transport. So a Get is a Lend (the owner holds the blocks for a lease and
-tells where they lie), a read by the client, and a Release; a Put is a Take, for which the client holds its blocks until
-it is answered, while the owner reads them. Every request carries a number that its answer repeats. Durations only.
+A *slab* is memory that holds many blocks. Block data never travels in these messages: the process that owns the memory to
+be written reads it from the other's slab over a transport. A get is an AcquireLease (the server holds the blocks for a lease
+and returns their offsets), a read by the client, and a ReleaseLease. A put is a PutBlocks: the client keeps its blocks
+unchanged until the answer, while the server reads them. Every request has a number, which its answer repeats. Times are
+durations.
 
-    client                       owner of the blocks
-    SlabHello              ->                          says over which transports its own slabs can be read
+    client                       server
+    SlabHello              ->                          names the transports over which the client's slabs can be read
                            <-    SlabWelcome | SlabRejected
-    Lend                   ->    Lent                  the client reads, verifies
-    Release                ->    (no answer)
-    Take                   ->    (the owner reads, verifies)   Taken
-    Exists, Forget, Pin, Replicate, Whereabouts, Describe -> Exist | Done | Places | Description
+    AcquireLease           ->    LeaseGranted          the client reads and verifies
+    ReleaseLease           ->    (no answer)
+    PutBlocks              ->    (the server reads and verifies)   PutResult
+    AnnounceBlocks         ->    (no answer)
+    Exists, Forget, Pin, Replicate, FindHolders, Describe -> ExistsResult | Done | HolderAddresses | Description
 
-Keys are opaque: clients make them of a block's hash and of all that its bytes depend on (model, dtype, block size, codec).
+Keys are opaque: clients derive them from a block's hash and everything its bytes depend on (model, dtype, codec).
 """
 
 from typing import Union
@@ -24,7 +26,7 @@ from kvrelay.kvtransfer.paths.topology import Topology
 from kvrelay.kvtransfer.protocol.messages import Offer
 
 SLAB_PROTOCOL = 1
-MISSING = -1  # an offset: not there
+MISSING = -1  # as an offset: the server does not have the block
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -32,7 +34,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_default
 
 
 class SlabOffer(msgspec.Struct, frozen=True):
-    """One slab and the transports over which it can be read."""
+    """A slab, and the transports over which it can be read."""
 
     num_bytes: int
     offers: list[Offer]
@@ -43,13 +45,13 @@ class SlabHello(_Message, frozen=True, tag="slab-hello"):
 
     protocol: int
     peer_id: str
-    block_bytes: int  # the largest block that it will ask for or offer
+    block_bytes: int  # the largest block that it will request or offer
     topology: Topology
-    slabs: list[SlabOffer]  # that the owner may be asked to read
+    slabs: list[SlabOffer]  # that the server may be asked to read
 
 
 class SlabWelcome(_Message, frozen=True, tag="slab-welcome"):
-    """Accepted."""
+    """The client is accepted."""
 
     node_id: str
     epoch: str
@@ -58,37 +60,37 @@ class SlabWelcome(_Message, frozen=True, tag="slab-welcome"):
 
 
 class SlabRejected(_Message, frozen=True, tag="slab-rejected"):
-    """Not accepted; the connection ends."""
+    """The client is refused; the connection ends."""
 
     why: str
 
 
-class Lend(_Message, frozen=True, tag="lend"):
-    """Which of these blocks are there, and where? They stay until Release, or until the lease ends."""
+class AcquireLease(_Message, frozen=True, tag="acquire-lease"):
+    """Hold these blocks, those that are there, until ReleaseLease or the end of the lease."""
 
     number: int
     keys: list[bytes]
 
 
-class Lent(_Message, frozen=True, tag="lent"):
-    """One entry for each key of Lend, in its order. Checksums are xxh3-64 of the block's bytes."""
+class LeaseGranted(_Message, frozen=True, tag="lease-granted"):
+    """One entry for each key of AcquireLease, in order."""
 
     number: int
     lease_s: float
-    offsets: list[int]  # in the slab, bytes; MISSING: not lent
+    offsets: list[int]  # bytes from the slab's beginning, or MISSING
     sizes: list[int]
-    checksums: list[int]
-    generations: list[int]  # of the place: another one is another block
+    checksums: list[int]  # XXH3-64 of the block's bytes
+    generations: list[int]  # of the row: a change means another block
 
 
-class Release(_Message, frozen=True, tag="release"):
-    """The blocks lent under this number have been read. Not answered."""
+class ReleaseLease(_Message, frozen=True, tag="release-lease"):
+    """The blocks leased under this number have been read. Not answered."""
 
     number: int
 
 
-class Offered(msgspec.Struct, frozen=True, array_like=True):
-    """A block to take. Tells all that a store wants to know of it: see kvcache's BlockMeta."""
+class BlockOffer(msgspec.Struct, frozen=True, array_like=True):
+    """A block for the server to store, with what kvcache's BlockMeta says of it."""
 
     key: bytes
     offset: int  # in the client's slab
@@ -100,30 +102,30 @@ class Offered(msgspec.Struct, frozen=True, array_like=True):
     tenant: str = ""
 
 
-class Take(_Message, frozen=True, tag="take"):
-    """Please keep copies of these; they lie in the client's slab number `slab` until this is answered or `hold_s` is over."""
+class PutBlocks(_Message, frozen=True, tag="put-blocks"):
+    """Store copies of these blocks, which stay in the client's slab number `slab` until the answer or for `hold_s` seconds."""
 
     number: int
     slab: int
     hold_s: float
-    blocks: list[Offered]
+    blocks: list[BlockOffer]
 
 
-class Taken(_Message, frozen=True, tag="taken"):
-    """Which of them are kept, in Take's order; a block that was there already is."""
+class PutResult(_Message, frozen=True, tag="put-result"):
+    """Which blocks are stored, in the order of PutBlocks; those stored earlier count."""
 
     number: int
     kept: list[bool]
 
 
 class Exists(_Message, frozen=True, tag="exists"):
-    """Which of these are there?"""
+    """Which of these blocks are there? Answered by ExistsResult."""
 
     number: int
     keys: list[bytes]
 
 
-class Exist(_Message, frozen=True, tag="exist"):
+class ExistsResult(_Message, frozen=True, tag="exists-result"):
     """In the order of Exists."""
 
     number: int
@@ -131,14 +133,14 @@ class Exist(_Message, frozen=True, tag="exist"):
 
 
 class Forget(_Message, frozen=True, tag="forget"):
-    """Delete these, wherever this node has them. Answered by Done."""
+    """Delete these blocks, in memory and on disk. Answered by Done with their number."""
 
     number: int
     keys: list[bytes]
 
 
 class Pin(_Message, frozen=True, tag="pin"):
-    """Keep these for so long whatever comes; 0: no longer. Answered by Done with how many are there."""
+    """Pin these blocks for `ttl_s` seconds; 0 ends their pins. Answered by Done with the number of pinned blocks."""
 
     number: int
     keys: list[bytes]
@@ -146,16 +148,16 @@ class Pin(_Message, frozen=True, tag="pin"):
 
 
 class Replicate(_Message, frozen=True, tag="replicate"):
-    """See to it that these have as many copies as placement wants, now. Answered by Done with how many were copied."""
+    """Copy these blocks to every node where placement wants them, now. Answered by Done with the number of copies."""
 
     number: int
     keys: list[bytes]
 
 
-class Holding(_Message, frozen=True, tag="holding"):
-    """This client's own slab holds these blocks from now on, and no longer holds those; it lends them at host:port.
+class AnnounceBlocks(_Message, frozen=True, tag="announce-blocks"):
+    """The client's own slab has the `added` blocks from now on, readable at host:port, and no longer the `removed` ones.
 
-    Not answered. Forgotten with the connection.
+    Not answered. Forgotten when the connection ends.
     """
 
     host: str
@@ -164,15 +166,15 @@ class Holding(_Message, frozen=True, tag="holding"):
     removed: list[bytes] = []
 
 
-class Whereabouts(_Message, frozen=True, tag="whereabouts"):
-    """Who else holds these? Answered by Places."""
+class FindHolders(_Message, frozen=True, tag="find-holders"):
+    """Which workers announced these blocks? Answered by HolderAddresses."""
 
     number: int
     keys: list[bytes]
 
 
-class Places(_Message, frozen=True, tag="places"):
-    """For each key the "host:port" of a worker that said that it holds it; "": nobody known."""
+class HolderAddresses(_Message, frozen=True, tag="holder-addresses"):
+    """For each key the "host:port" of a worker that announced it, or ""."""
 
     number: int
     addresses: list[str]
@@ -185,7 +187,7 @@ class Describe(_Message, frozen=True, tag="describe"):
 
 
 class Description(_Message, frozen=True, tag="description"):
-    """For people and metrics: JSON."""
+    """The server's state as JSON, for people and metrics."""
 
     number: int
     text: bytes
@@ -198,33 +200,53 @@ class Done(_Message, frozen=True, tag="done"):
     count: int = 0
 
 
-class Failed(_Message, frozen=True, tag="failed"):
+class SlabRequestFailed(_Message, frozen=True, tag="failed"):
     """The request was not carried out."""
 
     number: int
     why: str
 
 
-ToOwner = Union[
-    SlabHello, Lend, Release, Take, Exists, Forget, Pin, Replicate, Holding, Whereabouts, Describe
-]  # fmt: skip
-Request = Union[Lend, Take, Exists, Forget, Pin, Replicate, Whereabouts, Describe]
-Answer = Union[Lent, Taken, Exist, Done, Places, Description, Failed]
-ToClient = Union[SlabWelcome, SlabRejected, Lent, Taken, Exist, Done, Places, Description, Failed]
+ToServer = Union[
+    SlabHello,
+    AcquireLease,
+    ReleaseLease,
+    PutBlocks,
+    Exists,
+    Forget,
+    Pin,
+    Replicate,
+    AnnounceBlocks,
+    FindHolders,
+    Describe,
+]
+Request = Union[AcquireLease, PutBlocks, Exists, Forget, Pin, Replicate, FindHolders, Describe]
+Answer = Union[LeaseGranted, PutResult, ExistsResult, Done, HolderAddresses, Description, SlabRequestFailed]
+ToClient = Union[
+    SlabWelcome,
+    SlabRejected,
+    LeaseGranted,
+    PutResult,
+    ExistsResult,
+    Done,
+    HolderAddresses,
+    Description,
+    SlabRequestFailed,
+]
 
 _encoder = msgspec.msgpack.Encoder()
-_to_owner = msgspec.msgpack.Decoder(ToOwner)
+_to_server = msgspec.msgpack.Decoder(ToServer)
 _to_client = msgspec.msgpack.Decoder(ToClient)
 
 
-def encode(message: ToOwner | ToClient) -> bytes:
+def encode(message: ToServer | ToClient) -> bytes:
     """One message as msgpack."""
     return _encoder.encode(message)
 
 
-def decode_to_owner(frame: bytes) -> ToOwner:
+def decode_to_server(frame: bytes) -> ToServer:
     """Raises msgspec.DecodeError (ValidationError included) on anything unexpected."""
-    message: ToOwner = _to_owner.decode(frame)
+    message: ToServer = _to_server.decode(frame)
     return message
 
 

@@ -1,13 +1,12 @@
-"""SlabServer: lends blocks of one slab to whoever knows the cluster's secret, and takes blocks into it.
+"""SlabServer: leases blocks of one slab to clients that know the cluster's secret, and stores blocks for them.
 
-Owns connections and leases; which block lies where is the Owner's to know. A client that goes, at any stage, leaves
-nothing behind: what was lent to it comes back, what was being read from it is dropped or, if all of it had come and
-verifies, kept.
+Owns connections and leases; its delegate knows which block is where. A client that disconnects leaves nothing behind: its
+leases end, and a block that was being read from it is stored if all of it arrived and verifies, else dropped.
 """
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,34 +17,34 @@ from kvrelay.kvtransfer.paths.discovery import this_machine
 from kvrelay.kvtransfer.slabs.messages import (
     MISSING,
     SLAB_PROTOCOL,
+    AcquireLease,
+    AnnounceBlocks,
     Answer,
+    BlockOffer,
     Describe,
     Description,
     Done,
-    Exist,
     Exists,
-    Failed,
+    ExistsResult,
+    FindHolders,
     Forget,
-    Holding,
-    Lend,
-    Lent,
-    Offered,
+    HolderAddresses,
+    LeaseGranted,
     Pin,
-    Places,
-    Release,
+    PutBlocks,
+    PutResult,
+    ReleaseLease,
     Replicate,
     Request,
     SlabHello,
     SlabRejected,
+    SlabRequestFailed,
     SlabWelcome,
-    Take,
-    Taken,
     ToClient,
-    Whereabouts,
-    decode_to_owner,
+    decode_to_server,
     encode,
 )
-from kvrelay.kvtransfer.slabs.slabs import Fetch, Fetcher, Slab, StuckRead
+from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, SlabReader, StuckRead
 from kvrelay.kvtransfer.transports.base import TransportError
 from kvrelay.plane import connection as plane
 from kvrelay.plane.framing import Connection
@@ -60,87 +59,103 @@ _MAX_KEYS = 65_536  # in one request
 
 
 @dataclass(frozen=True, slots=True)
-class Loan:
-    """A block that stays where it is until it is given back."""
+class ReadLease:
+    """A block that stays as it is until the lease is released."""
 
-    slot: int  # the owner's own number
-    offset: int
+    row: int  # the delegate's own number
+    offset: int  # bytes from the slab's beginning
     num_bytes: int
-    checksum: int
+    checksum: int  # XXH3-64
     generation: int
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """Where an offered block may be written; ends with `keep` or `drop`."""
+class ReservedRange:
+    """Where an offered block is written; ends with `keep` or `drop`."""
 
-    slot: int
+    row: int
     offset: int
 
 
-class Owner(Protocol):
-    """Who knows what lies where. Called on the loop only."""
+class SlabDelegate(Protocol):
+    """Knows which block is where in the slab: a store node, or a worker's host tier. Called on the loop."""
 
     node_id: str
     epoch: str
 
-    async def lend(self, keys: Sequence[bytes]) -> list[Loan | None]:
-        """Hold those that are there. Every loan comes to `give_back`, whatever happens."""
+    async def lease(self, keys: Sequence[bytes]) -> list[ReadLease | None]:
+        """Hold these blocks; None for each that is not there. Every lease is passed to `release` in the end."""
 
-    def give_back(self, loans: Sequence[Loan]) -> None: ...
+    def release(self, leases: Sequence[ReadLease]) -> None:
+        """End these leases."""
 
-    def make_room(self, blocks: Sequence[Offered]) -> list[Room | bool]:
-        """True: it is there already; False: not wanted, or no room."""
+    def reserve(self, blocks: Sequence[BlockOffer]) -> list[ReservedRange | bool]:
+        """Where to write each block. True: it is stored already; False: not wanted, or no room."""
 
-    def keep(self, block: Offered, room: Room) -> bool:
-        """Its bytes are in place and verified; whether it can be found now."""
+    def keep(self, block: BlockOffer, room: ReservedRange) -> bool:
+        """The block's bytes are in place and verified; returns whether it is stored now."""
 
-    def drop(self, room: Room, *, read: "asyncio.Future[None] | None" = None) -> None:
-        """Nothing came of it. `read`: until it is done, bytes may still land there."""
+    def drop(self, room: ReservedRange, *, read: "asyncio.Future[None] | None" = None) -> None:
+        """The block did not arrive. `read`: until it is done, bytes may still be written there."""
 
-    async def exists(self, keys: Sequence[bytes]) -> list[bool]: ...
+    async def exists(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of these blocks are there."""
 
-    async def forget(self, keys: Sequence[bytes]) -> int: ...
+    async def forget(self, keys: Sequence[bytes]) -> int:
+        """Delete these blocks; returns how many were there."""
 
-    def pin(self, keys: Sequence[bytes], ttl_s: float) -> int: ...
+    def pin(self, keys: Sequence[bytes], ttl_s: float) -> int:
+        """Pin these blocks (0: end their pins); returns how many are pinned."""
 
-    async def replicate(self, keys: Sequence[bytes]) -> int: ...
+    def on_announced(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None:
+        """A worker at "host:port" has the added blocks, and no longer the removed ones."""
 
-    def on_holding(self, client: object, address: str, added: Sequence[bytes], removed: Sequence[bytes]) -> None: ...
+    def on_disconnected(self, client: object) -> None:
+        """This client's announcements are void."""
 
-    def on_gone(self, client: object) -> None: ...
-
-    def whereabouts(self, keys: Sequence[bytes]) -> list[str]: ...
+    def find_holders(self, keys: Sequence[bytes]) -> list[str]:
+        """For each block the "host:port" of a worker that announced it, or ""."""
 
     def welcome(self, block_bytes: int) -> str | None:
-        """Why a client whose blocks are so large cannot be served, or None."""
+        """Why a client with blocks of this size is refused; None: it is accepted."""
 
-    def describe(self) -> bytes: ...
+    def describe(self) -> bytes:
+        """The state as JSON."""
 
 
 class SlabServer:
-    """Serves one slab of one owner."""
+    """Serves one slab."""
 
     def __init__(
-        self, slab: Slab, owner: Owner, secret: bytes, host: str, *, lease_s: float = 10.0, stall_s: float = 2.0,
+        self,
+        slab: SharedSlab,
+        delegate: SlabDelegate,
+        secret: bytes,
+        host: str,
+        *,
+        lease_s: float = 10.0,
+        stall_s: float = 2.0,
         tls: ClusterTls | None = None,
-    ) -> None:  # fmt: skip
-        self._slab, self._owner, self._host = slab, owner, host
+        replicate: Callable[[Sequence[bytes]], Awaitable[int]] | None = None,
+    ) -> None:
+        """`replicate`: copies blocks to where placement wants them, and returns how many copies it made."""
+        self._slab, self._delegate, self._host = slab, delegate, host
         self._lease_s, self._stall_s = lease_s, stall_s
         self._server = plane.Server(self._serve, secret, tls=tls)
+        self._replicate = replicate
         self._clients: set[_Client] = set()
         self.port = 0
         self.num_expired = 0
 
     async def start(self, port: int = 0) -> None:
-        """The slab has been started. Raises BackendUnavailable."""
+        """Listen; the slab is started. Raises BackendUnavailable."""
         try:
             self.port = await self._server.start(self._host, port)
         except OSError as error:
             raise BackendUnavailable("slab server", f"cannot listen on {self._host}: {error}") from error
 
     async def aclose(self) -> None:
-        """End every connection; ends when nothing that was being read can land any more, but for what is stuck."""
+        """End every connection and wait for reads under way, stuck ones excepted."""
         await self._server.aclose()
 
     @property
@@ -148,9 +163,9 @@ class SlabServer:
         return len(self._clients)
 
     @property
-    def num_lent(self) -> int:
-        """Blocks on loan now."""
-        return sum(client.num_lent for client in self._clients)
+    def num_leased(self) -> int:
+        """Blocks leased now."""
+        return sum(client.num_leased for client in self._clients)
 
     async def _serve(self, connection: Connection) -> None:
         if len(self._clients) >= _MAX_CONNECTIONS:
@@ -167,12 +182,16 @@ class SlabServer:
     # ---- for the clients
 
     @property
-    def slab(self) -> Slab:
+    def slab(self) -> SharedSlab:
         return self._slab
 
     @property
-    def owner(self) -> Owner:
-        return self._owner
+    def delegate(self) -> SlabDelegate:
+        return self._delegate
+
+    async def replicate(self, keys: Sequence[bytes]) -> int:
+        """How many copies were made."""
+        return 0 if self._replicate is None else await self._replicate(keys)
 
     @property
     def lease_s(self) -> float:
@@ -187,44 +206,44 @@ class _Client:
     """One connection."""
 
     def __init__(self, server: SlabServer, connection: Connection) -> None:
-        self._server, self._owner, self._connection = server, server.owner, connection
-        self._fetchers: list[Fetcher] = []
-        self._loans: dict[int, tuple[list[Loan], asyncio.TimerHandle]] = {}
+        self._server, self._delegate, self._connection = server, server.delegate, connection
+        self._readers: list[SlabReader] = []
+        self._leases: dict[int, tuple[list[ReadLease], asyncio.TimerHandle]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._free = asyncio.Semaphore(_MAX_REQUESTS)
 
     @property
-    def num_lent(self) -> int:
-        return sum(len(loans) for loans, _ in self._loans.values())
+    def num_leased(self) -> int:
+        return sum(len(leases) for leases, _ in self._leases.values())
 
     async def serve(self) -> None:
         try:
             async with asyncio.timeout(_HELLO_TIMEOUT_S):
-                hello = decode_to_owner(await self._connection.receive())
+                hello = decode_to_server(await self._connection.receive())
             if await self._welcome(hello):
                 while True:
-                    await self._dispatch(decode_to_owner(await self._connection.receive()))
+                    await self._dispatch(decode_to_server(await self._connection.receive()))
         except msgspec.DecodeError as error:
             raise ProtocolError(f"a malformed message: {error}") from error
         finally:
             await self._end()
 
     async def _end(self) -> None:
-        """Give everything back. Requests that are being carried out end by themselves, within the stall time."""
-        for number in list(self._loans):
-            self._give_back(number)
-        self._owner.on_gone(self)
+        """Release all leases. Requests under way end on their own, within the stall time."""
+        for number in list(self._leases):
+            self._release(number)
+        self._delegate.on_disconnected(self)
         if self._tasks:
             await asyncio.wait(self._tasks)
-        for number in list(self._loans):  # lent while the connection ended
-            self._give_back(number)
-        for fetcher in self._fetchers:
-            await fetcher.aclose()
+        for number in list(self._leases):  # leased while the connection ended
+            self._release(number)
+        for reader in self._readers:
+            await reader.aclose()
 
     async def _welcome(self, hello: object) -> bool:
         why: str | None = "the first message must be a hello"
         if isinstance(hello, SlabHello):
-            why = self._owner.welcome(hello.block_bytes)
+            why = self._delegate.welcome(hello.block_bytes)
             if hello.protocol != SLAB_PROTOCOL:
                 why = f"slab protocol {hello.protocol}, not {SLAB_PROTOCOL}: install the same kvrelay everywhere"
         if why is not None or not isinstance(hello, SlabHello):
@@ -235,16 +254,16 @@ class _Client:
         slab = self._server.slab
         for theirs in hello.slabs:
             route = slab.route_from(theirs, hello.topology)
-            self._fetchers.append(Fetcher(slab.memory, route, stall_s=self._server.stall_s))
+            self._readers.append(SlabReader(slab.memory, route, stall_s=self._server.stall_s))
         self._send(
             SlabWelcome(
-                node_id=self._owner.node_id, epoch=self._owner.epoch, topology=this_machine(), slab=slab.offer()
+                node_id=self._delegate.node_id, epoch=self._delegate.epoch, topology=this_machine(), slab=slab.offer()
             )
-        )  # fmt: skip
+        )
         return True
 
     def _send(self, message: ToClient) -> None:
-        """Queue one message; a lost connection shows at its reader."""
+        """Queue a message; the receiving side notices a lost connection."""
         try:
             self._connection.send_nowait(encode(message))
         except PlaneError as error:
@@ -252,10 +271,10 @@ class _Client:
 
     async def _dispatch(self, message: object) -> None:
         match message:
-            case Release(number=number):
-                self._give_back(number)
-            case Holding(host=host, port=port, added=added, removed=removed):
-                self._owner.on_holding(self, f"{host}:{port}", added, removed)
+            case ReleaseLease(number=number):
+                self._release(number)
+            case AnnounceBlocks(host=host, port=port, added=added, removed=removed):
+                self._delegate.on_announced(self, f"{host}:{port}", added, removed)
             case SlabHello():
                 raise ProtocolError("a second hello")
             case _:
@@ -273,89 +292,90 @@ class _Client:
             self._send(await self._carry_out(request))
         except Exception as error:  # a process edge: this request fails, the others go on
             logger.exception("a request of %s failed", self._connection.peer)
-            self._send(Failed(number=request.number, why=str(error) or type(error).__name__))
+            self._send(SlabRequestFailed(number=request.number, why=str(error) or type(error).__name__))
 
     async def _carry_out(self, request: Request) -> Answer:
-        owner, number = self._owner, request.number
+        delegate, number = self._delegate, request.number
         match request:
-            case Take():
-                return Taken(number=number, kept=await self._take(request))
+            case PutBlocks():
+                return PutResult(number=number, kept=await self._put(request))
             case Describe():
-                return Description(number=number, text=owner.describe())
+                return Description(number=number, text=delegate.describe())
         if len(request.keys) > _MAX_KEYS:
-            return Failed(number=number, why=f"more than {_MAX_KEYS} keys in one request")
+            return SlabRequestFailed(number=number, why=f"more than {_MAX_KEYS} keys in one request")
         match request:
-            case Lend():
-                return self._lent(number, await owner.lend(request.keys))
+            case AcquireLease():
+                return self._grant(number, await delegate.lease(request.keys))
             case Exists():
-                return Exist(number=number, found=await owner.exists(request.keys))
+                return ExistsResult(number=number, found=await delegate.exists(request.keys))
             case Forget():
-                return Done(number=number, count=await owner.forget(request.keys))
+                return Done(number=number, count=await delegate.forget(request.keys))
             case Pin():
-                return Done(number=number, count=owner.pin(request.keys, request.ttl_s))
+                return Done(number=number, count=delegate.pin(request.keys, request.ttl_s))
             case Replicate():
-                return Done(number=number, count=await owner.replicate(request.keys))
-            case Whereabouts():
-                return Places(number=number, addresses=owner.whereabouts(request.keys))
+                return Done(number=number, count=await self._server.replicate(request.keys))
+            case FindHolders():
+                return HolderAddresses(number=number, addresses=delegate.find_holders(request.keys))
 
-    # ---- lending
+    # ---- leases
 
-    def _lent(self, number: int, entries: list[Loan | None]) -> Answer:
-        loans = [loan for loan in entries if loan is not None]
-        if number in self._loans:
-            self._owner.give_back(loans)
-            return Failed(number=number, why="this number is in use")
-        if loans:
+    def _grant(self, number: int, entries: list[ReadLease | None]) -> Answer:
+        leases = [lease for lease in entries if lease is not None]
+        if number in self._leases:
+            self._delegate.release(leases)
+            return SlabRequestFailed(number=number, why="this number is in use")
+        if leases:
             timer = asyncio.get_running_loop().call_later(self._server.lease_s, self._expire, number)
-            self._loans[number] = loans, timer
-        return Lent(
-            number=number, lease_s=self._server.lease_s,
-            offsets=[MISSING if loan is None else loan.offset for loan in entries],
-            sizes=[0 if loan is None else loan.num_bytes for loan in entries],
-            checksums=[0 if loan is None else loan.checksum for loan in entries],
-            generations=[0 if loan is None else loan.generation for loan in entries],
-        )  # fmt: skip
+            self._leases[number] = leases, timer
+        return LeaseGranted(
+            number=number,
+            lease_s=self._server.lease_s,
+            offsets=[MISSING if lease is None else lease.offset for lease in entries],
+            sizes=[0 if lease is None else lease.num_bytes for lease in entries],
+            checksums=[0 if lease is None else lease.checksum for lease in entries],
+            generations=[0 if lease is None else lease.generation for lease in entries],
+        )
 
     def _expire(self, number: int) -> None:
         self._server.num_expired += 1
-        self._give_back(number)
+        self._release(number)
 
-    def _give_back(self, number: int) -> None:
-        loans, timer = self._loans.pop(number, ((), None))
+    def _release(self, number: int) -> None:
+        leases, timer = self._leases.pop(number, ((), None))
         if timer is not None:
             timer.cancel()
-            self._owner.give_back(loans)
+            self._delegate.release(leases)
 
-    # ---- taking
+    # ---- puts
 
-    async def _take(self, request: Take) -> list[bool]:
-        owner, blocks = self._owner, request.blocks
-        if not 0 <= request.slab < len(self._fetchers) or len(blocks) > _MAX_KEYS:
+    async def _put(self, request: PutBlocks) -> list[bool]:
+        delegate, blocks = self._delegate, request.blocks
+        if not 0 <= request.slab < len(self._readers) or len(blocks) > _MAX_KEYS:
             raise ConnectionLost("a slab that was never offered, or too many blocks")
-        rooms = owner.make_room(blocks)
-        wanted = [index for index, room in enumerate(rooms) if isinstance(room, Room)]
+        rooms = delegate.reserve(blocks)
+        wanted = [index for index, room in enumerate(rooms) if isinstance(room, ReservedRange)]
         kept = [room is True for room in rooms]
         is_good = [False] * len(wanted)
         stuck: asyncio.Future[None] | None = None
         try:
             fetches = [
-                Fetch(blocks[i].offset, room.offset, blocks[i].num_bytes, blocks[i].checksum)
+                BlockRead(blocks[i].offset, room.offset, blocks[i].num_bytes, blocks[i].checksum)
                 for i in wanted
-                if isinstance(room := rooms[i], Room)
+                if isinstance(room := rooms[i], ReservedRange)
             ]
-            async with asyncio.timeout(request.hold_s):  # afterwards the client uses its memory for something else
-                is_good = await self._fetchers[request.slab].fetch(fetches)
+            async with asyncio.timeout(request.hold_s):  # then the client reuses its memory
+                is_good = await self._readers[request.slab].read(fetches)
         except StuckRead as error:
             logger.warning("%s: %s", self._connection.peer, error)
             stuck = error.read
         except (TransportError, TimeoutError) as error:
-            logger.info("blocks of %s could not be taken: %s", self._connection.peer, error or "its hold ended")
+            logger.info("blocks of %s could not be read: %s", self._connection.peer, error or "its hold time ended")
         finally:
             for index, good in zip(wanted, is_good, strict=True):
                 room = rooms[index]
-                assert isinstance(room, Room)
+                assert isinstance(room, ReservedRange)
                 if good:
-                    kept[index] = owner.keep(blocks[index], room)
+                    kept[index] = delegate.keep(blocks[index], room)
                 else:
-                    owner.drop(room, read=stuck)
+                    delegate.drop(room, read=stuck)
         return kept

@@ -1,6 +1,6 @@
-"""Slabs: memory that holds many blocks and that other processes read; and how blocks are read out of another's slab.
+"""Slabs: memory that holds many blocks and that other processes read, and reads of blocks out of another's slab.
 
-A slab is memory of any kind that the transports know, allocated once. Blocks are runs of bytes in it, of any sizes.
+A slab is one allocation of any kind of memory that the transports support. Blocks are runs of bytes in it, of any size.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ from kvrelay.types import KvLayout, KvMemory
 
 logger = logging.getLogger(__name__)
 
-UNIT_BYTES = 4096  # a slab of our own is so many of these
-_ABANDON_GRACE_S = 0.5  # for an abandoned read to end, before it is called stuck
+UNIT_BYTES = 4096  # the size of a slab is a multiple of this
+_ABANDON_GRACE_S = 0.5  # for an abandoned read to end before it counts as stuck
 
 
 def allocate_slab(num_bytes: int) -> KvMemory:
@@ -52,12 +52,12 @@ def allocate_slab(num_bytes: int) -> KvMemory:
 
 
 def free_slab(memory: KvMemory) -> None:
-    """Give up the descriptor of `allocate_slab`; the map goes with the last who looks at it."""
+    """Close the descriptor of `allocate_slab`; the mapping is freed with its last reference."""
     if memory.memfd is not None:
         os.close(memory.memfd)
 
 
-class Slab:
+class SharedSlab:
     """This process's memory, readable by others between start() and aclose()."""
 
     def __init__(
@@ -70,9 +70,9 @@ class Slab:
         self._offered: list[str] = []
 
     async def start(self) -> None:
-        """Raises BackendUnavailable when a forced transport cannot be used."""
+        """Export the memory. Raises BackendUnavailable: the configured transport cannot be used."""
         await asyncio.to_thread(library)  # compiled now, not in the first read
-        await asyncio.to_thread(this_machine)  # known from then on
+        await asyncio.to_thread(this_machine)  # discovered now, not in the first request
         self._offered = offered(self._transport, self.memory, self._transports)
         for name in self._offered:
             exporter = self._transports[name].make_exporter(self.memory, self._secret, self._host)
@@ -81,7 +81,7 @@ class Slab:
             except BackendUnavailable as error:
                 if self._transport != "auto":
                     raise
-                logger.warning("slab: transport %s is left out: %s", name, error.why)
+                logger.warning("slab: transport %s is not offered: %s", name, error.why)
                 continue
             exporter.set_busy(1)
             self._exporters[name] = exporter
@@ -93,12 +93,12 @@ class Slab:
             await exporter.aclose()
 
     def offer(self) -> SlabOffer:
-        """What others need in order to read it. After start()."""
+        """What other processes need to read this slab. After start()."""
         offers = [Offer(name, exporter.describe()) for name, exporter in self._exporters.items()]
         return SlabOffer(self.memory.layout.num_bytes, offers)
 
     def route_from(self, theirs: SlabOffer, topology: Topology) -> Route:
-        """The paths from another's slab into this memory, not yet connected. `topology`: the other's."""
+        """The paths from another process's slab into this memory, not yet connected. `topology`: of the other's machine."""
         descriptors = {offer.name: offer.descriptor for offer in theirs.offers}
         common = [name for name in self._offered if name in descriptors]
         ranked = rank_paths(topology, this_machine(), "cpu", self.memory.device, common)
@@ -109,17 +109,17 @@ class Slab:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetch:
+class BlockRead:
     """One block to read. Offsets and sizes are bytes in the source's and the target's slab."""
 
     source: int
     target: int
     num_bytes: int
-    checksum: int  # xxh3-64
+    checksum: int  # XXH3-64
 
 
 class StuckRead(TransportError):
-    """A read can neither end nor be stopped: what it writes must not be used until `read` is done."""
+    """A read neither ends nor can be cancelled: its target must not be reused until `read` is done."""
 
     def __init__(self, why: str, read: "asyncio.Future[None]") -> None:
         super().__init__(why, read)
@@ -129,8 +129,8 @@ class StuckRead(TransportError):
         return self.why
 
 
-class _Blocks(Arrival):
-    """Verifies blocks as they land and notes which are wrong, so that one bad block does not cost the others."""
+class _BlockArrival(Arrival):
+    """Verifies blocks one by one as they arrive, so that one corrupt block does not fail the others."""
 
     def __init__(self, memory: KvMemory, pieces: Offsets, piece_bytes: int, expected: Checksums, tamper: Any) -> None:
         super().__init__(memory, pieces, piece_bytes, expected, tamper=tamper)
@@ -146,7 +146,7 @@ class _Blocks(Arrival):
         self.is_wrong[first : first + len(pieces)] |= found != expected
 
 
-class Fetcher:
+class SlabReader:
     """Reads blocks from one slab into another over the best path that works."""
 
     def __init__(self, memory: KvMemory, route: Route, *, stall_s: float, tamper: Any = None) -> None:
@@ -154,10 +154,10 @@ class Fetcher:
         self.num_bytes = 0
         self.seconds = 0.0
 
-    async def fetch(self, blocks: Sequence[Fetch]) -> list[bool]:
-        """Which of them are in place and verified. Nothing lands after this has ended.
+    async def read(self, blocks: Sequence[BlockRead]) -> list[bool]:
+        """Read blocks; returns which are in place and verified. No writes follow its return.
 
-        Raises TransportError: no path works; StuckRead: then something may land.
+        Raises TransportError: no path works; StuckRead: writes may follow.
         """
         by_size: defaultdict[int, list[int]] = defaultdict(list)
         for index, block in enumerate(blocks):
@@ -166,12 +166,12 @@ class Fetcher:
         for num_bytes, indices in by_size.items():
             indices.sort(key=lambda index: blocks[index].source)
             for index, good in zip(
-                indices, await self._fetch_alike([blocks[i] for i in indices], num_bytes), strict=True
+                indices, await self._read_equal_sizes([blocks[i] for i in indices], num_bytes), strict=True
             ):
                 is_good[index] = good
         return is_good
 
-    async def _fetch_alike(self, blocks: Sequence[Fetch], num_bytes: int) -> list[bool]:
+    async def _read_equal_sizes(self, blocks: Sequence[BlockRead], num_bytes: int) -> list[bool]:
         sources = np.array([block.source for block in blocks], dtype=np.int64)
         targets = np.array([block.target for block in blocks], dtype=np.int64)
         expected = np.array([block.checksum for block in blocks], dtype=np.uint64)
@@ -181,24 +181,26 @@ class Fetcher:
             try:
                 async with asyncio.timeout(self._stall_s):
                     reader = await self.route.reader(name)
-                landing = _Blocks(self._memory, targets[:, None], num_bytes, expected, self._tamper)
-                await self._read(name, reader, copies, landing)
-                return [not wrong for wrong in landing.is_wrong.tolist()]
+                arrival = _BlockArrival(self._memory, targets[:, None], num_bytes, expected, self._tamper)
+                await self._run(name, reader, copies, arrival)
+                return [not wrong for wrong in arrival.is_wrong.tolist()]
             except StuckRead as error:
-                self.route.table.failed(name, str(error), time.monotonic())  # the reader stays: its read is not over
+                self.route.table.failed(
+                    name, str(error), time.monotonic()
+                )  # the reader stays open: its read is not over
                 raise
             except (TransportError, TimeoutError) as error:
                 self.route.failed(name, str(error) or "connecting timed out", reader)
         raise TransportError(self.route.problems() or "no transport that both sides have")
 
-    async def _read(self, name: str, reader: Reader, copies: CopyList, landing: _Blocks) -> None:
-        """Wait for one read, as long as it gets on, and beyond a cancellation: it writes memory that the caller frees."""
+    async def _run(self, name: str, reader: Reader, copies: CopyList, arrival: _BlockArrival) -> None:
+        """Wait for one read while it makes progress, even when cancelled: it writes memory that the caller frees."""
         began = time.monotonic()
-        read = reader.read(copies, landing)
+        read = reader.read(copies, arrival)
         try:
             seen = -1
-            while not read.done() and landing.num_landed > seen:
-                seen = landing.num_landed
+            while not read.done() and arrival.num_landed > seen:
+                seen = arrival.num_landed
                 await asyncio.wait({read}, timeout=self._stall_s)
         finally:
             if not read.done():
@@ -211,5 +213,5 @@ class Fetcher:
         self.num_bytes += copies.total_bytes
 
     async def aclose(self) -> None:
-        """Let go of the source."""
+        """Detach from the source."""
         await self.route.aclose()

@@ -1,4 +1,4 @@
-"""Room for blocks on their way that cannot lie in the caller's own slab: compressed ones, or any bytes of this process."""
+"""Space for blocks in transit that cannot lie in the caller's own slab: compressed ones, or bytes of any other memory."""
 
 import asyncio
 import contextlib
@@ -7,31 +7,31 @@ from collections.abc import AsyncIterator
 from kvrelay.kvtransfer.slabs.slabs import StuckRead, allocate_slab, free_slab
 
 
-class Staging:
-    """A small slab, cut into places of equal size. Used on one loop."""
+class StagingSlab:
+    """A small slab of equal cells, one for each block in transit. Used on one loop."""
 
-    def __init__(self, place_bytes: int, num_places: int) -> None:
-        self.place_bytes = place_bytes
-        self.memory = allocate_slab(place_bytes * num_places)
-        self._free = [index * place_bytes for index in range(num_places)]
+    def __init__(self, cell_bytes: int, num_cells: int) -> None:
+        self.cell_bytes = cell_bytes
+        self.memory = allocate_slab(cell_bytes * num_cells)
+        self._free = [index * cell_bytes for index in range(num_cells)]
         self._returned = asyncio.Condition()
-        self.num_places = num_places
+        self.num_cells = num_cells
 
     @property
     def num_free(self) -> int:
         return len(self._free)
 
     @contextlib.asynccontextmanager
-    async def places(self, count: int) -> AsyncIterator[list[int]]:
-        """Offsets of so many places (at most `num_places`), waiting for them. After a StuckRead they come back with its end."""
+    async def reserve(self, count: int) -> AsyncIterator[list[int]]:
+        """Reserve `count` cells, waiting for them; yields their byte offsets. After a StuckRead they return when it ends."""
         async with self._returned:
             await self._returned.wait_for(lambda: len(self._free) >= count)
             taken, self._free = self._free[:count], self._free[count:]
         try:
             yield taken
         except StuckRead as error:
-            places, taken = taken, []
-            error.read.add_done_callback(lambda _: self._free.extend(places))
+            stuck, taken = taken, []
+            error.read.add_done_callback(lambda _: self._free.extend(stuck))
             raise
         finally:
             async with self._returned:
@@ -39,5 +39,5 @@ class Staging:
                 self._returned.notify_all()
 
     def free(self) -> None:
-        """When nobody reads or writes it any more."""
+        """Free the memory, which nothing may read or write any more."""
         free_slab(self.memory)

@@ -11,9 +11,9 @@ from kvrelay.kvcache.stores.codecs import LosslessCodec
 from kvrelay.kvcache.stores.placement import places
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.kvtransfer.paths.selection import transports_for
-from kvrelay.kvtransfer.slabs.client import SlabPeer, Wanted
-from kvrelay.kvtransfer.slabs.messages import Lend, Lent, Offered, Release, Take
-from kvrelay.kvtransfer.slabs.slabs import Fetch, Slab, allocate_slab, free_slab
+from kvrelay.kvtransfer.slabs.client import BlockRequest, SlabPeer
+from kvrelay.kvtransfer.slabs.messages import AcquireLease, BlockOffer, LeaseGranted, PutBlocks, ReleaseLease
+from kvrelay.kvtransfer.slabs.slabs import BlockRead, SharedSlab, allocate_slab, free_slab
 from kvrelay.plane.tls import ClusterTls
 from tests.cluster.store.store_nodes import BLOCK, META, SECRET, Nodes, block, until
 from tests.kvcache.stores.store_contract import BLOCK_BYTES, StoreContract, chain, content, fetch, keep
@@ -100,7 +100,7 @@ def test_blocks_go_from_the_callers_slab_and_into_it_without_a_copy(make_nodes):
         hashes = hashes_of(4)
         for digest, slot in zip(hashes, slots, strict=False):
             slot[:] = block(digest)
-        store._desk._codec = None  # what is staged would fail
+        store._stager._codec = None  # what is staged would fail
         assert store.store(hashes, slots[:4], [META] * 4) == [True] * 4
         assert store.load(hashes, slots[4:]) == [True] * 4
         assert slots[4:] == [block(digest) for digest in hashes]
@@ -217,11 +217,11 @@ def test_blocks_come_back_from_the_disk_below_the_memory(make_nodes, tmp_path):
     store, hashes = nodes.client(), hashes_of(20)
     for digest in hashes:
         assert put(store, [digest]) == [True]
-        until(lambda: service.node.sums.to_disk == service.node.sums.kept, "written to disk")
+        until(lambda: service.node.stats.to_disk == service.node.stats.kept, "written to disk")
     assert service.node.counts().cached == 8
     assert store.contains(hashes) == [True] * 20
     assert get(store, hashes[:4]) == [True] * 4
-    assert service.node.sums.from_disk == 4
+    assert service.node.stats.from_disk == 4
     store.delete(hashes[:4])
     assert store.contains(hashes[:5]) == [False] * 4 + [True]
 
@@ -232,7 +232,7 @@ def test_blocks_come_back_from_the_disk_below_the_memory(make_nodes, tmp_path):
 def damage(service, key):
     """Change one byte where the node has this block."""
     slot = service.node._index.row(key)
-    view = service.node._slot_view(slot)
+    view = service.node._row_view(slot)
     view[7] ^= 1
     return slot
 
@@ -261,7 +261,7 @@ def test_without_its_checksum_the_changed_block_would_have_been_served(make_node
     slot = damage(service, store.key(hashes[0]))
     known = service.node._blocks[slot]
     service.node._blocks[slot] = msgspec.structs.replace(
-        known, checksum=xxhash.xxh3_64_intdigest(service.node._slot_view(slot)[:BLOCK])
+        known, checksum=xxhash.xxh3_64_intdigest(service.node._row_view(slot)[:BLOCK])
     )
     assert store.load(hashes, into) == [True]
     assert into[0] != block(hashes[0])
@@ -295,21 +295,21 @@ def test_a_block_that_the_client_writes_over_while_it_is_taken_is_not_kept(make_
     store = nodes.client()
 
     async def lie():
-        slab = Slab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
+        slab = SharedSlab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
         await slab.start()
         peer = SlabPeer(
             "127.0.0.1", service.server.port, SECRET, [slab], peer_id="liar", block_bytes=BLOCK, answer_s=5.0
         )  # fmt: skip
         await peer.connect()
         try:
-            return await peer.put(0, [Offered(b"k" * 16, 0, BLOCK, 1234)], within_s=5.0)
+            return await peer.put(0, [BlockOffer(b"k" * 16, 0, BLOCK, 1234)], within_s=5.0)
         finally:
             await peer.aclose()
             await slab.aclose()
             free_slab(slab.memory)
 
     assert nodes.run(lie()) == [False]
-    assert service.node.sums.dropped == 1
+    assert service.node.stats.dropped == 1
     assert service.node.counts().reserved == 0
     assert put(store, hashes_of(2)) == [True] * 2
 
@@ -333,19 +333,19 @@ def test_a_lease_that_ends_frees_the_block_and_a_late_reader_is_told_by_the_chec
     key = store.key(hashes[0])
 
     async def borrow():
-        slab = Slab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
+        slab = SharedSlab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
         await slab.start()
         peer = await connected(nodes, service, slab)
         try:
-            lent = await peer._ask(Lend(number=99, keys=[key]), Lent)
-            in_time = await peer._fetchers[0].fetch([Fetch(lent.offsets[0], 0, BLOCK, lent.checksums[0])])
-            while service.server.num_lent:  # its lease ends by itself
+            lent = await peer._request(AcquireLease(number=99, keys=[key]), LeaseGranted)
+            in_time = await peer._readers[0].read([BlockRead(lent.offsets[0], 0, BLOCK, lent.checksums[0])])
+            while service.server.num_leased:  # its lease ends by itself
                 await asyncio.sleep(0.01)
             await peer.forget([key])
             view = service.node._view
             view[lent.offsets[0] : lent.offsets[0] + 16] = b"another block's!"
-            late = await peer._fetchers[0].fetch([Fetch(lent.offsets[0], 0, BLOCK, lent.checksums[0])])
-            peer._tell(Release(number=99))  # too late: nothing happens
+            late = await peer._readers[0].read([BlockRead(lent.offsets[0], 0, BLOCK, lent.checksums[0])])
+            peer._notify(ReleaseLease(number=99))  # too late: nothing happens
             return in_time, late, lent.generations
         finally:
             await peer.aclose()
@@ -364,17 +364,17 @@ def test_a_client_that_goes_gives_back_what_was_lent_to_it(make_nodes):
     put(store, hashes)
 
     async def borrow_and_go():
-        slab = Slab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
+        slab = SharedSlab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
         await slab.start()
         peer = await connected(nodes, service, slab)
-        await peer._ask(Lend(number=99, keys=[store.key(digest) for digest in hashes]), Lent)
-        assert service.server.num_lent == 2
+        await peer._request(AcquireLease(number=99, keys=[store.key(digest) for digest in hashes]), LeaseGranted)
+        assert service.server.num_leased == 2
         await peer.aclose()
         await slab.aclose()
         free_slab(slab.memory)
 
     nodes.run(borrow_and_go())
-    until(lambda: service.server.num_lent == 0 and service.node.counts().held == 0, "the blocks come back")
+    until(lambda: service.server.num_leased == 0 and service.node.counts().held == 0, "the blocks come back")
 
 
 def test_no_more_than_half_the_slots_are_lent_at_once(make_nodes):
@@ -384,11 +384,13 @@ def test_no_more_than_half_the_slots_are_lent_at_once(make_nodes):
     put(store, hashes)
 
     async def borrow():
-        slab = Slab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
+        slab = SharedSlab(allocate_slab(BLOCK), SECRET, "127.0.0.1")
         await slab.start()
         peer = await connected(nodes, service, slab)
         try:
-            lent = await peer._ask(Lend(number=1, keys=[store.key(digest) for digest in hashes]), Lent)
+            lent = await peer._request(
+                AcquireLease(number=1, keys=[store.key(digest) for digest in hashes]), LeaseGranted
+            )
             return sum(offset >= 0 for offset in lent.offsets)
         finally:
             await peer.aclose()
@@ -420,7 +422,7 @@ def test_a_node_that_is_not_there_costs_one_attempt_and_rests(make_nodes):
     assert get(store, hashes) == [True] * 10
     assert get(store, hashes) == [True] * 10
     (down,) = [node for node in store._links.nodes if node.address.node_id == "b"]
-    assert down.rests.num_failures == 1
+    assert down.back_off.num_failures == 1
     del nodes.services["b"]
 
 
@@ -459,10 +461,10 @@ def test_a_take_from_a_slab_that_was_never_offered_fails_alone(make_nodes):
         peer = SlabPeer("127.0.0.1", service.server.port, SECRET, [], peer_id="p", block_bytes=BLOCK, answer_s=5.0)
         await peer.connect()
         try:
-            wrong = Take(number=7, slab=3, hold_s=1.0, blocks=[Offered(b"k" * 16, 0, BLOCK, 1)])
+            wrong = PutBlocks(number=7, slab=3, hold_s=1.0, blocks=[BlockOffer(b"k" * 16, 0, BLOCK, 1)])
             with pytest.raises(Exception, match="never offered"):
-                await peer._ask(wrong, Lent)
-            return await peer.get([Wanted(b"k" * 16, 0, 0, BLOCK)])
+                await peer._request(wrong, LeaseGranted)
+            return await peer.get([BlockRequest(b"k" * 16, 0, 0, BLOCK)])
         finally:
             await peer.aclose()
 

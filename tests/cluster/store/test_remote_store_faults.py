@@ -10,7 +10,7 @@ import pytest
 
 from kvrelay.kvcache.stores.back_off import BackOff
 from kvrelay.kvcache.stores.placement import places
-from kvrelay.kvtransfer.slabs.slabs import Fetcher, StuckRead
+from kvrelay.kvtransfer.slabs.slabs import SlabReader, StuckRead
 from tests.cluster.store.store_nodes import BLOCK, META, Nodes, block, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.alone]
@@ -122,14 +122,14 @@ def test_a_node_with_a_disk_has_its_blocks_again_after_a_kill(make_nodes, tmp_pa
     nodes.process("a")
     store, hashes = nodes.client(), hashes_of(10)
     put(store, hashes)
-    until(lambda: described(store)["a"]["sums"]["to_disk"] == 10, "all are on disk")
+    until(lambda: described(store)["a"]["stats"]["to_disk"] == 10, "all are on disk")
     kill(nodes, "a")
     nodes.tell("a")
     assert get(store, hashes) == [False] * 10
     nodes.process("a")
     assert store.contains(hashes) == [True] * 10
     assert get(store, hashes) == [True] * 10
-    assert described(store)["a"]["sums"]["from_disk"] == 10
+    assert described(store)["a"]["stats"]["from_disk"] == 10
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
@@ -180,11 +180,11 @@ def test_a_client_that_is_killed_leaves_nothing_behind(make_nodes):
     environment = {**os.environ, "PYTHONPATH": root}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=root, env=environment) as child:
         child.stdout.readline()
-        until(lambda: service.node.sums.kept > 40, "it has put some")
+        until(lambda: service.node.stats.kept > 40, "it has put some")
         child.kill()
     until(lambda: service.server.num_clients == 1, "its connection has ended")
     until(lambda: service.node.counts().reserved == 0, "nothing is reserved for it")
-    known = [n.to_bytes(16, "little") for n in range(16, 16 + service.node.sums.kept)]
+    known = [n.to_bytes(16, "little") for n in range(16, 16 + service.node.stats.kept)]
     assert sum(get(store, known)) > 0
     service.node.check()
 
@@ -195,7 +195,7 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
     nodes.inside("a")
     store, hashes = nodes.client(), hashes_of(3)
     put(store, hashes)
-    staging, reads, fetch = store._staging, [], Fetcher.fetch
+    staging, reads, fetch = store._staging, [], SlabReader.read
 
     async def stuck(self, blocks):
         import asyncio
@@ -203,13 +203,13 @@ def test_a_read_that_cannot_be_stopped_keeps_its_place_until_it_ends(make_nodes,
         reads.append(asyncio.get_running_loop().create_future())
         raise StuckRead("stuck", reads[-1])
 
-    monkeypatch.setattr(Fetcher, "fetch", stuck)
+    monkeypatch.setattr(SlabReader, "read", stuck)
     assert get(store, hashes) == [False] * 3
-    assert staging.num_free == staging.num_places - 3
-    monkeypatch.setattr(Fetcher, "fetch", fetch)
+    assert staging.num_free == staging.num_cells - 3
+    monkeypatch.setattr(SlabReader, "read", fetch)
     for node in store._links.nodes:
         node.back_off = BackOff()  # the back-off has ended
     assert get(store, hashes) == [True] * 3
-    assert staging.num_free == staging.num_places - 3
+    assert staging.num_free == staging.num_cells - 3
     store._loop.call_soon_threadsafe(reads[0].set_result, None)
-    until(lambda: staging.num_free == staging.num_places, "the place is free again")
+    until(lambda: staging.num_free == staging.num_cells, "the place is free again")
