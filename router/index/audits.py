@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
-from kvrelay.router.index.member import Member
+from kvrelay.router.index.indexed_worker import IndexedWorker
 
 _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -29,24 +29,24 @@ def draws(seed: int) -> Iterator[int]:
         yield mixed ^ (mixed >> 31)
 
 
-def sample(member: Member, seed: int, num_hashes: int) -> list[bytes]:
+def sample(member: IndexedWorker, seed: int, num_hashes: int) -> list[bytes]:
     """Up to so many: half of what it is known to hold, half of what it is not known to (others hold it, or it went of late)."""
-    numbers, holders, mine = draws(seed), member.holders, member.both
+    numbers, holders, own_bits = draws(seed), member.holders, member.both
     num_claimed = num_hashes - num_hashes // 2
-    claimed = holders.sample(lambda mask: mask & mine != 0, member.num_blocks, num_claimed, numbers)
-    others = holders.sample(lambda mask: mask & mine == 0, len(holders), num_hashes, numbers)
-    unclaimed = (one for one in (*reversed(member.lately_removed), *others) if not holders.mask(one) & mine)
+    claimed = holders.sample(lambda mask: mask & own_bits != 0, member.num_blocks, num_claimed, numbers)
+    others = holders.sample(lambda mask: mask & own_bits == 0, len(holders), num_hashes, numbers)
+    unclaimed = (one for one in (*reversed(member.recently_removed), *others) if not holders.mask(one) & own_bits)
     return [*dict.fromkeys(claimed), *islice(dict.fromkeys(unclaimed), num_hashes // 2)]
 
 
-def compare(member: Member, hashes: Sequence[bytes], tiers: Sequence[int]) -> AuditCounts:
+def compare(member: IndexedWorker, hashes: Sequence[bytes], tiers: Sequence[int]) -> AuditCounts:
     """The index beside the worker's own word for each hash."""
     counts = AuditCounts()
     for block_hash, tier in zip(hashes, tiers, strict=False):
         if tier == CHANGING:
             continue
-        mine = member.holders.mask(block_hash) & member.both
-        claimed = IN_POOL if mine == member.both else BELOW_POOL if mine else NOWHERE
+        own_bits = member.holders.mask(block_hash) & member.both
+        claimed = IN_POOL if own_bits == member.both else BELOW_POOL if own_bits else NOWHERE
         counts.compared += 1
         counts.wrong += claimed > tier
         counts.missed += claimed < tier

@@ -7,7 +7,7 @@ Step = Callable[[], bool]
 """Does a slice; whether there is more."""
 
 
-class Chores:
+class DeferredWork:
     """What is to be done for several workers, each in its order."""
 
     __slots__ = ("_steps", "_wake")

@@ -1,18 +1,18 @@
-"""Who holds which block, for workers whose blocks cover equally many tokens; and how deep a chain is held, by jumps.
+"""Which workers hold which block, for workers of one block size; and how deep each holds a chain, by jump search.
 
-A block has a slot (slots.py), and in it a number that stands for its holders (kinds.py). Jump search: chained hashes are
-nested, so that who meets the last name of a row of slots that are known to be a chain has met them all. A lookup finds the
-slot of the first hash, compares one name at the end of the chained slots that follow (and bisects where it is another), and goes
-from edge to edge of what the same workers hold. It looks up a hash only where the row breaks off, whatever the chain's length. What
-is not known to be chained is compared by name once, in order, and known from then on.
+A block has a position in a HashArray, and there the number of its holder set (holder_sets.py). Jump search: hashes are chained, so
+that a match at the end of positions that are known to be a chain is a match of all of them. A lookup finds the position of the first
+hash, compares one hash at the end of the chained positions that follow (and bisects if it differs), and goes from edge to edge of
+holder sets. Whatever the chain's length, it looks up a hash only where the positions are no longer contiguous. Positions that are not known
+to be chained are compared hash by hash once, and are known from then on.
 
-Nothing is assumed of workers: a hole in what one holds is a slot of another kind, or none. Blocks that lie scattered (stored one by
-one, or out of order) are looked up one by one, and moved next to each other as they are.
+Nothing is assumed of workers: a hole in what one holds is a position with another holder set, or none. Scattered blocks (stored
+singly, or out of order) are looked up singly, and moved together on the way.
 
-Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two positions that
-the same workers hold. That what is skipped has been compared before, and that names and holders are kept apart, is ours.
+Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two positions with the
+same holders. That what is skipped was compared before, and that hashes and holders are kept apart, is ours.
 
-Not for use from several threads. Never imports torch, Ray, sockets or a clock.
+Not thread-safe. Never imports torch, Ray, sockets or a clock.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,236 +22,240 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvrelay.router.index.bits import Ints
-from kvrelay.router.index.hash_rows import Slots
-from kvrelay.router.index.kinds import Kinds
+from kvrelay.router.index.hash_array import HashArray
+from kvrelay.router.index.holder_sets import HolderSets
 
 CHUNK = 64
 """Scattered blocks that are looked up, and moved, together."""
-MAX_GATHERED = 8
-"""Chunks that one lookup tries to move, at most, so that none takes much longer than looking them up."""
+MAX_MOVED_CHUNKS = 8
+"""Chunks that one lookup moves, at most, to bound its time."""
 SHORT = 16
-"""Slots in a row; after two rows in a chain that are shorter its blocks are looked up one by one."""
-_STRETCH = 1 << 13  # slots that a sweep looks through at a time
-_DENSE = 8  # blocks of a scattered chunk to each break of the row, at most, that make it worth moving
+"""Contiguous positions; after two shorter runs the blocks of a chain are looked up in chunks."""
+_STRETCH = 1 << 13  # positions that a sweep reads at a time
+_DENSE = 8  # blocks of a scattered chunk per break, at most, that make it worth moving
 
 Ends = list[tuple[int, int]]
-"""(depth, bits that reach just so many leading hashes), ascending."""
+"""[(depth, bits of workers that hold exactly so many leading hashes)], ascending."""
 
 
-class Holders:
-    """Who holds which block. Callers pass each hash once in a call, and the bits of one worker."""
+class BlockHolders:
+    """Which workers hold which block. A call has each hash once, and the bits of one worker."""
 
     def __init__(self, chunk: int = CHUNK) -> None:
         self._chunk = chunk
-        self._slots, self._kinds = Slots(), Kinds()
-        self.num_sweeps = 0  # under way
+        self._array, self._sets = HashArray(), HolderSets()
+        self.num_sweeps = 0  # in progress
 
     def __len__(self) -> int:
-        return len(self._slots)
+        return len(self._array)
 
     @property
     def native_bytes(self) -> int:
-        """Of memory that Python does not count."""
-        return self._slots.native_bytes
+        """Memory that Python does not count."""
+        return self._array.native_bytes
 
     @property
-    def num_kinds(self) -> int:
-        """Different sets of holders."""
-        return len(self._kinds)
+    def num_sets(self) -> int:
+        """Number of different holder sets."""
+        return len(self._sets)
 
     # ---- what workers hold
 
-    def put(self, hashes: Sequence[bytes], mine: int, new: int) -> int:
-        """The worker with the bits `mine` holds these as `new` says (one of its bits, or both). Returns how many it did not."""
-        slots, kinds = self._slots.kinds_of(hashes)
-        num_new = kinds.count(0)
-        if num_new < len(slots):
+    def put(self, hashes: Sequence[bytes], own_bits: int, new: int) -> int:
+        """The worker with the bits `own_bits` holds these as `new` (one of its bits, or both). Returns how many are new to it."""
+        positions, set_ids = self._array.find(hashes)
+        num_new = set_ids.count(0)
+        if num_new < len(positions):
             gained = 0
-            for kind, some in _grouped(kinds, slots):
-                old = self._kinds.masks[kind]
-                mask = old & ~mine | new
-                if kind and mask != old:
-                    gained += 0 if old & mine else len(some)
-                    self._slots.paint(some, self._kinds.moved(kind, mask, len(some)))
-            hashes = [block_hash for block_hash, slot in zip(hashes, slots, strict=True) if not slot] if num_new else ()
+            for set_id, some in _grouped(set_ids, positions):
+                old = self._sets.masks[set_id]
+                mask = old & ~own_bits | new
+                if set_id and mask != old:
+                    gained += 0 if old & own_bits else len(some)
+                    self._array.set_positions(some, self._sets.moved(set_id, mask, len(some)))
+            hashes = (
+                [block_hash for block_hash, position in zip(hashes, positions, strict=True) if not position]
+                if num_new
+                else ()
+            )
             num_new += gained
         if hashes:
-            self._slots.add(hashes, self._kinds.moved(0, new, len(hashes)))
+            self._array.add(hashes, self._sets.moved(0, new, len(hashes)))
         return num_new
 
-    def drop(self, hashes: Sequence[bytes], mine: int) -> int:
+    def drop(self, hashes: Sequence[bytes], own_bits: int) -> int:
         """The worker with these bits holds none of them any more. Returns how many it held."""
-        slots, kinds = self._slots.kinds_of(hashes)
-        return self._drop(slots, kinds, mine)
+        positions, set_ids = self._array.find(hashes)
+        return self._drop(positions, set_ids, own_bits)
 
     def mark(self, hashes: Sequence[bytes], marks: bytearray) -> None:
-        """Set the marks of these blocks' slots; of all slots there is one."""
-        slots, _ = self._slots.kinds_of(hashes)
+        """Mark the positions of these blocks; `marks` has one byte per position."""
+        positions, _ = self._array.find(hashes)
         self._fit(marks)
-        np.frombuffer(marks, np.uint8)[np.array(slots, np.int64)] = 1
+        np.frombuffer(marks, np.uint8)[np.array(positions, np.int64)] = 1
 
     def _fit(self, marks: bytearray) -> None:
-        if len(marks) < len(self._slots.kinds):
-            marks.extend(bytes(len(self._slots.kinds) - len(marks)))
+        if len(marks) < len(self._array.set_ids):
+            marks.extend(bytes(len(self._array.set_ids) - len(marks)))
 
-    def sweep(self, first: int, mine: int, kept: bytearray, most: int) -> tuple[int, int]:
-        """Of the blocks from slot `first` on, the worker with these bits holds those marked alone: (where to go on, 0: nowhere; how many went).
+    def sweep(self, first: int, own_bits: int, kept: bytearray, most: int) -> tuple[int, int]:
+        """Drop unmarked blocks of the worker with these bits, from `first` on. Returns (next position, 0: done; number dropped).
 
-        So much of the row is looked through at a time that at most `most` of its blocks are found there.
+        At most `most` of its blocks are read per call.
         """
-        end = len(self._slots.kinds)
+        end = len(self._array.set_ids)
         stop = min(first + _STRETCH, end)
-        found, kinds = self._found(lambda mask: mask & mine != 0, first, 1, stop)
+        found, set_ids = self._found(lambda mask: mask & own_bits != 0, first, 1, stop)
         if len(found) > most:
-            found, kinds, stop = found[:most], kinds[:most], int(found[most])
+            found, set_ids, stop = found[:most], set_ids[:most], int(found[most])
         if kept:
             self._fit(kept)
             is_gone = np.frombuffer(kept, np.uint8)[found] == 0
-            found, kinds = found[is_gone], kinds[is_gone]
-        return (stop if stop < end else 0), self._drop(found.tolist(), kinds.tolist(), mine)
+            found, set_ids = found[is_gone], set_ids[is_gone]
+        return (stop if stop < end else 0), self._drop(found.tolist(), set_ids.tolist(), own_bits)
 
-    def _drop(self, slots: list[int], kinds: list[int], mine: int) -> int:
+    def _drop(self, positions: list[int], set_ids: list[int], own_bits: int) -> int:
         num_dropped = 0
-        for kind, some in _grouped(kinds, slots):
-            old = self._kinds.masks[kind]
-            if not old & mine:
+        for set_id, some in _grouped(set_ids, positions):
+            old = self._sets.masks[set_id]
+            if not old & own_bits:
                 continue
             num_dropped += len(some)
-            target = self._kinds.moved(kind, old & ~mine, len(some))
+            target = self._sets.moved(set_id, old & ~own_bits, len(some))
             if target:
-                self._slots.paint(some, target)
+                self._array.set_positions(some, target)
             else:
-                self._slots.remove(some)
+                self._array.remove(some)
         return num_dropped
 
-    def known(self, hashes: Iterable[bytes], mine: int) -> list[bytes]:
-        """Of these, what the worker with these bits holds."""
-        return [block_hash for block_hash in hashes if self.mask(block_hash) & mine]
+    def known(self, hashes: Iterable[bytes], own_bits: int) -> list[bytes]:
+        """Those of the hashes that the worker with these bits holds."""
+        return [block_hash for block_hash in hashes if self.mask(block_hash) & own_bits]
 
     def mask(self, block_hash: bytes) -> int:
-        """The bits of everybody who holds it."""
-        return self._kinds.masks[self._slots.kind(block_hash)]
+        """The bits of all workers that hold it."""
+        return self._sets.masks[self._array.set_id(block_hash)]
 
     def _found(
-        self, wanted: Callable[[int], bool], first: int, step: int, stop: int | None = None
+        self, matches: Callable[[int], bool], first: int, step: int, stop: int | None = None
     ) -> tuple[Ints, NDArray[np.intc]]:
-        """Every `step`-th slot from `first` to before `stop` whose block's holders are wanted, and their kinds."""
-        kinds = np.frombuffer(self._slots.kinds, np.intc)[first:stop:step]
-        masks, is_there = self._kinds.masks, np.zeros(len(self._kinds.masks), np.bool_)
-        for kind in np.flatnonzero(np.bincount(kinds, minlength=1)).tolist():
-            is_there[kind] = kind != 0 and wanted(masks[kind])
-        places = np.flatnonzero(is_there[kinds])
+        """Every `step`-th position from `first` to before `stop` whose holders match, and their holder sets."""
+        set_ids = np.frombuffer(self._array.set_ids, np.intc)[first:stop:step]
+        masks, is_there = self._sets.masks, np.zeros(len(self._sets.masks), np.bool_)
+        for set_id in np.flatnonzero(np.bincount(set_ids, minlength=1)).tolist():
+            is_there[set_id] = set_id != 0 and matches(masks[set_id])
+        places = np.flatnonzero(is_there[set_ids])
         found: Ints = first + step * places
-        return found, kinds[places]
+        return found, set_ids[places]
 
-    # ---- where blocks are
+    # ---- moves
 
     def begin_sweep(self) -> None:
-        """Until `end_sweep` blocks stay where they are, so that none is passed over."""
+        """Until `end_sweep`, blocks stay where they are, so that the sweep passes over none."""
         self.num_sweeps += 1
-        self._slots.give_up_closing()
+        self._array.abort_compaction()
 
     def end_sweep(self) -> None:
         self.num_sweeps -= 1
 
     @property
     def _may_move(self) -> bool:
-        return not self.num_sweeps and not self._slots.is_closing
+        return not self.num_sweeps and not self._array.is_compacting
 
-    def begin_closing(self) -> bool:
-        """Whether the row is much longer than it need be, and may be made shorter now, by `close_up`."""
-        if not self._slots.is_sparse or not self._may_move:
+    def begin_compaction(self) -> bool:
+        """Whether the array is much longer than it needs to be and may be compacted now, by `compact`."""
+        if not self._array.is_sparse or not self._may_move:
             return False
-        self._slots.begin_closing()
+        self._array.begin_compaction()
         return True
 
-    def close_up(self, most: int) -> bool:
-        """Move some blocks, at most so many, unless that was given up. Whether there is more to do."""
-        return self._slots.is_closing and self._slots.close_up(most)
+    def compact(self, most: int) -> bool:
+        """Move at most `most` blocks, unless compaction was aborted. Whether there is more to do."""
+        return self._array.is_compacting and self._array.compact(most)
 
     # ---- samples
 
-    def sample(self, wanted: Callable[[int], bool], total: int, count: int, numbers: Iterator[int]) -> list[bytes]:
-        """Some `count` hashes whose holders' mask is wanted, spread over the `total` that there are; drawn by `numbers`."""
+    def sample(self, matches: Callable[[int], bool], total: int, count: int, numbers: Iterator[int]) -> list[bytes]:
+        """Some `count` hashes whose holders match, spread over the `total` that there are; drawn by `numbers`."""
         step = max(1, total // (4 * max(count, 1)))
-        slots, _ = self._found(wanted, next(numbers) % step, step)
-        if len(slots) > count:
-            slots = slots[[next(numbers) % len(slots) for _ in range(count)]]
-        return self._slots.names(slots.tolist())
+        positions, _ = self._found(matches, next(numbers) % step, step)
+        if len(positions) > count:
+            positions = positions[[next(numbers) % len(positions) for _ in range(count)]]
+        return self._array.names(positions.tolist())
 
-    def share(self, wanted: Callable[[int], bool], mine: int, total: int, count: int) -> float | None:
-        """Of the `total` blocks of the worker with these bits, by some `count`, those whose mask is wanted; None: it has none."""
-        _, kinds = self._found(lambda mask: mask & mine != 0, 0, max(1, total // count))
-        masks = self._kinds.masks
-        good = sum(wanted(masks[kind]) for kind in kinds.tolist())
-        return good / len(kinds) if len(kinds) else None
+    def share(self, matches: Callable[[int], bool], own_bits: int, total: int, count: int) -> float | None:
+        """Share of the blocks of the worker with these bits whose holders match, from a sample of `count`; None: it has none."""
+        _, set_ids = self._found(lambda mask: mask & own_bits != 0, 0, max(1, total // count))
+        masks = self._sets.masks
+        good = sum(matches(masks[set_id]) for set_id in set_ids.tolist())
+        return good / len(set_ids) if len(set_ids) else None
 
-    # ---- how deep a chain is held
+    # ---- depth of a chain
 
     def walk(self, hashes: Sequence[bytes], alive: int) -> Ends:
-        """(depth, bits of `alive` that reach just so many leading hashes), ascending; those that reach none are left out."""
+        """[(depth, bits of `alive` that hold exactly so many leading hashes)], ascending; workers that hold none are left out."""
         ends: Ends = []
-        slots, depth, num_short, to_gather = self._slots, 0, 0, MAX_GATHERED
+        positions, depth, num_short, num_movable = self._array, 0, 0, MAX_MOVED_CHUNKS
         while depth < len(hashes):
-            slot = slots.slot(hashes[depth])
-            if not slot:
+            position = positions.position(hashes[depth])
+            if not position:
                 break
-            count = slots.follow(hashes, depth, slot)
+            count = positions.follow(hashes, depth, position)
             num_short = num_short + 1 if count < SHORT else 0
             if num_short < 2:
-                depth, alive = self._along(slot, slot + count, depth, alive, ends)
+                depth, alive = self._walk_run(position, position + count, depth, alive, ends)
             else:
                 num_short = 1
-                depth, alive, is_scattered = self._each(hashes, depth, alive, ends, to_gather > 0)
-                to_gather -= is_scattered
+                depth, alive, is_scattered = self._walk_chunk(hashes, depth, alive, ends, num_movable > 0)
+                num_movable -= is_scattered
             if not alive:
                 return ends
         if depth and alive:
             ends.append((depth, alive))
         return ends
 
-    def _along(self, slot: int, stop: int, depth: int, alive: int, ends: Ends) -> tuple[int, int]:
-        """From edge to edge of slots whose names have been met; up to one that is free, whose block may have another. (depth, who is left)."""
-        kinds, masks = self._slots.kinds, self._kinds.masks
-        while kind := kinds[slot]:
-            alive = _step(depth, masks[kind], alive, ends)
-            edge = self._slots.edge(slot, stop - 1)
+    def _walk_run(self, position: int, stop: int, depth: int, alive: int, ends: Ends) -> tuple[int, int]:
+        """From edge to edge of positions whose hashes match, up to a free one. Returns (depth, workers left)."""
+        set_ids, masks = self._array.set_ids, self._sets.masks
+        while set_id := set_ids[position]:
+            alive = _narrowed(depth, masks[set_id], alive, ends)
+            edge = self._array.edge(position, stop - 1)
             if edge < 0 or not alive:
-                return depth + stop - slot, alive
-            depth, slot = depth + edge + 1 - slot, edge + 1
+                return depth + stop - position, alive
+            depth, position = depth + edge + 1 - position, edge + 1
         return depth, alive
 
-    def _each(
-        self, hashes: Sequence[bytes], depth: int, alive: int, ends: Ends, may_gather: bool
+    def _walk_chunk(
+        self, hashes: Sequence[bytes], depth: int, alive: int, ends: Ends, may_move_chunk: bool
     ) -> tuple[int, int, bool]:
-        """A chunk, block by block: (depth, who is left, whether its blocks were scattered and are to be moved, if there is room)."""
-        chunk, masks, seen = hashes[depth : depth + self._chunk], self._kinds.masks, -1
-        slots, kinds = self._slots.kinds_of(chunk)
-        for place, kind in enumerate(kinds, depth):
-            if kind != seen:
-                seen, alive = kind, _step(place, masks[kind], alive, ends)
+        """A chunk, block by block. Returns (depth, workers left, whether its blocks were scattered and have been moved if there is room)."""
+        chunk, masks, seen = hashes[depth : depth + self._chunk], self._sets.masks, -1
+        positions, set_ids = self._array.find(chunk)
+        for place, set_id in enumerate(set_ids, depth):
+            if set_id != seen:
+                seen, alive = set_id, _narrowed(place, masks[set_id], alive, ends)
                 if not alive:
                     return place, 0, False
-        num_breaks = sum(slot + 1 != after for slot, after in pairwise(slots))
-        is_scattered = may_gather and self._may_move and _DENSE * num_breaks >= len(chunk)
+        num_breaks = sum(position + 1 != after for position, after in pairwise(positions))
+        is_scattered = may_move_chunk and self._may_move and _DENSE * num_breaks >= len(chunk)
         if is_scattered:
-            self._slots.gather(chunk, slots)
+            self._array.move_together(chunk, positions)
         return depth + len(chunk), alive, is_scattered
 
 
-def _step(depth: int, mask: int, alive: int, ends: Ends) -> int:
-    """Who of `alive` has the block at this depth; the others end here."""
+def _narrowed(depth: int, mask: int, alive: int, ends: Ends) -> int:
+    """The workers of `alive` that hold the block at this depth; the others end here."""
     kept = alive & mask
     if kept != alive and depth:
         ends.append((depth, alive ^ kept))
     return kept
 
 
-def _grouped(kinds: list[int], slots: list[int]) -> Iterable[tuple[int, list[int]]]:
-    """(kind, its slots); those of kind 0, of blocks that have no slot, are one group, too."""
-    if not kinds or kinds.count(kinds[0]) == len(kinds):
-        return [(kinds[0], slots)] if kinds else ()
+def _grouped(set_ids: list[int], positions: list[int]) -> Iterable[tuple[int, list[int]]]:
+    """(holder set, its positions); blocks without a position are one group, of set 0."""
+    if not set_ids or set_ids.count(set_ids[0]) == len(set_ids):
+        return [(set_ids[0], positions)] if set_ids else ()
     groups: dict[int, list[int]] = {}
-    for kind, slot in zip(kinds, slots, strict=True):
-        groups.setdefault(kind, []).append(slot)
+    for set_id, position in zip(set_ids, positions, strict=True):
+        groups.setdefault(set_id, []).append(position)
     return groups.items()

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 
 
-class Learned:
+class LearnedPrefixes:
     """Hashes and when each is to be forgotten, soonest first: a promise of nothing, bounded in number and time."""
 
     __slots__ = ("_expiry", "_ttl_s", "limit", "since_s")

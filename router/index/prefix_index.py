@@ -1,14 +1,13 @@
-"""Which worker holds which prefix, in its pool or anywhere: fed by KV events, healed by snapshots.
+"""Which worker holds which prefix, in its pool or in any tier: fed by KV events, healed by snapshots.
 
-Owns the members and their rows; who holds a block is in index/holders.py, whose news counts in index/member.py. Never
-imports torch, Ray, sockets or a clock. Hashes are chained, so that each names a whole prefix; a worker's depth is
-the number of leading hashes whose blocks it holds without a hole. A worker whose blocks are k hashes long (its stride) names
-them by every k-th hash of a chain.
+Owns the workers' state and rows; holders.py stores who holds a block, indexed_worker.py decides which messages apply. Never imports
+torch, Ray, sockets or a clock. Hashes are chained, so that each stands for a whole prefix; a worker's depth is the number of leading
+hashes whose blocks it holds without a hole. A worker whose blocks are k hashes long (its stride) holds every k-th hash of a chain.
 
-What is guaranteed of an answer: for every worker that is not STALE, both depths are those of the plain definition applied to
-what its snapshot and events add up to (`in_pool`: leading blocks that it announced, and neither lowered nor removed since). So no
-hit is claimed beyond a hole that was announced. Workers that are STALE, and those that hold nothing, are absent. Of one that is APPROXIMATE
-it is true of what this router saw computed there within the last while.
+Guarantee: for every worker that is not STALE, both depths follow from the plain definition applied to its snapshot and events
+(`in_pool`: leading blocks that it announced and neither lowered nor removed since). So no hit is claimed beyond an announced hole. STALE
+workers, and those that hold nothing, are absent. For an APPROXIMATE worker the guarantee applies to the prompts that this router has
+sent there recently.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,26 +21,26 @@ from kvrelay.native.hash_index import distinct
 from kvrelay.router.index import audits
 from kvrelay.router.index.audits import AuditCounts
 from kvrelay.router.index.bits import Ints, depths_by_row
-from kvrelay.router.index.deferred_work import Chores
-from kvrelay.router.index.holders import CHUNK, Holders
-from kvrelay.router.index.learned import Learned
-from kvrelay.router.index.member import REASK_EVERY, Member, Word
-from kvrelay.router.index.snapshot_ingest import SLICE, Filling, Sweep
+from kvrelay.router.index.deferred_work import DeferredWork
+from kvrelay.router.index.holders import CHUNK, BlockHolders
+from kvrelay.router.index.indexed_worker import RETRY_EVERY, EventAction, IndexedWorker
+from kvrelay.router.index.learned import LearnedPrefixes
+from kvrelay.router.index.snapshot_ingest import SLICE, SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
-__all__ = ["REASK_EVERY", "Depths", "PrefixIndex"]
+__all__ = ["RETRY_EVERY", "Depths", "PrefixIndex"]
 
 Mode = Literal["auto", "exact", "approximate"]
 LEARNED_S = 120.0
 SILENT_S = 5.0
-"""A worker whose first snapshot takes longer is taken for one that tells nothing, until it does."""
-MAX_LATE = 3
-"""Snapshots in a row that came too late, each answered by asking for another."""
+"""Time without events or a snapshot after which "auto" treats a worker as APPROXIMATE."""
+MAX_OUTDATED = 3
+"""Outdated snapshots in a row that are answered by requesting another."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Depths:
-    """How many leading hashes of a prompt each worker covers: those that hold any, ascending by row. Columns of equal length."""
+    """How many leading hashes of a prompt each worker holds: workers that hold any, ascending by row. Columns of equal length."""
 
     rows: Ints
     in_pool: Ints
@@ -55,36 +54,36 @@ class PrefixIndex:
     """Prefixes of many workers. A worker starts STALE and becomes EXACT with its first snapshot."""
 
     def __init__(self, *, chunk: int = CHUNK, mode: Mode = "exact", learned_s: float = LEARNED_S) -> None:
-        """`chunk`: scattered blocks that are looked up, and moved next to each other, at a time.
+        """`chunk`: scattered blocks that are looked up, and moved together, at a time.
 
-        `mode`: "exact" takes workers' news alone, "approximate" none but what `learn` is told, for `learned_s`; "auto" learns of
-        those that have sent neither event nor snapshot, and believes it when SILENT_S have passed since it first learned of them.
+        `mode`: "exact" uses only workers' messages, "approximate" only `learn`, for `learned_s`; "auto" learns about workers that have sent
+        neither event nor snapshot, and uses that once SILENT_S have passed since it first learned about them.
         """
         self._chunk, self._mode, self._learned_s = chunk, mode, learned_s
-        self._learning: dict[str, Member] = {}  # of whom there is something to expire
-        self._members: dict[str, Member] = {}
-        self._names: list[str] = []  # by row; "": nobody's
+        self._learning: dict[str, IndexedWorker] = {}  # those with something to expire
+        self._members: dict[str, IndexedWorker] = {}
+        self._names: list[str] = []  # by row; "": free
         self._free_rows: set[int] = set()
-        self._holders: dict[int, Holders] = {}  # by stride
+        self._holders: dict[int, BlockHolders] = {}  # by stride
         self._audits: dict[str, AuditCounts] = {}
-        self._chores = Chores()
-        self._routable: dict[int, int] = {}  # by stride: bits of the members that are not STALE
+        self._deferred = DeferredWork()
+        self._routable: dict[int, int] = {}  # by stride: bits of the workers that are not STALE
 
     def __len__(self) -> int:
-        """Number of distinct hashes held by any worker; those of another stride are others."""
+        """Number of distinct hashes held by any worker, per stride."""
         return sum(map(len, self._holders.values()))
 
     @property
     def native_bytes(self) -> int:
-        """Of its memory, what Python does not count: the compiled tables of names."""
+        """Memory that Python does not count: the compiled hash tables."""
         return sum(holders.native_bytes for holders in self._holders.values())
 
-    # ---- members
+    # ---- workers
 
     def add_worker(self, worker_id: str, *, max_blocks: int, stride: int = 1, max_learned: int | None = None) -> int:
-        """A new or restarted worker: starts empty, in this row. More than `max_blocks` hashes make it DEGRADED.
+        """A new or restarted worker: starts empty. Returns its row. More than `max_blocks` hashes make it DEGRADED.
 
-        `max_learned`: of the hashes that are learned of it, the latest so many are kept.
+        `max_learned`: learned hashes that are kept, the latest.
         """
         self.remove_worker(worker_id)
         if self._free_rows:
@@ -92,67 +91,67 @@ class PrefixIndex:
         else:
             row = len(self._names)
             self._names.append("")
-        holders = self._holders.setdefault(stride, Holders(self._chunk))
+        holders = self._holders.setdefault(stride, BlockHolders(self._chunk))
         limit = max_blocks if max_learned is None else min(max_learned, max_blocks)
-        learned = None if self._mode == "exact" else Learned(limit, self._learned_s)
-        member = Member(worker_id, row, max_blocks, stride, holders, learned)
+        learned = None if self._mode == "exact" else LearnedPrefixes(limit, self._learned_s)
+        member = IndexedWorker(worker_id, row, max_blocks, stride, holders, learned)
         self._members[worker_id], self._names[row] = member, worker_id
         if self._mode == "approximate":
-            self._fall(member, IndexState.APPROXIMATE)
+            self._set_state(member, IndexState.APPROXIMATE)
         return row
 
     def remove_worker(self, worker_id: str) -> None:
-        """Forget a worker and every bit of it, its row's in slices. Unknown ids are ignored."""
+        """Forget a worker; its blocks are dropped in slices. Unknown ids are ignored."""
         member = self._members.pop(worker_id, None)
         if member is None:
             return
-        self._fall(member, IndexState.STALE)
+        self._set_state(member, IndexState.STALE)
         self._names[member.row] = ""
         self._audits.pop(worker_id, None)
         self._learning.pop(worker_id, None)
         if member.num_blocks:
-            self._chores.add(partial(self._leave, member, member.clear()))
+            self._deferred.add(partial(self._remove_blocks, member, member.clear()))
         else:
             self._free_row(member.row)
 
-    def _leave(self, member: Member, sweep: Sweep) -> bool:
-        """Another stretch of what is left of it; its row is the next one's when nothing is. Whether there is more."""
+    def _remove_blocks(self, member: IndexedWorker, sweep: Sweep) -> bool:
+        """Drop another stretch of its blocks; when none is left, its row is free. Whether there is more."""
         member.num_blocks -= sweep.step()
         if member.num_blocks and not sweep.is_done:
             return True
         sweep.stop()
         self._free_row(member.row)
-        self._tidy(member.holders)
+        self._shrink(member.holders)
         return False
 
     def _free_row(self, row: int) -> None:
-        """It is the next one's. The last ones are given up, so that masks get no longer than they need be."""
+        """Free a row. Trailing free rows are cut off, so that masks stay short."""
         self._free_rows.add(row)
         while len(self._names) - 1 in self._free_rows:
             self._names.pop()
             self._free_rows.remove(len(self._names))
 
-    def _tidy(self, holders: Holders) -> None:
-        """Make what these take in memory smaller, where it is much more than they need."""
-        if holders.begin_closing():
-            self._chores.add(partial(holders.close_up, SLICE))
+    def _shrink(self, holders: BlockHolders) -> None:
+        """Compact the holders' array if it is sparse."""
+        if holders.begin_compaction():
+            self._deferred.add(partial(holders.compact, SLICE))
 
     def mark_stale(self, worker_id: str) -> None:
         """Its event stream was interrupted (a reconnect): no hits until the next snapshot."""
         if self._mode != "approximate":
-            self._fall(self._members[worker_id], IndexState.STALE)
+            self._set_state(self._members[worker_id], IndexState.STALE)
 
     @property
     def num_rows(self) -> int:
-        """Rows are below this. A row of a worker that left goes to the next one that comes."""
+        """Rows are below this. A removed worker's row is reused."""
         return len(self._names)
 
     def row(self, worker_id: str) -> int:
-        """The worker's place in `Depths.rows`, for as long as it is here."""
+        """The worker's row in answers, for as long as it is here."""
         return self._members[worker_id].row
 
     def name(self, row: int) -> str | None:
-        """Whose row it is."""
+        """The worker of a row."""
         return self._names[row] or None
 
     def state(self, worker_id: str) -> IndexState:
@@ -162,7 +161,7 @@ class PrefixIndex:
         """Hashes indexed for this worker."""
         return self._members[worker_id].num_blocks
 
-    # ---- their news
+    # ---- events and snapshots
 
     def apply_events(
         self,
@@ -173,44 +172,44 @@ class PrefixIndex:
         lowered: Sequence[bytes] = (),
         raised: Sequence[bytes] = (),
     ) -> bool:
-        """One event message. False: a snapshot is needed now. Repeated and old events change nothing."""
+        """One event message. False: a snapshot is needed. Repeated and old events change nothing."""
         member = self._members.get(worker_id)
         if member is None or self._mode == "approximate":
             return True
-        self._unlearn(member)
-        word = member.hear(seq)
-        if word is Word.ASK:
-            self._route(member)
+        self._stop_learning(member)
+        action = member.receive(seq)
+        if action is EventAction.REQUEST_SNAPSHOT:
+            self._update_routable(member)
             return False
-        if word is Word.IGNORE:
+        if action is EventAction.IGNORE:
             return True
-        if member.filling is not None:
+        if member.ingest is not None:
             return self._change(member, stored, removed, lowered, raised)
         complete = not stored or member.store(distinct(stored))
         complete &= not lowered or member.move(distinct(lowered), in_pool=False)
         complete &= not raised or member.move(distinct(raised), in_pool=True)
         if removed:
             complete &= member.drop(distinct(removed))
-            self._tidy(member.holders)
+            self._shrink(member.holders)
         if member.state is IndexState.DEGRADED:
-            return not member.asks_again()
+            return not member.should_request_again()
         if not complete:
-            self._fall(member, IndexState.DEGRADED)
+            self._set_state(member, IndexState.DEGRADED)
         return complete
 
     def _change(
         self,
-        member: Member,
+        member: IndexedWorker,
         stored: Sequence[bytes],
         removed: Sequence[bytes],
         lowered: Sequence[bytes],
         raised: Sequence[bytes],
     ) -> bool:
-        """An event while a snapshot goes in. False: the rest of that does not come, another one is needed."""
-        filling = member.filling
-        assert filling is not None
+        """An event during an ingest. False: the rest of the snapshot does not arrive, another one is needed."""
+        ingest = member.ingest
+        assert ingest is not None
         member.change(distinct(stored), distinct(removed), distinct(lowered), distinct(raised))
-        return filling.is_whole or filling.num_events < REASK_EVERY or self._give_up(member)
+        return ingest.is_received or ingest.num_events < RETRY_EVERY or self._give_up(member)
 
     def apply_snapshot(
         self,
@@ -222,69 +221,69 @@ class PrefixIndex:
         part: int = 0,
         is_last: bool = True,
     ) -> bool:
-        """Everything cached as of `seq`, or a part of it: heals every state once all is in. False: another snapshot is needed.
+        """All blocks cached as of `seq`, or a part of them: heals every state once complete. False: another snapshot is needed.
 
-        One older than the events applied is ignored. One older than an event that was seen and could not be applied leaves
-        the worker STALE: what lies between the two is lost. After MAX_LATE of those in a row only events and audits ask.
-        Parts come in order, from 0; events may come between them. The next one's part 0 ends what has come of this one. Until
-        all is in, the worker is STALE, unless it was EXACT or DEGRADED as of the same event: then it is that.
+        One older than the events applied is ignored. One older than an event that was seen and could not be applied leaves the worker STALE,
+        because events in between are lost; after MAX_OUTDATED of those in a row only events and audits request another. Parts arrive in order,
+        from 0, possibly with events between them; part 0 of another snapshot aborts this one. Until the last part is ingested the worker is
+        STALE, unless it was EXACT or DEGRADED as of the same event: then it stays so.
         """
         member = self._members.get(worker_id)
         if member is None or self._mode == "approximate":
             return True
-        self._unlearn(member)
+        self._stop_learning(member)
         if not part:
             if member.state is not IndexState.STALE and seq < member.seq:
                 return True
             if seq < member.newest_seq:
-                member.num_late += 1
-                return member.num_late > MAX_LATE
+                member.num_outdated += 1
+                return member.num_outdated > MAX_OUTDATED
             member.begin(seq)
-            self._route(member)
-        filling = member.filling
-        if filling is None:
-            return True  # of one that was given up
-        if not filling.take(seq, part, hashes, lowered, is_last=is_last):
+            self._update_routable(member)
+        ingest = member.ingest
+        if ingest is None:
+            return True  # of an aborted snapshot
+        if not ingest.take(seq, part, hashes, lowered, is_last=is_last):
             return self._give_up(member)
-        if not filling.is_queued:
-            filling.is_queued = True
-            self._chores.add(partial(self._fill, member, filling))
+        if not ingest.is_queued:
+            ingest.is_queued = True
+            self._deferred.add(partial(self._fill, member, ingest))
         return True
 
-    def _fill(self, member: Member, filling: Filling) -> bool:
-        """A slice of its snapshot, unless that was given up. Whether there is more."""
-        if member.filling is not filling:
+    def _fill(self, member: IndexedWorker, ingest: SnapshotIngest) -> bool:
+        """Ingest a slice, unless the snapshot was aborted. Whether there is more."""
+        if member.ingest is not ingest:
             return False
         try:
-            filling.is_queued = member.fill()
+            ingest.is_queued = member.fill()
         except Exception:
-            self._give_up(member)  # an audit will ask for another
+            self._give_up(member)  # an audit will request another
             raise
-        if member.filling is None:
-            self._route(member)
-            self._tidy(member.holders)
-        return filling.is_queued
+        if member.ingest is None:
+            self._update_routable(member)
+            self._shrink(member.holders)
+        return ingest.is_queued
 
-    def _give_up(self, member: Member) -> bool:
-        """Of this snapshot a part is missing. False: ask for another."""
-        self._fall(member, IndexState.STALE)
-        member.ignored = 1  # asked just now
+    def _give_up(self, member: IndexedWorker) -> bool:
+        """A part of the snapshot is missing. False: request another."""
+        self._set_state(member, IndexState.STALE)
+        member.ignored = 1  # requested just now
         return False
 
-    # ---- what takes long
+    # ---- deferred work
 
     def defer(self, wake: Callable[[], object]) -> None:
-        """From now on snapshots go in, and workers that left go out, by calls of `work`; `wake` is called when there is cause for them."""
-        self._chores.defer(wake)
+        """From now on snapshots are ingested, and removed workers dropped, by calls of `work`; `wake` is called when there is work."""
+        self._deferred.defer(wake)
 
     def work(self) -> bool:
-        """A slice of what was deferred, some 512 blocks. Whether there is more."""
-        return self._chores.work()
+        """A slice of deferred work, some 512 blocks. Whether there is more."""
+        return self._deferred.work()
 
-    # ---- what is learned of those without news
+    # ---- workers without events
 
     def learn(self, worker_id: str, hashes: Sequence[bytes], now_s: float) -> None:
-        """This prompt was computed there, or has come there. Changes nothing where the worker's own news is to be had."""
+        """This prompt was computed or received by the worker. Ignored for workers that send events."""
         member = self._members.get(worker_id)
         if member is None or member.learned is None:
             return
@@ -294,24 +293,24 @@ class PrefixIndex:
         self._learning[worker_id] = member
         since_s = member.learned.since_s
         if member.state is IndexState.STALE and since_s is not None and now_s - since_s >= SILENT_S:
-            self._fall(member, IndexState.APPROXIMATE)
+            self._set_state(member, IndexState.APPROXIMATE)
 
     def expire(self, now_s: float) -> None:
         """Forget what was learned too long ago."""
         for worker_id, member in list(self._learning.items()):
             if member.learned is not None and (gone := member.learned.expired(now_s)):
                 member.drop(gone)
-                self._tidy(member.holders)
+                self._shrink(member.holders)
             if not member.learned:
                 del self._learning[worker_id]
 
-    def _unlearn(self, member: Member) -> None:
-        """It does tell: from now on that alone counts."""
+    def _stop_learning(self, member: IndexedWorker) -> None:
+        """The worker sends events: from now on only those count."""
         if member.learned is None:
             return
         member.learned = None
-        self._fall(member, IndexState.STALE)
-        if not self._chores.are_deferred:  # else its snapshot sees to it, before there is a hit
+        self._set_state(member, IndexState.STALE)
+        if not self._deferred.are_deferred:  # else the ingest of its snapshot drops them, before there is a hit
             sweep = member.clear()
             while not sweep.is_done:
                 member.num_blocks -= sweep.step()
@@ -319,36 +318,36 @@ class PrefixIndex:
     # ---- audits
 
     def audit_sample(self, worker_id: str, seed: int, num_hashes: int) -> list[bytes] | None:
-        """What to ask this worker about: hashes that it should hold and hashes that it should not; None: nothing.
+        """Hashes to audit a worker with: some that it should hold and some that it should not. None: no audit.
 
-        No hashes of a STALE one: its answer's number alone is of use.
+        Empty for a STALE worker: only the event number of its answer is of use.
         """
         member = self._members.get(worker_id)
         if member is None or member.learned is not None:
             return None
-        if member.state is IndexState.STALE or member.filling is not None:
+        if member.state is IndexState.STALE or member.ingest is not None:
             return []
         return audits.sample(member, seed, num_hashes)
 
     def apply_audit(self, worker_id: str, seq: int, hashes: Sequence[bytes], tiers: Sequence[int]) -> bool:
-        """A worker's answer as of its event `seq`. False: the index is not what it says, a snapshot is needed.
+        """A worker's answer as of its event `seq`. False: the index differs, a snapshot is needed.
 
-        Events and answers come in order, so that `seq` beyond the events applied means that some were lost, and one before
-        them that it numbers them anew; the latter is believed when it is said twice, since an answer may have been overtaken.
+        Events and answers arrive in order. A `seq` beyond the events applied means that events were lost; one before them, that the worker
+        numbers them anew, which is believed the second time, because an answer may have been overtaken.
         """
         member = self._members.get(worker_id)
         if member is None or member.learned is not None:
             return True
-        if (filling := member.filling) is not None:
-            return self._audit_filling(member, filling)
+        if (ingest := member.ingest) is not None:
+            return self._audit_during_ingest(member, ingest)
         if seq < member.seq and member.state is not IndexState.STALE and not member.was_behind:
             member.was_behind = True
             return True
         member.was_behind = False
         if seq != member.seq or member.state is IndexState.STALE:
-            member.newest_seq, member.num_late = seq, 0
-            self._fall(member, IndexState.STALE)
-            member.ignored = 1  # asked just now
+            member.newest_seq, member.num_outdated = seq, 0
+            self._set_state(member, IndexState.STALE)
+            member.ignored = 1  # requested just now
             return False
         found = audits.compare(member, hashes, tiers)
         counts = self._audits.setdefault(worker_id, AuditCounts())
@@ -356,28 +355,28 @@ class PrefixIndex:
         counts.wrong += found.wrong
         counts.missed += found.missed
         if found.wrong:
-            self._fall(member, IndexState.STALE)
+            self._set_state(member, IndexState.STALE)
             member.ignored = 1
         elif found.missed and member.state is IndexState.EXACT:
-            self._fall(member, IndexState.DEGRADED)
+            self._set_state(member, IndexState.DEGRADED)
         else:
             return True
         return False
 
-    def _audit_filling(self, member: Member, filling: Filling) -> bool:
-        """Nothing is compared while a snapshot goes in. One of which nothing has come between two audits is lost."""
-        is_lost = filling.was_audited and not filling.is_whole
-        filling.was_audited = True
+    def _audit_during_ingest(self, member: IndexedWorker, ingest: SnapshotIngest) -> bool:
+        """Nothing is compared during an ingest. A snapshot of which nothing has arrived between two audits is lost."""
+        is_lost = ingest.was_audited and not ingest.is_received
+        ingest.was_audited = True
         return not is_lost or self._give_up(member)
 
     def audit_counts(self, worker_id: str) -> AuditCounts:
-        """What audits of this worker have found since it came."""
+        """What audits of this worker have found since it was added."""
         return self._audits.get(worker_id) or AuditCounts()
 
-    # ---- answers
+    # ---- queries
 
     def table(self, hashes: Sequence[bytes]) -> Ints:
-        """[num_rows, 2]: how deep each row's worker holds this chain, anywhere and in its pool; 0 where it holds nothing."""
+        """[num_rows, 2]: how deep each row's worker holds this chain, in any tier and in its pool; 0 where it holds nothing."""
         found: Ints | None = None
         for stride, alive in self._routable.items():
             chain = hashes if stride == 1 else hashes[stride - 1 :: stride]
@@ -395,26 +394,26 @@ class PrefixIndex:
         return Depths(rows, held[:, 1], held[:, 0])
 
     def match(self, hashes: Sequence[bytes]) -> dict[str, int]:
-        """Leading ones of `hashes` that each worker's blocks cover, in its pool or below; workers with none are absent."""
+        """Leading hashes that each worker holds, in any tier; workers with none are absent."""
         depths = self.depths(hashes)
         return dict(zip(map(self._names.__getitem__, depths.rows.tolist()), depths.anywhere.tolist(), strict=True))
 
     def alone_share(self, worker_id: str, *, num_samples: int = 64) -> float | None:
-        """Share of a worker's blocks that nobody else has, in a pool or below, of a sample spread over all; None: not known."""
+        """Share of a worker's blocks that no other worker holds in any tier, from a sample; None: unknown."""
         member = self._members.get(worker_id)
         if member is None or member.state is IndexState.STALE or not member.num_blocks:
             return None
         both = member.both
         return member.holders.share(lambda mask: not mask & ~both, both, member.num_blocks, num_samples)
 
-    # ---- within
+    # ---- internal
 
-    def _fall(self, member: Member, state: IndexState) -> None:
-        member.fall(state)
-        self._route(member)
+    def _set_state(self, member: IndexedWorker, state: IndexState) -> None:
+        member.set_state(state)
+        self._update_routable(member)
 
-    def _route(self, member: Member) -> None:
-        """Let answers name this worker, or not."""
+    def _update_routable(self, member: IndexedWorker) -> None:
+        """Include this worker in answers, or not."""
         others = self._routable.pop(member.stride, 0) & ~member.both
         mask = others if member.state is IndexState.STALE else others | member.both
         if mask:

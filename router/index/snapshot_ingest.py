@@ -1,36 +1,36 @@
-"""A worker's snapshot on its way into the index: in parts as they come, a slice at a time, while its events go on.
+"""A worker's snapshot on its way into the index: it arrives in parts and is ingested in slices, while events continue to apply.
 
-What an event says of a block is newer than the snapshot: the slices that follow leave such a block alone. So events apply at
-once, in their order, and nothing is kept back for later. What the worker was known to hold before, and the snapshot does not
-name, goes in the end. Never imports torch, Ray, sockets or a clock.
+What an event changes is newer than the snapshot: later slices leave such a block alone. So events apply at once, in order, and none
+is buffered. Blocks that the worker was known to hold before, and that the snapshot lacks, are dropped at the end. Never imports torch,
+Ray, sockets or a clock.
 """
 
 from collections import deque
 from collections.abc import Collection, Sequence
 
 from kvrelay.native.hash_index import distinct
-from kvrelay.router.index.holders import Holders
+from kvrelay.router.index.holders import BlockHolders
 
 SLICE = 512
-"""Hashes that are put in at a time, or taken off."""
+"""Hashes that are ingested, or dropped, at a time."""
 
 
 class Sweep:
-    """Takes a worker's bits off all blocks but some, a stretch of the row at a time. From the beginning on blocks stay where they are."""
+    """Drops a worker's blocks except marked ones, a stretch of the array at a time. Meanwhile blocks stay where they are."""
 
     __slots__ = ("_holders", "_kept", "_mine", "_next", "is_done")
 
-    def __init__(self, holders: Holders, mine: int) -> None:
-        self._holders, self._mine, self._kept, self._next = holders, mine, bytearray(), 0
+    def __init__(self, holders: BlockHolders, own_bits: int) -> None:
+        self._holders, self._mine, self._kept, self._next = holders, own_bits, bytearray(), 0
         self.is_done = False
         holders.begin_sweep()
 
     def keep(self, hashes: Sequence[bytes]) -> None:
-        """These it holds: they are to stay."""
+        """Mark blocks that the worker holds: they stay."""
         self._holders.mark(hashes, self._kept)
 
     def step(self) -> int:
-        """Another stretch: how many blocks it took off."""
+        """Another stretch. Returns how many blocks it dropped."""
         self._next, num_dropped = self._holders.sweep(self._next, self._mine, self._kept, SLICE)
         if not self._next:
             self.stop()
@@ -43,54 +43,64 @@ class Sweep:
             self._holders.end_sweep()
 
 
-class Filling:
-    """One snapshot: what has come of it, and what of that is still to be put in."""
+class SnapshotIngest:
+    """One snapshot: the parts received, and what of them is still to be ingested."""
 
     __slots__ = (
-        "_next_part", "_parts", "_place", "_room", "_seq", "_touched",
-        "is_complete", "is_queued", "is_whole", "num_events", "rest", "was_audited",
+        "_free_run",
+        "_next_part",
+        "_parts",
+        "_place",
+        "_seq",
+        "_touched",
+        "is_complete",
+        "is_queued",
+        "is_received",
+        "num_events",
+        "rest",
+        "was_audited",
     )  # fmt: skip
 
     def __init__(self, seq: int, most: int, rest: Sweep | None) -> None:
-        """Of `most` hashes at most. `rest`: takes off in the end what it does not name; None: the worker holds nothing yet."""
-        self._seq, self._room, self._next_part, self._place = seq, most, 0, 0
-        self._parts: deque[tuple[tuple[bytes, ...], Collection[bytes]]] = deque()  # hashes, and those that are lowered
-        self._touched: set[bytes] = set()  # by events since
+        """At most `most` hashes. `rest` drops, at the end, what the snapshot lacks; None: the worker holds nothing yet."""
+        self._seq, self._free_run, self._next_part, self._place = seq, most, 0, 0
+        self._parts: deque[tuple[tuple[bytes, ...], Collection[bytes]]] = deque()  # hashes, and those in lower tiers
+        self._touched: set[bytes] = set()  # hashes changed by events since
         self.rest = rest
-        self.is_whole = False  # all parts have come
-        self.is_complete = True  # all fitted, and were hashes
+        self.is_received = False  # all parts have arrived
+        self.is_complete = True  # all hashes fitted and were valid
         self.is_queued = self.was_audited = False
-        self.num_events = 0  # since the last part came
+        self.num_events = 0  # since the last part
 
     def take(self, seq: int, part: int, hashes: Sequence[bytes], lowered: Sequence[bytes], *, is_last: bool) -> bool:
-        """A part has come. False: it is not the next one of this snapshot."""
-        if seq != self._seq or part != self._next_part or self.is_whole:
+        """A part has arrived. False: it is not the next one of this snapshot."""
+        if seq != self._seq or part != self._next_part or self.is_received:
             return False
-        self._parts.append((tuple(hashes), frozenset(lowered)))  # a tuple of bytes is nothing to the garbage collector
-        self._next_part, self.is_whole = part + 1, is_last
+        self._parts.append((tuple(hashes), frozenset(lowered)))  # the garbage collector does not visit a tuple of bytes
+        self._next_part, self.is_received = part + 1, is_last
         self.num_events, self.was_audited = 0, False
         return True
 
     def touch(self, *changes: Sequence[bytes]) -> None:
-        """An event names these."""
+        """An event changes these."""
         self._touched.update(*changes)
         self.num_events += 1
 
     def keep(self, hashes: Sequence[bytes]) -> None:
-        """These are in, of the snapshot or by an event."""
+        """These are held, by the snapshot or an event."""
         if self.rest is not None and hashes:
             self.rest.keep(hashes)
 
     def slice(self) -> tuple[list[bytes], list[bytes]] | None:
-        """The next hashes to be put in: (those in the pool, those below it); None: all that has come is in."""
+        """The next hashes: (those in the pool, those in lower tiers); None: all that has arrived is ingested."""
         if not self._parts:
             return None
         hashes, lowered = self._parts[0]
         some = distinct(list(hashes[self._place : self._place + SLICE]))
-        if len(some) > self._room:
-            del some[self._room :]
+        if len(some) > self._free_run:
+            del some[self._free_run :]
             self.is_complete = False
-        self._room -= len(some)
+        self._free_run -= len(some)
         self._place += SLICE
         if self._place >= len(hashes):
             self._parts.popleft()
@@ -102,6 +112,6 @@ class Filling:
         return [one for one in some if one not in lowered], [one for one in some if one in lowered]
 
     def stop(self) -> None:
-        """It is given up, or done."""
+        """Aborted, or done."""
         if self.rest is not None:
             self.rest.stop()

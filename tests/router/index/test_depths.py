@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 )
 
 from kvrelay.router.index.bits import anywhere_bit, both_bits, depths_by_row
-from kvrelay.router.index.hash_rows import Slots
-from kvrelay.router.index.holders import CHUNK, MAX_GATHERED
+from kvrelay.router.index.hash_array import HashArray
+from kvrelay.router.index.holders import CHUNK, MAX_MOVED_CHUNKS
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.types import IndexState
 
@@ -38,7 +38,7 @@ LONG = chain("x", 5 * CHUNK)
 def small_rows():
     """So that slots are soon filled anew."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvrelay.router.index.hash_rows.MIN_GROWTH", 4)
+        patch.setattr("kvrelay.router.index.hash_array.MIN_GROWTH", 4)
         yield
 
 
@@ -67,9 +67,9 @@ def twice(index, hashes):
 
 def num_rows(index, hashes):
     """How many rows of slots next to each other a chain lies in."""
-    slots = [index._holders[1]._slots.slot(one) for one in hashes]
-    assert all(slots)
-    return 1 + sum(slot + 1 != after for slot, after in pairwise(slots))
+    positions = [index._holders[1]._array.position(one) for one in hashes]
+    assert all(positions)
+    return 1 + sum(position + 1 != after for position, after in pairwise(positions))
 
 
 class Looks:
@@ -77,13 +77,13 @@ class Looks:
 
     def __init__(self, monkeypatch):
         self.hashes = 0
-        is_named = Slots._is_named
+        is_named = HashArray._has_hashes
 
-        def counted(slots, slot, packed):
+        def counted(positions, position, packed):
             self.hashes += len(packed) // 16
-            return is_named(slots, slot, packed)
+            return is_named(positions, position, packed)
 
-        monkeypatch.setattr(Slots, "_is_named", counted)
+        monkeypatch.setattr(HashArray, "_has_hashes", counted)
 
     def of(self, index, hashes):
         """Hashes compared by one lookup."""
@@ -174,23 +174,23 @@ def test_a_run_of_blocks_that_are_no_chain_is_no_hit():
 def test_what_is_held_no_more_leaves_nothing_and_its_slots_are_used_again():
     index = fed(w1=LONG, w2=LONG[:CHUNK])
     holders = index._holders[1]
-    size = len(holders._slots.kinds)
+    size = len(holders._array.set_ids)
     for turn in range(20):
         index.apply_events("w1", 2 * turn + 1, chain(f"t{turn}", 300), LONG if not turn else [])
         index.apply_events("w1", 2 * turn + 2, [], chain(f"t{turn}", 300))
     index.apply_events("w2", 1, [], LONG[:CHUNK])
-    assert (len(index), holders.num_kinds, len(holders._slots)) == (0, 0, 0)
-    assert not any(holders._slots.kinds) and len(holders._slots.kinds) < 2 * size + 300
+    assert (len(index), holders.num_sets, len(holders._array)) == (0, 0, 0)
+    assert not any(holders._array.set_ids) and len(holders._array.set_ids) < 2 * size + 300
 
 
 def test_scattered_blocks_are_moved_next_to_each_other_as_they_are_looked_up():
-    hashes = chain("z", (MAX_GATHERED + 3) * CHUNK)
+    hashes = chain("z", (MAX_MOVED_CHUNKS + 3) * CHUNK)
     index = fed(w1=hashes[::-1], w2=[])
     assert num_rows(index, hashes) == len(hashes)
     assert depths(index, hashes) == {"w1": (704, 704)}
-    assert num_rows(index, hashes) <= (3 * CHUNK - 2) + 3 + MAX_GATHERED
+    assert num_rows(index, hashes) <= (3 * CHUNK - 2) + 3 + MAX_MOVED_CHUNKS
     assert twice(index, hashes) == {"w1": (704, 704)}
-    assert num_rows(index, hashes) <= 2 + MAX_GATHERED + 3
+    assert num_rows(index, hashes) <= 2 + MAX_MOVED_CHUNKS + 3
     index.apply_events("w2", 1, hashes[:100], [])
     index.apply_events("w1", 1, [], [hashes[60]])
     assert twice(index, hashes) == {"w1": (60, 60), "w2": (100, 100)}
@@ -248,16 +248,18 @@ def test_masks_of_many_workers():
 def test_blocks_with_the_same_holders_are_of_one_kind():
     names = {f"w{i}": LONG for i in range(50)}
     index = fed(**names)
-    assert index._holders[1].num_kinds == 1
+    assert index._holders[1].num_sets == 1
     index.remove_worker("w7")
-    assert index._holders[1].num_kinds == 1
+    assert index._holders[1].num_sets == 1
     index.apply_events("w8", 1, [], LONG[:3])
-    assert index._holders[1].num_kinds == 2
+    assert index._holders[1].num_sets == 2
 
 
 def test_the_collector_walks_none_of_it():
-    slots = fed(w1=LONG, w2=LONG)._holders[1]._slots
-    assert not any(gc.is_tracked(getattr(slots, name)) for name in Slots.__slots__ if name not in ("kinds", "_table"))
+    positions = fed(w1=LONG, w2=LONG)._holders[1]._array
+    assert not any(
+        gc.is_tracked(getattr(positions, name)) for name in HashArray.__slots__ if name not in ("set_ids", "_table")
+    )
 
 
 def test_slots_among_others_that_stay_are_filled():
@@ -267,10 +269,10 @@ def test_slots_among_others_that_stay_are_filled():
     gone = [one for place, one in enumerate(hashes) if place % 2]
     random.Random(1).shuffle(gone)
     index.apply_events("w1", 1, [], gone)
-    size = len(index._holders[1]._slots.kinds)
+    size = len(index._holders[1]._array.set_ids)
     new = chain("n", 900)
     index.apply_events("w1", 2, new, [])
-    assert len(index._holders[1]._slots.kinds) == size
+    assert len(index._holders[1]._array.set_ids) == size
     assert twice(index, new) == {"w1": (900, 900)}
     assert depths(index, hashes) == {"w1": (1, 1)}
     assert index.num_blocks("w1") == 2400
@@ -324,8 +326,8 @@ def test_rows_stay_long_and_few_while_caches_turn_over_many_times():
         seqs[worker] += 1
         assert index.apply_events(f"w{worker}", seqs[worker], *caches[worker].take(talk, 1000))
         most = max(most, len(index))
-    assert len(index._holders[1]._slots.kinds) < 2 * most
-    held = [[one for one in talk if index._holders[1]._slots.slot(one)] for talk in talks]
+    assert len(index._holders[1]._array.set_ids) < 2 * most
+    held = [[one for one in talk if index._holders[1]._array.position(one)] for talk in talks]
     assert sum(map(len, held)) > 20 * sum(num_rows(index, one) for one in held)
     for talk in talks:
         expected = [next((i for i, one in enumerate(talk) if one not in cache), len(talk)) for cache in caches]
@@ -346,18 +348,18 @@ pieces = st.tuples(
 @given(st.lists(pieces, min_size=1, max_size=14), st.lists(st.integers(0, 300), min_size=3, max_size=3))
 def test_pieces_of_long_chains_in_any_order_are_found_as_they_lie(happened, cuts):
     index, held = fed(w1=[], w2=[], w3=[]), {"w1": set(), "w2": set(), "w3": set()}
-    for seq, (name, road, start, length, kind) in enumerate(happened, 1):
-        some = [one for one in road[start : start + length] if (one in held[name]) == (kind == "removed")]
-        changes = {"removed": some} if kind == "removed" else {"stored": some if kind == "stored" else some[::-1]}
+    for seq, (name, road, start, length, set_id) in enumerate(happened, 1):
+        some = [one for one in road[start : start + length] if (one in held[name]) == (set_id == "removed")]
+        changes = {"removed": some} if set_id == "removed" else {"stored": some if set_id == "stored" else some[::-1]}
         for worker_id in held:
-            mine = changes if worker_id == name else {}
-            assert index.apply_events(worker_id, seq, mine.get("stored", []), mine.get("removed", []))
-        held[name] = held[name] - set(some) if kind == "removed" else held[name] | set(some)
+            own_bits = changes if worker_id == name else {}
+            assert index.apply_events(worker_id, seq, own_bits.get("stored", []), own_bits.get("removed", []))
+        held[name] = held[name] - set(some) if set_id == "removed" else held[name] | set(some)
         for road, cut in zip(ROADS, cuts, strict=True):
             for prompt in (road, [*road[:cut], *chain("unknown", 40)]):
                 depth = {
-                    worker_id: next((i for i, one in enumerate(prompt) if one not in mine), len(prompt))
-                    for worker_id, mine in held.items()
+                    worker_id: next((i for i, one in enumerate(prompt) if one not in own_bits), len(prompt))
+                    for worker_id, own_bits in held.items()
                 }
                 assert twice(index, prompt) == {worker_id: (end, end) for worker_id, end in depth.items() if end}
 
@@ -389,7 +391,7 @@ class DepthsMachine(RuleBasedStateMachine):
 
     def event(self, name, **changes):
         self.seq[name] += 1
-        changes = {"stored": [], "removed": [], **{kind: sorted(hashes) for kind, hashes in changes.items()}}
+        changes = {"stored": [], "removed": [], **{set_id: sorted(hashes) for set_id, hashes in changes.items()}}
         assert self.index.apply_events(name, self.seq[name], **changes)
 
     @precondition(lambda self: self.pool)
@@ -411,17 +413,17 @@ class DepthsMachine(RuleBasedStateMachine):
         self.pool, self.in_any_tier, self.seq = {"w1": set(hashes)}, {"w1": set()}, {"w1": 0}
 
     @precondition(lambda self: self.pool)
-    @rule(data=st.data(), kind=st.sampled_from(["removed", "lowered", "raised"]))
-    def change(self, data, kind):
+    @rule(data=st.data(), set_id=st.sampled_from(["removed", "lowered", "raised"]))
+    def change(self, data, set_id):
         name = data.draw(st.sampled_from(sorted(self.pool)))
         pool, in_any_tier = self.pool[name], self.in_any_tier[name]
-        source = {"removed": pool | in_any_tier, "lowered": pool, "raised": in_any_tier}[kind]
+        source = {"removed": pool | in_any_tier, "lowered": pool, "raised": in_any_tier}[set_id]
         if not source:
             return
         some = data.draw(st.sets(st.sampled_from(sorted(source)), min_size=1, max_size=3))
-        self.pool[name] = pool | some if kind == "raised" else pool - some
-        self.in_any_tier[name] = in_any_tier | some if kind == "lowered" else in_any_tier - some
-        self.event(name, **{kind: some})
+        self.pool[name] = pool | some if set_id == "raised" else pool - some
+        self.in_any_tier[name] = in_any_tier | some if set_id == "lowered" else in_any_tier - some
+        self.event(name, **{set_id: some})
 
     def expected(self, hashes):
         found = {}
@@ -450,7 +452,7 @@ class DepthsMachine(RuleBasedStateMachine):
             self.index.remove_worker(name)
         if hasattr(self, "index"):
             assert len(self.index) == 0
-            assert not any(holders.num_kinds or any(holders._slots.kinds) for holders in self.index._holders.values())
+            assert not any(holders.num_sets or any(holders._array.set_ids) for holders in self.index._holders.values())
 
 
 TestDepthsMachine = DepthsMachine.TestCase
@@ -458,25 +460,27 @@ TestDepthsMachine.settings = settings(max_examples=80, stateful_step_count=25, d
 
 
 def no_edges(monkeypatch):
-    monkeypatch.setattr(Slots, "_mark_edge", lambda self, slot: None)
+    monkeypatch.setattr(HashArray, "_update_edge", lambda self, position: None)
 
 
 def unverified(monkeypatch):
-    is_named = Slots._is_named
+    is_named = HashArray._has_hashes
     monkeypatch.setattr(
-        Slots, "_is_named", lambda self, slot, packed: is_named(self, slot + len(packed) // 16 - 1, packed[-16:])
+        HashArray,
+        "_has_hashes",
+        lambda self, position, packed: is_named(self, position + len(packed) // 16 - 1, packed[-16:]),
     )
 
 
 def kept_chains(monkeypatch):
-    add = Slots.add
+    add = HashArray.add
 
-    def without_forgetting(self, hashes, kind):
+    def without_forgetting(self, hashes, set_id):
         before = bytes(self._chained)
-        add(self, hashes, kind)
+        add(self, hashes, set_id)
         self._chained[: len(before)] = before
 
-    monkeypatch.setattr(Slots, "add", without_forgetting)
+    monkeypatch.setattr(HashArray, "add", without_forgetting)
 
 
 @pytest.mark.parametrize("broken", [no_edges, unverified, kept_chains])

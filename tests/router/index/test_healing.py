@@ -17,9 +17,9 @@ from hypothesis.stateful import (
 
 from kvrelay.plane.messages import BELOW_POOL, CHANGING, IN_POOL, NOWHERE
 from kvrelay.router.index.audits import AuditCounts
-from kvrelay.router.index.member import Member
-from kvrelay.router.index.prefix_index import MAX_LATE, PrefixIndex
-from kvrelay.router.index.snapshot_ingest import Filling, Sweep
+from kvrelay.router.index.indexed_worker import IndexedWorker
+from kvrelay.router.index.prefix_index import MAX_OUTDATED, PrefixIndex
+from kvrelay.router.index.snapshot_ingest import SnapshotIngest, Sweep
 from kvrelay.router.types import IndexState
 
 pytestmark = pytest.mark.pure
@@ -46,7 +46,7 @@ class Worker:
         }
         self.seq, self.pool, self.in_any_tier = self.seq + 1, pool, in_any_tier - pool
         self.told[self.seq] = self.pool, self.in_any_tier
-        return "event", self.seq, {kind: sorted(hashes) for kind, hashes in changes.items()}
+        return "event", self.seq, {set_id: sorted(hashes) for set_id, hashes in changes.items()}
 
     def snapshot(self):
         return [
@@ -59,7 +59,7 @@ class Worker:
 
     def parts(self):
         """The same in parts, always as many for one number."""
-        [(kind, seq, fields)] = self.snapshot()
+        [(set_id, seq, fields)] = self.snapshot()
         most, hashes, parts = 1 + seq % 5, fields["hashes"], []
         for part, start in enumerate(range(0, max(1, len(hashes)), most)):
             some, is_last = hashes[start : start + most], start + most >= len(hashes)
@@ -69,7 +69,7 @@ class Worker:
                 "part": part,
                 "is_last": is_last,
             }
-            parts.append((kind, seq, fields))
+            parts.append((set_id, seq, fields))
         return parts
 
     def answer(self, hashes):
@@ -162,8 +162,8 @@ class ChannelMachine(RuleBasedStateMachine):
             self.deliver(message)
 
     def deliver(self, message):
-        kind, seq, fields = message
-        take = self.index.apply_events if kind == "event" else self.index.apply_snapshot
+        set_id, seq, fields = message
+        take = self.index.apply_events if set_id == "event" else self.index.apply_snapshot
         self.is_asked |= not take("w", seq, **fields)
 
     def audit(self, seed):
@@ -189,8 +189,8 @@ class ChannelMachine(RuleBasedStateMachine):
                 next((i for i, one in enumerate(CHAIN[first:]) if one not in held), len(CHAIN) - first)
                 for held in (self.worker.pool, self.worker.pool | self.worker.in_any_tier)
             ]
-            mine = found.rows == self.index.row("w")
-            assert [*found.in_pool[mine], *found.anywhere[mine]] == (expected if expected[1] else [])
+            own_bits = found.rows == self.index.row("w")
+            assert [*found.in_pool[own_bits], *found.anywhere[own_bits]] == (expected if expected[1] else [])
         assert self.index.num_blocks("w") == len(self.worker.pool | self.worker.in_any_tier)
         assert self.index.num_blocks("other") == len(CHAIN[::2])
         assert self.index._holders[1].num_sweeps == 0
@@ -215,25 +215,25 @@ def test_the_machine_finds_a_broken_rule(broken, monkeypatch):
     Slices that put in what an event has removed; what a snapshot does not name stays.
     """
     if broken == "gaps":
-        hear = Member.hear
+        receive = IndexedWorker.receive
 
         def no_gaps(self, seq):
             self.seq = max(self.seq, seq - 1)
-            return hear(self, seq)
+            return receive(self, seq)
 
-        monkeypatch.setattr(Member, "hear", no_gaps)
+        monkeypatch.setattr(IndexedWorker, "receive", no_gaps)
         monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: True)
     elif broken == "blind audit":
         monkeypatch.setattr(PrefixIndex, "apply_audit", lambda self, *rest: True)
     elif broken == "no audit":
         monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: True)
     elif broken == "events forgotten":
-        monkeypatch.setattr(Filling, "touch", lambda self, *changes: None)
+        monkeypatch.setattr(SnapshotIngest, "touch", lambda self, *changes: None)
     elif broken == "rest stays":
         monkeypatch.setattr(Sweep, "step", lambda self: self.stop() or 0)
     else:
-        move = Member.move
-        monkeypatch.setattr(Member, "move", lambda self, hashes, *, in_pool: move(self, hashes, in_pool=True))
+        move = IndexedWorker.move
+        monkeypatch.setattr(IndexedWorker, "move", lambda self, hashes, *, in_pool: move(self, hashes, in_pool=True))
         monkeypatch.setattr(ChannelMachine, "audit", lambda self, seed: self.index.state("w") is IndexState.EXACT)
     with pytest.raises(AssertionError):
         run_state_machine_as_test(
@@ -255,8 +255,8 @@ def fed(**held):
 def test_a_snapshot_from_before_a_lost_event_heals_nothing_and_is_asked_for_again_a_few_times():
     index = fed(w=CHAIN[:2])
     assert index.apply_events("w", 9, [], []) is False
-    answers = [index.apply_snapshot("w", 8, CHAIN[:3]) for _ in range(MAX_LATE + 1)]
-    assert answers == [False] * MAX_LATE + [True]
+    answers = [index.apply_snapshot("w", 8, CHAIN[:3]) for _ in range(MAX_OUTDATED + 1)]
+    assert answers == [False] * MAX_OUTDATED + [True]
     assert index.state("w") is IndexState.STALE
     index.apply_snapshot("w", 9, CHAIN[:3])
     assert (index.state("w"), index.match(CHAIN)) == (IndexState.EXACT, {"w": 3})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvrelay.plane.messages import KvEvents, KvSnapshot, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.index.learned import Learned
+from kvrelay.router.index.learned import LearnedPrefixes
 from kvrelay.router.index.prefix_index import SILENT_S, PrefixIndex
 from kvrelay.router.types import IndexState, RouteRequest
 from kvrelay.settings.router import RouterSettings
@@ -63,7 +63,7 @@ def test_the_ends_of_the_longest_unused_chains_make_room():
     st.integers(1, 6),
 )
 def test_what_is_remembered_is_bounded_in_number_and_time(prompts, limit):
-    learned, noted, now_s = Learned(limit, 10.0), {}, 0.0
+    learned, noted, now_s = LearnedPrefixes(limit, 10.0), {}, 0.0
     for chain, length, wait_s in prompts:
         now_s += wait_s
         chain = chain[: min(length, limit)]

@@ -7,7 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvrelay.plane.messages import KvEvents, KvSnapshot, LoadReport, WorkerInfo
 from kvrelay.router.decision.router import Router
-from kvrelay.router.index.prefix_index import REASK_EVERY, PrefixIndex
+from kvrelay.router.index.prefix_index import RETRY_EVERY, PrefixIndex
 from kvrelay.router.types import Decision, IndexState, RouteRequest
 from kvrelay.settings.router import RouterSettings
 from kvrelay.types import Fingerprint
@@ -88,8 +88,8 @@ def test_a_snapshot_older_than_the_events_is_ignored():
 
 def test_a_lost_snapshot_is_asked_for_again():
     index = fed("w1")
-    asked = [seq for seq in range(5, 5 + 2 * REASK_EVERY) if not index.apply_events("w1", seq, [], [])]
-    assert asked == [5, 5 + REASK_EVERY]
+    asked = [seq for seq in range(5, 5 + 2 * RETRY_EVERY) if not index.apply_events("w1", seq, [], [])]
+    assert asked == [5, 5 + RETRY_EVERY]
 
 
 def test_a_removal_of_the_unknown_degrades_but_still_hits():

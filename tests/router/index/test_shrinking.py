@@ -17,11 +17,11 @@ from hypothesis.stateful import (
 )
 
 from kvrelay.native import hash_index
-from kvrelay.router.index import hash_rows as slots_module
+from kvrelay.router.index import hash_array as slots_module
 from kvrelay.router.index.bits import both_bits
-from kvrelay.router.index.hash_rows import Slots
-from kvrelay.router.index.holders import Holders
-from kvrelay.router.index.kinds import Kinds
+from kvrelay.router.index.hash_array import HashArray
+from kvrelay.router.index.holder_sets import HolderSets
+from kvrelay.router.index.holders import BlockHolders
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import Sweep
 
@@ -35,7 +35,7 @@ def chain(name, length, first=0):
 @pytest.fixture(params=["native", "python"])
 def either_table(request, monkeypatch):
     if request.param == "python":
-        monkeypatch.setattr("kvrelay.router.index.hash_rows.new_hash_index", hash_index.PythonHashIndex)
+        monkeypatch.setattr("kvrelay.router.index.hash_array.new_hash_index", hash_index.PythonHashIndex)
 
 
 ROADS = [chain("r", 12) + chain(name, 28) for name in ("a", "b", "c")] + [chain("d", 40)]
@@ -47,8 +47,8 @@ class RowMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self):
-        self.holders, self.held = Holders(chunk=4), [set() for _ in WORKERS]
-        self.slots, self.sweep = self.holders._slots, None
+        self.holders, self.held = BlockHolders(chunk=4), [set() for _ in WORKERS]
+        self.positions, self.sweep = self.holders._array, None
 
     @rule(worker=st.integers(0, 2), road=st.sampled_from(ROADS), start=st.integers(0, 39), length=st.integers(1, 40))
     def put(self, worker, road, start, length):
@@ -78,27 +78,27 @@ class RowMachine(RuleBasedStateMachine):
     )
     def drop_almost_all_and_begin(self, road, start, stride, most, times):
         keep = {*road[start::stride], *ROADS[3][: start // 4]}
-        for held, mine in zip(self.held, WORKERS, strict=True):
-            self.holders.drop(sorted(held - keep), mine)
+        for held, own_bits in zip(self.held, WORKERS, strict=True):
+            self.holders.drop(sorted(held - keep), own_bits)
             held &= keep
-        if self.holders.begin_closing():
-            self.close_up(most, times)
+        if self.holders.begin_compaction():
+            self.compact(most, times)
 
-    @precondition(lambda self: self.slots.is_closing)
+    @precondition(lambda self: self.positions.is_compacting)
     @rule(most=st.integers(1, 9), times=st.integers(1, 30))
-    def close_up(self, most, times):
-        while times and self.holders.close_up(most):
+    def compact(self, most, times):
+        while times and self.holders.compact(most):
             times -= 1
 
-    @precondition(lambda self: self.slots.is_closing)
+    @precondition(lambda self: self.positions.is_compacting)
     @rule()
     def close_up_to_the_end(self):
         """And once more where more has gone meanwhile."""
         for _ in range(2):
-            while self.holders.close_up(5):
+            while self.holders.compact(5):
                 pass
-            self.holders.begin_closing()
-        assert not self.slots.is_sparse and not self.slots.is_closing
+            self.holders.begin_compaction()
+        assert not self.positions.is_sparse and not self.positions.is_compacting
 
     @precondition(lambda self: self.sweep is None)
     @rule()
@@ -118,7 +118,7 @@ class RowMachine(RuleBasedStateMachine):
         prompt = [*road[:cut], *chain("unknown", 5)]
         found = {}
         for depth, bits in self.holders.walk(prompt, sum(WORKERS)):
-            found.update({worker: depth for worker, mine in enumerate(WORKERS) if bits & mine})
+            found.update({worker: depth for worker, own_bits in enumerate(WORKERS) if bits & own_bits})
         expected = [next(i for i, one in enumerate(prompt) if one not in held) for held in self.held]
         assert found == {worker: depth for worker, depth in enumerate(expected) if depth}
 
@@ -126,16 +126,16 @@ class RowMachine(RuleBasedStateMachine):
     def columns_agree(self):
         if not hasattr(self, "slots"):
             return
-        slots, kinds = self.slots, list(self.slots.kinds)
-        assert list(slots._used) == [1, *(int(kind != 0) for kind in kinds[1:-1]), 1]
-        assert list(slots._edges[:-1]) == [int(one != after) for one, after in itertools.pairwise(kinds)]
-        assert len(slots._names) == 16 * len(kinds) and len(slots._chained) == len(kinds)
+        positions, set_ids = self.positions, list(self.positions.set_ids)
+        assert list(positions._used) == [1, *(int(set_id != 0) for set_id in set_ids[1:-1]), 1]
+        assert list(positions._edges[:-1]) == [int(one != after) for one, after in itertools.pairwise(set_ids)]
+        assert len(positions._names) == 16 * len(set_ids) and len(positions._chained) == len(set_ids)
         every = set().union(*self.held)
-        assert len(slots) == len(every) == sum(kind != 0 for kind in kinds)
+        assert len(positions) == len(every) == sum(set_id != 0 for set_id in set_ids)
         for one in every:
-            assert slots.names([slots.slot(one)]) == [one]
+            assert positions.names([positions.position(one)]) == [one]
             assert self.holders.mask(one) == sum(
-                mine for mine, held in zip(WORKERS, self.held, strict=True) if one in held
+                own_bits for own_bits, held in zip(WORKERS, self.held, strict=True) if one in held
             )
 
 
@@ -155,7 +155,7 @@ def test_whatever_happens_while_a_row_closes_up(either_table):
 
 def test_the_machine_finds_new_blocks_that_come_to_lie_anywhere(monkeypatch):
     """A control."""
-    room = Slots._room
+    room = HashArray._free_run
 
     def anywhere(self, count):
         ahead, self._ahead = self._ahead, 0
@@ -163,8 +163,8 @@ def test_the_machine_finds_new_blocks_that_come_to_lie_anywhere(monkeypatch):
         self._ahead = ahead
         return found
 
-    monkeypatch.setattr(Slots, "_room", anywhere)
-    with pytest.raises(AssertionError):
+    monkeypatch.setattr(HashArray, "_free_run", anywhere)
+    with pytest.raises((AssertionError, IndexError)):
         run_state_machine_as_test(
             RowMachine, settings=settings(SETTINGS, max_examples=600, database=None, phases=[Phase.generate])
         )
@@ -172,19 +172,19 @@ def test_the_machine_finds_new_blocks_that_come_to_lie_anywhere(monkeypatch):
 
 def closed_up():
     """The depth of a chain in a row that has closed up, whose sixth block's place another block has; what is noted of it."""
-    holders, road = Holders(), ROADS[0]
+    holders, road = BlockHolders(), ROADS[0]
     holders.put(chain("gone", 200), WORKERS[0], WORKERS[0])
     holders.put(road, WORKERS[0], WORKERS[0])
     holders.walk(road, WORKERS[0])  # it is noted that they are a chain
     holders.drop([*chain("gone", 200), road[5]], WORKERS[0])
-    holders._slots._cursor = holders._slots.slot(road[4]) + 1
+    holders._array._cursor = holders._array.position(road[4]) + 1
     holders.put([b"other".ljust(16)], WORKERS[0], WORKERS[0])
-    assert holders._slots.slot(b"other".ljust(16)) == holders._slots.slot(road[4]) + 1
-    assert holders.begin_closing()
-    while holders.close_up(3):
+    assert holders._array.position(b"other".ljust(16)) == holders._array.position(road[4]) + 1
+    assert holders.begin_compaction()
+    while holders.compact(3):
         pass
-    assert holders._slots.slot(road[0]) == 1
-    first, after = holders._slots._chained[1:5], holders._slots._chained[7:40]
+    assert holders._array.position(road[0]) == 1
+    first, after = holders._array._chained[1:5], holders._array._chained[7:40]
     return holders.walk(road, WORKERS[0]), sum(first), sum(after)
 
 
@@ -196,7 +196,7 @@ def test_what_is_noted_of_a_chain_moves_with_it_and_nothing_else_is():
 
 def test_the_check_finds_notes_of_what_does_not_follow(monkeypatch):
     """A control: what lies next to each other in the end is taken for a chain."""
-    close = Slots._close_stretch
+    close = HashArray._compact_stretch
 
     def noted(self, most, stop):
         before = self._packed
@@ -204,16 +204,24 @@ def test_the_check_finds_notes_of_what_does_not_follow(monkeypatch):
         self._chained[before - 1 : self._packed] = b"\1" * (self._packed - before + 1)
         return stop
 
-    monkeypatch.setattr(Slots, "_close_stretch", noted)
+    monkeypatch.setattr(HashArray, "_compact_stretch", noted)
     assert closed_up()[0] != [(5, WORKERS[0])]
 
 
 def num_bytes(index):
     """Of the row's columns, the table of names and the kinds."""
     holders = index._holders[1]
-    slots, kinds = holders._slots, holders._kinds
-    names = index.native_bytes or sys.getsizeof(slots._table._row_of)
-    columns = (slots._names, slots.kinds, slots._used, slots._chained, slots._edges, kinds.masks, kinds._counts)
+    positions, set_ids = holders._array, holders._sets
+    names = index.native_bytes or sys.getsizeof(positions._table._row_of)
+    columns = (
+        positions._names,
+        positions.set_ids,
+        positions._used,
+        positions._chained,
+        positions._edges,
+        set_ids.masks,
+        set_ids._counts,
+    )
     return names + sum(map(sys.getsizeof, columns))
 
 
@@ -261,27 +269,27 @@ moves = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30), st.integers(1
 @given(moves)
 def test_kinds_are_numbered_and_no_more_than_there_were_at_once_of_the_higher_ones(happened):
     """Blocks move from one mask to another: (from, to, how many); 0: nobody's."""
-    kinds, counts = Kinds(), {}
+    set_ids, counts = HolderSets(), {}
     for source, target, count in happened:
         count = min(count, counts.get(source, 0)) if source else count
         if not count or source == target:
             continue
-        number = kinds.moved(kinds._numbers[source], target, count)
-        assert (kinds.masks[number] if number else 0) == target
+        number = set_ids.moved(set_ids._numbers[source], target, count)
+        assert (set_ids.masks[number] if number else 0) == target
         for mask, more in ((source, -count), (target, count)):
             if mask:
                 counts[mask] = counts.get(mask, 0) + more
         counts = {mask: number for mask, number in counts.items() if number}
-        assert {mask: kinds._counts[number] for mask, number in kinds._numbers.items() if mask} == counts
-        assert sorted(mask for mask in kinds.masks if mask) == sorted(counts)
-        assert len(kinds.masks) == 1 + max(kinds._numbers.values()) and len(kinds) == len(counts)
+        assert {mask: set_ids._counts[number] for mask, number in set_ids._numbers.items() if mask} == counts
+        assert sorted(mask for mask in set_ids.masks if mask) == sorted(counts)
+        assert len(set_ids.masks) == 1 + max(set_ids._numbers.values()) and len(set_ids) == len(counts)
 
 
 def test_the_lists_of_kinds_shrink_with_them():
-    kinds = Kinds()
+    set_ids = HolderSets()
     for mask in range(1, 1001):
-        kinds.moved(0, mask, 1)
+        set_ids.moved(0, mask, 1)
     for mask in range(1000, 2, -1):
-        kinds.moved(mask, 0, 1)
-    assert (len(kinds.masks), len(kinds._counts), len(kinds)) == (3, 3, 2)
-    assert len(kinds._free) < 100 and kinds.moved(0, 9999, 1) == 3
+        set_ids.moved(mask, 0, 1)
+    assert (len(set_ids.masks), len(set_ids._counts), len(set_ids)) == (3, 3, 2)
+    assert len(set_ids._free) < 100 and set_ids.moved(0, 9999, 1) == 3

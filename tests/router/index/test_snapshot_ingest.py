@@ -4,8 +4,8 @@ import itertools
 
 import pytest
 
-from kvrelay.router.index.deferred_work import Chores
-from kvrelay.router.index.member import REASK_EVERY
+from kvrelay.router.index.deferred_work import DeferredWork
+from kvrelay.router.index.indexed_worker import RETRY_EVERY
 from kvrelay.router.index.prefix_index import PrefixIndex
 from kvrelay.router.index.snapshot_ingest import SLICE
 from kvrelay.router.types import IndexState
@@ -150,8 +150,8 @@ def test_a_gap_in_the_events_meanwhile_asks_for_another():
 def test_parts_that_do_not_come_are_asked_for_after_many_events():
     index, _ = deferred("w")
     index.apply_snapshot("w", 5, LONG[:10], is_last=False)
-    asked = [seq for seq in range(6, 6 + 2 * REASK_EVERY) if not index.apply_events("w", seq, [], [])]
-    assert asked == [5 + REASK_EVERY, 5 + 2 * REASK_EVERY]
+    asked = [seq for seq in range(6, 6 + 2 * RETRY_EVERY) if not index.apply_events("w", seq, [], [])]
+    assert asked == [5 + RETRY_EVERY, 5 + 2 * RETRY_EVERY]
 
 
 def test_an_audit_waits_for_a_snapshot_but_not_for_ever():
@@ -204,15 +204,15 @@ def test_blocks_stay_where_they_are_while_somebody_is_taken_off():
     index.apply_snapshot("w", 0, hashes)
     index.apply_snapshot("other", 0, LONG)
     finish(index)
-    slots = index._holders[1]._slots
+    positions = index._holders[1]._array
     index.remove_worker("other")
-    before = {one: slots.slot(one) for one in LONG}
+    before = {one: positions.position(one) for one in LONG}
     index.work()
     index.match(LONG)
-    assert all(slots.slot(one) in (before[one], 0) for one in before)
+    assert all(positions.position(one) in (before[one], 0) for one in before)
     finish(index)
     index.match(LONG)
-    assert any(slots.slot(one) != before[one] for one in hashes)
+    assert any(positions.position(one) != before[one] for one in hashes)
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
@@ -231,7 +231,7 @@ def test_more_than_fits_is_cut_off_and_degrades(is_deferred):
 
 
 def test_chores_are_done_in_turns_and_one_that_fails_holds_up_no_other():
-    chores, done = Chores(), []
+    chores, done = DeferredWork(), []
 
     def chore(name, times):
         def step():

@@ -10,7 +10,7 @@ from heapq import heappop, heappush
 _FEW = 64
 
 
-class Kinds:
+class HolderSets:
     """Masks (bits.py) by number, as long as some block is of that kind."""
 
     __slots__ = ("_counts", "_free", "_numbers", "masks")
@@ -27,23 +27,23 @@ class Kinds:
 
     def moved(self, source: int, mask: int, count: int) -> int:
         """So many blocks of kind `source` (0: new ones) are held by `mask` from now on (0: by nobody). Returns its kind."""
-        kind = self._numbers.get(mask)
-        if kind is None:
-            kind = self._new(mask)
-        if kind:
-            self._counts[kind] += count
+        set_id = self._numbers.get(mask)
+        if set_id is None:
+            set_id = self._new(mask)
+        if set_id:
+            self._counts[set_id] += count
         if source:
             self._counts[source] -= count
             if not self._counts[source]:
                 self._forget(source)
-        return kind
+        return set_id
 
-    def _forget(self, kind: int) -> None:
+    def _forget(self, set_id: int) -> None:
         """There are no blocks of this kind any more."""
         masks = self.masks
-        del self._numbers[masks[kind]]
-        masks[kind] = 0
-        heappush(self._free, kind)
+        del self._numbers[masks[set_id]]
+        masks[set_id] = 0
+        heappush(self._free, set_id)
         while len(masks) > 1 and not masks[-1]:
             masks.pop()
             self._counts.pop()
@@ -51,16 +51,16 @@ class Kinds:
             self._free = [number for number, mask in enumerate(masks) if number and not mask]
 
     def _new(self, mask: int) -> int:
-        kind = 0
-        while not kind and self._free:
-            kind = heappop(self._free)
-            if kind >= len(self.masks) or self.masks[kind]:
-                kind = 0
-        if kind:
-            self.masks[kind] = mask
+        set_id = 0
+        while not set_id and self._free:
+            set_id = heappop(self._free)
+            if set_id >= len(self.masks) or self.masks[set_id]:
+                set_id = 0
+        if set_id:
+            self.masks[set_id] = mask
         else:
-            kind = len(self.masks)
+            set_id = len(self.masks)
             self.masks.append(mask)
             self._counts.append(0)
-        self._numbers[mask] = kind
-        return kind
+        self._numbers[mask] = set_id
+        return set_id

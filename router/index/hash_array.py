@@ -1,0 +1,286 @@
+"""Block hashes in an array of numbered positions; hashes that were stored together are adjacent, so that chains are contiguous.
+
+Owns the array: for each position the block's hash, its holder set (holder_sets.py; 0: the position is free), whether the next
+position is known to follow it in a chain (`chained`), and whether the next position has another holder set (`edges`). 23 bytes each,
+none of which the garbage collector visits. Free positions are used in turn around the array; it grows when less than a quarter is
+free. When less than a third is in use, `compact` moves the hashes down, in order, and truncates the array.
+
+`chained` is learned from lookups, whose hashes are chains, by comparing hashes. The successor of a hash in a chain never changes, so
+`chained` holds for as long as both positions keep their hashes, whatever their holders. The first and the last position are sentinels.
+
+Never imports torch, Ray, sockets or a clock.
+"""
+
+from array import array
+from collections.abc import Iterable, Sequence
+from operator import ne
+
+import numpy as np
+
+from kvrelay.hashing import HASH_BYTES
+from kvrelay.native.hash_index import new_hash_index
+from kvrelay.router.index.bits import Ints
+
+MIN_GROWTH = 256
+MAX_GROWTH = 1 << 16  # at a time, to bound the time that it takes, unless more are stored at once
+_SPARSE = 3  # positions per hash from which compaction is worthwhile
+_FEW = 64  # positions up to which a Python loop is faster than numpy
+_SEARCHED = 1 << 14  # positions that are searched for free ones
+_STRETCH = 1 << 13  # positions that compaction reads at a time
+_GROWTH = 4  # factor by which each comparison looks further ahead than the one before
+
+
+class HashArray:
+    """The array, and the position of each hash that a worker holds. A call has each hash once."""
+
+    __slots__ = ("_ahead", "_chained", "_cursor", "_edges", "_names", "_packed", "_table", "_used", "set_ids")
+
+    def __init__(self) -> None:
+        self._table = new_hash_index()
+        self.set_ids = array("i", (0, 0))
+        self._names = bytearray(2 * HASH_BYTES)
+        self._used, self._chained, self._edges = bytearray(b"\1\1"), bytearray(2), bytearray(2)
+        self._cursor = 1
+        self._packed = self._ahead = 0  # during compaction: positions between the two are free
+
+    def __len__(self) -> int:
+        return self._table.count()
+
+    @property
+    def native_bytes(self) -> int:
+        """Memory that Python does not count."""
+        return self._table.num_bytes()
+
+    # ---- changes
+
+    def add(self, hashes: Sequence[bytes], set_id: int) -> None:
+        """Append hashes that no worker holds yet, in this order."""
+        done = 0
+        while done < len(hashes):
+            first, end = self._free_run(len(hashes) - done)
+            some = list(hashes[done : done + end - first])
+            self._table.add(self._names, some, first)
+            self._chained[first - 1 : end] = bytes(1 + len(some))
+            self._set_run(first, end, set_id)
+            done += len(some)
+
+    def remove(self, positions: list[int]) -> None:
+        """No worker holds the hashes at these positions any more."""
+        self._table.remove(self._names, positions)
+        self.set_positions(positions, 0)
+
+    def set_positions(self, positions: list[int], set_id: int) -> None:
+        """Set the holder set of these positions."""
+        first, last = positions[0], positions[-1]
+        if last - first == len(positions) - 1 and positions == list(range(first, last + 1)):
+            self._set_run(first, last + 1, set_id)
+        elif first - last == len(positions) - 1 and positions == list(range(first, last - 1, -1)):
+            self._set_run(last, first + 1, set_id)
+        elif len(positions) <= _FEW:
+            for position in positions:
+                self.set_ids[position], self._used[position] = set_id, set_id != 0
+            for position in positions:
+                self._update_edge(position - 1)
+                self._update_edge(position)
+        else:
+            self._set_many(np.array(positions), set_id)
+
+    def _set_run(self, first: int, end: int, set_id: int) -> None:
+        count = end - first
+        self.set_ids[first:end] = array("i", (set_id,)) * count
+        self._used[first:end] = (b"\1" if set_id else b"\0") * count
+        self._edges[first:end] = bytes(count)
+        self._update_edge(first - 1)
+        self._update_edge(end - 1)
+
+    def _set_many(self, positions: Ints, set_id: int) -> None:
+        set_ids = np.frombuffer(self.set_ids, np.intc)
+        used, edges = (np.frombuffer(column, np.uint8) for column in (self._used, self._edges))
+        set_ids[positions], used[positions] = set_id, set_id != 0
+        for places in (positions - 1, positions):
+            edges[places] = set_ids[places] != set_ids[places + 1]
+
+    def _update_edge(self, position: int) -> None:
+        self._edges[position] = self.set_ids[position] != self.set_ids[position + 1]
+
+    def _free_run(self, count: int) -> tuple[int, int]:
+        """(first, end) of adjacent free positions: at least one, at most `count`."""
+        if self._packed < self._ahead:
+            first, self._packed = self._packed, min(self._packed + count, self._ahead)
+            return first, self._packed
+        first = self._used.find(0, self._cursor)
+        if first < 0 and not self._is_full:
+            first = self._used.find(0)
+        if first < 0:
+            first = self._grow(count)
+        end = self._used.find(1, first, first + count)
+        self._cursor = first + count if end < 0 else end
+        return first, self._cursor
+
+    @property
+    def _is_full(self) -> bool:
+        return 4 * len(self) >= 3 * (len(self._used) - 2)
+
+    def _grow(self, count: int) -> int:
+        """Grow by a quarter, at most MAX_GROWTH, at least `count`. Returns the first new position."""
+        last, more = len(self._used) - 1, max(count, min(len(self._used) // 4, MAX_GROWTH), MIN_GROWTH)
+        self._names.extend(bytes(HASH_BYTES * more))
+        self.set_ids.frombytes(bytes(self.set_ids.itemsize * more))
+        for column in (self._used, self._chained, self._edges):
+            column.extend(bytes(more))
+        self._used[last], self._used[-1] = 0, 1
+        return last
+
+    def move_together(self, chain: Sequence[bytes], positions: list[int]) -> None:
+        """Move a chunk of a chain from these positions to adjacent ones, if a free run is found soon."""
+        count, empty = len(chain), bytes(len(chain))
+        stop = self._cursor + _SEARCHED
+        first = self._used.find(empty, self._cursor, stop)
+        if first < 0:
+            first = self._used.find(empty, 0, _SEARCHED)
+        if first < 0 and self._is_full:
+            first = self._grow(count)
+        if first < 0:
+            self._cursor = stop if stop < len(self._used) else 1
+            return
+        self._cursor = end = first + count
+        set_ids = list(map(self.set_ids.__getitem__, positions))
+        self.set_positions(positions, 0)
+        self._table.move(self._names, positions, first)
+        self._chained[first - 1 : end] = b"\0" + b"\1" * (count - 1) + b"\0"
+        self.set_ids[first:end] = array("i", set_ids)
+        self._used[first:end] = b"\1" * count
+        self._edges[first : end - 1] = bytes(map(ne, set_ids, set_ids[1:]))
+        self._update_edge(first - 1)
+        self._update_edge(end - 1)
+
+    # ---- compaction
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the array is much longer than it needs to be."""
+        return len(self.set_ids) > max(8 * MIN_GROWTH, _SPARSE * len(self))
+
+    @property
+    def is_compacting(self) -> bool:
+        return self._ahead > 0
+
+    def begin_compaction(self) -> None:
+        """From now on `compact` is called until it is done or aborted. Nothing may call `move_together` meanwhile."""
+        self._packed = self._ahead = 1
+
+    def abort_compaction(self) -> None:
+        """What has moved stays where it is."""
+        self._packed = self._ahead = 0
+
+    def compact(self, most: int) -> bool:
+        """Move the next hashes down, at most `most`. Returns whether there are more; if not, the array is truncated."""
+        last = len(self._used) - 1
+        if self._ahead < last:
+            self._ahead = self._compact_stretch(most, min(self._ahead + _STRETCH, last))
+            return True
+        size = min(self._packed + self._packed // 2 + MIN_GROWTH, len(self._used))
+        for column, width in ((self._names, HASH_BYTES), (self._used, 1), (self._chained, 1), (self._edges, 1)):
+            del column[width * size :]
+        del self.set_ids[size:]
+        self._used[-1], self._edges[-1], self._chained[-1] = 1, 0, 0
+        self._cursor = min(self._packed, size - 1)
+        self.abort_compaction()
+        return False
+
+    def _compact_stretch(self, most: int, stop: int) -> int:
+        """Move the first hashes between `_ahead` and `stop` down, at most `most`. Returns the position reached."""
+        used, chained, edges = (np.frombuffer(column, np.uint8) for column in (self._used, self._chained, self._edges))
+        first, target, set_ids = self._ahead, self._packed, np.frombuffer(self.set_ids, np.intc)
+        places = first + np.flatnonzero(used[first:stop])
+        if len(places) > most:
+            places, stop = places[:most], int(places[most])
+        self._packed = end = target + len(places)
+        if not len(places) or places[-1] == end - 1:
+            return stop  # they are in place
+        moved, follows = set_ids[places], chained[places] & used[places + 1]
+        follows[-1] = 0  # the next hash moves later
+        self._table.move(self._names, places.tolist(), target)
+        set_ids[places], used[places] = 0, 0
+        set_ids[target:end], used[target:end], chained[target:end] = moved, 1, follows
+        chained[target - 1] = 0
+        for begin, after in ((target - 1, end), (first - 1, stop)):
+            edges[begin:after] = set_ids[begin:after] != set_ids[begin + 1 : after + 1]
+        return stop
+
+    # ---- queries
+
+    def names(self, positions: Iterable[int]) -> list[bytes]:
+        """The hashes at these positions."""
+        return [bytes(self._names[HASH_BYTES * position : HASH_BYTES * (position + 1)]) for position in positions]
+
+    def set_id(self, block_hash: bytes) -> int:
+        """Its holder set; 0: no worker holds it."""
+        return self.set_ids[self.position(block_hash)]
+
+    def position(self, block_hash: bytes) -> int:
+        """Its position; 0: no worker holds it."""
+        return self._table.find_one(self._names, block_hash)
+
+    def find(self, hashes: Iterable[bytes]) -> tuple[list[int], list[int]]:
+        """([position of each hash; 0: none], [its holder set])."""
+        return self._table.find(self._names, self.set_ids, list(hashes))
+
+    def edge(self, position: int, stop: int) -> int:
+        """The first position from this one to before `stop` whose successor has another holder set; -1: none."""
+        return self._edges.find(1, position, stop)
+
+    def follow(self, hashes: Sequence[bytes], depth: int, position: int) -> int:
+        """How many hashes from `depth` on are stored at as many positions from `position` on; the first one is.
+
+        Where positions are chained, one hash stands for all before it, so few are compared.
+        """
+        chained, left, count = self._chained, len(hashes) - depth, 1
+        while True:
+            known = min(chained.find(0, position + count - 1) - position + 1, left)
+            if known > count and not self._has_hashes(position + known - 1, hashes[depth + known - 1]):
+                return self._divergence(hashes, depth, position, count, known - 1)
+            count = max(count, known)
+            more = self._matching_run(hashes, depth + count, position + count) if count < left else 0
+            if not more:
+                return count
+            chained[position + count - 1 : position + count + more - 1] = b"\1" * more
+            count += more
+
+    def _has_hashes(self, position: int, packed: bytes) -> bool:
+        """Whether these are the hashes from this position on."""
+        return self._names.startswith(packed, HASH_BYTES * position)
+
+    def _divergence(self, hashes: Sequence[bytes], depth: int, position: int, low: int, high: int) -> int:
+        """How many of `high` chained positions the chain follows; at least `low`. Holder sets often change where it diverges."""
+        edge = self.edge(position + low - 1, position + high)
+        if edge >= 0 and self._has_hashes(edge, hashes[depth + edge - position]):
+            low = edge + 1 - position
+            if not self._has_hashes(edge + 1, hashes[depth + low]):
+                return low
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self._has_hashes(position + middle - 1, hashes[depth + middle - 1]):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _matching_run(self, hashes: Sequence[bytes], depth: int, position: int) -> int:
+        """How many hashes from `depth` on are stored from `position` on, by comparing all of them.
+
+        The number compared at a time grows while the last of them matches, then shrinks.
+        """
+        most, count, step, is_near = min(len(hashes) - depth, len(self._used) - position), 0, 1, False
+        while step and count < most:
+            step = min(step, most - count)
+            place = depth + count
+            if not self._has_hashes(position + count + step - 1, hashes[place + step - 1]):
+                step, is_near = step // 2, True
+                continue
+            if not self._has_hashes(position + count, b"".join(hashes[place : place + step])):
+                step, is_near = step // 2, True  # no chain, or another one
+                continue
+            count += step
+            step = step if is_near else _GROWTH * step
+        return count
