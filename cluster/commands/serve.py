@@ -1,4 +1,4 @@
-"""`kvrelay serve`: everything from a model's name to a URL that answers, and back to nothing on Ctrl-C."""
+"""`kvrelay serve`: from a model's name to a URL that answers; Ctrl-C stops and removes everything."""
 
 import contextlib
 import os
@@ -21,23 +21,23 @@ from kvrelay.cluster.launch import state_file
 from kvrelay.cluster.launch.prepare import Preparation
 from kvrelay.cluster.launch.ray_session import RaySession
 from kvrelay.cluster.launch.stop_signals import StopSignals
-from kvrelay.cluster.launch.supervisor import tell_stopping
+from kvrelay.cluster.launch.supervisor import report_stopping
 from kvrelay.config import Settings
 
-LOOK_S = 1.5  # from the child's first word, for the model's files; then Ray starts beside the rest of their preparation
+EARLY_FAILURE_S = 1.5  # for a wrong model name to show; then Ray starts while the model is prepared
 
 
-class Steps:
-    """The progress lines: one per part of the cluster, with its state and time."""
+class StartProgress:
+    """The progress lines of a start: one for each part of the cluster, with its state and time."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._is_shown = progress.console.is_terminal  # else: a plain line when a part begins, and when it is done
+        self._is_live = progress.console.is_terminal  # otherwise a plain line when a part begins and when it is done
         self._tasks: dict[str, TaskID] = {}
         self._lock = threading.Lock()
 
-    def say(self, part: str, state: str, share: float | None = None) -> None:
-        """Show `state`; `share` (0 to 1) moves the bar, None lets it pulse."""
+    def report(self, part: str, state: str, share: float | None = None) -> None:
+        """Show `state`; `share` (0 to 1) sets the bar, None makes it pulse."""
         with self._lock:
             if part not in self._tasks:
                 self._tasks[part] = self._progress.add_task(part, total=None, state="")
@@ -48,21 +48,20 @@ class Steps:
                 self._progress.update(self._tasks[part], state=state, total=1.0, completed=share)
 
     def done(self, part: str, state: str = "ready") -> None:
-        self.say(part, state, 1.0)
+        self.report(part, state, 1.0)
         with self._lock:
             self._progress.stop_task(self._tasks[part])
             self._print(f"✓ {part:<8} {state}")
 
     def _print(self, line: str) -> None:
-        if not self._is_shown:
+        if not self._is_live:
             self._progress.console.print(line, highlight=False, markup=False)
 
 
 def serve(settings: Settings, console: Console) -> int:
-    """Run until told to stop; the exit status."""
-    session = RaySession(settings)
+    """Run until a signal stops it; returns the exit status."""
     signals = StopSignals()
-    session.after_ray = signals.go_on
+    session = RaySession(settings, after_ray_start=signals.after_ray_start)
     note: Path | None = None
     try:
         with signals:
@@ -72,23 +71,23 @@ def serve(settings: Settings, console: Console) -> int:
             _announce(settings, session, model, console)
             while True:
                 signal.pause()
-    except SystemExit:  # of Ray's handler of SIGTERM, while it starts
-        signals.is_asked = True
+    except SystemExit:  # from Ray's handler of SIGTERM, while it starts
+        signals.is_requested = True
         return 0
-    except BaseException:  # a stop comes out of Ray's extension as any exception
-        if not signals.is_asked:
+    except BaseException:  # Ray's extension may turn a stop into any exception
+        if not signals.is_requested:
             raise
         return 0
     finally:
         signals.stopping()
-        tell_stopping(is_asked=signals.is_asked)
-        _clear_up(session, note, console, is_fine=signals.is_asked)
+        report_stopping(is_requested=signals.is_requested)
+        _clear_up(session, note, console, is_fine=signals.is_requested)
         signals.close()
 
 
 def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fine: bool) -> None:
     if session.has_ray:
-        with contextlib.suppress(OSError):  # the terminal may be what has gone
+        with contextlib.suppress(OSError):  # the terminal may have closed
             console.print("[dim]stopping (Ctrl-C again to kill)[/dim]")
     if note is not None:
         state_file.forget(note)
@@ -100,41 +99,41 @@ def _clear_up(session: RaySession, note: Path | None, console: Console, *, is_fi
 
 
 def _start(settings: Settings, session: RaySession, console: Console) -> str:
-    """Model, Ray, application, probe; the model's served name. Raises KvrelayError."""
+    """Start model, Ray and application, then probe them; returns the model's served name. Raises KvrelayError."""
     columns = (SpinnerColumn(finished_text="[green]✓"), TextColumn("{task.description:<8}"), BarColumn(bar_width=24),
                TextColumn("{task.fields[state]}"), TimeElapsedColumn())  # fmt: skip
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        steps = Steps(progress)
+        steps = StartProgress(progress)
         started_s = time.monotonic()
-        steps.say("model", settings.model.source)
-        preparing = Preparation(settings, lambda what, share: steps.say("model", what, share))
+        steps.report("model", settings.model.source)
+        preparing = Preparation(settings, lambda what, share: steps.report("model", what, share))
         try:
-            preparing.fail_early(LOOK_S)
-            steps.say("Ray", "starting")
+            preparing.fail_early(EARLY_FAILURE_S)
+            steps.report("Ray", "starting")
             session.start_ray()
             steps.done("Ray", session.dashboard_url)
             model, _ = preparing.result()
         finally:
             preparing.stop()
         steps.done("model", model)
-        steps.say("Serve", "deploying")
+        steps.report("Serve", "deploying")
         session.deploy()
         steps.done("Serve", "deployed")
-        session.wait_until_running(lambda part, state: steps.say(part, state))
+        session.wait_until_running(lambda part, state: steps.report(part, state))
         for part in ("prefill", "decode", "ingress"):
             if part != "prefill" or settings.cluster.prefill:
                 steps.done(part)
         if settings.cluster.prefill:
-            steps.say("pairs", "measuring the paths between workers")
+            steps.report("pairs", "measuring the paths between workers")
             steps.done("pairs", _check_pairs(settings, progress.console))
-        steps.say("probe", "a request through the whole path")
+        steps.report("probe", "a request through the whole path")
         steps.done("probe", _probe(settings, model))
         progress.console.print(f"[dim]ready in {time.monotonic() - started_s:.1f} s[/dim]", highlight=False)
     return model
 
 
 def _check_pairs(settings: Settings, console: Console) -> str:
-    """Prints the table of pairs; how many there are. Raises ClusterError when KV cannot travel between two workers."""
+    """Print the table of pairs; returns their summary. Raises ClusterError when KV cannot travel between two workers."""
     cluster = settings.cluster
     view = doctor.settled(api_url(settings), settings.serve.api_key, prefill=cluster.prefill, decode=cluster.decode)
     console.print(doctor.render(view))
@@ -147,14 +146,14 @@ def _check_pairs(settings: Settings, console: Console) -> str:
 
 
 def _probe(settings: Settings, model: str) -> str:
-    """Raises ClusterError when the path does not work; else how it went, in a few words."""
+    """Send one request; returns which path it took. Raises ClusterError when the path does not work."""
     disaggregated = settings.cluster.prefill > 0
     url = api_url(settings)
     probing.wait_for_workers(url, prefill=settings.cluster.prefill)
     explain = probing.probe(url, model, api_key=settings.serve.api_key, disaggregated=disaggregated)
     path = _found(explain, "path") or "?"
     if disaggregated and path != "disaggregated":
-        raise ClusterError(f"the probe was answered over the {path} path, not through a prefill worker")
+        raise ClusterError(f"the probe took the {path} path, not one through a prefill worker")
     transport = _found(explain, "transport")
     return f"{path} path works" + (f", KV over {transport}" if transport else "")
 
@@ -170,8 +169,8 @@ def _found(record: Any, key: str) -> str | None:
 
 def api_url(settings: Settings) -> str:
     host = settings.serve.host
-    shown = "127.0.0.1" if host in ("0.0.0.0", "::") else host
-    return f"http://[{shown}]:{settings.serve.port}" if ":" in shown else f"http://{shown}:{settings.serve.port}"
+    address = "127.0.0.1" if host in ("0.0.0.0", "::") else host
+    return f"http://[{address}]:{settings.serve.port}" if ":" in address else f"http://{address}:{settings.serve.port}"
 
 
 def _running(settings: Settings, session: RaySession, model: str) -> state_file.RunningCluster:

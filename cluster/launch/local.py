@@ -1,7 +1,7 @@
 """Workers as plain processes of this machine, without Ray: for `kvrelay verify`, tests and benchmarks.
 
-The very classes that Ray Serve hosts, started by `python -m kvrelay.cluster.launch.local`. A child ends
-when its parent does (its standard input closes), however the parent died.
+They run the classes that Ray Serve hosts, started by `python -m kvrelay.cluster.launch.local`. A child ends when its parent does,
+because its standard input closes.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 120.0
-PROGRAM = ("-m", "kvrelay.cluster.launch.local")  # what Python runs as a worker's process
+PROGRAM = ("-m", "kvrelay.cluster.launch.local")  # Python's arguments for a worker's process
 
 
 def make_worker(
@@ -47,7 +47,7 @@ def make_worker(
     cores: tuple[int, ...] | None,
     stores: Sequence[StoreAddress] = (),
 ) -> WorkerService:
-    """A worker of either role that listens on the loopback address; not started."""
+    """A worker of either role on the loopback address; not started."""
     from kvrelay.decode.worker import DecodeWorker
     from kvrelay.prefill.worker import PrefillWorker
 
@@ -64,7 +64,7 @@ def make_worker(
 
 
 async def start_worker(worker: WorkerService) -> WorkerInfo:
-    """As worker.start(); where there is a cluster's store, it lends its host tier to others as well."""
+    """worker.start(); with a cluster store, the worker also serves its host tier to other workers."""
     info = await worker.start()
     if isinstance(worker.cluster_store, ClusterStores):
         await worker.cluster_store.share_host_tier(worker)
@@ -83,7 +83,7 @@ class ProcessWorker:
         return self.process.pid
 
     async def aclose(self) -> None:
-        """Ask it to end; kill it if it does not."""
+        """Close the process's input, which ends it; kill it after 15 s."""
         if self.process.returncode is None and self.process.stdin is not None:
             self.process.stdin.close()
             try:
@@ -104,8 +104,8 @@ async def spawn_worker(
     stores: Sequence[StoreAddress] = (),
     program: Sequence[str] = PROGRAM,
 ) -> ProcessWorker:
-    """Start a worker process and wait until it listens. Raises WorkerLost with its last words."""
-    order = {
+    """Start a worker process and wait until it listens. Raises WorkerLost with its error."""
+    config = {
         "role": str(role),
         "settings": settings.model_dump(),
         "model_dir": str(model_dir),
@@ -120,7 +120,7 @@ async def spawn_worker(
         stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment,
     )  # fmt: skip
     assert process.stdin is not None and process.stdout is not None
-    process.stdin.write(json.dumps(order).encode() + b"\n")
+    process.stdin.write(json.dumps(config).encode() + b"\n")
     line = b""
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
@@ -141,13 +141,13 @@ async def spawn_worker(
 
 @dataclass(slots=True)
 class LocalCluster:
-    """Prefill processes, decode workers in this process or their own, and a dispatcher in front."""
+    """Prefill processes, decode workers in this process or in processes of their own, and a dispatcher."""
 
     dispatcher: Dispatcher
     secret: bytes
     prefill: list[ProcessWorker] = field(default_factory=list)
     decode: list[ProcessWorker] = field(default_factory=list)
-    inside: list[WorkerService] = field(default_factory=list)  # decode workers of this very process
+    inside: list[WorkerService] = field(default_factory=list)  # decode workers in this process
     stores: list[ProcessStore] = field(default_factory=list)  # nodes of the KV store, under `cache.remote: cluster`
 
     @property
@@ -159,7 +159,7 @@ class LocalCluster:
 
     @contextlib.asynccontextmanager
     async def another_ingress(self, settings: Settings) -> AsyncIterator[Dispatcher]:
-        """One more over the same workers, which knows nothing yet; connected to all of them."""
+        """A second ingress over the same workers, connected to all of them, with an empty state."""
         dispatcher = Dispatcher(_router(settings), self.secret, settings)
         try:
             await dispatcher.start()
@@ -170,9 +170,9 @@ class LocalCluster:
             await dispatcher.aclose()
 
     async def pool_leaks(self, within_s: float = 10.0) -> list[str]:
-        """For each decode worker of this process: why its pool does not add up, if it does not within this time.
+        """The decode workers of this process whose pools still have blocks in use after `within_s`, with the reason.
 
-        Blocks of a transfer that failed stay in quarantine while another read of it is under way.
+        Blocks of a failed transfer stay in quarantine while one of its reads is in flight.
         """
         end_s = time.monotonic() + within_s
         while (problems := await self._pool_problems()) and time.monotonic() < end_s:
@@ -205,12 +205,13 @@ async def local_cluster(
     cores: Sequence[tuple[int, ...] | None] = (),
     program: Sequence[str] = PROGRAM,
 ) -> AsyncIterator[LocalCluster]:
-    """A running cluster that is stopped and reaped on the way out.
+    """A running cluster, stopped at the end of the context.
 
-    num_inside decode workers run in this process, where a test can look at their pools.
-    num_stores: nodes of the KV store, where `cache.remote` is `cluster`.
-    cores: for the prefill workers, then the decode processes; missing ones are not pinned.
-    program: what their processes run instead, which must end in `main` of this file.
+    Args:
+        num_inside: decode workers in this process, where a test can inspect their pools.
+        num_stores: nodes of the KV store, where `cache.remote` is `cluster`.
+        cores: of the prefill processes, then the decode processes; those without are not pinned.
+        program: Python's arguments for the processes; it must call `main` of this module.
     """
     secret = secrets.token_bytes(32)
     pins = iter(cores)
@@ -262,7 +263,7 @@ async def _all_up(dispatcher: Dispatcher, count: int) -> None:
 
 
 async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[ProcessStore]:
-    """So many nodes that know each other. Raises WorkerLost."""
+    """`count` nodes that know each other. Raises WorkerLost."""
     starting = [spawn_store(f"store-{index}", settings, secret, HOST) for index in range(count)]
     outcomes = await asyncio.gather(*starting, return_exceptions=True)
     stores = [outcome for outcome in outcomes if isinstance(outcome, ProcessStore)]
@@ -276,19 +277,19 @@ async def _spawn_stores(count: int, settings: Settings, secret: bytes) -> list[P
 
 
 def main() -> int:
-    """One worker's process: read the order from standard input, serve until it closes."""
+    """One worker's process: read its configuration from standard input, serve until that closes."""
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr)
     return asyncio.run(_child())
 
 
 async def _child() -> int:
-    order = json.loads(sys.stdin.buffer.readline())
+    config = json.loads(sys.stdin.buffer.readline())
     worker = make_worker(
-        Role(order["role"]), settings_from(order["settings"]), Path(order["model_dir"]), bytes.fromhex(order["secret"]),
-        order["worker_id"], tuple(order["cores"]) if order["cores"] else None,
-        [StoreAddress(**store) for store in order["stores"]],
+        Role(config["role"]), settings_from(config["settings"]), Path(config["model_dir"]), bytes.fromhex(config["secret"]),
+        config["worker_id"], tuple(config["cores"]) if config["cores"] else None,
+        [StoreAddress(**store) for store in config["stores"]],
     )  # fmt: skip
-    tracing.configure(worker.worker_id, order["role"])
+    tracing.configure(worker.worker_id, config["role"])
     try:
         info = await start_worker(worker)
     except KvrelayError as error:

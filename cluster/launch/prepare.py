@@ -1,7 +1,7 @@
-"""Makes the model's checkpoint ready in a child process: killable at any moment, and torch stays out of ours.
+"""Prepares the model's checkpoint in a child process, which can be killed at any time and keeps torch out of this one.
 
-The child (`python -m kvrelay.cluster.launch.prepare`) reads the settings as JSON from standard input, checks that
-the model fits them, and writes JSON lines: progress, then the folder or the error.
+The child (`python -m kvrelay.cluster.launch.prepare`) reads the settings as JSON from standard input, checks that the model fits
+them, and writes JSON lines: progress, then the folder or the error.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from kvrelay.types import Role
 logger = logging.getLogger(__name__)
 
 STOP_S = 2.0
-FIRST_WORD_S = 30.0  # a Python that starts on a busy machine
-Report = Callable[[str, float], None]  # what is being done, and its share done, 0 to 1
+FIRST_LINE_S = 30.0  # Python's start on a busy machine
+Report = Callable[[str, float], None]  # the current activity and its progress, 0 to 1
 
 
 class Preparation:
-    """A running child. `result` is its folder and served name; `stop` ends it."""
+    """The running child. `result` returns the served name and the folder; `stop` ends the child."""
 
     def __init__(self, settings: Settings, report: Report) -> None:
         self._report = report
         self._future: Future[tuple[str, Path]] = Future()
-        self._has_spoken = threading.Event()
+        self._has_started = threading.Event()
         self._child = subprocess.Popen(
             [sys.executable, "-m", "kvrelay.cluster.launch.prepare"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -48,8 +48,8 @@ class Preparation:
         return self._future.result()
 
     def fail_early(self, within_s: float) -> None:
-        """From the child's first word, give it a moment: a wrong name or folder shows at once. Raises ClusterError."""
-        self._has_spoken.wait(FIRST_WORD_S)
+        """Wait `within_s` from the child's first line: a wrong name or folder fails at once. Raises ClusterError."""
+        self._has_started.wait(FIRST_LINE_S)
         with contextlib.suppress(TimeoutError):
             self._future.result(within_s)
 
@@ -63,11 +63,11 @@ class Preparation:
         try:
             with self._child:  # closes its pipes
                 self._follow()
-        except Exception as error:  # a thread's edge: `result` must not wait for ever
-            logger.exception("following the model's preparation failed")
+        except Exception as error:  # the thread's edge: `result` must not wait forever
+            logger.exception("reading from the model's preparation failed")
             self._fail(f"the model could not be prepared: {error!r}")
         finally:
-            self._has_spoken.set()
+            self._has_started.set()
 
     def _follow(self) -> None:
         assert self._child.stdout is not None and self._child.stderr is not None
@@ -82,7 +82,7 @@ class Preparation:
         self._fail(f"the model could not be prepared: {last}")
 
     def _take(self, message: object) -> None:
-        """One line of the child; what is none of its messages was printed by a library."""
+        """Handle one line of the child. Other lines come from libraries and are ignored."""
         match message:
             case {"name": str(name), "folder": str(folder)} if not self._future.done():
                 self._future.set_result((name, Path(folder)))
@@ -92,7 +92,7 @@ class Preparation:
                 self._report(what, share)
             case _:
                 return
-        self._has_spoken.set()
+        self._has_started.set()
 
     def _fail(self, why: str) -> None:
         if not self._future.done():
@@ -113,13 +113,13 @@ def _drain(stream: IO[str], lines: list[str]) -> None:
             del lines[:-20]
 
 
-def _say(message: dict[str, Any]) -> None:
+def _write(message: dict[str, Any]) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 
 
 def _check_backend(settings: Settings, role: Role) -> None:
-    """Raises BackendUnavailable, ConfigError. Only where there is doubt, for it imports torch, which takes seconds."""
+    """Check the backend where the settings leave doubt: importing torch takes seconds. Raises BackendUnavailable, ConfigError."""
     from kvrelay.engine.speculation.draft_fit import check_draft_quantization
     from kvrelay.engine.worker.preflight import check_kv_layout, check_quantization
 
@@ -147,14 +147,14 @@ def main() -> int:
     from kvrelay.errors import KvrelayError
 
     settings = Settings.model_validate_json(sys.stdin.read())
-    _say({"what": f"looking for {settings.model.source}", "share": 0.0})
-    shown = -1.0
+    _write({"what": f"looking for {settings.model.source}", "share": 0.0})
+    reported = -1.0
 
     def report(what: str, share: float) -> None:
-        nonlocal shown
-        if abs(share - shown) >= 0.005 or share in (0.0, 1.0):
-            shown = share
-            _say({"what": what, "share": share})
+        nonlocal reported
+        if abs(share - reported) >= 0.005 or share in (0.0, 1.0):
+            reported = share
+            _write({"what": what, "share": share})
 
     try:
         folder = prepare_checkpoint(settings.model, report)
@@ -163,9 +163,9 @@ def main() -> int:
             check_fit(spec, settings, role)
             _check_backend(settings, role)
         prepare_draft_model(settings, folder, report)
-        _say({"name": model_name(settings.model), "folder": str(folder)})
+        _write({"name": model_name(settings.model), "folder": str(folder)})
     except KvrelayError as error:
-        _say({"error": str(error)})
+        _write({"error": str(error)})
         return 1
     return 0
 

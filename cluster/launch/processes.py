@@ -1,7 +1,7 @@
-"""Finds and ends every process that this one has started, however deep or orphaned. Linux, like Ray's own control.
+"""Finds and ends every process that this one has started, at any depth and also when orphaned. Linux only.
 
-Ray's processes rewrite their title and with it their environment, so a mark there does not last;
-instead this process adopts the orphans among its descendants (a "child subreaper").
+Ray's processes overwrite their title and with it their environment, so a marker variable does not last. Instead this process
+adopts the orphans among its descendants (it is a "child subreaper").
 """
 
 import ctypes
@@ -10,7 +10,7 @@ import time
 
 import psutil
 
-KILL_S = 10.0  # what has not gone so long after SIGKILL waits in the kernel, for a disk or a driver
+KILL_S = 10.0  # a process that outlives SIGKILL this long waits in the kernel, for a disk or a driver
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -20,7 +20,7 @@ def adopt_orphans() -> None:
 
 
 def descendants() -> list[psutil.Process]:
-    """Every living process below this one; dead ones are buried on the way."""
+    """Every living descendant; zombies among the children are reaped."""
     living = []
     for process in psutil.Process().children(recursive=True):
         try:
@@ -34,7 +34,7 @@ def descendants() -> list[psutil.Process]:
 
 
 def end_descendants(*, grace_s: float) -> list[int]:
-    """Wait `grace_s` for the descendants to go by themselves, then kill what is left, for KILL_S; the ids of those killed."""
+    """Wait `grace_s` for the descendants to end, then kill the others for at most KILL_S; returns the killed ids."""
     deadline_s = time.monotonic() + grace_s
     while descendants() and time.monotonic() < deadline_s:
         time.sleep(0.05)

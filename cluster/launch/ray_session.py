@@ -1,6 +1,6 @@
-"""One Ray cluster of our own on this machine: start, deploy, stop without a trace. Imports Ray when started.
+"""A Ray cluster of our own on this machine: start, deploy, stop and remove everything. Imports Ray when it starts.
 
-The driver of this cluster is the `kvrelay serve` process behind `supervisor`: when it dies, however, Ray's processes go too.
+Its driver is the `kvrelay serve` process below the supervisor: when that ends, for whatever reason, Ray's processes end too.
 """
 
 import contextlib
@@ -24,32 +24,32 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.probe import request_json
 from kvrelay.cluster.launch.processes import adopt_orphans, end_descendants
 from kvrelay.cluster.launch.ray_env import keep_ray_token_private, ray_auth_headers, set_ray_environment
-from kvrelay.cluster.launch.supervisor import tell_folder
+from kvrelay.cluster.launch.supervisor import report_folder
 from kvrelay.config import Settings
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-OBJECT_STORE_BYTES = 80 << 20  # Ray's least; KV never passes through it
+OBJECT_STORE_BYTES = 80 << 20  # Ray's minimum; KV never passes through it
 POLL_S = 0.25
 LONGEST_FOLDER = 16
 STOP_GRACE_S = 2.0
-PLACE_S = 60.0  # nothing else runs on this Ray: what has no place after it never will
+PLACE_S = 60.0  # nothing else runs on this Ray, so a replica without resources by then will never get them
 START_S = 1800.0  # a large model from a slow disk
 _RESOURCES = re.compile(r"Resources required for each replica: (\{.*?\}), total resources available: (\{.*?\})\.")
-Report = Callable[[str, str], None]  # part of the cluster, and its state in a few words
+Report = Callable[[str, str], None]  # part of the cluster, its state
 
 
 class RaySession:
     """A local Ray cluster with the application on it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, settings: Settings, *, after_ray_start: Callable[[], None] = lambda: None) -> None:
+        """`after_ray_start` is called once Ray has installed its signal handlers."""
+        self._settings, self._after_ray_start = settings, after_ray_start
         self._folder: Path | None = None
         self._has_ray = False
         self._held: list[socket.socket] = []
         self.dashboard_url = ""
-        self.after_ray: Callable[[], None] = lambda: None  # called once Ray has set its signal handlers
 
     @property
     def has_ray(self) -> bool:
@@ -59,18 +59,18 @@ class RaySession:
     # ---- start
 
     def check_ports(self) -> None:
-        """Hold the ingresses' ports until `stop`, before anything is started: Ray's own servers, which listen on whatever
-        is free, would now and then get one. Raises ClusterError when the API's port is taken.
+        """Reserve the ingresses' ports until `stop`: otherwise Ray's own servers, which listen on any free port, sometimes
+        take one. Raises ClusterError when the API's port is taken.
         """
         serve = self._settings.serve
         adopt_orphans()
         for port in range(serve.port, min(serve.port + self._settings.cluster.ingress, 65536)):
-            with contextlib.suppress(OSError):  # the API's own is told below; Serve passes over the others
+            with contextlib.suppress(OSError):  # the API's port is checked below; Serve skips the others
                 self._held.append(held_port(serve.host, port))
         why = why_not_free(serve.host, serve.port)
         if why is not None and why.errno == errno.EADDRINUSE:
             raise ClusterError(
-                f"port {serve.port} is taken; choose another with --port, or stop who has it "
+                f"port {serve.port} is taken; choose another with --port, or stop the program that uses it "
                 "(kvrelay status shows whether it is kvrelay)"
             )
         if why is not None:
@@ -82,11 +82,11 @@ class RaySession:
         self._has_ray = True
         try:
             context = self._init_ray()
-        except Exception as error:  # Ray raises bare ones, with pages of its logs
-            said = [line.strip() for line in str(error).splitlines() if line.strip()]
+        except Exception as error:  # Ray raises bare exceptions with pages of its logs
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             logger.debug("ray.init failed", exc_info=True)
-            raise ClusterError(f"Ray did not start: {said[-1] if said else repr(error)}") from error
-        self.after_ray()
+            raise ClusterError(f"Ray did not start: {lines[-1] if lines else repr(error)}") from error
+        self._after_ray_start()
         for name in ("ray", "ray.serve"):
             logging.getLogger(name).setLevel(logging.ERROR)
         if not context.dashboard_url:
@@ -98,10 +98,10 @@ class RaySession:
         import ray
 
         self._folder = Path(temporary_folder(), f"kvrelay-{secrets.token_hex(4)}")
-        tell_folder(self._folder)
+        report_folder(self._folder)
         self._folder.mkdir(mode=0o700)
-        os.environ["TMPDIR"] = str(self._folder)  # what its processes leave there goes with the folder
-        # else torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
+        os.environ["TMPDIR"] = str(self._folder)  # files that its processes leave there are removed with the folder
+        # otherwise torch's idle OpenMP threads spin beside our kernels' threads: a quarter of a decode step's CPU time
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         wanted = self._settings.cluster.dashboard_port
         without_log_monitor()
@@ -113,7 +113,7 @@ class RaySession:
         )  # fmt: skip
 
     def deploy(self) -> None:
-        """Give Serve the application; returns before its replicas run. Raises ClusterError."""
+        """Deploy the application; returns before its replicas run. Raises ClusterError."""
         from ray import serve
 
         from kvrelay.cluster.registry.actor import connect_registry
@@ -126,10 +126,10 @@ class RaySession:
         request_json("PUT", self.dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
 
     def wait_until_running(self, report: Report) -> None:
-        """Wait until every replica runs, reporting counts.
+        """Wait until every replica runs; report the counts meanwhile.
 
-        Raises ClusterError: with the replica's own error, with what a replica lacks that finds no place for PLACE_S,
-        or after START_S.
+        Raises:
+            ClusterError: with a replica's own error, with the resources that one has lacked for PLACE_S, or after START_S.
         """
         from ray import serve
 
@@ -137,14 +137,14 @@ class RaySession:
         while True:
             app = serve.status().applications.get(APP_NAME)
             deployments = {} if app is None else app.deployments
-            told = {name: progress(one.replica_states, one.message) for name, one in deployments.items()}
-            for name, state in told.items():
+            states = {name: progress(one.replica_states, one.message) for name, one in deployments.items()}
+            for name, state in states.items():
                 report(name, state)
             if app is not None and app.status == "RUNNING":
                 return
             if app is not None and app.status in ("DEPLOY_FAILED", "UNHEALTHY"):
                 raise ClusterError(failure(app))
-            now_s, summary = time.monotonic(), ", ".join(f"{name} {state}" for name, state in told.items())
+            now_s, summary = time.monotonic(), ", ".join(f"{name} {state}" for name, state in states.items())
             if not any(missing(one.message) for one in deployments.values()):
                 placed_s = now_s
             if now_s - placed_s > PLACE_S:
@@ -154,7 +154,7 @@ class RaySession:
             time.sleep(POLL_S)
 
     def dashboard_token_hint(self) -> str | None:
-        """Where the token is that the dashboard asks for, when it asks."""
+        """Where to find the dashboard's token; None when it needs none."""
         from ray._private.authentication.authentication_token_setup import AuthenticationMode, get_authentication_mode
 
         if get_authentication_mode() != AuthenticationMode.TOKEN:
@@ -164,11 +164,11 @@ class RaySession:
     # ---- stop
 
     def stop(self, *, keep_logs: bool = False) -> str | None:
-        """End everything that was started; the folder of Ray's logs when kept. Safe at any time, and twice."""
+        """End everything that was started; returns the folder of Ray's logs if they are kept. Idempotent, at any time."""
         if self._has_ray:
             self._has_ray = False
-            with contextlib.suppress(Exception):  # a half-started Ray cannot say goodbye; the kill below can
-                if ray := sys.modules.get("ray"):  # not there when its import was cut short
+            with contextlib.suppress(Exception):  # a half-started Ray fails here; the kill below does not
+                if ray := sys.modules.get("ray"):  # absent when its import was interrupted
                     ray.shutdown()
         end_descendants(grace_s=STOP_GRACE_S)
         while self._held:
@@ -186,21 +186,21 @@ class RaySession:
 
 
 def temporary_folder() -> str:
-    """Where Ray's session goes: the usual place, unless its sockets' paths would pass the system's 107 bytes."""
+    """The parent of Ray's session folder: the usual one, unless its sockets' paths would exceed the system's 107 bytes."""
     usual = tempfile.gettempdir()
     return usual if len(usual) <= LONGEST_FOLDER else "/tmp"
 
 
 def progress(replica_states: dict[str, int], message: str) -> str:
-    """How far a deployment is, and what it lacks, in a few words; of Serve's account of it."""
+    """A deployment's running replicas and missing resources, from Serve's status of it."""
     running = sum(count for state, count in replica_states.items() if state == "RUNNING")
-    told = f"{running} of {sum(replica_states.values())} running"
+    state = f"{running} of {sum(replica_states.values())} running"
     lack = missing(message)
-    return f"{told}, {lack}" if lack else told
+    return f"{state}, {lack}" if lack else state
 
 
 def missing(message: str) -> str | None:
-    """What a replica needs and this Ray has not, out of Serve's message; None when it says nothing of the kind."""
+    """The resources that a replica needs and this Ray lacks, parsed from Serve's message; None when it names none."""
     found = _RESOURCES.search(message or "")
     if found is None:
         return None
@@ -212,16 +212,16 @@ def missing(message: str) -> str | None:
 
 
 def failure(app: Any) -> str:
-    """The last line of what went wrong, out of Serve's long messages."""
+    """The last line of Serve's error messages, kvrelay's own error if there is one."""
     texts = [deployment.message for deployment in app.deployments.values() if deployment.message] or [app.message]
     lines = [line.strip() for line in max(texts, key=len).splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("kvrelay.errors.")]
-    text: str = (told or lines or ["the application did not start"])[-1]
+    own = [line for line in lines if line.startswith("kvrelay.errors.")]
+    text: str = (own or lines or ["the application did not start"])[-1]
     return text.removeprefix("kvrelay.errors.")
 
 
 def without_log_monitor() -> None:
-    """Keep Ray from starting its log monitor, which polls ten times a second to feed a driver that does not listen."""
+    """Keep Ray from starting its log monitor, which polls ten times a second for a driver that ignores it."""
     from ray._private.node import Node
 
     if hasattr(Node, "start_log_monitor"):
@@ -229,7 +229,7 @@ def without_log_monitor() -> None:
 
 
 def why_not_free(host: str, port: int) -> OSError | None:
-    """Why no server could listen there now, or None."""
+    """The error with which listening there fails now; None when the port is free."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -241,8 +241,8 @@ def why_not_free(host: str, port: int) -> OSError | None:
 
 
 def held_port(host: str, port: int) -> socket.socket:
-    """A socket for whose life the system gives the port to nobody who asks for any; whoever asks for this one, with
-    SO_REUSEADDR, can listen there. Raises OSError.
+    """A bound socket that reserves the port: the system assigns it to no server that wants any free port, while a server that
+    names it, with SO_REUSEADDR, can listen. Raises OSError.
     """
     holder = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""Where a running `kvrelay serve` can be reached, noted in the cache folder for the other commands."""
+"""The addresses of running `kvrelay serve` processes: a file for each in the cache folder, read by the other commands."""
 
 import contextlib
 import json
@@ -12,7 +12,7 @@ from kvrelay.environment import cache_dir
 
 @dataclass(frozen=True, slots=True)
 class RunningCluster:
-    """One `kvrelay serve`. URLs without a trailing slash."""
+    """One `kvrelay serve`. Its URLs have no trailing slash."""
 
     pid: int
     api_url: str
@@ -25,7 +25,7 @@ def _folder() -> Path:
 
 
 def note(cluster: RunningCluster) -> Path:
-    """Write the note; the path is for `forget`."""
+    """Write the file; `forget` takes its path."""
     path = _folder() / f"{cluster.pid}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(cluster)))
@@ -37,7 +37,7 @@ def forget(path: Path) -> None:
 
 
 def running() -> list[RunningCluster]:
-    """Clusters of this user on this machine, newest first; notes of dead ones are removed."""
+    """This user's clusters on this machine, newest first. Files of ended processes are removed."""
     found: list[tuple[float, RunningCluster]] = []
     for path in _folder().glob("*.json"):
         with contextlib.suppress(OSError, ValueError, TypeError):

@@ -1,7 +1,7 @@
-"""What Ctrl-C, SIGTERM and SIGHUP do in the process that drives Ray: the first one raises StopRequested.
+"""Signal handlers of the process that drives Ray: the first Ctrl-C, SIGTERM or SIGHUP raises StopRequested.
 
-An exception may get lost: Ray's C++ drops what a handler raises in its callbacks, and its Python may catch it. So whoever
-has asked asks again with AGAIN (`supervisor`), until `serve` stops. Must not import Ray.
+The exception may get lost: Ray's C++ drops what a handler raises in its callbacks, and its Python code may catch it. So the
+supervisor repeats the request with the signal AGAIN until `serve` stops. Must not import Ray.
 """
 
 import signal
@@ -14,18 +14,18 @@ AGAIN = signal.SIGRTMIN  # after all of STOPS: Python calls pending handlers in 
 
 
 class StopRequested(KeyboardInterrupt):
-    """Ctrl-C, SIGTERM or SIGHUP. Nobody but `serve` may catch it.
+    """Ctrl-C, SIGTERM or SIGHUP. Only `serve` may catch it.
 
-    A KeyboardInterrupt, for at this (and SystemExit) Ray's C++ leaves its waits, and drops any other: `check_signals` in
-    Ray's `_raylet.pyx` (2.60).
+    A KeyboardInterrupt, because Ray's C++ ends its waits for that (and SystemExit) and drops any other exception: `check_signals`
+    in Ray's `_raylet.pyx` (2.60).
     """
 
 
 class StopSignals:
-    """The handlers, as a context: inside, the first signal raises StopRequested; none does after."""
+    """The handlers, as a context: inside it the first signal raises StopRequested, after it none does."""
 
     def __init__(self) -> None:
-        self.is_asked = False
+        self.is_requested = False
         self._is_stopping = False
         self._before: dict[int, Any] = {}
 
@@ -40,33 +40,33 @@ class StopSignals:
         self.stopping()
 
     def take_over(self) -> None:
-        """Set the handlers, also where others have set theirs since."""
+        """Install the handlers, over any that were installed since."""
         for number in STOPS:
-            signal.signal(number, self._asked)
-        signal.signal(AGAIN, self._asked_again)
+            signal.signal(number, self._on_signal)
+        signal.signal(AGAIN, self._on_again)
 
-    def go_on(self) -> None:
-        """After Ray's start, which sets handlers of its own. Raises StopRequested when that start has swallowed one."""
+    def after_ray_start(self) -> None:
+        """Install the handlers again, over Ray's. Raises StopRequested if Ray's start swallowed a signal."""
         self.take_over()
-        if self.is_asked:
+        if self.is_requested:
             raise StopRequested
 
     def stopping(self) -> None:
-        """From now on nothing is raised. Safe twice."""
+        """Raise nothing from now on. Idempotent."""
         self._is_stopping = True
         self.take_over()
 
     def close(self) -> None:
-        """Put the handlers of before back."""
+        """Restore the previous handlers."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _asked(self, signum: int, frame: FrameType | None) -> None:
-        if not self.is_asked and not self._is_stopping:
-            self.is_asked = True
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if not self.is_requested and not self._is_stopping:
+            self.is_requested = True
             raise StopRequested
 
-    def _asked_again(self, signum: int, frame: FrameType | None) -> None:
-        self.is_asked = True  # its first signal may have met a handler of Ray's
-        if not self._is_stopping and not isinstance(sys.exception(), StopRequested):  # else it is on its way
+    def _on_again(self, signum: int, frame: FrameType | None) -> None:
+        self.is_requested = True  # Ray's handler may have taken the first signal
+        if not self._is_stopping and not isinstance(sys.exception(), StopRequested):  # otherwise it is being handled
             raise StopRequested

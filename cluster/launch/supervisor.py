@@ -1,9 +1,9 @@
-"""The process in front of `kvrelay serve`: it passes signals on to the one that drives Ray, and ends what that one cannot.
+"""The parent process of `kvrelay serve`: it forwards signals to the driver, which runs Ray, and ends what the driver cannot.
 
-Ray's C++ waits there for its daemons, for 30 s and more, now and then without letting any other thread run Python (Ray
-2.60: `wait_for_persisted_port`, `CCoreWorkerProcess.Initialize`); and it leaves with `_exit(1)` when one has gone. Neither
-a handler nor a thread in that process can help; a process in front can. It has nothing but a pipe, on which the driver
-tells what there is to clear up. Linux, as `processes`. Must not import Ray.
+In the driver, Ray's C++ waits for its daemons for 30 s and more, sometimes while holding Python's lock (Ray 2.60:
+`wait_for_persisted_port`, `CCoreWorkerProcess.Initialize`), and calls `_exit(1)` when a daemon ends. Neither a handler nor a thread
+of the driver can prevent that; a parent process can. The driver reports what to clean up over a pipe. Linux only, like
+`processes`. Must not import Ray.
 """
 
 import contextlib
@@ -19,10 +19,12 @@ from enum import Enum
 from kvrelay.cluster.launch.processes import adopt_orphans, end_descendants
 from kvrelay.cluster.launch.stop_signals import AGAIN, STOPS
 
-ONE_PRESS_S = 0.5  # terminals, make and timeout may deliver one Ctrl-C twice, and we pass on what the group has had
+ONE_PRESS_S = (
+    0.5  # terminals, make and timeout may deliver one Ctrl-C twice, and the group has received what we forward
+)
 REPEAT_S = 1.0
-REACH_S = 10.0  # from the signal until the driver begins to stop
-END_S = 15.0  # from there until it has gone
+REACH_S = 10.0  # from the signal until the driver must begin to stop
+END_S = 15.0  # from there until it must have ended
 KILLED = 130
 _PR_SET_PDEATHSIG = 1
 _WATCHED = {*STOPS, signal.SIGCHLD}
@@ -30,101 +32,104 @@ Say = Callable[[str], None]  # prints a line of rich markup
 
 
 class SupervisorAction(Enum):
-    """What the process in front does next."""
+    """What the supervisor does next."""
 
     WAIT = 0
-    ASK_AGAIN = 1
+    REPEAT = 1
     END = 2
 
 
-def next_step(now_s: float, asked_s: float | None, stopping_s: float | None) -> SupervisorAction:
-    """After a signal at `asked_s`; the driver stops since `stopping_s`. None: not yet. Seconds of one clock."""
-    if asked_s is None:
+def next_step(now_s: float, requested_s: float | None, stopping_s: float | None) -> SupervisorAction:
+    """The next action, given the time of the first signal and the time when the driver began to stop (None: not yet).
+
+    Times are seconds of one clock.
+    """
+    if requested_s is None:
         return SupervisorAction.WAIT
     if stopping_s is None:
-        return SupervisorAction.END if now_s - asked_s > REACH_S else SupervisorAction.ASK_AGAIN
+        return SupervisorAction.END if now_s - requested_s > REACH_S else SupervisorAction.REPEAT
     return SupervisorAction.END if now_s - stopping_s > END_S else SupervisorAction.WAIT
 
 
-class _Front:
-    """The driver's end of the pipe; None where nobody is in front."""
+class _Pipe:
+    """The driver's end of the pipe; None in a process without a supervisor."""
 
     sender: int | None = None
 
 
 def supervise(say: Say) -> None:
-    """Fork. Returns in the driver alone; the process in front ends here, with the driver's exit status."""
+    """Fork. Returns only in the driver; the parent ends here with the driver's exit status."""
     adopt_orphans()
     receiver, sender = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
-    front = os.getpid()
+    parent = os.getpid()
     driver = os.fork()
     if driver:
         os.close(sender)
         sys.exit(Supervisor(driver, receiver, say).run())
     os.close(receiver)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != front:  # it died before
+    if os.getppid() != parent:  # it has died already
         os._exit(1)
-    _Front.sender = sender
+    _Pipe.sender = sender
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def tell_folder(folder: os.PathLike[str]) -> None:
-    """What is to be removed when everything is ended by force; before it is made."""
-    _tell(f"folder {os.fspath(folder)}")
+def report_folder(folder: os.PathLike[str]) -> None:
+    """Report the folder to remove after a forced end, before creating it."""
+    _send(f"folder {os.fspath(folder)}")
 
 
-def tell_stopping(*, is_asked: bool) -> None:
-    """The driver stops from now on; because of a signal, or of an error."""
-    _tell("stopping" if is_asked else "failing")
+def report_stopping(*, is_requested: bool) -> None:
+    """Report that the driver stops now, because of a signal or of an error."""
+    _send("stopping" if is_requested else "failing")
 
 
-def _tell(line: str) -> None:
-    if _Front.sender is not None:
+def _send(line: str) -> None:
+    if _Pipe.sender is not None:
         with contextlib.suppress(OSError):
-            os.write(_Front.sender, line.encode() + b"\n")
+            os.write(_Pipe.sender, line.encode() + b"\n")
 
 
 class Supervisor:
-    """Waits for the driver. The first signal asks it to stop; the next, or the first after an error, ends everything."""
+    """Waits for the driver. The first signal stops it; the second, or the first after an error, kills everything."""
 
     def __init__(self, driver: int, receiver: int, say: Say) -> None:
         self._driver, self._receiver, self._say = driver, receiver, say
         os.set_blocking(receiver, False)
-        self._asked_s: float | None = None
+        self._requested_s: float | None = None
         self._stopping_s: float | None = None
         self._is_failing = False
         self._folder: str | None = None
-        self._told = b""
+        self._buffer = b""
 
     def run(self) -> int:
-        """Until the driver and all below it have gone; the exit status."""
+        """Wait until the driver and its descendants have ended; return the exit status."""
         while True:
             number = self._next_signal()
-            self._listen()
+            self._read_pipe()
             if number in STOPS and self._is_second_press():
                 return self._end(KILLED, "killing everything")
             if (status := self._driver_status()) is not None:
                 return self._after(status)
-            match next_step(time.monotonic(), self._asked_s, self._stopping_s):
-                case SupervisorAction.ASK_AGAIN if number is None:
+            match next_step(time.monotonic(), self._requested_s, self._stopping_s):
+                case SupervisorAction.REPEAT if number is None:
                     os.kill(self._driver, AGAIN)
                 case SupervisorAction.END:
                     waited_s = REACH_S if self._stopping_s is None else END_S
-                    return self._end(0, f"Ray had not let go after {waited_s:.0f} s: ended everything")
+                    return self._end(0, f"Ray did not stop within {waited_s:.0f} s: killed everything")
 
     def _next_signal(self) -> int | None:
-        """Blocked, so it comes here only. None when a while has passed after the first."""
-        if self._asked_s is None:
+        """The next signal; they are blocked, so only this call receives them. None: REPEAT_S have passed since the first."""
+        if self._requested_s is None:
             return signal.sigwaitinfo(_WATCHED).si_signo
         found = signal.sigtimedwait(_WATCHED, REPEAT_S)
         return None if found is None else found.si_signo
 
-    def _listen(self) -> None:
+    def _read_pipe(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            self._told += os.read(self._receiver, 65536)
-        *lines, self._told = self._told.split(b"\n")
+            self._buffer += os.read(self._receiver, 65536)
+        *lines, self._buffer = self._buffer.split(b"\n")
         for line in lines:
             word, _, rest = line.decode().partition(" ")
             if word == "folder":
@@ -134,18 +139,18 @@ class Supervisor:
                 self._is_failing = word == "failing"
 
     def _is_second_press(self) -> bool:
-        """Notes the first one and passes it on."""
+        """Record and forward the first signal; True for a later one."""
         now_s = time.monotonic()
-        if self._asked_s is not None:
-            return now_s - self._asked_s > ONE_PRESS_S
+        if self._requested_s is not None:
+            return now_s - self._requested_s > ONE_PRESS_S
         if self._is_failing:
             return True
-        self._asked_s = now_s
-        os.kill(self._driver, signal.SIGINT)  # it may have it already, from a terminal; Ray has no handler for this one
+        self._requested_s = now_s
+        os.kill(self._driver, signal.SIGINT)  # the terminal may have sent it already; Ray has no handler for SIGINT
         return False
 
     def _driver_status(self) -> int | None:
-        """Its exit status once it has gone, and buries orphans. Negative: the signal that ended it."""
+        """Reap children; the driver's exit status once it has ended. Negative: the signal that ended it."""
         status = None
         with contextlib.suppress(ChildProcessError):
             while (found := os.waitpid(-1, os.WNOHANG))[0]:
@@ -154,12 +159,12 @@ class Supervisor:
         return status
 
     def _after(self, status: int) -> int:
-        self._listen()
-        if status != 0 and (self._asked_s is not None or signal.sigpending() & set(STOPS)):
+        self._read_pipe()
+        if status != 0 and (self._requested_s is not None or signal.sigpending() & set(STOPS)):
             return self._end(0, "stopped")
         end_descendants(grace_s=0.0)
         if self._stopping_s is None and self._folder is not None:
-            self._say(f"[red]the process that drives Ray has died[/red] ({status}); logs: {self._folder}")
+            self._say(f"[red]the process that runs Ray has died[/red] ({status}); logs: {self._folder}")
         return status if status >= 0 else 128 - status
 
     def _end(self, status: int, why: str) -> int:

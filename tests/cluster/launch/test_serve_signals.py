@@ -29,13 +29,13 @@ def test_a_swallowed_interrupt_is_raised_again_once_ray_runs(signals):
         with pytest.raises(StopRequested):
             sent()
         with pytest.raises(StopRequested):
-            signals.go_on()
+            signals.after_ray_start()
 
 
 def test_without_an_interrupt_the_start_goes_on_with_our_handlers(signals):
     with signals:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as ray.init would
-        signals.go_on()
+        signals.after_ray_start()
         with pytest.raises(StopRequested):
             sent()
 
@@ -64,7 +64,7 @@ def test_after_the_context_nothing_is_raised(signals):
         sent()
     sent()
     sent(AGAIN)
-    assert signals.is_asked
+    assert signals.is_requested
 
 
 def test_close_puts_the_handlers_back(signals):
@@ -86,7 +86,7 @@ def test_nothing_happens_while_nobody_has_asked():
 
 
 def test_who_was_asked_is_asked_again_and_then_ended():
-    assert next_step(7.0 + REACH_S, 7.0, None) is SupervisorAction.ASK_AGAIN
+    assert next_step(7.0 + REACH_S, 7.0, None) is SupervisorAction.REPEAT
     assert next_step(7.1 + REACH_S, 7.0, None) is SupervisorAction.END
 
 

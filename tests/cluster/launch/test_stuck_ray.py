@@ -82,7 +82,7 @@ def test_a_start_that_is_blocked_is_ended(tmp_path, how):
         assert serving.left()[0] and serving.left()[1]
         serving.press()
         said = serving.output()
-        assert serving.process.returncode == 0 and "ended everything" in said, said
+        assert serving.process.returncode == 0 and "killed everything" in said, said
         assert serving.left() == NOTHING
 
 
@@ -110,7 +110,7 @@ def test_a_start_that_swallows_the_exception_is_asked_again(tmp_path):
         serving.press()
         said = serving.output()
         assert serving.process.returncode == 0, said
-        assert said.count("swallowed") == 2 and "stopped" in said and "ended everything" not in said
+        assert said.count("swallowed") == 2 and "stopped" in said and "killed everything" not in said
         assert serving.left() == NOTHING
 
 
@@ -127,7 +127,7 @@ def test_a_stop_that_is_blocked_is_ended(tmp_path):
     with stuck(tmp_path, "stop-blocked", END_S=AT_ONCE) as serving:
         serving.press()
         said = serving.output()
-        assert serving.process.returncode == 0 and "ended everything" in said, said
+        assert serving.process.returncode == 0 and "killed everything" in said, said
         assert serving.left() == NOTHING
 
 
