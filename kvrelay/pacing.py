@@ -1,11 +1,11 @@
-"""Something done soon after it is asked for, but not too often, however often it is asked for. Knows no clock of its own."""
+"""Rate-limited calls: soon after a request, but not too often. Knows no clock of its own."""
 
 import math
 from collections.abc import Callable
 
 
 class Paced:
-    """`call()` once after every `ask()`, at the next turn of the clock's owner, and at most once in `period_s`."""
+    """`call()` once after every `request()`, at the owner's next turn, and at most once in `period_s`."""
 
     def __init__(
         self,
@@ -15,13 +15,13 @@ class Paced:
         now: Callable[[], float],
         after: Callable[[float, Callable[[], None]], object],
     ) -> None:
-        """now: seconds on any clock. after(delay_s, call): have it called then, as an event loop's call_later does."""
+        """now: seconds on any clock. after(delay_s, call): calls it then, as an event loop's call_later does."""
         self._call, self._period_s, self._now, self._after = call, period_s, now, after
         self._is_asked = False
         self._called_s = -math.inf
 
-    def ask(self) -> None:
-        """Have it called; asking again before it was changes nothing."""
+    def request(self) -> None:
+        """Schedule a call; further requests before it runs change nothing."""
         if not self._is_asked:
             self._is_asked = True
             self._after(max(0.0, self._called_s + self._period_s - self._now()), self._fire)

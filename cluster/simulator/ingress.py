@@ -269,7 +269,7 @@ class SimulatedIngress:
     def load_changed(self) -> None:
         """Other ingresses are to hear of it, where there are any."""
         if self._has_others and self.settings.router.share_load_s:
-            self._sharing.ask()
+            self._sharing.request()
 
     def _tell_assigned(self) -> None:
         for worker_id, share in self.router.take_assigned():

@@ -373,19 +373,19 @@ class SimulatedWorker:
         """From now on this ingress hears all news; first what there is."""
         self.peers[peer] = None
         self.assigned.join(peer)
-        self._tell_others.ask()
+        self._tell_others.request()
         return self.engine.snapshot(), self.load()
 
     def forget_peer(self, peer: LoadSubscriber) -> None:
         """This ingress's connection has ended."""
         self.peers.pop(peer, None)
         self.assigned.leave(peer)
-        self._tell_others.ask()
+        self._tell_others.request()
 
     def hear_assigned(self, peer: LoadSubscriber, share: Assigned) -> None:
         """What this ingress has assigned here."""
         if self.is_alive and self.assigned.hear(peer, share):
-            self._tell_others.ask()
+            self._tell_others.request()
 
     def _on_assigned(self) -> None:
         if self.is_alive and not self.is_frozen:
@@ -410,7 +410,7 @@ class SimulatedWorker:
     def thaw(self) -> None:
         """It goes on with the step that it was at, from that step's beginning."""
         self.is_frozen = False
-        self._tell_others.ask()
+        self._tell_others.request()
         if self._stride is None:
             self._wake()
             return

@@ -65,7 +65,7 @@ class EngineReports:
         self._subscribers.discard(link)
         link.stop_parts()
         self._assigned.leave(link)
-        self._share.ask()
+        self._share.request()
 
     def subscribe(self, link: IngressLink) -> None:
         """Send the snapshot's first part, then events in the engine's order; the other parts come between them."""
@@ -78,7 +78,7 @@ class EngineReports:
                 link.send(self.load())
                 self._subscribers.add(link)
                 self._assigned.join(link)
-                self._share.ask()
+                self._share.request()
 
         def snap(engine: Engine) -> None:
             snapshot = engine.snapshot()
@@ -90,7 +90,7 @@ class EngineReports:
     def assign(self, link: IngressLink, share: Assigned) -> None:
         """This is what `link` has assigned to the worker now."""
         if self._assigned.hear(link, share):
-            self._share.ask()
+            self._share.request()
 
     def publish(self, result: StepResult) -> None:
         """A step's events and load."""

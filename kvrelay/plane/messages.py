@@ -11,9 +11,9 @@ import msgspec
 from kvrelay.types import Fingerprint
 
 PROTOCOL_VERSION = 5
-MAX_PRIORITY = 8  # of SequenceRequest.priority, either way: a class each in line and in metrics
+MAX_PRIORITY = 8  # of SequenceRequest.priority, either sign: each is a class in queues and metrics
 NOWHERE, BELOW_POOL, IN_POOL, CHANGING = range(4)  # of Audited.tiers
-PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker hands back: no fault, to be prefilled again
+PREEMPTED = "preempted"  # Failed.code of a sequence that its decode worker returns to prefill: no fault
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, omit_defaults=True):
@@ -52,32 +52,32 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a client knows of its prompt's future. Respected by every tier, within the tenant's quotas."""
 
-    keep: bool = True  # False: nobody will ask for this KV again
-    priority: int = 0  # of its blocks against others: higher stays longer
-    pin_s: float = 0.0  # the prompt's blocks stay for so long, counted from when they are full
-    session: str = ""  # whose pins these are, tenant included: `EndPins` names it; empty: nobody's
+    keep: bool = True  # False: this KV will not be reused
+    priority: int = 0  # eviction priority of its blocks: higher stays longer
+    pin_s: float = 0.0  # how long the prompt's blocks are pinned, from when they are full
+    session: str = ""  # of the pins, tenant included: `EndPins` ends them; "": none
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A beam search; see engine/groups/beam.py. The other sampling parameters but max_tokens, min_tokens and stops have no effect."""
 
     width: int
-    num_returned: int  # of its results, best first
+    num_returned: int  # results, best first
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Several choices that go on from one prompt: computed once, held once, sent once.
+    """Several choices that fork from one prompt: its KV is computed once, held once, sent once.
 
-    Choice k is what a request of its own with `seeds[k]` would give. When a group is continued on another worker,
-    `emitted` has each choice's output so far; `ended` are choices that nobody waits for any more.
+    Choice k is what a single request with `seeds[k]` would return. When a group is continued on another worker,
+    `emitted` has each choice's output so far; `ended` are the choices that need no more tokens.
     """
 
     seeds: tuple[int, ...] = ()
     emitted: list[list[int]] = []
     ended: tuple[int, ...] = ()
-    beams: Beams | None = None  # then there are no seeds, and results come when all is done
+    beams: Beams | None = None  # then there are no seeds, and results come at the end
 
     @property
     def num_choices(self) -> int:
@@ -93,9 +93,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One sequence to compute, or a group of them. Token ids and hashes travel; text does not.
 
     `token_ids` is the prompt, followed, when a stream is continued on another worker, by the
-    output so far; `num_prompt_tokens` tells them apart. `block_hashes` is the chain over `token_ids`,
+    output so far; the first `num_prompt_tokens` are the prompt. `block_hashes` is the chain over `token_ids`,
     one for every `tokens_per_hash` whole tokens (0: for every block of the worker that gets it); `salt`
-    is the tenant's. A worker with k times larger blocks names them by every k-th hash.
+    is the tenant's. A worker with k times larger blocks identifies them by every k-th hash.
     """
 
     request_id: str
@@ -105,9 +105,9 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     sampling: Sampling
     salt: str = ""
     tokens_per_hash: int = 0
-    traceparent: str = ""  # W3C trace context of the request's span; empty: nobody traces it
+    traceparent: str = ""  # W3C trace context of the request's span; "": not traced
     hints: KvHints = KvHints()
-    priority: int = 0  # its class in line, as vLLM has it: a lower number is served earlier; not that of `hints`
+    priority: int = 0  # queue priority, as in vLLM: a lower number is served earlier; not that of `hints`
     deadline_s: float | None = None
     """Seconds from arrival to the first token, at most; after that the request is refused."""
     ttft_target_s: float | None = None
@@ -115,7 +115,7 @@ class SequenceRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     meet theirs; none is refused."""
     tpot_target_s: float | None = None
     """Target for the mean time between two tokens, seconds: prefill chunks in the same batch are sized to keep it."""
-    tenant: str = ""  # a digest of whom it is for: tenants share workers fairly
+    tenant: str = ""  # a digest; tenants share workers fairly
     num_prefill_returns: int = 0  # times that a decode worker has returned it to prefill
     group: Group | None = None  # then `token_ids` is the prompt alone
 
@@ -138,7 +138,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself when a peer connects."""
+    """A worker's identity and capacity, sent when a peer connects."""
 
     worker_id: str
     role: str  # "prefill" | "decode"
@@ -159,18 +159,18 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PathReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way between two workers, as probed and as seen since."""
+    """One transfer path between two workers, as probed and as measured since."""
 
     path: str
-    why: str  # why it is ranked where it is
+    why: str  # the reason for its rank
     is_chosen: bool = False
     bytes_per_s: float = 0.0  # measured; 0: not yet
     latency_s: float = 0.0  # of one block; 0: not measured
-    problem: str = ""  # why it cannot be used (now)
+    problem: str = ""  # why it cannot be used now
 
 
 class PairReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Whether KV may go from one prefill worker to one decode worker, and how."""
+    """Whether KV can travel from one prefill worker to one decode worker, and over which paths."""
 
     source: str
     target: str
@@ -188,13 +188,13 @@ class KvPathLoad(msgspec.Struct, frozen=True, array_like=True):
     path: str
     num_bytes: int
     seconds: float  # reading and verifying, summed over reads
-    exposed_s: float  # of transfers that went mostly this way
+    exposed_s: float  # of transfers that mostly used this path
     check_s: float  # of `seconds`, spent on checksums
-    retries: int  # reads that failed here and went on over another path
+    retries: int  # reads that failed here and continued over another path
 
 
 class TierLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One tier below a worker's pool: what is there now, and sums since the worker's start."""
+    """One tier below a worker's pool: its content now, and counters since the worker's start."""
 
     tier: str  # "host", "disk", or the remote store's kind
     num_blocks: int = 0
@@ -221,7 +221,7 @@ class LoadReport(_Message, frozen=True, tag="load"):
     overdue: int = 0  # queued prompts past their TTFT target, which yield to prompts that can still meet theirs
     overdue_tokens: int = 0  # uncached tokens of the overdue prompts
     output_tokens: float = 0.0  # mean of the outputs that ended here last; 0: not known
-    free_blocks: int = 0  # free or cached and evictable: what pins or continuations keep is cached, too, but not here
+    free_blocks: int = 0  # free, or cached and evictable (not pinned)
     cached_blocks: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
@@ -232,13 +232,13 @@ class LoadReport(_Message, frozen=True, tag="load"):
     prefill_tokens_per_s: float = 0.0  # measured
     decode_step_s: float = 0.0
     preemptions: int = 0
-    preempted: dict[str, int] = {}  # of those, by what became of them: swap, recompute, return-to-prefill
+    preempted: dict[str, int] = {}  # of those, by mode: swap, recompute, return-to-prefill
     swapped: int = 0  # sequences whose KV is in host memory now
     swapped_blocks: int = 0  # of theirs
     swapped_bytes: int = 0
     swap_out_s: float = 0.0  # copying out, since the start
     swap_in_s: float = 0.0
-    swap_corrupt_blocks: int = 0  # found wrong when they were to come back
+    swap_corrupt_blocks: int = 0  # found corrupt at swap-in
     recomputed_tokens: int = 0  # dropped with pre-empted sequences
     transport: str = ""
     kv_bytes: int = 0  # moved so far
@@ -252,28 +252,28 @@ class LoadReport(_Message, frozen=True, tag="load"):
     prefix_hit_tokens: int = 0
     prefix_query_tokens: int = 0
     tier_hit_tokens: int = 0  # of the hits, brought up from below the pool
-    fetching: int = 0  # sequences in line that wait for blocks from a store
+    fetching: int = 0  # queued sequences that wait for blocks from a store
     waiting_by_priority: dict[int, int] = {}
-    waiting_tenants: int = 0  # that have something in line
+    waiting_tenants: int = 0  # tenants with queued sequences
     deadline_refusals: int = 0
-    displaced: int = 0  # sequences that left a full line for another tenant's
+    displaced: int = 0  # sequences that a full queue dropped for another tenant's
     tenant_tokens: dict[str, int] = {}  # computed so far, by tenant; of those without an entry: `other_tenant_tokens`
     other_tenant_tokens: int = 0
     tiers: list[TierLoad] = []
-    reserving: int = 0  # of `waiting`, in line for a reservation
-    held: int = 0  # prefilled; their blocks stay until they have been read
+    reserving: int = 0  # of `waiting`, queued for a reservation
+    held: int = 0  # prefilled; their blocks stay until the decode worker has read them
     pinned_blocks: int = 0  # of `cached` and `used`
     steps: int = 0  # computed since the start
-    batch_sequences: int = 0  # of the last of them
+    batch_sequences: int = 0  # in the last step
     batch_tokens: int = 0
     cascade_saved_tokens: int = 0  # read once for several decode rows that share them, in a layer; since the start
-    drafted_tokens: int = 0  # computed behind sequences' next tokens
-    accepted_tokens: int = 0  # of those, right
-    model_drafted_tokens: int = 0  # of the drafted ones, by the draft model; the others are from sequences' own texts
+    drafted_tokens: int = 0  # verified after sequences' next tokens
+    accepted_tokens: int = 0  # of those, accepted
+    model_drafted_tokens: int = 0  # of the drafted tokens, by the draft model; the others by prompt lookup
     model_accepted_tokens: int = 0
     draft_used_blocks: int = 0  # of the draft model's own KV pool
     draft_total_blocks: int = 0  # 0: there is no draft model
-    is_draining: bool = False  # takes nothing new
+    is_draining: bool = False  # accepts no new sequences
 
 
 # ---- ingress -> worker
@@ -283,14 +283,14 @@ class Reserve(_Message, frozen=True, tag="reserve"):
     """Decode: reserve blocks for this sequence before its prefill starts."""
 
     request: SequenceRequest
-    timeout_s: float  # how long it may wait in line for room
-    prefill_tokens_per_s: float = 0.0  # of the worker that will compute it; it may be handed back there; 0: it may not
+    timeout_s: float  # longest wait in the queue for blocks
+    prefill_tokens_per_s: float = 0.0  # of its prefill worker, to which it may be returned; 0: it may not be returned
 
 
 class Prefill(_Message, frozen=True, tag="prefill"):
-    """Prefill: compute the prompt, sample one token, send the KV where the ticket says.
+    """Prefill: compute the prompt, sample one token, announce the KV to the ticket's decode worker.
 
-    Without a ticket the one token is all that is wanted.
+    Without a ticket only the one token is computed.
     """
 
     request: SequenceRequest
@@ -322,13 +322,13 @@ class StatusQuery(_Message, frozen=True, tag="status?"):
 
 
 class CacheReset(_Message, frozen=True, tag="cache-reset"):
-    """Forget every cached block that no sequence uses. Answered by Status."""
+    """Drop every cached block that no sequence uses. Answered by Status."""
 
     query_id: int
 
 
 class Prefetch(_Message, frozen=True, tag="prefetch"):
-    """Have this prompt's blocks brought from stores into host memory; keep them for a time. Answered by Prefetched."""
+    """Load this prompt's blocks from stores into host memory and keep them for `hold_s`. Answered by Prefetched."""
 
     query_id: int
     request: SequenceRequest
@@ -336,22 +336,22 @@ class Prefetch(_Message, frozen=True, tag="prefetch"):
 
 
 class Audit(_Message, frozen=True, tag="audit"):
-    """Say where you have these blocks now. Answered by Audited."""
+    """Report in which tier these blocks are now. Answered by Audited."""
 
     query_id: int
     hashes: list[bytes]
 
 
 class EndPins(_Message, frozen=True, tag="end-pins"):
-    """The pins made by requests with this `KvHints.session` end now, and none is made for it any more. Never answered."""
+    """Ends the pins of requests with this `KvHints.session`; no more are made for it. Never answered."""
 
     session: str
 
 
 class Assigned(_Message, frozen=True, tag="assigned"):
-    """All that this ingress has assigned to the worker and that has not ended: sums, as it decided, before any of it arrives.
+    """The load that this ingress has assigned to the worker and that has not ended, counted from the routing decision on.
 
-    Sent when they change, where other ingresses listen to the worker. Never answered; the others hear of it.
+    Sent on change, if other ingresses are connected to the worker. Never answered; the worker passes the total on to the others.
     """
 
     tokens: int = 0  # of prompts, to be computed there
@@ -361,16 +361,16 @@ class Assigned(_Message, frozen=True, tag="assigned"):
 
 
 class Pair(_Message, frozen=True, tag="pair"):
-    """Prefill: see whether KV can travel to this decode worker, and how fast. Answered by Paired.
+    """Prefill: check whether KV can travel to this decode worker, and how fast. Answered by Paired.
 
-    The address is what that worker said of itself, never a client's.
+    The address is the one that the decode worker announced, never a client's.
     """
 
     worker_id: str
     epoch: str
     host: str
     kv_port: int
-    is_probe: bool = False  # measure anew, even when it has been measured
+    is_probe: bool = False  # measure again
 
 
 # ---- worker -> ingress
@@ -393,7 +393,7 @@ class Reserved(_Message, frozen=True, tag="reserved"):
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """Not taken; nothing is held here for this request."""
+    """The request is refused; nothing is held here for it."""
 
     request_id: str
     reason: str  # "full" | "too_long" | "draining" | "duplicate" | "invalid" | "deadline"
@@ -402,18 +402,18 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class Prefetched(_Message, frozen=True, tag="prefetched"):
-    """Where the prompt's tokens are, in whole blocks from its beginning on; the rest is nowhere."""
+    """In which tier the prompt's tokens are, in whole blocks from its start; the rest is cached nowhere."""
 
     query_id: int
     pool_tokens: int = 0
     host_tokens: int = 0
-    coming_tokens: int = 0  # on their way from a store into host memory
+    coming_tokens: int = 0  # being loaded from a store into host memory
     problem: str = ""  # "full" | "invalid" | "draining" when nothing was done
     message: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a first token's time went on the worker that made it; they add up to its stay there."""
+    """How a worker spent the time until a first token; the parts add up to the request's time there."""
 
     queue_s: float = 0.0  # arrival to first scheduled
     compute_s: float = 0.0  # first scheduled to sampled
@@ -433,8 +433,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prompt_logprobs: list[TokenLogprob] = []  # with a first token: of prompt tokens 1..n-1
     timings: Timings | None = None  # with a first token
     choice: int = 0  # of a group
-    num_left: int = 0  # choices that go on; a request is over with a finish reason and none left
-    candidates: list[tuple[int, float]] = []  # of a beam search's first step, on their way to the decode worker
+    num_left: int = 0  # choices that still run; a request is over with a finish reason and none left
+    candidates: list[tuple[int, float]] = []  # of a beam search's first step, for the decode worker
 
     @property
     def ends_request(self) -> bool:
@@ -448,7 +448,7 @@ class Tokens(_Message, frozen=True, tag="tokens"):
 
 
 class Failed(_Message, frozen=True, tag="failed"):
-    """The sequence ended without its tokens; nothing is held here for it any more."""
+    """The sequence failed; nothing is held here for it any more."""
 
     request_id: str
     code: str  # "transfer" | "lease" | "engine" | "aborted" | "preempted"
@@ -457,7 +457,7 @@ class Failed(_Message, frozen=True, tag="failed"):
 
 
 class Transferred(_Message, frozen=True, tag="transferred"):
-    """Decode committed the prompt's KV: for explain and for the router's accounts."""
+    """Decode committed the prompt's KV. Figures are for explain and for the router."""
 
     request_id: str
     transport: str
@@ -474,13 +474,13 @@ class Paired(_Message, frozen=True, tag="paired"):
 
 
 class PairsSeen(_Message, frozen=True, tag="pairs-seen"):
-    """Decode: how fast its paths from each connected prefill worker have been of late. Sent when that changed."""
+    """Decode: recent speed of its paths from each connected prefill worker. Sent on change."""
 
     reports: list[PairReport]
 
 
 class KvEvents(_Message, frozen=True, tag="kv"):
-    """Blocks stored and removed since `seq - 1`, whatever the tier. A gap in `seq` asks for a snapshot."""
+    """Blocks stored and removed since `seq - 1`, in any tier. After a gap in `seq` the receiver asks for a snapshot."""
 
     seq: int
     stored: list[bytes] = []
@@ -490,28 +490,28 @@ class KvEvents(_Message, frozen=True, tag="kv"):
 
 
 class KvSnapshot(_Message, frozen=True, tag="kv-snapshot"):
-    """Everything cached as of `seq`, or a part of it. Parts follow each other in order, events and all else between them."""
+    """Everything cached as of `seq`, or a part of it. Parts come in order, with other messages in between."""
 
     seq: int
     hashes: list[bytes]
-    lowered: list[bytes] = []  # of those, what is only below the worker's pool
-    part: int = 0  # 0 begins a snapshot, and ends one that was not whole
+    lowered: list[bytes] = []  # of those, the blocks that are only below the worker's pool
+    part: int = 0  # 0 begins a snapshot, and discards one that is incomplete
     is_last: bool = True
 
 
 class Audited(_Message, frozen=True, tag="audited"):
-    """Where the blocks of an Audit are: the caches' own word, as of the event `seq`, which was sent before this."""
+    """Tiers of the blocks of an Audit, as of the event `seq`, which was sent before this."""
 
     query_id: int
     seq: int
-    tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it is on its way
+    tiers: list[int]  # for each: NOWHERE, BELOW_POOL, IN_POOL; CHANGING: an event about it follows
 
 
 class AssignedByOthers(_Message, frozen=True, tag="assigned-by-others", kw_only=False):
-    """The sum of what all other ingresses have said that they assigned here; see Assigned."""
+    """The sum of what all other ingresses assigned here; see Assigned."""
 
-    num_others: int  # that listen; with none nobody need be told anything
-    is_complete: bool  # each of them has said
+    num_others: int  # connected; with none, no Assigned is needed
+    is_complete: bool  # each of them has reported
     tokens: int = 0
     prompts: int = 0
     sequences: int = 0
@@ -519,7 +519,7 @@ class AssignedByOthers(_Message, frozen=True, tag="assigned-by-others", kw_only=
 
 
 class Status(_Message, frozen=True, tag="status"):
-    """A worker's state for `kvrelay status`, as JSON."""
+    """A worker's state, for `kvrelay status`."""
 
     query_id: int
     json: bytes
@@ -529,7 +529,7 @@ class Status(_Message, frozen=True, tag="status"):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decode worker needs beside the blocks to go on from the prefill's first token."""
+    """What the decode worker needs besides the blocks to continue from the prefill's first token."""
 
     request_id: str
     num_tokens: int  # tokens whose KV was transferred

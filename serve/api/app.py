@@ -1,4 +1,4 @@
-"""The OpenAI HTTP front as one ASGI app. Whoever hosts it starts and closes the dispatcher."""
+"""The OpenAI HTTP API as one ASGI app. Its host starts and closes the dispatcher."""
 
 import logging
 from collections.abc import Awaitable, Callable
@@ -67,7 +67,7 @@ def create_app(
         ],
         exception_handlers={HTTPException: _http_error},
     )
-    app.router.redirect_slashes = False  # a redirected POST is a puzzle to clients; 404 names the path
+    app.router.redirect_slashes = False  # clients handle a redirected POST badly; 404 names the path
     return app
 
 
@@ -108,7 +108,7 @@ async def _model(front: Front, request: Request) -> Response:
 
 
 async def _health(front: Front, request: Request) -> Response:
-    """200 once requests can be served; 503 while no decode worker is connected, or KV cannot reach any."""
+    """200 once requests can be served; 503 while no decode worker is connected, or KV can travel to none."""
     roles = [info.role for info, _ in front.dispatcher.workers.live_workers()]
     body = {"prefill": roles.count("prefill"), "decode": roles.count("decode"), "model": front.model.name}
     book = front.dispatcher.workers.pairs.book
@@ -120,7 +120,7 @@ async def _health(front: Front, request: Request) -> Response:
 
 
 async def _pairs(front: Front, request: Request) -> Response:
-    """Which workers' KV can reach which; POST measures every pair anew and does not wait for it."""
+    """Which workers' KV can reach which; POST measures every pair again and returns at once."""
     check_api_key(request, front.settings.serve.api_key)
     dispatcher = front.dispatcher
     if request.method == "POST":

@@ -130,7 +130,7 @@ class _ChatReply:
         return chat_logprobs(self._codec, entries, self._num_top) if self._wants_logprobs else None
 
     async def whole(self) -> Chat:
-        """The complete answer."""
+        """The complete response."""
         count = self._generation.job.num_choices
         texts: list[list[str]] = [[] for _ in range(count)]
         entries: list[list[TokenLogprob]] = [[] for _ in range(count)]
@@ -164,7 +164,7 @@ class _ChatReply:
         return Chunk(id=self._id, created=self._created, model=self._model, choices=choices, usage=usage)
 
     def _usage_now(self) -> Usage | UnsetType | None:
-        """As OpenAI has it: null in every chunk but the last, when usage was asked for at all."""
+        """As in OpenAI's API: null in every chunk but the last if usage was requested, else absent."""
         if self._stream_usage.always:
             return usage_of(self._generation)
         return None if self._stream_usage.at_end else UNSET

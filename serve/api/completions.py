@@ -110,7 +110,7 @@ class _CompletionReply:
         self._stream_usage = StreamUsage(body)
 
     def _with_echo(self, index: int, piece: Piece) -> str:
-        """A piece's text, the prompt before it when it is the first and `echo` was asked for."""
+        """A piece's text; with `echo`, the first has the prompt before it."""
         job = self._generation.job
         if job.echo and piece.first is not None:
             return job.prompts[index // job.num_samples].text + piece.text
@@ -131,7 +131,7 @@ class _CompletionReply:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices)
 
     async def whole(self) -> Completion:
-        """The complete answer."""
+        """The complete response."""
         count = self._generation.job.num_choices
         texts: list[list[str]] = [[] for _ in range(count)]
         logprobs: list[list[CompletionLogprobs]] = [[] for _ in range(count)]

@@ -1,4 +1,4 @@
-"""POST /v1/kv/prefetch: bring a prompt's KV nearer before its request comes."""
+"""POST /v1/kv/prefetch: load a prompt's KV from lower tiers before its request comes."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ _RETRY_AFTER_S = 1.0
 
 
 async def prefetch(front: Front, request: Request) -> Response:
-    """Takes the body of the request to come. Raises RequestError, WorkerError, ClientLeft."""
+    """The body is that of the expected request. Raises RequestError, WorkerError, ClientLeft."""
     data = await front.read_bytes(request)
     body: PrefetchChatBody | PrefetchCompletionBody
     if _is_chat(data):
@@ -41,24 +41,24 @@ async def prefetch(front: Front, request: Request) -> Response:
         raise InvalidRequest("kv.keep: what is not to be kept cannot be prefetched", "kv.keep")
     hold_s = DEFAULT_HOLD_S if body.hold_s is None else body.hold_s
     force = forced_path(request)
-    asking = asyncio.gather(*(_ask(front, body, prompt, hints, hold_s, force) for prompt in prompts))
-    answers = await unless_client_leaves(request.receive, _all(asking))
+    prefetches = asyncio.gather(*(_prefetch_prompt(front, body, prompt, hints, hold_s, force) for prompt in prompts))
+    answers = await unless_client_leaves(request.receive, _all(prefetches))
     return json_response(_reply(prompts, answers, hold_s))
 
 
 def _is_chat(data: bytes) -> bool:
     try:
         plain: Any = json.loads(data)
-    except ValueError:  # the schema's to say
+    except ValueError:  # the schema reports it
         return False
     return isinstance(plain, dict) and "messages" in plain
 
 
-async def _all(asking: "asyncio.Future[list[tuple[str, Prefetched]]]") -> list[tuple[str, Prefetched]]:
-    return await asking
+async def _all(prefetches: "asyncio.Future[list[tuple[str, Prefetched]]]") -> list[tuple[str, Prefetched]]:
+    return await prefetches
 
 
-async def _ask(
+async def _prefetch_prompt(
     front: Front, body: Common, prompt: Prompt, hints: KvHints, hold_s: float, force: Force
 ) -> tuple[str, Prefetched]:
     """(worker, its answer)."""

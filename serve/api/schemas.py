@@ -66,7 +66,7 @@ MAX_DEADLINE_S = 86400.0
 
 
 def is_session_name(name: str) -> bool:
-    """Whether a session may be called so."""
+    """Whether this is a valid session name."""
     return re.fullmatch(SESSION_NAME[1:-1], name) is not None
 
 
@@ -75,9 +75,9 @@ class SessionBody(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
-    keep: bool | None = None  # false: nobody will ask for this KV again
+    keep: bool | None = None  # false: this KV will not be reused
     priority: Annotated[int, Field(ge=-8, le=8)] | None = None  # higher stays longer
-    pin_s: Annotated[Real, Field(ge=0, le=MAX_PIN_S)] | None = None  # the prompt's blocks stay for so long
+    pin_s: Annotated[Real, Field(ge=0, le=MAX_PIN_S)] | None = None  # how long the prompt's blocks are pinned
 
     @model_validator(mode="after")
     def _check_pin(self) -> Self:
@@ -87,13 +87,13 @@ class SessionBody(BaseModel):
 
 
 class KvFields(SessionBody):
-    """The field `kv`: what a client knows of its prompt's future."""
+    """The field `kv`: hints about the reuse of the prompt's KV."""
 
-    session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # whose hints the request inherits
+    session: Annotated[str, Field(pattern=SESSION_NAME)] | None = None  # its hints are inherited
 
 
 class Common(_Body):
-    """What both bodies have in common."""
+    """The fields of both bodies."""
 
     model: str | None = None
     stream: bool | None = None
@@ -120,13 +120,13 @@ class Common(_Body):
     kv: KvFields | None = None
     slo: SloFields | None = None
     user: str | None = None
-    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # in line: lower is earlier
+    priority: Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None  # in queues: lower is earlier
     deadline_s: Annotated[Real, Field(gt=0, le=MAX_DEADLINE_S)] | None = None  # for the first token
     best_of: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     use_beam_search: bool | None = None
     length_penalty: Annotated[Real, Field(ge=-100, le=100)] | None = None
     early_stopping: bool | Literal["never"] | None = None
-    # known, and refused unless they say "nothing special":
+    # known, and refused unless they request nothing special:
     response_format: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: Any = None
@@ -200,7 +200,7 @@ HoldTime = Annotated[Real, Field(gt=0, le=MAX_PREFETCH_HOLD_S)]
 class PrefetchCompletionBody(CompletionBody):
     """POST /v1/kv/prefetch, for a completion."""
 
-    hold_s: HoldTime | None = None  # how long what was found, and what comes, is kept for the request
+    hold_s: HoldTime | None = None  # how long the blocks found and loaded are kept for the request
 
 
 class PrefetchChatBody(ChatBody):

@@ -1,7 +1,7 @@
 """Sessions: hints about KV that requests inherit by naming one. The table is pure; times are the caller's clock, in seconds.
 
 A session belongs to one tenant, the one whose `cache_salt` it was made with; its key holds a digest of that, never the salt.
-It is forgotten when nobody has used it for IDLE_S.
+It expires after IDLE_S without use.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class SessionHints:
     keep: bool | None = None
     priority: int | None = None
     pin_s: float | None = None
-    made: str = ""  # drawn when the session was made: one that was deleted and made again is another
+    made: str = ""  # random id of this session: one that is deleted and made again has another
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +43,16 @@ class SessionKey:
 
 
 class Sessions(Protocol):
-    """Where an ingress finds sessions. Raises RequestError (503): the place cannot be reached."""
+    """The sessions that an ingress uses. Raises RequestError (503) when they cannot be reached."""
 
     async def put(self, key: SessionKey, hints: SessionHints) -> None:
-        """Make it, or replace what it says. Raises Overloaded: there are too many."""
+        """Make it, or replace its hints. Raises Overloaded: there are too many."""
 
     async def get(self, key: SessionKey) -> SessionHints | None:
-        """Use it: it is not idle."""
+        """Its hints; counts as a use."""
 
     async def delete(self, key: SessionKey) -> SessionHints | None:
-        """Forget it; what it was, None if it was not there."""
+        """Remove it. Its hints, None if there is no such session."""
 
 
 class SessionTable:
@@ -66,7 +66,7 @@ class SessionTable:
         return len(self._sessions)
 
     def put(self, key: SessionKey, hints: SessionHints, now_s: float) -> SessionHints | None:
-        """Make it, or replace what it says but not when it was `made`; what is kept. None, and no change: there are too many."""
+        """Make it, or replace its hints except `made`. The stored hints; None, and no change: there are too many."""
         self._expire(now_s)
         old = self.delete(key)
         if old is not None:
@@ -78,7 +78,7 @@ class SessionTable:
         return hints
 
     def get(self, key: SessionKey, now_s: float) -> SessionHints | None:
-        """What it says; from now on it is idle for IDLE_S before it is forgotten."""
+        """Its hints; counts as a use."""
         self._expire(now_s)
         known = self._sessions.pop(key, None)
         if known is None:
@@ -87,7 +87,7 @@ class SessionTable:
         return known[1]
 
     def delete(self, key: SessionKey) -> SessionHints | None:
-        """Forget it; what it was, None if it was not there."""
+        """Remove it. Its hints, None if there is no such session."""
         known = self._sessions.pop(key, None)
         if known is None:
             return None
@@ -105,7 +105,7 @@ class SessionTable:
 
 
 class LocalSessions:
-    """The sessions of one process: for an ingress on its own."""
+    """The sessions of one process, for a single ingress."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._table, self._clock = SessionTable(), clock

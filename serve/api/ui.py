@@ -1,4 +1,4 @@
-"""`/ui` and the endpoints behind it: what the cluster does now, and the story of each request that this ingress took.
+"""`/ui` and the endpoints behind it: the state of the cluster, and the log of each request that this ingress served.
 
 The page itself holds no data and needs no key; everything that it asks for does, where one is set.
 """
@@ -22,7 +22,7 @@ from kvrelay.serve.api.http import EventStream, check_api_key
 from kvrelay.serve.telemetry.live import LiveFeed, snapshot
 from kvrelay.serve.telemetry.request_log import REQUESTS_KEPT
 
-STALL_S = 30.0  # a viewer that takes nothing for so long has gone
+STALL_S = 30.0  # a viewer that reads nothing for this long counts as gone
 CHOICES_SHOWN = 64  # of one HTTP request
 
 
@@ -38,7 +38,7 @@ async def page(front: Front, request: Request) -> Response:
 
 @cache
 def _page() -> tuple[bytes, str]:
-    """The file, and a policy under which nothing runs but the script and the style that are in it."""
+    """The file, and a content security policy that allows only its own script and style."""
     html = resources.files("kvrelay.serve.api").joinpath("ui.html").read_bytes()
     sources = {kind: _hash_of(kind, html) for kind in ("script", "style")}
     policy = (
@@ -55,7 +55,7 @@ def _hash_of(kind: str, html: bytes) -> str:
 
 
 class LiveView:
-    """The snapshot of now, and the stream of snapshots for as many viewers as the feed takes."""
+    """The current snapshot, and the stream of snapshots for as many viewers as the feed allows."""
 
     def __init__(self, front: Front) -> None:
         self.feed = LiveFeed(partial(_snapshot, front))
@@ -80,7 +80,7 @@ def _snapshot(front: Front, num_viewers: int) -> dict[str, Any]:
 
 
 class _PatientStream(EventStream):
-    """Ends when its client takes nothing for STALL_S, as if that had gone."""
+    """Ends when its client reads nothing for STALL_S, as if it had disconnected."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def sending(message: Message) -> None:
@@ -91,14 +91,14 @@ class _PatientStream(EventStream):
 
 
 async def requests(front: Front, request: Request) -> Response:
-    """Every request that is remembered, newest first. Raises InvalidRequest (401)."""
+    """Every request in the log, newest first. Raises InvalidRequest (401)."""
     check_api_key(request, front.settings.serve.api_key)
     now_s, log = front.dispatcher.clock(), front.dispatcher.requests
     return _json({"ingress": INGRESS, "requests": [record.row(now_s) for record in log.newest(len(log))]})
 
 
 async def one_request(front: Front, request: Request) -> Response:
-    """A sequence's story, or those of all sequences of an HTTP request. Raises InvalidRequest (401, 404)."""
+    """The log of one sequence, or of all sequences of an HTTP request. Raises InvalidRequest (401, 404)."""
     check_api_key(request, front.settings.serve.api_key)
     request_id, now_s = request.path_params["request_id"], front.dispatcher.clock()
     found = front.dispatcher.requests.find(request_id)
@@ -108,10 +108,10 @@ async def one_request(front: Front, request: Request) -> Response:
 
 
 def _not_here(request_id: str) -> str:
-    """The id tells whose it was."""
+    """The id shows which ingress served it."""
     tag = re.match(r"[a-z]+-([0-9a-f]{4})[0-9a-f]{20}", request_id)
     if tag is not None and tag[1] != INGRESS:
-        return f"ingress {tag[1]} took this request; this is ingress {INGRESS}: ask the other one's /ui"
+        return f"ingress {tag[1]} served this request; this is ingress {INGRESS}: open the other one's /ui"
     return f"ingress {INGRESS} does not know this request; it remembers the last {REQUESTS_KEPT}"
 
 

@@ -5,7 +5,7 @@ from kvrelay.plane.messages import TokenLogprob, TokenOutput
 
 
 def _without_first(output: TokenOutput, count: int) -> TokenOutput:
-    """`output` less its first `count` tokens, which were delivered before."""
+    """`output` without its first `count` tokens, which were delivered before."""
     return TokenOutput(
         request_id=output.request_id,
         position=output.position + count,
@@ -40,10 +40,10 @@ def _merged(outputs: list[TokenOutput], request_id: str) -> TokenOutput:
 
 
 class TokenOrder:
-    """Outputs go in as they come, in any order; `take` gives what is next, merged.
+    """Outputs are added as they arrive, in any order; `take` returns the next ones, merged.
 
     `tokens` is the sequence's output so far, delivered or ready. At most `limit` positions are
-    accepted: a worker that sends more is at fault.
+    accepted: more is the worker's fault.
     """
 
     def __init__(self, request_id: str, limit: int) -> None:
@@ -91,11 +91,11 @@ class TokenOrder:
 
 
 class GroupOrder:
-    """A TokenOrder for each choice of a group. The whole ends when every choice has ended, or nobody waits for it."""
+    """A TokenOrder for each choice of a group. The whole ends when every choice has ended or was dropped."""
 
     def __init__(self, request_id: str, limit: int, num_choices: int) -> None:
         self._orders = [TokenOrder(request_id, limit) for _ in range(num_choices)]
-        self._unwanted: set[int] = set()
+        self._dropped: set[int] = set()
 
     @property
     def tokens(self) -> list[int]:
@@ -111,9 +111,9 @@ class GroupOrder:
 
     @property
     def ended(self) -> tuple[int, ...]:
-        """Choices of which nothing more is wanted."""
+        """Choices that have ended or were dropped."""
         done = (index for index, order in enumerate(self._orders) if order.finish_reason is not None)
-        return tuple(sorted({*done, *self._unwanted}))
+        return tuple(sorted({*done, *self._dropped}))
 
     @property
     def emitted(self) -> list[list[int]]:
@@ -124,7 +124,7 @@ class GroupOrder:
         """Take one output. Raises ProtocolError when it is no choice's, or lies past its end."""
         if not 0 <= output.choice < len(self._orders):
             raise ProtocolError(f"choice {output.choice} of {len(self._orders)}")
-        if output.choice not in self._unwanted:
+        if output.choice not in self._dropped:
             self._orders[output.choice].add(output)
 
     def take(self) -> TokenOutput | None:
@@ -135,8 +135,8 @@ class GroupOrder:
         return None
 
     def drop(self, choice: int) -> None:
-        """Nobody waits for this choice any more."""
-        self._unwanted.add(choice)
+        """This choice needs no more tokens."""
+        self._dropped.add(choice)
 
     def forget_early(self) -> None:
         """A new attempt computes everything after each choice's tokens again."""

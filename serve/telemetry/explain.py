@@ -1,7 +1,6 @@
-"""What `x-kvrelay-explain: 1` answers: the router's decision and where the first token's time went.
+"""What `x-kvrelay-explain: 1` returns: the router's decision and how the time to first token was spent.
 
-The parts are whole microseconds and add up to the measured TTFT exactly: what no part claims
-is `ingress`, the remainder.
+The parts are whole microseconds and add up to the measured TTFT exactly; `ingress` is the remainder.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -20,12 +19,12 @@ def _us(seconds: float) -> int:
 
 @dataclass(slots=True)
 class Explain:
-    """Filled while a sequence runs. Times are of the ingress's own clock; attempts add up."""
+    """Filled while a sequence runs. Times are of the ingress's clock, summed over attempts."""
 
     received_s: float
     submitted_s: float = 0.0
     route_s: float = 0.0
-    deferred_s: float = 0.0  # at the router, since its first token would be late in any case
+    deferred_s: float = 0.0  # at the router, as its first token would miss its target anyway
     reserve_s: float = 0.0
     dispatched_s: float = 0.0
     network_s: float = 0.0
@@ -38,7 +37,7 @@ class Explain:
     transfer: Transferred | None = None
 
     def on_first_token(self, output: TokenOutput, now_s: float) -> None:
-        """The first token is here; the worker tells what of the wait was its own."""
+        """The first token has arrived, with the worker's share of the time."""
         if self.first_token_s is not None:
             return
         self.first_token_s = now_s
@@ -48,7 +47,7 @@ class Explain:
         self.network_s = now_s - self.dispatched_s - self.queue_s - self.compute_s
 
     def ttft_us(self) -> int:
-        """From the request's arrival to its first token; 0 before there is one."""
+        """Time from the request's arrival to its first token; 0 before that."""
         return 0 if self.first_token_s is None else _us(self.first_token_s - self.received_s)
 
     def parts_us(self) -> dict[str, int]:
@@ -66,7 +65,7 @@ class Explain:
         return parts
 
     def report(self) -> dict[str, Any]:
-        """As it goes into the response, under `kvrelay`."""
+        """The response's field `kvrelay`."""
         answer: dict[str, Any] = {"attempts": len(self.decisions)}
         if self.decisions:
             answer |= _decision_fields(self.decisions[-1])
@@ -103,12 +102,12 @@ def _decision_fields(decision: Decision) -> dict[str, Any]:
 
 
 def _regret_fields(regret: Regret) -> dict[str, Any]:
-    """Prompt tokens that the best holder has and the chosen worker lacks, and how long it takes to compute those."""
+    """Prompt tokens cached by the best holder and not by the chosen worker, and the time to compute them."""
     return {"worker": regret.worker, "tokens": regret.tokens, "us": _us(regret.seconds)}
 
 
 def _forecast_fields(forecast: Prediction) -> dict[str, Any]:
-    """Null: not known yet. A margin is the factor that the times are multiplied by before they are held against an SLO."""
+    """Null: not known yet. A margin is the factor on a predicted time before it is compared with an SLO."""
     return {
         "ttft_us": None if forecast.ttft_s is None else _us(forecast.ttft_s),
         "tpot_us": None if forecast.tpot_s is None else _us(forecast.tpot_s),
@@ -135,7 +134,7 @@ def _candidate_fields(candidate: CandidateScore) -> dict[str, Any]:
 
 
 def span_attributes(decision: Decision | Refusal, previous_failure: str) -> dict[str, Any]:
-    """A routing decision as a span's attributes, with the fault that made this attempt necessary, if one did."""
+    """A routing decision as a span's attributes, with the failure that made this attempt necessary, if any."""
     attributes = {"previous_failure": previous_failure} if previous_failure else {}
     if isinstance(decision, Refusal):
         return {**attributes, "error": f"{decision.reason}: {decision.message}"}

@@ -1,7 +1,7 @@
-"""What `/ui` and `kvrelay status --watch` show: this ingress's view of the cluster, made from what it holds already.
+"""What `/ui` and `kvrelay status --watch` show: this ingress's view of the cluster, from state that it already has.
 
-`LiveFeed` makes it once a tick for all viewers: a viewer is an entry in a set, not a queue, so that a slow one misses
-ticks and nothing else. No worker is asked anything.
+`LiveFeed` makes it once per tick for all viewers. A viewer is an entry in a set, not a queue: a slow one only misses ticks.
+No worker is queried.
 """
 
 import asyncio
@@ -34,12 +34,12 @@ _encoder = msgspec.json.Encoder()
 def snapshot(
     workers: Membership, router: Router, stats: ServeStats, requests: RequestLog, *, now_s: float
 ) -> dict[str, Any]:
-    """Everything at once, as plain data. Counters count from the start of the ingress, or of the worker."""
-    book, moving = workers.pairs.book, requests.moving()
+    """The whole state, as plain data. Counters count from the start of the ingress, or of the worker."""
+    book, num_transfers = workers.pairs.book, requests.num_transfers()
     return {
         "version": __version__, "now_s": now_s, "is_ready": workers.is_ready(),
         "workers": [worker_view(link, is_leaving=is_leaving) for link, is_leaving in workers.all_links()],
-        "pairs": [_pair(pair, moving[pair.key]) for pair in book.pairs],
+        "pairs": [_pair(pair, num_transfers[pair.key]) for pair in book.pairs],
         "rejected": book.rejected(),
         "front": {
             "running": stats.running, "deferred": router.num_deferred, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
@@ -51,7 +51,7 @@ def snapshot(
 
 
 def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
-    """One worker and every figure of its last load report, those included that this version knows nothing of."""
+    """One worker and every figure of its last load report."""
     view: dict[str, Any] = {"worker_id": link.worker_id, "role": link.member.role}
     info, load = link.info, link.load or LoadReport(seq=0)
     if info is None:
@@ -62,7 +62,7 @@ def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
 
 
 def _whole(load: LoadReport) -> dict[str, Any]:
-    """Zeros, too."""
+    """With the fields that are zero, which msgspec would omit."""
     plain = msgspec.structs.asdict(load)
     plain["kv_paths"] = [msgspec.structs.asdict(path) for path in load.kv_paths]
     plain["tiers"] = [msgspec.structs.asdict(tier) for tier in load.tiers]
@@ -80,17 +80,17 @@ def _pair(pair: Pair, in_flight: int) -> dict[str, Any]:
 
 
 class LiveFeed:
-    """Snapshots for any number of viewers up to a limit, made by one task that runs while somebody looks."""
+    """Snapshots for up to `max_viewers`, made by one task that runs while there is a viewer."""
 
     def __init__(
         self, make: Callable[[int], dict[str, Any]], *, tick_s: float = TICK_S, max_viewers: int = MAX_VIEWERS
     ) -> None:
-        """`make` gets the number of viewers."""
+        """make: is called with the number of viewers."""
         self._make, self._tick_s, self._max_viewers = make, tick_s, max_viewers
         self._viewers: set[object] = set()
         self._task: asyncio.Task[None] | None = None
         self._latest = b""
-        self._ticked = asyncio.Event()  # of the coming tick; each tick has its own
+        self._ticked = asyncio.Event()  # of the next tick; each tick has its own
 
     @property
     def num_viewers(self) -> int:
@@ -101,9 +101,9 @@ class LiveFeed:
         return self._task is not None
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """The snapshot of now, then that of every tick that is not missed, as server-sent events. Raises Overloaded."""
+        """The current snapshot, then one per tick, as server-sent events; a slow viewer misses ticks. Raises Overloaded."""
         if len(self._viewers) >= self._max_viewers:
-            raise Overloaded(f"{self._max_viewers} others look at this page already", 10.0)
+            raise Overloaded(f"{self._max_viewers} viewers have this page open already", 10.0)
         viewer = object()
         self._viewers.add(viewer)
         try:
@@ -125,7 +125,7 @@ class LiveFeed:
             await asyncio.sleep(self._tick_s)
             try:
                 self._produce()
-            except Exception:  # a process edge: a view that fails once is made anew with the next tick
+            except Exception:  # a process edge: the next tick makes another snapshot
                 logger.exception("no snapshot for the viewers")
 
     def _produce(self) -> None:

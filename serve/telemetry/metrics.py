@@ -1,4 +1,4 @@
-"""/metrics: the ingress's own figures and the workers' load reports, made when Prometheus asks."""
+"""/metrics: the ingress's own counters and the workers' load reports, collected when Prometheus scrapes."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -49,15 +49,15 @@ def _own(stats: ServeStats) -> Iterable[Metric]:
     yield _histogram(metrics.REQUEST_TTFT_SECONDS, "Time to a sequence's first token.", stats.ttft_s)
     yield _histogram(metrics.REQUEST_ITL_SECONDS, "Gaps between tokens.", stats.itl_s)
     yield _histogram(metrics.REQUEST_TPOT_SECONDS, "Mean time per token after the first.", stats.tpot_s)
-    yield _histogram(metrics.REQUEST_SECONDS, "A sequence's whole time.", stats.total_s)
+    yield _histogram(metrics.REQUEST_SECONDS, "Time from a sequence's arrival to its end.", stats.total_s)
     yield _histogram(metrics.KVTRANSFER_SECONDS, "KV transfers, first byte to verified.", stats.transfer_s)
     yield GaugeMetricFamily(metrics.REQUESTS_RUNNING, "Sequences in flight.", value=stats.running)
-    yield _counter(metrics.REQUEST_DEFERRALS_TOTAL, "Sequences that had to wait at the ingress.", stats.deferred)
+    yield _counter(metrics.REQUEST_DEFERRALS_TOTAL, "Sequences that were deferred at the ingress.", stats.deferred)
     yield _counter(metrics.REQUEST_RETRIES_TOTAL, "Attempts after a worker's fault.", stats.retries)
     yield _counter(metrics.PROMPT_TOKENS_TOTAL, "Prompt tokens.", stats.prompt_tokens)
     yield _counter(metrics.OUTPUT_TOKENS_TOTAL, "Output tokens.", stats.output_tokens)
     yield _counter(
-        metrics.ROUTER_CACHED_PREFIX_TOKENS_TOTAL, "Prompt tokens found in a cache.", stats.cached_prefix_tokens
+        metrics.ROUTER_CACHED_PREFIX_TOKENS_TOTAL, "Prompt tokens found in a prefix cache.", stats.cached_prefix_tokens
     )
 
 
@@ -74,7 +74,7 @@ def _counted(stats: ServeStats, table: _Table) -> None:
 
 
 def _forecast(forecast: Forecast, table: _Table) -> Iterable[Metric]:
-    """How far predictions were from what was seen."""
+    """How far predictions were from observed times."""
     ratios = HistogramMetricFamily(metrics.SLO_PREDICTION_RATIO, "Observed over predicted.", labels=["time"])
     for time, errors in (("ttft", forecast.ttft_errors), ("tpot", forecast.tpot_errors)):
         bounds = [*map(str, RATIO_BOUNDS), "+Inf"]
@@ -85,7 +85,7 @@ def _forecast(forecast: Forecast, table: _Table) -> Iterable[Metric]:
 
 
 def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
-    who = {"worker": info.worker_id, "role": info.role}
+    worker = {"worker": info.worker_id, "role": info.role}
     blocks = {
         "free": load.total_blocks - load.used_blocks - load.cached_blocks,
         "cached": load.cached_blocks,
@@ -95,115 +95,147 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         "probe": load.probe_blocks,
     }
     for state, count in blocks.items():
-        table.add(metrics.KV_BLOCKS, "KV blocks by state.", {**who, "state": state}, count)
+        table.add(metrics.KV_BLOCKS, "KV blocks by state.", {**worker, "state": state}, count)
     for state, count in (("running", load.running), ("waiting", load.waiting), ("receiving", load.receiving)):
-        table.add(metrics.WORKER_SEQUENCES, "Sequences on a worker.", {**who, "state": state}, count)
-    table.add(metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", who, load.queued_tokens)
-    table.add(metrics.WORKER_STEP_SECONDS, "Moving average of a step.", who, load.step_s)
-    table.add(metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences pre-empted.", who, load.preemptions)
+        table.add(metrics.WORKER_SEQUENCES, "Sequences on a worker.", {**worker, "state": state}, count)
+    table.add(metrics.WORKER_QUEUED_TOKENS, "Prompt tokens not yet computed.", worker, load.queued_tokens)
+    table.add(metrics.WORKER_STEP_SECONDS, "Moving average of the step time.", worker, load.step_s)
+    table.add(metrics.WORKER_PREEMPTIONS_TOTAL, "Sequences preempted.", worker, load.preemptions)
     table.add(
-        metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL, "Tokens looked up in the prefix cache.", who, load.prefix_query_tokens
+        metrics.WORKER_PREFIX_QUERY_TOKENS_TOTAL,
+        "Tokens looked up in the prefix cache.",
+        worker,
+        load.prefix_query_tokens,
     )
-    table.add(metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Of those, found there.", who, load.prefix_hit_tokens)
     table.add(
-        metrics.WORKER_TIER_HIT_TOKENS_TOTAL, "Of those, brought up from below the pool.", who, load.tier_hit_tokens
+        metrics.WORKER_PREFIX_HIT_TOKENS_TOTAL, "Tokens found in the prefix cache.", worker, load.prefix_hit_tokens
     )
     table.add(
-        metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL, "KV not read again, as another sequence of the step had read the same.", who,
+        metrics.WORKER_TIER_HIT_TOKENS_TOTAL,
+        "Tokens of prefix hits loaded from lower tiers.",
+        worker,
+        load.tier_hit_tokens,
+    )
+    table.add(
+        metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL, "KV tokens that sequences of a step shared instead of reading each.", worker,
         load.cascade_saved_tokens,
     )  # fmt: skip
-    table.add(metrics.WORKER_FETCHING, "Sequences in line that wait for blocks from a store.", who, load.fetching)
-    _drafted(who, load, table)
-    _line(who, load, table)
-    _preempted(who, load, table)
-    _tiers(who, load, table)
-    _transfers(who, load, table)
+    table.add(metrics.WORKER_FETCHING, "Queued sequences that wait for blocks from a store.", worker, load.fetching)
+    _drafted(worker, load, table)
+    _queue(worker, load, table)
+    _preempted(worker, load, table)
+    _tiers(worker, load, table)
+    _transfers(worker, load, table)
 
 
-def _drafted(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+def _drafted(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
     by_model = load.model_drafted_tokens, load.model_accepted_tokens
     from_text = load.drafted_tokens - by_model[0], load.accepted_tokens - by_model[1]
     for source, (drafted, accepted) in (("ngram", from_text), ("model", by_model)):
-        labels = {**who, "source": source}
-        table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Tokens guessed ahead and computed.", labels, drafted)
-        table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Of those, right.", labels, accepted)
+        labels = {**worker, "source": source}
+        table.add(metrics.WORKER_DRAFTED_TOKENS_TOTAL, "Draft tokens verified.", labels, drafted)
+        table.add(metrics.WORKER_ACCEPTED_TOKENS_TOTAL, "Draft tokens accepted.", labels, accepted)
 
 
-def _line(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+def _queue(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
     for priority, count in load.waiting_by_priority.items():
-        labels = {**who, "priority": str(priority)}
-        table.add(metrics.WORKER_WAITING, "Sequences in line, by priority.", labels, count)
-    table.add(metrics.WORKER_WAITING_TENANTS, "Tenants with something in line.", who, load.waiting_tenants)
-    table.add(metrics.WORKER_DEADLINE_REFUSALS_TOTAL, "Refused: too late.", who, load.deadline_refusals)
-    table.add(metrics.WORKER_DISPLACED_TOTAL, "Left a full line for another tenant's.", who, load.displaced)
+        labels = {**worker, "priority": str(priority)}
+        table.add(metrics.WORKER_WAITING, "Queued sequences, by priority.", labels, count)
+    table.add(metrics.WORKER_WAITING_TENANTS, "Tenants with queued sequences.", worker, load.waiting_tenants)
+    table.add(
+        metrics.WORKER_DEADLINE_REFUSALS_TOTAL,
+        "Sequences refused, past their deadline.",
+        worker,
+        load.deadline_refusals,
+    )
+    table.add(
+        metrics.WORKER_DISPLACED_TOTAL,
+        "Sequences dropped from a full queue for another tenant's.",
+        worker,
+        load.displaced,
+    )
     computed = {**load.tenant_tokens, "other": load.other_tenant_tokens}
     for tenant, count in computed.items():
-        labels = {**who, "tenant": tenant or "none"}
+        labels = {**worker, "tenant": tenant or "none"}
         table.add(metrics.WORKER_TENANT_TOKENS_TOTAL, "Tokens computed, by tenant.", labels, count)
 
 
-def _preempted(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+def _preempted(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
     for mode, count in load.preempted.items():
-        labels = {**who, "mode": mode}
-        table.add(metrics.WORKER_PREEMPTED_TOTAL, "Sequences pre-empted, by what became of them.", labels, count)
+        labels = {**worker, "mode": mode}
+        table.add(metrics.WORKER_PREEMPTED_TOTAL, "Sequences preempted, by mode.", labels, count)
     table.add(
-        metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens dropped with them, to be computed again.", who,
+        metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens of preempted sequences that are recomputed.", worker,
         load.recomputed_tokens,
     )  # fmt: skip
-    table.add(metrics.WORKER_SWAPPED, "Sequences whose KV is in host memory.", who, load.swapped)
-    table.add(metrics.WORKER_SWAPPED_BLOCKS, "Their blocks there.", who, load.swapped_blocks)
-    table.add(metrics.WORKER_SWAPPED_BYTES, "Their bytes there.", who, load.swapped_bytes)
+    table.add(metrics.WORKER_SWAPPED, "Sequences swapped out to host memory.", worker, load.swapped)
+    table.add(metrics.WORKER_SWAPPED_BLOCKS, "KV blocks swapped out to host memory.", worker, load.swapped_blocks)
+    table.add(metrics.WORKER_SWAPPED_BYTES, "KV bytes swapped out to host memory.", worker, load.swapped_bytes)
     for direction, seconds in (("out", load.swap_out_s), ("in", load.swap_in_s)):
-        labels = {**who, "direction": direction}
-        table.add(metrics.WORKER_SWAP_SECONDS_TOTAL, "Time spent on copies between pool and swap.", labels, seconds)
+        labels = {**worker, "direction": direction}
+        table.add(
+            metrics.WORKER_SWAP_SECONDS_TOTAL, "Time spent on copies between pool and swap area.", labels, seconds
+        )
     table.add(
-        metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL, "Swapped blocks found wrong and computed anew.", who,
+        metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL, "Swapped blocks found corrupt and recomputed.", worker,
         load.swap_corrupt_blocks,
     )  # fmt: skip
 
 
-def _tiers(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+def _tiers(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
     for tier in load.tiers:
-        labels = {**who, "tier": tier.tier}
+        labels = {**worker, "tier": tier.tier}
         table.add(metrics.KV_TIER_BLOCKS, "Blocks in a tier below the pool.", labels, tier.num_blocks)
-        table.add(metrics.KV_TIER_BYTES, "Their bytes, as stored.", labels, tier.num_bytes)
+        table.add(metrics.KV_TIER_BYTES, "Bytes in a tier, as stored.", labels, tier.num_bytes)
         table.add(
-            metrics.KV_TIER_CAPACITY_BYTES, "Bytes that it may use; 0: no limit here.", labels, tier.capacity_bytes
+            metrics.KV_TIER_CAPACITY_BYTES, "Bytes that a tier may use; 0: no limit.", labels, tier.capacity_bytes
         )
-        table.add(metrics.KV_TIER_STORED_BLOCKS_TOTAL, "Blocks that went down to it.", labels, tier.stored_blocks)
-        table.add(metrics.KV_TIER_LOADED_BLOCKS_TOTAL, "Blocks that came up from it.", labels, tier.loaded_blocks)
-        table.add(metrics.KV_TIER_STORE_SECONDS_TOTAL, "Time that the former took.", labels, tier.store_s)
-        table.add(metrics.KV_TIER_LOAD_SECONDS_TOTAL, "Time that the latter took.", labels, tier.load_s)
-        table.add(metrics.KV_TIER_REJECTED_BLOCKS_TOTAL, "Not admitted, or no room.", labels, tier.rejected_blocks)
-        table.add(metrics.KV_TIER_EVICTED_BLOCKS_TOTAL, "Given up for others.", labels, tier.evicted_blocks)
-        table.add(metrics.KV_TIER_CORRUPT_BLOCKS_TOTAL, "Found wrong and discarded.", labels, tier.corrupt_blocks)
-        table.add(metrics.KV_TIER_FAILURES_TOTAL, "Calls that failed as a whole.", labels, tier.failures)
+        table.add(metrics.KV_TIER_STORED_BLOCKS_TOTAL, "Blocks stored in a tier.", labels, tier.stored_blocks)
+        table.add(metrics.KV_TIER_LOADED_BLOCKS_TOTAL, "Blocks loaded from a tier.", labels, tier.loaded_blocks)
+        table.add(metrics.KV_TIER_STORE_SECONDS_TOTAL, "Time spent on storing.", labels, tier.store_s)
+        table.add(metrics.KV_TIER_LOAD_SECONDS_TOTAL, "Time spent on loading.", labels, tier.load_s)
+        table.add(
+            metrics.KV_TIER_REJECTED_BLOCKS_TOTAL, "Blocks not admitted, or without room.", labels, tier.rejected_blocks
+        )
+        table.add(metrics.KV_TIER_EVICTED_BLOCKS_TOTAL, "Blocks evicted from a tier.", labels, tier.evicted_blocks)
+        table.add(
+            metrics.KV_TIER_CORRUPT_BLOCKS_TOTAL, "Blocks found corrupt and discarded.", labels, tier.corrupt_blocks
+        )
+        table.add(metrics.KV_TIER_FAILURES_TOTAL, "Tier operations that failed.", labels, tier.failures)
 
 
-def _transfers(who: dict[str, str], load: LoadReport, table: _Table) -> None:
+def _transfers(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
     """Both ends count a transfer: sum over one role."""
     for path in load.kv_paths:
-        labels = {**who, "path": path.path}
+        labels = {**worker, "path": path.path}
         table.add(metrics.KVTRANSFER_BYTES_TOTAL, "KV bytes moved.", labels, path.num_bytes)
         table.add(
-            metrics.KVTRANSFER_READ_SECONDS_TOTAL, "Reading and verifying, all reads added up.", labels, path.seconds
+            metrics.KVTRANSFER_READ_SECONDS_TOTAL,
+            "Time spent on reading and verifying, summed over reads.",
+            labels,
+            path.seconds,
         )
         table.add(
             metrics.KVTRANSFER_EXPOSED_SECONDS_TOTAL,
-            "Of transfers, after their prefill had ended.",
+            "Transfer time that prefill did not hide.",
             labels,
             path.exposed_s,
         )
-        table.add(metrics.KVTRANSFER_RETRIES_TOTAL, "Reads that went on over another path.", labels, path.retries)
-    is_source = who["role"] == Role.PREFILL  # it hashes before a path is chosen
+        table.add(metrics.KVTRANSFER_RETRIES_TOTAL, "Reads retried over another path.", labels, path.retries)
+    is_source = worker["role"] == Role.PREFILL  # it hashes before a path is chosen
     checks = {"any": load.kv_check_s} if is_source else {path.path: path.check_s for path in load.kv_paths}
     for name, seconds in checks.items():
-        table.add(metrics.KVTRANSFER_CHECK_SECONDS_TOTAL, "Checksums of KV.", {**who, "path": name}, seconds)
+        table.add(
+            metrics.KVTRANSFER_CHECK_SECONDS_TOTAL, "Time spent on KV checksums.", {**worker, "path": name}, seconds
+        )
     for reason, count in load.kv_refused.items():
-        table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", {**who, "reason": reason}, count)
-    table.add(metrics.KVTRANSFER_LEASES, "KV transfers under way.", who, load.kv_leases)
+        table.add(metrics.KVTRANSFER_REFUSALS_TOTAL, "KV transfers refused.", {**worker, "reason": reason}, count)
+    table.add(metrics.KVTRANSFER_LEASES, "KV transfers in flight.", worker, load.kv_leases)
     table.add(
-        metrics.KVTRANSFER_LEASE_EXPIRED_TOTAL, "Leases that ended before their transfer.", who, load.kv_expired_leases
+        metrics.KVTRANSFER_LEASE_EXPIRED_TOTAL,
+        "Leases that expired before their transfer ended.",
+        worker,
+        load.kv_expired_leases,
     )
 
 
@@ -220,9 +252,13 @@ def _pairs(pairs: list[Pair], table: _Table) -> None:
         for path in pair.report.paths:
             labels = {**ends, "path": path.path}
             if path.bytes_per_s:
-                table.add(metrics.KVTRANSFER_PATH_BYTES_PER_SECOND, "As measured last.", labels, path.bytes_per_s)
+                table.add(
+                    metrics.KVTRANSFER_PATH_BYTES_PER_SECOND, "Last measured bandwidth.", labels, path.bytes_per_s
+                )
             if path.latency_s:
-                table.add(metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "One block, as probed.", labels, path.latency_s)
+                table.add(
+                    metrics.KVTRANSFER_PATH_LATENCY_SECONDS, "Probed latency of one block.", labels, path.latency_s
+                )
 
 
 def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
@@ -230,9 +266,7 @@ def _audited(worker_id: str, index: PrefixIndex, table: _Table) -> None:
     agreed = counts.compared - counts.wrong - counts.missed
     for result, count in (("agreed", agreed), ("wrong", counts.wrong), ("missed", counts.missed)):
         labels = {"worker": worker_id, "result": result}
-        table.add(
-            metrics.ROUTER_AUDITED_HASHES_TOTAL, "Hashes of the index that a worker was asked about.", labels, count
-        )
+        table.add(metrics.ROUTER_AUDITED_HASHES_TOTAL, "Index entries compared with a worker's cache.", labels, count)
 
 
 class ServeCollector(Collector):
@@ -250,7 +284,7 @@ class ServeCollector(Collector):
         )
         yield GaugeMetricFamily(
             metrics.REQUESTS_DEFERRED,
-            "Sequences that wait at the ingress, since their first token will be late in any case.",
+            "Sequences deferred at the ingress, as their first token would miss its target anyway.",
             value=self._router.num_deferred,
         )
         table = _Table()

@@ -175,7 +175,7 @@ class RequestObserver:
         now_s = self._clock()
         if self._explain is not None and self._explain.first_token_s is None:
             self._explain.dispatched_s = now_s
-        self._record.asked(worker_id, message, now_s)
+        self._record.submitted(worker_id, message, now_s)
 
     def first_token(self, output: wire.TokenOutput) -> float:
         """An attempt's first token has come from a worker. Returns when."""

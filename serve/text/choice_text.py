@@ -9,18 +9,18 @@ from kvrelay.serve.text.tokenizer import TextCodec
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
-    """What of a request concerns the text."""
+    """The request's options for its output text."""
 
     stops: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
-    starts_text: bool = False  # the answer is a text of its own, not a prompt's continuation
-    min_tokens: int = 0  # stop strings count only after so many tokens
+    starts_text: bool = False  # the output is a new text, not the prompt's continuation
+    min_tokens: int = 0  # stop strings are ignored before that many tokens
 
 
 @dataclass(slots=True)
 class Piece:
-    """What one or several tokens added. `offsets` are characters of the choice's text before each token."""
+    """The text of one or several tokens. `offsets` are characters of the choice's text before each token."""
 
     text: str
     num_tokens: int
@@ -31,10 +31,10 @@ class Piece:
 
 
 class ChoiceText:
-    """Feed it outputs in order; after a piece with a finish reason there is nothing more."""
+    """Takes outputs in order; a piece with a finish reason is the last."""
 
     def __init__(self, codec: TextCodec, options: TextOptions, *, start: int = 0) -> None:
-        """`start`: characters that stand before the first token (an echoed prompt)."""
+        """start: characters before the first token (an echoed prompt)."""
         self.num_tokens = 0
         self._detokenizer = codec.detokenizer(
             skip_special_tokens=options.skip_special_tokens, starts_text=options.starts_text
@@ -44,7 +44,7 @@ class ChoiceText:
         self._num_chars = start
 
     def add(self, output: TokenOutput) -> Piece:
-        """The text that `output` makes certain, with its finish reason if it has ended."""
+        """The text that is complete with `output`, and the finish reason if it has ended."""
         piece = Piece("", 0, output.finish_reason, first=output if self.num_tokens == 0 else None)
         texts: list[str] = []
         last = len(output.token_ids) - 1
@@ -55,7 +55,7 @@ class ChoiceText:
             fragment = "" if is_stop_token and not self._options.include_stop else self._detokenizer.push(token_id)
             piece.num_tokens += 1
             self.num_tokens += 1
-            texts.append(self._shown(fragment))
+            texts.append(self._after_stops(fragment))
             if self._matcher is not None and self._matcher.stopped is not None:
                 piece.finish_reason = "stop"
                 break
@@ -65,14 +65,14 @@ class ChoiceText:
         piece.logprobs = output.logprobs[: piece.num_tokens]
         return piece
 
-    def _shown(self, fragment: str) -> str:
+    def _after_stops(self, fragment: str) -> str:
         self._num_chars += len(fragment)
         if self._matcher is None or self.num_tokens <= self._options.min_tokens:
             return fragment
         return self._matcher.push(fragment)
 
     def _rest(self) -> str:
-        """What was held back, now that nothing follows."""
+        """The text that was held back, at the end."""
         left = self._detokenizer.flush()
         if self._matcher is None:
             return left

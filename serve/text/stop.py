@@ -1,14 +1,13 @@
-"""Finds stop strings in text that comes in pieces, without ever showing a part of one. Pure.
+"""Finds stop strings in streamed text, and never emits a part of one. Pure.
 
-One Knuth-Morris-Pratt automaton per stop string: constant work per character, whatever the
-pieces' boundaries.
+One Knuth-Morris-Pratt automaton per stop string: constant work per character, wherever the text is cut.
 """
 
 from collections.abc import Sequence
 
 
 class _Automaton:
-    """How long a prefix of `pattern` the text ends with."""
+    """Tracks the longest prefix of `pattern` that the text ends with."""
 
     __slots__ = ("_failure", "matched", "pattern")
 
@@ -31,7 +30,7 @@ class _Automaton:
 
 
 class StopMatcher:
-    """`push` gives the text that is certainly before any stop string; `stopped` is the one found.
+    """`push` returns the text that is certainly before any stop string; `stopped` is the one found.
 
     The first stop string to be complete wins; of several at the same character, the longest.
     With `include`, the stop string itself ends the text.
@@ -44,7 +43,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, text: str) -> str:
-        """What may be shown now that `text` has come. Nothing after a stop string was found."""
+        """The text that may be emitted after `text` was added; "" once a stop string was found."""
         if self.stopped is not None:
             return ""
         if not self._automata:
@@ -55,15 +54,15 @@ class StopMatcher:
             if found:
                 return self._stop(whole[: index + 1], found[0].pattern)
         held = max(a.matched for a in self._automata)
-        shown = len(whole) - held
-        self._held = whole[shown:]
-        return whole[:shown]
+        num_emitted = len(whole) - held
+        self._held = whole[num_emitted:]
+        return whole[:num_emitted]
 
     def _stop(self, whole: str, stop: str) -> str:
         self.stopped, self._held = stop, ""
         return whole if self._include else whole[: -len(stop)]
 
     def flush(self) -> str:
-        """The text ended: what was held back was no stop string after all."""
+        """The text ended: the rest that was held back."""
         held, self._held = self._held, ""
         return held

@@ -34,13 +34,13 @@ class Detokenizer(Protocol):
         """The characters that this token completes; often none for a part of a character."""
 
     def flush(self) -> str:
-        """What was left incomplete, as replacement characters."""
+        """An incomplete rest, as replacement characters."""
 
 
 class ByteDetokenizer:
     """For vocabularies whose tokens are bytes. `bytes_of` gives None for a token to be skipped.
 
-    strip: spaces to drop at the text's very start, as far as it has them.
+    strip: most spaces to drop at the very start of the text.
     """
 
     __slots__ = ("_bytes_of", "_decode", "_strip")
@@ -65,27 +65,27 @@ class ByteDetokenizer:
 
 
 class WindowDetokenizer:
-    """For any other vocabulary: the tokenizer's own decoding of a window that moves with the text."""
+    """For any other vocabulary: decodes a moving window with the tokenizer itself."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._shown = ""
+        self._emitted = ""
 
     def push(self, token_id: int) -> str:
         self._window.append(token_id)
         text = self._decode(self._window)
-        if text.endswith(REPLACEMENT) or len(text) <= len(self._shown) or not text.startswith(self._shown):
+        if text.endswith(REPLACEMENT) or len(text) <= len(self._emitted) or not text.startswith(self._emitted):
             return ""
-        new = text[len(self._shown) :]
+        new = text[len(self._emitted) :]
         self._window = self._window[-4:]
-        self._shown = self._decode(self._window)
+        self._emitted = self._decode(self._window)
         return new
 
     def flush(self) -> str:
         text = self._decode(self._window)
-        new = text[len(self._shown) :] if text.startswith(self._shown) else ""
-        self._window, self._shown = [], ""
+        new = text[len(self._emitted) :] if text.startswith(self._emitted) else ""
+        self._window, self._emitted = [], ""
         return new
 
 
@@ -101,7 +101,7 @@ _BYTE_OF_CHAR = _byte_level_table()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """A byte-level token's bytes; one with any other character in it stands for itself."""
+    """A byte-level token's bytes; a token with any other character is its own UTF-8."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
@@ -119,14 +119,14 @@ def sentencepiece_bytes(token: str) -> bytes:
 
 
 def leading_spaces(decoder: dict[str, Any] | None) -> int:
-    """How many spaces the `decoder` of a tokenizer.json drops at a text's start: the encoder's dummy one."""
+    """Number of spaces that the `decoder` of a tokenizer.json strips at a text's start: the encoder's dummy prefix."""
     parts = (decoder or {}).get("decoders", [])
     strips = [part for part in parts if part.get("type") == "Strip" and part.get("content") == " "]
     return sum(int(part.get("start", 0)) for part in strips)
 
 
 def bytes_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | None:
-    """Which of the two fits the `decoder` of a tokenizer.json, or None when neither does."""
+    """The function for the `decoder` of a tokenizer.json; None when neither fits."""
     parts = decoder.get("decoders", []) if decoder and decoder.get("type") == "Sequence" else [decoder or {}]
     kinds = {part.get("type") for part in parts}
     if kinds == {"ByteLevel"}:
@@ -139,11 +139,11 @@ def bytes_function(decoder: dict[str, Any] | None) -> Callable[[str], bytes] | N
 
 
 class TextCodec(Protocol):
-    """What the HTTP front needs of a tokenizer."""
+    """The tokenizer as the HTTP API uses it."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids below this may be given to the model."""
+        """Ids below this are valid model input."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -157,11 +157,11 @@ class TextCodec(Protocol):
         """A token's bytes, special tokens as their names."""
 
     def detokenizer(self, *, skip_special_tokens: bool = True, starts_text: bool = False) -> Detokenizer:
-        """A new sequence's. `starts_text`: what comes is a text of its own, not the rest of one."""
+        """For a new sequence. starts_text: the output is a new text, not the continuation of one."""
 
 
 async def encode_text(codec: TextCodec, text: str, *, add_special_tokens: bool = True) -> list[int]:
-    """Tokens of `text`; a long text is tokenised on a thread, so that the loop goes on."""
+    """Tokens of `text`; a long text is tokenised on a thread, so that the event loop is not blocked."""
     if len(text) <= LONG_TEXT_CHARS:
         return codec.encode(text, add_special_tokens=add_special_tokens)
     return await asyncio.to_thread(codec.encode, text, add_special_tokens=add_special_tokens)
@@ -254,16 +254,16 @@ class Tokenizer:
             added = self._tokenizer.get_added_tokens_decoder()
             own = 1 + max(set(self._tokenizer.get_vocab(with_added_tokens=False).values()) - added.keys(), default=-1)
         if own > size:
-            raise ModelError(str(folder), f"wrong tokenizer: it has {own} tokens, the model {size}")
+            raise ModelError(str(folder), f"wrong tokenizer: it has {own} tokens, the model has {size}")
         return int(size)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. Raises InvalidRequest when it names a special token that the model lacks."""
-        # a batch of one: unlike `encode`, it lets go of the interpreter's lock
+        # a batch of one: unlike `encode`, it releases the GIL
         ids: list[int] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         if ids and max(ids) >= self.vocab_size:
             name = self._tokenizer.id_to_token(max(ids))
-            raise InvalidRequest(f"the text holds {name}, a token that this model has no embedding for")
+            raise InvalidRequest(f"the text holds {name}, a token without an embedding in this model")
         return ids
 
     def chat_text(

@@ -88,7 +88,7 @@ class Placer:
         """What the router counts at some worker has changed."""
         self.wake_deferred()
         if self._share_load_s and self._has_other_ingresses:
-            self._sharing.ask()
+            self._sharing.request()
 
     def apply_others(self, worker_id: str, others: wire.AssignedByOthers) -> None:
         """What other ingresses have assigned to a worker."""

@@ -1,7 +1,7 @@
-"""Between which workers KV can travel: who is asked next, what they answered, and what follows from it.
+"""Between which workers KV can travel: which pair is probed next, what was found, and what follows for routing.
 
-`PairBook` decides and is pure: times are arguments. `PairWatch` sends its questions over the
-ingress's links. Addresses are what the decode workers said of themselves. Imports no HTTP.
+`PairBook` decides and is pure: times are arguments. `PairWatch` sends its probes over the ingress's links. Addresses are
+those that decode workers announced. Imports no HTTP.
 """
 
 import asyncio
@@ -22,15 +22,15 @@ from kvrelay.types import Role
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, LAST_BACKOFF_S = 1.0, 60.0
-ANSWER_S = 75.0  # a prefill worker gives up a pair of its own accord before that
+ANSWER_S = 75.0  # a prefill worker gives up on a pair before that
 INCOMPATIBLE_REASONS = frozenset({"fingerprint", "transport", "checksum", "bad_mac", "malformed"})
-"""Reasons of kvtransfer.tickets that another try does not mend: they name a setting, and have a remedy."""
+"""Reasons of kvtransfer.tickets that a retry does not fix: they name a setting, and have a remedy."""
 
 
 class Verdict(enum.StrEnum):
     OK = "ok"
-    INCOMPATIBLE = "incompatible"  # never chosen; somebody has to act
-    FAILING = "failing"  # lost, late or refused for the moment: tried again, and used meanwhile
+    INCOMPATIBLE = "incompatible"  # never chosen; the operator has to act
+    FAILING = "failing"  # lost, overdue or refused: retried, and used meanwhile
     UNKNOWN = "unknown"  # not reported yet: used like any other
 
 
@@ -45,7 +45,7 @@ class Pair:
     asked_s: float | None = None  # while an answer is due
     next_s: float = 0.0  # when to ask (again); infinite: no need
     is_probe_wanted: bool = False
-    is_demanded: bool = False  # by `measure_all`, and not yet answered
+    is_demanded: bool = False  # by `measure_all`, and not yet reported
 
     @property
     def key(self) -> tuple[str, str]:
@@ -67,7 +67,7 @@ class Pair:
         return next((path for path in paths if path.is_chosen), None)
 
     def line(self) -> str:
-        """What is wrong, where, and what to do about it."""
+        """What is wrong, between which workers, and the remedy."""
         report = self.report
         if report is None:
             return f"{self.source.worker_id} -> {self.target.worker_id}: no report yet"
@@ -80,17 +80,17 @@ class Pair:
 
 
 class PairBook:
-    """Every pair of connected workers. No worker is in two questions at once: they would share its bandwidth."""
+    """Every pair of connected workers. No worker is probed in two pairs at once: they would share its bandwidth."""
 
     def __init__(self) -> None:
         self._workers: dict[str, WorkerInfo] = {}
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._rejected: dict[str, tuple[str, str]] = {}  # role, and why
 
-    # ---- who is there
+    # ---- membership
 
     def worker_up(self, info: WorkerInfo, now_s: float) -> None:
-        """Pair it with everybody of the other role; one that restarted or reconnected begins anew."""
+        """Pair it with every worker of the other role. A worker that restarted or reconnected starts over."""
         self.worker_down(info.worker_id)
         for other in self._workers.values():
             for source, target in ((info, other), (other, info)):
@@ -110,10 +110,10 @@ class PairBook:
         self.worker_down(info.worker_id)
         self._rejected[info.worker_id] = info.role, why
 
-    # ---- questions and answers
+    # ---- probes and reports
 
     def due(self, now_s: float) -> list[Pair]:
-        """The pairs to ask about now; they count as asked."""
+        """The pairs to probe now; they count as asked."""
         for pair in self._pairs.values():
             if pair.asked_s is not None and now_s - pair.asked_s >= ANSWER_S:
                 self.fail(pair, f"{pair.source.worker_id} did not answer within {ANSWER_S:g} s", now_s)
@@ -127,7 +127,7 @@ class PairBook:
         return asked
 
     def wait_s(self, now_s: float) -> float | None:
-        """Until `due` may have something new, if nothing is heard; None: for ever."""
+        """Seconds until `due` may have something new without any report; None: never."""
         times = [
             pair.next_s if pair.asked_s is None else pair.asked_s + ANSWER_S
             for pair in self._pairs.values()
@@ -136,24 +136,24 @@ class PairBook:
         return max(0.0, min(times) - now_s) if times else None
 
     def answered(self, report: PairReport, now_s: float) -> Pair | None:
-        """What a prefill worker found; None when that pair is no more. One that is not well is asked about again."""
+        """Apply a prefill worker's report; None when the pair no longer exists. A pair that is not OK is probed again."""
         pair = self._pairs.get((report.source, report.target))
         if pair is None or pair.target.epoch != report.target_epoch:
             return None
         was_incompatible, before = pair.verdict is Verdict.INCOMPATIBLE, pair.report
         pair.report, pair.asked_s, pair.is_probe_wanted, pair.is_demanded = report, None, False, False
         if was_incompatible and pair.verdict is Verdict.FAILING:
-            pair.report = before  # that it could not be asked does not mend it
+            pair.report = before  # that it could not be probed does not make it compatible
         if pair.verdict is Verdict.OK:
             pair.failures, pair.next_s = 0, float("inf")
         else:
             pair.next_s = now_s + min(FIRST_BACKOFF_S * 2**pair.failures, LAST_BACKOFF_S)
             pair.failures = min(pair.failures + 1, 16)
-            pair.is_probe_wanted = report.ok  # it is connected: only measuring again can tell that its paths work
+            pair.is_probe_wanted = report.ok  # it is connected: only a new measurement shows that its paths work
         return pair
 
     def fail(self, pair: Pair, why: str, now_s: float) -> None:
-        """It could not be asked."""
+        """The pair could not be probed."""
         source, target = pair.key
         report = PairReport(
             source=source, target=target, target_epoch=pair.target.epoch, ok=False, reason="lost", detail=why
@@ -161,13 +161,13 @@ class PairBook:
         self.answered(report, now_s)
 
     def seen(self, report: PairReport) -> None:
-        """A decode worker's own account of the paths: fresher than the probe, but no verdict on a pair."""
+        """Apply a decode worker's report of its paths: fresher than the probe, but no verdict on a pair."""
         pair = self._pairs.get((report.source, report.target))
         if pair is not None and pair.report is not None and pair.report.ok and pair.target.epoch == report.target_epoch:
             pair.report = msgspec.structs.replace(pair.report, paths=report.paths)
 
     def measure_all(self, now_s: float) -> None:
-        """Measure every pair anew, those apart that are being asked about."""
+        """Measure every pair again, except those that are being probed."""
         for pair in self._pairs.values():
             if pair.asked_s is None:
                 pair.next_s, pair.is_probe_wanted, pair.is_demanded = now_s, True, True
@@ -187,13 +187,13 @@ class PairBook:
         return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
 
     def blocked(self) -> str | None:
-        """Why nothing may be served though workers of both roles are members: not one pair fits, or not one could be made.
+        """Why nothing may be served though workers of both roles are members: no pair is compatible, or none could be formed.
 
-        Without this the decode workers would quietly compute every prompt themselves.
+        Without this check the decode workers would silently compute every prompt themselves.
         """
-        misfits = self.incompatible_pairs()
-        if misfits and len(misfits) == len(self._pairs):
-            return "; ".join(misfits.values())
+        incompatible = self.incompatible_pairs()
+        if incompatible and len(incompatible) == len(self._pairs):
+            return "; ".join(incompatible.values())
         has_prefill = any(info.role == Role.PREFILL for info in self._workers.values())
         away = [
             line
@@ -240,7 +240,7 @@ class PairWatch:
         on_change: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
-        """`send` raises ConnectionLost; `on_change` is called after every verdict."""
+        """`send` raises ConnectionLost; `on_change` is called after every report."""
         self.book = PairBook()
         self._send, self._on_change, self._clock = send, on_change, clock
         self._changed = asyncio.Event()
@@ -268,7 +268,7 @@ class PairWatch:
         self._notify()
 
     def answered(self, report: PairReport) -> None:
-        """A prefill worker's answer."""
+        """A prefill worker's report."""
         before = {pair.key: pair.verdict for pair in self.book.pairs}
         pair = self.book.answered(report, self._clock())
         if pair is not None and pair.verdict is not before[pair.key]:
@@ -277,7 +277,7 @@ class PairWatch:
         self._notify()
 
     def probe(self) -> None:
-        """Measure every pair anew."""
+        """Measure every pair again."""
         self.book.measure_all(self._clock())
         self._notify()
 
@@ -288,10 +288,10 @@ class PairWatch:
     async def _run(self) -> None:
         while True:
             self._changed.clear()
-            while pairs := self.book.due(self._clock()):  # one that cannot be asked makes room for another
+            while pairs := self.book.due(self._clock()):  # a pair that cannot be probed frees its workers for another
                 for pair in pairs:
                     self._send_query(pair)
-                self._on_change()  # some may have failed at once
+                self._on_change()  # some may have failed immediately
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.book.wait_s(self._clock())):
                     await self._changed.wait()

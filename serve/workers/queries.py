@@ -35,31 +35,31 @@ class Queries:
     async def status(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """A worker's report of its state, JSON."""
         query = wire.StatusQuery(query_id=next(self._ids))
-        return (await self._ask(worker_id, query, query.query_id, wire.Status, timeout_s)).json
+        return (await self._query(worker_id, query, query.query_id, wire.Status, timeout_s)).json
 
     async def reset_cache(self, worker_id: str, *, timeout_s: float = 5.0) -> bytes:
         """Make a worker drop its unused cached blocks; returns its status, JSON."""
         query = wire.CacheReset(query_id=next(self._ids))
-        return (await self._ask(worker_id, query, query.query_id, wire.Status, timeout_s)).json
+        return (await self._query(worker_id, query, query.query_id, wire.Status, timeout_s)).json
 
     async def prefetch(
         self, worker_id: str, request: wire.SequenceRequest, hold_s: float, *, timeout_s: float = 10.0
     ) -> wire.Prefetched:
         """Have a worker load the prompt's blocks from its stores and keep them for `hold_s`."""
         query = wire.Prefetch(query_id=next(self._ids), request=request, hold_s=hold_s)
-        return await self._ask(worker_id, query, query.query_id, wire.Prefetched, timeout_s)
+        return await self._query(worker_id, query, query.query_id, wire.Prefetched, timeout_s)
 
     async def audit(self, worker_id: str, hashes: list[bytes], *, timeout_s: float = 5.0) -> wire.Audited:
         """The tiers in which a worker has these blocks."""
         query = wire.Audit(query_id=next(self._ids), hashes=hashes)
-        return await self._ask(worker_id, query, query.query_id, wire.Audited, timeout_s)
+        return await self._query(worker_id, query, query.query_id, wire.Audited, timeout_s)
 
     def check_room(self) -> None:
         """Raises Overloaded when as many questions are open as may be."""
         if len(self._open) >= self._max_open:
             raise Overloaded("too many queries to workers are open", RETRY_AFTER_FULL_S)
 
-    async def _ask(self, worker_id: str, message: wire.ToWorker, query_id: int, kind: type[A], timeout_s: float) -> A:
+    async def _query(self, worker_id: str, message: wire.ToWorker, query_id: int, kind: type[A], timeout_s: float) -> A:
         future: asyncio.Future[QueryAnswer] = asyncio.get_running_loop().create_future()
         try:
             self._open[query_id] = _Query(self._links.send(worker_id, message), future)

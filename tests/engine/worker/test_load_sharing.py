@@ -251,7 +251,7 @@ def test_what_is_paced_follows_every_asking_within_the_period_and_not_more_often
     for gap in gaps:
         timer.run(timer.now_s + gap)
         asked.append(timer.now_s)
-        paced.ask()
+        paced.request()
     timer.run(timer.now_s + 10.0)
     assert all(later - sooner >= 10.0 for sooner, later in itertools.pairwise(called))
     assert all(any(at <= call <= at + 10.0 for call in called) for at in asked)

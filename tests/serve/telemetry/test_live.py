@@ -264,7 +264,7 @@ async def test_a_requests_story_has_its_stages_in_order_and_no_text(make_cluster
     (story,) = answer.json()["requests"]
     stages = {stage["name"]: stage for stage in story["stages"]}
     names = [name for name in stages if name != "KV transferred"]  # it may come before or after the first token
-    assert names == ["arrived", "tokenised", "routed", "reservation asked", "reserved", "prefill asked", "prefill begun", "first token", "ended"]  # fmt: skip
+    assert names == ["arrived", "tokenised", "routed", "reservation requested", "reserved", "prefill requested", "prefill started", "first token", "ended"]  # fmt: skip
     assert (stages["routed"]["prefill"], stages["routed"]["decode"]) == ("p0", "d0") and stages["routed"]["why"]
     assert (stages["KV transferred"]["source"], stages["KV transferred"]["target"]) == ("p0", "d0")
     assert [stage["at_s"] for stage in story["stages"]] == sorted(stage["at_s"] for stage in story["stages"])
@@ -310,7 +310,7 @@ async def test_a_client_that_leaves_and_a_refusal_are_told(make_cluster):
     await cluster.decode[0].until(lambda w: w.holding)
     assert (await complete(cluster))["error"]["code"] == "overloaded"
     live, refused = (await snapshot(cluster))["requests"]
-    assert (live["state"], refused["state"], refused["is_live"]) == ("reservation asked", "overloaded", False)
+    assert (live["state"], refused["state"], refused["is_live"]) == ("reservation requested", "overloaded", False)
     assert "in flight already" in refused["why"] and (await snapshot(cluster))["front"]["refusals"] == {"overloaded": 1}
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
@@ -330,5 +330,5 @@ async def test_who_else_has_a_request_is_told_from_its_id(make_cluster):
     elsewhere = await cluster.client.get(f"/kvrelay/requests/cmpl-{other}{'0' * 20}-0")
     unknown = await cluster.client.get(f"/kvrelay/requests/cmpl-{INGRESS}{'0' * 20}-0")
     assert elsewhere.status_code == unknown.status_code == 404
-    assert elsewhere.json()["error"]["message"].startswith(f"ingress {other} took this request")
+    assert elsewhere.json()["error"]["message"].startswith(f"ingress {other} served this request")
     assert unknown.json()["error"]["message"].startswith(f"ingress {INGRESS} does not know")
