@@ -131,7 +131,9 @@ async def test_more_than_may_wait_get_429(crowded):
     await deferred(cluster, 1)
     with pytest.raises(Overloaded) as caught:
         await collect(cluster.dispatcher.generate(long("r3")))
-    assert (caught.value.status, caught.value.code) == (429, "overloaded") and "miss their TTFT target" in str(caught.value)
+    assert (caught.value.status, caught.value.code) == (429, "overloaded") and "miss their TTFT target" in str(
+        caught.value
+    )
     cluster.prefill[0].hold_first_token.set()
     await asyncio.gather(first, second)
     await cluster.all_released()
