@@ -1,9 +1,9 @@
-"""The planner in virtual time: production's `router.planner.Planner`, fed as Ray Serve's policy feeds it (cluster/autoscaling/policies.py)."""
+"""The planner in virtual time: production's `Planner`, fed as cluster/autoscaling/policies.py feeds it."""
 
 from kvrelay.cluster.autoscaling.feed import Feed, Observation, ingress_report, worker_report
 from kvrelay.cluster.autoscaling.worker_model import model_of, planner_settings, rules_of, target_of
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.fleet import Cluster, SimulatedFleet
+from kvrelay.cluster.simulator.fleet import SimulatedCluster, SimulatedFleet
 from kvrelay.config import Settings
 from kvrelay.router.planning.planner import Plan, Planner
 from kvrelay.router.planning.types import Counts, Limits
@@ -11,9 +11,11 @@ from kvrelay.types import Role
 
 
 class Autoscaler:
-    """Looks every `planner.interval_s` and has the fleet follow."""
+    """Plans every `planner.interval_s` and scales the fleet."""
 
-    def __init__(self, cluster: Cluster, fleet: SimulatedFleet, settings: Settings, profile: SimulatorProfile) -> None:
+    def __init__(
+        self, cluster: SimulatedCluster, fleet: SimulatedFleet, settings: Settings, profile: SimulatorProfile
+    ) -> None:
         own = self._settings = planner_settings(settings)
         self._cluster, self._fleet, self._model = cluster, fleet, model_of(profile)
         limits = Limits(own.min_prefill, own.max_prefill, own.min_decode, own.max_decode, own.max_workers or 1 << 20)
@@ -23,11 +25,11 @@ class Autoscaler:
         self._plan: Plan | None = None
 
     def start(self) -> None:
-        self._look()
+        self._plan_interval()
 
-    def _look(self) -> None:
+    def _plan_interval(self) -> None:
         clock = self._cluster.clock
-        look = Observation(
+        observation = Observation(
             clock.now_s,
             {f"i{number}": ingress_report(ingress.stats) for number, ingress in enumerate(self._cluster.ingresses)},
             self._reports(Role.PREFILL),
@@ -35,12 +37,15 @@ class Autoscaler:
             self._fleet.is_changing,
         )
         load = self._plan.load if self._plan is not None else None
-        interval = self._feed.interval(look, self._model, load)
+        interval = self._feed.interval(observation, self._model, load)
         if interval is not None:
             self._plan = self._planner.observe(interval)
             self._fleet.scale(Role.PREFILL, self._planner.counts.prefill)
             self._fleet.scale(Role.DECODE, self._planner.counts.decode)
-        clock.after(self._settings.interval_s, self._look)
+        clock.after(self._settings.interval_s, self._plan_interval)
 
     def _reports(self, role: Role) -> dict[str, dict[str, float]]:
-        return {worker.worker_id: worker_report(worker.last_load, worker.info) for worker in self._fleet.serving(role)}
+        return {
+            worker.worker_id: worker_report(worker.reports.last_load, worker.info)
+            for worker in self._fleet.serving(role)
+        }

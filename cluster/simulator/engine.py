@@ -4,15 +4,14 @@ As engine/step/engine.py does it: reservations are granted, a step is planned, c
 which nothing happens but a token are not looked at, and stretches of such steps are taken at once (`cluster/simulator/fast_forward.py`). Left out: speculation, groups, swapping.
 """
 
-import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.fast_forward import FastForward
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, SimulatedSequenceRequest
 from kvrelay.cluster.simulator.resources.clock import Clock
+from kvrelay.cluster.simulator.stride import StepEvents, Stride
 from kvrelay.cluster.simulator.tiers import SimulatedTiers
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.fair_share import queue_rules
@@ -31,61 +30,19 @@ from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.types import FinishReason, Role
 
 
-@dataclass(slots=True)
-class Stride:
-    """What is being computed: one planned step, or `count` quiet ones, the last of which may be planned when it is over."""
-
-    began_s: float
-    plan: StepPlan | None  # of all sequences, or of those that do not sleep: see leap.py
-    count: int
-    first_s: float  # what the first of its steps takes
-    more_s: float = 0.0  # by how much each takes longer than the one before
-    num_parked: int = 0
-    waking: int = 0  # the number of the step for which somebody wakes; 0: none
-
-    def seconds(self, count: int) -> float:
-        """Of its first `count` steps."""
-        return count * self.first_s + self.more_s * (count * (count - 1) / 2)
-
-    def drop(self, count: int) -> None:
-        """Its first `count` steps are over, which are not all."""
-        self.began_s += self.seconds(count)
-        self.first_s += count * self.more_s
-        self.count -= count
-        self.waking = max(0, self.waking - count)
-
-    def steps_until(self, now_s: float) -> int:
-        """The least number of its steps after which it is `now_s` or later; at least one, at most all."""
-        passed_s, first_s, more_s = now_s - self.began_s, self.first_s, self.more_s
-        if more_s > 0:
-            half = first_s - more_s / 2
-            guess = (math.sqrt(half * half + 2 * more_s * max(passed_s, 0.0)) - half) / more_s
-        else:
-            guess = passed_s / first_s
-        steps = min(max(1, math.ceil(guess)), self.count)
-        while steps < self.count and self.seconds(steps) < passed_s:
-            steps += 1
-        while steps > 1 and self.seconds(steps - 1) >= passed_s:
-            steps -= 1
-        return steps
-
-
-@dataclass(slots=True)
-class StepEvents:
-    """What the steps that ended brought: outputs that somebody waits for, and requests that are no longer here."""
-
-    outputs: list[TokenOutput] = field(default_factory=list)
-    refused: list[tuple[str, str]] = field(default_factory=list)  # request, reason
-    returned_to_prefill: list[tuple[str, int]] = field(default_factory=list)  # request, tokens of output that it has
-
-
 class SimulatedEngine:
-    """Called between steps by its worker, which knows when they end."""
+    """Called between steps by its worker, which knows when they end.
 
-    def __init__(self, profile: SimulatorProfile, settings: Settings, role: Role, clock: Clock) -> None:
+    Its 15 attributes are the parts of production's engine that exist here too, and its totals.
+    """
+
+    def __init__(
+        self, profile: SimulatorProfile, settings: Settings, role: Role, clock: Clock,
+        make_tiers: Callable[[BlockPool], SimulatedTiers | None],
+    ) -> None:  # fmt: skip
+        """make_tiers: makes the lower tiers of a pool, if the settings give it any."""
         own = settings.for_role(role).engine
         self.curve: SpeedCurve = profile.prefill if role is Role.PREFILL else profile.decode
-        self._clock = clock
         self.pool = BlockPool(
             profile.num_blocks, block_size=profile.block_size, prefix_caching=own.prefix_caching,
             policy=make_policy(settings.cache.eviction_policy, profile.num_blocks), keeps_tokens=False,
@@ -94,6 +51,9 @@ class SimulatedEngine:
         self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)
         limits = SchedulerLimits(profile.token_budget, self.max_running, own.max_waiting, own.headroom)
         self.scheduler = Scheduler(self.pool, profile.block_size, limits, queue_rules(settings.scheduler))
+        self.tiers = make_tiers(self.pool)
+        if self.tiers is not None:
+            self.scheduler.tiers = self.tiers.lower
         self.scheduler.preemptor.token_bytes = float(profile.kv_bytes_per_token)
         self.scheduler.preemptor.only = None if own.preemption == "auto" else PreemptionMode(own.preemption)
         self._output_processor = OutputProcessor(
@@ -102,15 +62,9 @@ class SimulatedEngine:
         self._fast_forward = FastForward(self.scheduler, WORD_TOKEN)
         self._events, self.speed = EventLog(), StepTiming()
         self._load_seq = 0
-        self.below: SimulatedTiers | None = None
         self.num_steps = 0
         self.busy_s = 0.0
         self.output_tokens = 0
-
-    def attach(self, below: SimulatedTiers) -> None:
-        """Keep KV below the pool, too. Before the first request."""
-        self.below = below
-        self.scheduler.tiers = below.tiers
 
     # ---- requests
 
@@ -139,8 +93,8 @@ class SimulatedEngine:
     def grants(self, now_s: float) -> list[Sequence]:
         """What is due before a step is planned: who has a reservation from now on."""
         self.pool.tick(now_s)
-        if self.below is not None:
-            self.below.tiers.tiers.poll()
+        if self.tiers is not None:
+            self.tiers.lower.tiers.poll()
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.reserving:
             scheduler.reject_overdue(now_s)
@@ -167,12 +121,12 @@ class SimulatedEngine:
 
     def _loading_s(self, plan: StepPlan, now_s: float) -> float:
         """How long this step has to wait for what comes up from below the pool: layer by layer, beside its computing."""
-        if self.below is None or not any(item.seq.load for item in plan.work):
+        if self.tiers is None or not any(item.seq.load for item in plan.work):
             return 0.0
         for item in plan.work:
             if item.seq.load is not None:
                 LowerTiers.settle(item.seq)
-        return self.below.copies.loaded_s - now_s
+        return self.tiers.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float, *, waking: int) -> Stride:
         size, context = len(self._fast_forward.parked), self._fast_forward.context_tokens
@@ -180,7 +134,7 @@ class SimulatedEngine:
         more_s = self.curve.decode_step_s(size, context + size) - first_s
         return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
 
-    def end(self, stride: Stride, count: int, told: StepEvents) -> None:
+    def end(self, stride: Stride, count: int, events: StepEvents) -> None:
         """So many of its steps are computed; the others are not begun."""
         size, plan = stride.num_parked, stride.plan
         self.num_steps += count
@@ -190,7 +144,7 @@ class SimulatedEngine:
                 self._fast_forward.passed(count - 1)
                 plan = self.scheduler.schedule_without(self._fast_forward.parked)
                 self._fast_forward.advance(plan)
-                self._sample(plan, told)
+                self._sample(plan, events)
                 self.output_tokens -= len(plan.work)
             else:
                 self._fast_forward.passed(count)
@@ -199,24 +153,24 @@ class SimulatedEngine:
             return
         self.output_tokens += size
         self._fast_forward.advance(plan)
-        self._sample(plan, told)
+        self._sample(plan, events)
         self._note(size + len(plan.work), size + plan.num_tokens, size + plan.num_decode, stride.first_s)
 
-    def take_gone(self) -> StepEvents | None:
+    def take_left(self) -> StepEvents | None:
         """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
         scheduler = self.scheduler
         if not scheduler.rejected and not scheduler.returned_to_prefill:
             return None
-        told = StepEvents()
+        events = StepEvents()
         if scheduler.rejected:
-            told.refused += [(seq.request_id, reason) for seq, reason in scheduler.rejected]
+            events.refused += [(seq.request_id, reason) for seq, reason in scheduler.rejected]
             scheduler.rejected = []
         if scheduler.returned_to_prefill:
-            told.returned_to_prefill += [(seq.request_id, seq.num_output) for seq in scheduler.returned_to_prefill]
+            events.returned_to_prefill += [(seq.request_id, seq.num_output) for seq in scheduler.returned_to_prefill]
             scheduler.returned_to_prefill.clear()
-        return told
+        return events
 
-    def _sample(self, plan: StepPlan, told: StepEvents) -> None:
+    def _sample(self, plan: StepPlan, events: StepEvents) -> None:
         """Who reached its end gets a token: the last of an output that is over with it."""
         seqs = [item.seq for item in plan.work if item.samples]
         fresh = [seq for seq in seqs if not seq.plain_until]
@@ -227,7 +181,7 @@ class SimulatedEngine:
         outputs: list[TokenOutput] = []
         self._output_processor.append_all(seqs, tokens, [None] * len(seqs), outputs)
         self.output_tokens += len(seqs)
-        told.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
+        events.outputs += [one for one in outputs if one.timings is not None or one.finish_reason is not None]
         for seq in fresh:
             if seq.plain_until:  # the end that it does not know of is looked at closely, too
                 seq.plain_until = min(seq.plain_until, seq.request.num_prompt_tokens + target(seq) - 1)
@@ -236,9 +190,9 @@ class SimulatedEngine:
         self.speed.note_batch(num_sequences, num_tokens, num_steps)
         self.speed.observe(num_tokens, num_decode, seconds, num_steps)
         self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
-        if self.below is not None:
-            self.below.tiers.tiers.observe_prefill_speed(self.speed.prefill_tokens_per_s)
-            self.below.tiers.end_step(self.pool)
+        if self.tiers is not None:
+            self.tiers.lower.tiers.observe_prefill_speed(self.speed.prefill_tokens_per_s)
+            self.tiers.lower.end_step(self.pool)
 
     # ---- what others may know
 
@@ -247,21 +201,26 @@ class SimulatedEngine:
         return self.scheduler.has_work
 
     def drain_events(self) -> KvEvents | None:
-        if self.below is None and not self.pool.has_changes:
+        if self.tiers is None and not self.pool.has_changes:
             return None
-        return self._events.drain(self.pool, self.below.tiers.tiers.drain_changes() if self.below is not None else ())
+        return self._events.drain(self.pool, self.tiers.lower.tiers.drain_changes() if self.tiers is not None else ())
 
     def snapshot(self) -> KvSnapshot:
         return self._events.snapshot()
 
     def next_deadline_s(self) -> float | None:
         """When a request in line stops waiting for a store, if any does."""
-        return None if self.below is None else self.below.tiers.tiers.next_deadline_s()
+        return None if self.tiers is None else self.tiers.lower.tiers.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         """With these fields of its worker's."""
         self._load_seq += 1
         return load_report(self._load_seq, self.scheduler, self.speed, own)
+
+    def tier_tokens(self, request_id: str) -> int:
+        """Tokens of a request's prompt that were loaded from a lower tier."""
+        seq = self.scheduler.sequences.get(request_id) if self.tiers is not None else None
+        return 0 if seq is None else seq.num_loaded_blocks * seq.block_size
 
     def num_output(self, request_id: str) -> int:
         """Tokens of output that it has, as of the steps that ended."""
@@ -273,8 +232,8 @@ class SimulatedEngine:
         """Raise AssertionError unless every block is accounted for."""
         self._fast_forward.refresh()
         self.scheduler.check()
-        if self.below is not None:
-            self.below.tiers.tiers.check()
+        if self.tiers is not None:
+            self.tiers.lower.tiers.check()
 
 
 def target(seq: Sequence) -> int:

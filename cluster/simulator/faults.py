@@ -1,36 +1,20 @@
-"""What goes wrong in a simulation, when, and how the cluster hears of it.
+"""A scenario's faults: when they happen, and how ingresses learn of them.
 
-A crashed worker's connections end, and ingresses know after `detect_s`. A frozen one keeps them and says nothing, until they
-give it up after `freeze_limit_s`. Whoever comes back after a crash starts anew, with an empty cache and a new epoch.
+A crashed worker's connections end, and ingresses know after `detect_s`. A frozen worker keeps its connections and sends
+nothing; ingresses drop it after `freeze_limit_s`. A worker that returns after a crash has an empty cache and a new epoch.
 """
 
 import random
-from typing import Protocol
 
-from kvrelay.cluster.simulator.ingress import SimulatedIngress
-from kvrelay.cluster.simulator.resources.clock import Clock
-from kvrelay.cluster.simulator.resources.network import Network
-from kvrelay.cluster.simulator.scenario import Fault, FaultRate, Scenario
+from kvrelay.cluster.simulator.fleet import SimulatedCluster
+from kvrelay.cluster.simulator.scenario import Fault, FaultRate
 from kvrelay.cluster.simulator.worker import SimulatedWorker
-from kvrelay.types import Role
-
-
-class Cluster(Protocol):
-    """The simulation, as far as faults act on it."""
-
-    scenario: Scenario
-    clock: Clock
-    network: Network
-    ingresses: list[SimulatedIngress]
-
-    def live_workers(self) -> list[SimulatedWorker]: ...
-    def start_worker(self, worker_id: str, role: Role, node_id: str) -> SimulatedWorker: ...
 
 
 class FaultInjector:
-    """Makes the scenario's faults happen. `happened` counts them by kind."""
+    """Applies the scenario's faults. `happened` counts them by kind."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self._cluster = cluster
         self.happened: dict[str, int] = {}
 
@@ -46,25 +30,25 @@ class FaultInjector:
     def _next_crash(self, worker_id: str, rate: FaultRate, draw: random.Random) -> None:
         clock = self._cluster.clock
         at_s = clock.now_s + draw.expovariate(1 / rate.every_s)
-        clock.at(at_s, self._begin, Fault(kind="crash", at_s=at_s, who=worker_id, for_s=rate.down_s))
+        clock.at(at_s, self._begin, Fault(kind="crash", at_s=at_s, target=worker_id, for_s=rate.down_s))
         clock.at(at_s + rate.down_s, self._next_crash, worker_id, rate, draw)
 
     def _begin(self, fault: Fault) -> None:
         if fault.kind == "ingress_restart":
-            self._cluster.ingresses[int(fault.who[1:])].restart()
+            self._cluster.ingresses[int(fault.target[1:])].restart()
             self._count(fault)
             return
-        worker = next((one for one in self._cluster.live_workers() if one.worker_id == fault.who), None)
+        worker = next((one for one in self._cluster.live_workers() if one.worker_id == fault.target), None)
         if worker is None:
-            return  # it is down already
+            return  # it is already down
         self._count(fault)
         if fault.kind == "crash":
             self._crash(worker, fault)
         elif fault.kind == "freeze":
             self._freeze(worker, fault)
         elif fault.kind == "slow":
-            worker.slowness = 1 / fault.share
-            self._later(fault, worker.recover_speed)
+            worker.steps.slowness = 1 / fault.share
+            self._later(fault, worker.steps.recover_speed)
         else:
             self._cluster.network.set_speed(worker.node_id, fault.share)
             self._later(fault, self._cluster.network.set_speed, worker.node_id, 1.0)
@@ -87,22 +71,22 @@ class FaultInjector:
     def _freeze(self, worker: SimulatedWorker, fault: Fault) -> None:
         worker.freeze()
         self._later(fault, self._thaw, worker)
-        self._cluster.clock.after(self._cluster.scenario.freeze_limit_s, self._give_up, worker, worker.num_freezes)
+        self._cluster.clock.after(self._cluster.scenario.freeze_limit_s, self._drop, worker, worker.num_freezes)
 
-    def _give_up(self, worker: SimulatedWorker, freeze: int) -> None:
-        """It has been silent for too long."""
+    def _drop(self, worker: SimulatedWorker, freeze: int) -> None:
+        """It has sent nothing for too long."""
         if worker.is_frozen and worker.num_freezes == freeze:
             for ingress in self._cluster.ingresses:
                 ingress.stop_flows(worker)
                 ingress.worker_gone(worker)
 
     def _thaw(self, worker: SimulatedWorker) -> None:
-        """It goes on; for ingresses that had given it up it is as after a lost connection."""
+        """It resumes; ingresses that had dropped it connect to it again, and what they had sent is aborted."""
         if not worker.is_alive:
             return
         for ingress in self._cluster.ingresses:
-            if ingress.workers.get(worker.worker_id) is not worker:
-                worker.forget_peer(ingress)
-                worker.drop_all(ingress)
+            if not ingress.links.is_connected(worker):
+                worker.unsubscribe(ingress.links)
+                worker.abort_all(ingress.links)
                 ingress.worker_up(worker)
         worker.thaw()

@@ -1,7 +1,7 @@
-"""Workers that come and go while a simulation runs: starts take their time, and who is given up retires.
+"""Workers that start and retire while a simulation runs.
 
-Who retires is chosen by what would be lost (cluster/autoscaling/retirement.py), gets nothing new, finishes what it has, and goes; after
-`drain_s` it goes all the same, and its sequences go on elsewhere.
+Those that retire are chosen by what would be lost (cluster/autoscaling/retirement.py). They get nothing new and stop when
+they have finished, after `drain_s` in any case; what they had then is retried on other workers.
 """
 
 from typing import Protocol
@@ -9,18 +9,20 @@ from typing import Protocol
 from kvrelay.cluster.autoscaling.retirement import RetirementCandidate, victims
 from kvrelay.cluster.simulator.ingress import SimulatedIngress
 from kvrelay.cluster.simulator.resources.clock import Clock, Event
+from kvrelay.cluster.simulator.resources.network import Network
 from kvrelay.cluster.simulator.scenario import Scenario
 from kvrelay.cluster.simulator.worker import SimulatedWorker
 from kvrelay.types import Role
 
-LOOK_S = 1.0  # between two looks whether a retiring worker has finished
+DRAIN_CHECK_S = 1.0  # between checks whether a retiring worker has finished
 
 
-class Cluster(Protocol):
-    """The simulation, as far as its workers' number changes."""
+class SimulatedCluster(Protocol):
+    """The simulation, as faults, the fleet and the autoscaler act on it; keeps them free of what makes them."""
 
     scenario: Scenario
     clock: Clock
+    network: Network
     ingresses: list[SimulatedIngress]
 
     def live_workers(self) -> list[SimulatedWorker]: ...
@@ -31,9 +33,9 @@ class Cluster(Protocol):
 
 
 class SimulatedFleet:
-    """`changes`: (time, role, how many are wanted from then on)."""
+    """Starts and retires workers. changes: (time, role, number of workers from then on)."""
 
-    def __init__(self, cluster: Cluster, *, drain_s: float) -> None:
+    def __init__(self, cluster: SimulatedCluster, *, drain_s: float) -> None:
         self._cluster, self._drain_s = cluster, drain_s
         self._starting: dict[Role, list[Event]] = {role: [] for role in Role}
         self._numbers = {Role.PREFILL: cluster.scenario.prefill, Role.DECODE: cluster.scenario.decode}
@@ -41,7 +43,7 @@ class SimulatedFleet:
         self.changes: list[tuple[float, str, int]] = []
 
     def start(self) -> None:
-        """What the scenario says of its own accord."""
+        """Schedule the scenario's own changes."""
         for step in self._cluster.scenario.scale:
             for role, wanted in ((Role.PREFILL, step.prefill), (Role.DECODE, step.decode)):
                 if wanted is not None:
@@ -49,7 +51,7 @@ class SimulatedFleet:
 
     @property
     def is_changing(self) -> bool:
-        """Whether some start or retire."""
+        """Whether workers are starting or retiring."""
         return any(self._starting.values()) or any(worker.is_draining for worker in self._cluster.live_workers())
 
     def serving(self, role: Role) -> list[SimulatedWorker]:
@@ -57,7 +59,7 @@ class SimulatedFleet:
         return [one for one in self._cluster.live_workers() if one.role is role and not one.is_draining]
 
     def scale(self, role: Role, wanted: int) -> None:
-        """From now on there are to be so many that take requests, or will."""
+        """Start or retire workers until `wanted` of a role take requests, or will when they have started."""
         serving, starting = self.serving(role), self._starting[role]
         have = len(serving) + len(starting)
         if wanted != have:
@@ -81,7 +83,7 @@ class SimulatedFleet:
         self._starting[role].append(clock.after(self._cluster.scenario.start_s, self._started, name, role, node_id))
 
     def _started(self, name: str, role: Role, node_id: str) -> None:
-        del self._starting[role][0]  # all take as long: it is whoever was begun first
+        del self._starting[role][0]  # all take as long: it is the first that was begun
         paid_from_s = self._cluster.clock.now_s - self._cluster.scenario.start_s
         self._cluster.start_worker(name, role, node_id, paid_from_s=paid_from_s)
 
@@ -89,10 +91,10 @@ class SimulatedFleet:
         worker.is_draining = True
         for ingress in self._cluster.ingresses:
             ingress.retire(worker)
-        self._look(worker, self._cluster.clock.now_s + self._drain_s)
+        self._check_drained(worker, self._cluster.clock.now_s + self._drain_s)
 
-    def _look(self, worker: SimulatedWorker, until_s: float) -> None:
-        """It goes when it has finished, or when its time is up."""
+    def _check_drained(self, worker: SimulatedWorker, until_s: float) -> None:
+        """Stop it when it has finished, or when its time is up."""
         if not worker.is_alive:
             return
         now_s = self._cluster.clock.now_s
@@ -102,11 +104,11 @@ class SimulatedFleet:
                 ingress.stop_flows(worker)
                 ingress.worker_gone(worker)
         else:
-            self._cluster.clock.after(LOOK_S, self._look, worker, until_s)
+            self._cluster.clock.after(DRAIN_CHECK_S, self._check_drained, worker, until_s)
 
 
 def candidate(worker: SimulatedWorker) -> RetirementCandidate:
-    """What would be lost with it."""
+    """A worker and what would be lost with it."""
     scheduler, pool = worker.engine.scheduler, worker.engine.pool
     counts = pool.counts()
     return RetirementCandidate(

@@ -24,7 +24,7 @@ class Fault(_Section):
 
     kind: FaultKind
     at_s: float = Field(ge=0, allow_inf_nan=False)
-    who: str = Field(description="a worker (p0, d3), or an ingress (i0)")
+    target: str = Field(description="a worker (p0, d3), or an ingress (i0)")
     for_s: float | None = Field(None, gt=0, allow_inf_nan=False, description="then it is back; none: never")
     share: float = Field(
         0.5, gt=0, le=1, description="slow: of its speed; link: of its machine's bandwidth, while it lasts"
@@ -80,7 +80,7 @@ class Scenario(_Section):
     @model_validator(mode="after")
     def _names_exist(self) -> Self:
         for fault in self.faults:
-            letter, number = fault.who[:1], fault.who[1:]
+            letter, number = fault.target[:1], fault.target[1:]
             counts = {"p": self.prefill, "d": self.decode, "i": self.ingress}
             is_ingress = fault.kind == "ingress_restart"
             if (
@@ -89,7 +89,7 @@ class Scenario(_Section):
                 or int(number) >= counts[letter]
                 or (letter == "i") != is_ingress
             ):
-                raise ValueError(f"{fault.kind} of {fault.who}: there is none")
+                raise ValueError(f"{fault.kind} of {fault.target}: there is none")
         return self
 
     def product_settings(self) -> Settings:

@@ -12,7 +12,7 @@ from kvrelay.cluster.profiles.profile import SimulatorProfile
 from kvrelay.cluster.simulator.autoscaler import Autoscaler
 from kvrelay.cluster.simulator.faults import FaultInjector
 from kvrelay.cluster.simulator.fleet import SimulatedFleet
-from kvrelay.cluster.simulator.ingress import SimulatedIngress
+from kvrelay.cluster.simulator.ingress import IngressRules, SimulatedIngress
 from kvrelay.cluster.simulator.reporting.course import RunTimeline
 from kvrelay.cluster.simulator.reporting.results import Tally
 from kvrelay.cluster.simulator.requests import SimulatedRequest, jobs_of
@@ -46,7 +46,7 @@ class Simulation:
         self.scenario, self.profile = scenario, profile
         self.settings = scenario.product_settings()
         promised = slo_of(None, self.settings.slo, 1)
-        self._ask = promised.requirement if promised is not None else None
+        self._slo = promised.requirement if promised is not None else None
         self.delays = scenario.delays(self.settings)
         self.clock = Clock()
         self.network = Network(
@@ -72,10 +72,15 @@ class Simulation:
             self.start_worker(worker_id, role, self.node_of(number))
 
     def _ingress(self) -> SimulatedIngress:
-        return SimulatedIngress(
-            self.clock, self.network, self.settings, self.delays, block_size=self.profile.block_size,
-            bytes_per_token=self.profile.kv_bytes_per_token, max_tokens=self.scenario.max_tokens, ask=self._ask, ended=self._ended,
-        )  # fmt: skip
+        rules = IngressRules(
+            self.settings,
+            self.profile.block_size,
+            self.profile.kv_bytes_per_token,
+            self.scenario.max_tokens,
+            self._slo,
+            self.delays.message_s,
+        )
+        return SimulatedIngress(self.clock, self.network, rules, self._ended)
 
     def node_of(self, number: int) -> str:
         """The machine of the so-manieth worker."""
@@ -88,10 +93,8 @@ class Simulation:
         worker = SimulatedWorker(
             worker_id, role, node_id, epoch=len(self.workers), profile=self.scenario.profile_of(role, self.profile),
             settings=self.settings, clock=self.clock, delays=self.delays, holders=self.holders, network=self.network,
-            machine=self._machines[node_id], seed=self.scenario.seed,
+            machine=self._machines[node_id], seed=self.scenario.seed, paid_from_s=paid_from_s,
         )  # fmt: skip
-        if paid_from_s is not None:
-            worker.paid_from_s = paid_from_s
         self.workers.append(worker)
         for ingress in self.ingresses:
             ingress.worker_up(worker)
@@ -166,12 +169,12 @@ class Simulation:
 
     def _tiers(self) -> dict[str, int]:
         """Blocks brought up to pools from host tiers, and into those from elsewhere; none without such tiers."""
-        below = [worker.engine.below for worker in self.workers if worker.engine.below is not None]
+        below = [worker.engine.tiers for worker in self.workers if worker.engine.tiers is not None]
         if not below:
             return {}
         return {
-            "loaded_blocks": sum(one.tiers.tiers.stats.loaded for one in below),
-            "saved_blocks": sum(one.tiers.tiers.stats.saved for one in below),
+            "loaded_blocks": sum(one.lower.tiers.stats.loaded for one in below),
+            "saved_blocks": sum(one.lower.tiers.stats.saved for one in below),
             "fetched_blocks": sum(one.store.num_loaded for one in below if one.store is not None),
             "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
         }

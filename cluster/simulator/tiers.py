@@ -182,7 +182,7 @@ class BlockHolders:
         for digest in change.stored:
             self.workers.setdefault(digest, {})[worker_id] = node_id
 
-    def gone(self, worker_id: str) -> None:
+    def remove_worker(self, worker_id: str) -> None:
         """It lends nothing any more."""
         for digest in [digest for digest, holders in self.workers.items() if worker_id in holders]:
             del self.workers[digest][worker_id]
@@ -303,7 +303,7 @@ class SimulatedStore:
 class SimulatedTiers:
     """One worker's tiers, and what drives them."""
 
-    tiers: LowerTiers
+    lower: LowerTiers
     copies: TierCopies
     store: SimulatedStore | None
 

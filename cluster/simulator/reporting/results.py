@@ -76,7 +76,7 @@ class Tally:
             "output_tokens": self.output_tokens,
             "hit_ratio": self.cached_tokens / prompt,
             "hit_ratio_by_tier": {
-                "pool": (self.cached_tokens - self.tier_tokens) / prompt, "below": self.tier_tokens / prompt,
+                "pool": (self.cached_tokens - self.tier_tokens) / prompt, "lower_tiers": self.tier_tokens / prompt,
             },
             "attempts": self.num_attempts,
         }  # fmt: skip

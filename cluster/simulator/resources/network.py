@@ -1,7 +1,7 @@
 """Links that transfers share, as fluids: each flow gets an equal share of a link, or less if it needs less. Pure.
 
 A flow crosses a few links (out of one machine, into another) and moves at the least of its shares there. Bytes that a prefill
-is still computing come at the prefill's pace: see `Flow.pace`. What a flow cannot use of one link because another is slower is
+is still computing come at the prefill's pace: see `Flow.add`. What a flow cannot use of one link because another is slower is
 not handed to others: shares are a little below what a real network's flows would find.
 """
 
@@ -24,7 +24,7 @@ class NetworkLink:
         """Bytes per second that a flow may take here at most: who wants less leaves the rest to the others."""
         if len(self.flows) == 1:
             return self.bytes_per_s
-        wants = sorted(flow.pace_limit for flow in self.flows)
+        wants = sorted(flow.rate_limit for flow in self.flows)
         left, count = self.bytes_per_s, len(wants)
         for want in wants:
             if want * count > left:
@@ -39,26 +39,26 @@ class Flow:
 
     __slots__ = (
         "_clock", "_done", "_ends", "_is_closed", "_rate", "_settled_s", "_waiting_bytes", "is_over", "links", "moved_bytes",
-        "pace_limit", "read_s",
+        "rate_limit", "read_s",
     )  # fmt: skip
 
     def __init__(self, clock: Clock, links: tuple[NetworkLink, ...], done: Callable[[], object]) -> None:
         self._clock, self._done = clock, done
         self.links = links
-        self.pace_limit = math.inf
+        self.rate_limit = math.inf
         self.moved_bytes = self.read_s = 0.0  # read_s: what moving them took, pauses left out
         self.is_over = False
         self._waiting_bytes = self._rate = 0.0
         self._settled_s, self._is_closed = clock.now_s, False
         self._ends: Event | None = None
 
-    def pace(self, num_bytes: float, seconds: float) -> None:
+    def add(self, num_bytes: float, seconds: float) -> None:
         """So many more bytes will be ready in the course of so many seconds, with whatever still waits: spread over them."""
         if self.is_over:
             return
         self._settle()
         self._waiting_bytes += num_bytes
-        self.pace_limit = self._waiting_bytes / seconds if seconds > 0 else math.inf
+        self.rate_limit = self._waiting_bytes / seconds if seconds > 0 else math.inf
         self._changed()
 
     def close(self, num_bytes: float) -> None:
@@ -67,7 +67,7 @@ class Flow:
             return
         self._settle()
         self._waiting_bytes += num_bytes
-        self.pace_limit, self._is_closed = math.inf, True
+        self.rate_limit, self._is_closed = math.inf, True
         self._changed()
 
     def cancel(self) -> None:
@@ -130,7 +130,7 @@ def _share(links: Iterable[NetworkLink]) -> None:
         touched.update(link.flows)
     shares: dict[NetworkLink, float] = {}
     for flow in touched:
-        rate = flow.pace_limit
+        rate = flow.rate_limit
         for link in flow.links:
             share = shares.get(link)
             if share is None:

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.pure
 
 
 def fault(kind, at_s, who, for_s=None, **fields):
-    return {"kind": kind, "at_s": at_s, "who": who, "for_s": for_s} | fields
+    return {"kind": kind, "at_s": at_s, "target": who, "for_s": for_s} | fields
 
 
 def test_a_crash_of_a_decode_worker_costs_attempts_and_no_request():
@@ -40,7 +40,7 @@ def test_a_crash_of_a_prefill_worker_costs_attempts_and_no_request():
     everything_is_given_back(sim)
 
 
-@pytest.mark.parametrize("who", ["p0", "p1"])
+@pytest.mark.parametrize("target", ["p0", "p1"])
 def test_a_prefill_worker_may_crash_at_any_moment_of_a_request(who):
     """Messages take 0.2 s: also while the decode worker asks it to confirm what it has read."""
     for tenths in range(5, 35):

@@ -85,8 +85,8 @@ def test_a_busy_cluster_on_one_machine_ends_clean_and_is_never_faster():
 
 def test_faults_leave_the_machine_with_who_computes():
     faults = [
-        {"kind": "freeze", "at_s": 0.6, "who": "p0", "for_s": 1.0},
-        {"kind": "crash", "at_s": 0.8, "who": "d1", "for_s": 1.0},
+        {"kind": "freeze", "at_s": 0.6, "target": "p0", "for_s": 1.0},
+        {"kind": "crash", "at_s": 0.8, "target": "d1", "for_s": 1.0},
     ]
     sim = simulate(chats(60), workers=shared(prefill=(1.0, 1.3), decode=(1.0, 1.4)), faults=faults)
     assert sum(sim.tally.outcomes.values()) == 60

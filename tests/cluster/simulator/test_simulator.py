@@ -169,7 +169,7 @@ def test_a_scenario_that_cannot_be_is_refused():
     with pytest.raises(ConfigError, match="arrives before the one ahead"):
         simulate([entry(1.0), entry(0.5)])
     with pytest.raises(ConfigError, match="crash of p2: there is none"):
-        simulate([], faults=[{"kind": "crash", "at_s": 1, "who": "p2"}])
+        simulate([], faults=[{"kind": "crash", "at_s": 1, "target": "p2"}])
 
 
 # ---- the parts

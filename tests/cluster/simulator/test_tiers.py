@@ -45,7 +45,7 @@ def test_what_the_pool_let_go_of_comes_back_from_the_host_tier():
     assert with_tier.tally.ttft_s[2] < without.tally.ttft_s[2] / 3
     summary = with_tier.summary()
     assert summary["tiers"]["loaded_blocks"] >= 39 - left // BLOCK
-    assert summary["hit_ratio_by_tier"]["below"] > summary["hit_ratio_by_tier"]["pool"] > 0
+    assert summary["hit_ratio_by_tier"]["lower_tiers"] > summary["hit_ratio_by_tier"]["pool"] > 0
     everything_is_given_back(with_tier)
 
 
@@ -82,7 +82,7 @@ def test_fetching_over_a_link_slower_than_computing_is_tried_and_then_left():
 
     def fetched(bytes_per_s):
         sim = simulate(load, settings=cached(remote="cluster") | rule, workers=profile(link_bytes_per_s=bytes_per_s))
-        return [worker.engine.below.store.num_loaded // 39 for worker in sim.workers if worker.role == "prefill"]
+        return [worker.engine.tiers.store.num_loaded // 39 for worker in sim.workers if worker.role == "prefill"]
 
     assert fetched(1e9) == [2, 2]
     assert fetched(2e6) == [1, 1]  # each has measured it once
@@ -107,7 +107,7 @@ def test_the_stores_own_nodes_hold_what_all_workers_have_let_go_of():
 def test_a_crashed_worker_lends_nothing_any_more():
     load = [entry(0.0, 640, 4, FIRST), entry(6.0, 640, 4, FIRST)]
     rule = {"router": SETTINGS["router"] | {"policy": "round_robin"}}
-    back = [{"kind": "crash", "at_s": 3.0, "who": who, "for_s": 1.0} for who in ("p0", "p1", "d0", "d1")]
+    back = [{"kind": "crash", "at_s": 3.0, "target": who, "for_s": 1.0} for who in ("p0", "p1", "d0", "d1")]
     sim = simulate(load, settings=cached(**SHARED) | rule, faults=back, detect_s=0.0)
     assert sim.tally.outcomes == {"done": 2} and sim.tally.cached_tokens == 0
     assert {name for holders in sim.holders.workers.values() for name in holders} <= {
@@ -121,12 +121,12 @@ def test_a_busy_cluster_with_tiers_gives_everything_back_and_is_the_same_each_ti
     assert sim.tally.outcomes == {"done": 200}
     summary = sim.summary()
     assert summary == simulate(chats(200, every_s=0.03), **fields).summary()
-    assert summary["tiers"]["fetched_blocks"] > 0 and summary["hit_ratio_by_tier"]["below"] > 0
+    assert summary["tiers"]["fetched_blocks"] > 0 and summary["hit_ratio_by_tier"]["lower_tiers"] > 0
     sim.clock.run(sim.clock.now_s + 5.0)
     everything_is_given_back(sim)
 
 
 def test_tiers_are_production_s():
     engine = simulate([entry(0.0)], settings=cached()).workers[0].engine
-    assert isinstance(engine, SimulatedEngine) and engine.below is not None
-    assert type(engine.below.tiers.tiers).__module__ == "kvrelay.kvcache.tiers.controller"
+    assert isinstance(engine, SimulatedEngine) and engine.tiers is not None
+    assert type(engine.tiers.lower.tiers).__module__ == "kvrelay.kvcache.tiers.controller"

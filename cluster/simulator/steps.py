@@ -1,0 +1,129 @@
+"""When a worker's steps end: the one in progress, what slows it, and what is left of it after a freeze."""
+
+import math
+import random
+from collections.abc import Callable
+
+from kvrelay.cluster.simulator.engine import SimulatedEngine
+from kvrelay.cluster.simulator.resources.clock import Clock, Event
+from kvrelay.cluster.simulator.resources.machine import Machine, slowed
+from kvrelay.cluster.simulator.stride import StepEvents, Stride
+
+
+class WorkerSteps:
+    """The steps of one worker's engine, one stride at a time.
+
+    Args:
+        machine: of all workers that compute beside this one; None where they do not slow each other.
+        slowdown: factor on a step's time while 1, 2, ... workers of the machine compute.
+        noise, draw: sigma of the logarithm of each step's factor, and what draws it; 0: none.
+        on_end: called with what a stride brought, when it has ended.
+    """
+
+    def __init__(
+        self,
+        engine: SimulatedEngine,
+        clock: Clock,
+        machine: Machine | None,
+        slowdown: tuple[float, ...],
+        *,
+        noise: float,
+        draw: random.Random,
+        on_end: Callable[[StepEvents], object],
+    ) -> None:
+        self._engine, self._clock, self._machine, self._slowdown = engine, clock, machine, slowdown
+        self._noise, self._draw, self._on_end = noise, draw, on_end
+        self.stride: Stride | None = None
+        self.slowness = 1.0  # a fault's factor on the time of steps that begin from now on
+        self._end: Event | None = None
+
+    def plan(self) -> Stride | None:
+        """Have the engine begin a stride now. None: there is nothing to compute."""
+        factor = self.slowness
+        if self._noise:
+            factor *= math.exp(self._draw.gauss(0, self._noise))
+        if self._machine is not None:
+            factor *= slowed(self._slowdown, self._machine.crowd_with(self))
+        self.stride = self._engine.begin(self._clock.now_s, factor)
+        return self.stride
+
+    def start(self) -> None:
+        """Schedule the end of the planned stride."""
+        stride = self.stride
+        assert stride is not None
+        self._end = self._clock.at(self._clock.now_s + stride.seconds(stride.count), self._ended)
+        if self._machine is not None:
+            self._machine.begins(self)
+
+    def _ended(self) -> None:
+        stride, events = self.stride, StepEvents()
+        assert stride is not None
+        self.stride = self._end = None
+        self._engine.end(stride, stride.count, events)
+        self._on_end(events)
+
+    def rest(self) -> None:
+        """Nothing is computed, as far as other workers of the machine are concerned. Idempotent."""
+        if self._machine is not None:
+            self._machine.rests(self)
+
+    def cut_short(self) -> None:
+        """Of several steps, end the stride after the one in progress."""
+        stride = self.stride
+        assert stride is not None
+        count = stride.steps_until(self._clock.now_s)
+        if count < stride.count and self._end is not None:
+            self._end.cancel()
+            stride.count = count
+            self._end = self._clock.at(stride.began_s + stride.seconds(count), self._ended)
+
+    def crowd_changed(self, before: int, now: int) -> None:
+        """Another number of workers computes: the rest of the step in progress is rescaled, later ones are planned anew."""
+        ratio = slowed(self._slowdown, now) / slowed(self._slowdown, before)
+        stride = self.stride
+        if ratio == 1.0 or stride is None or self._end is None:
+            return
+        self.settle()
+        stride.count = 1
+        stride.first_s += (ratio - 1) * max(0.0, stride.began_s + stride.first_s - self._clock.now_s)
+        self._end.cancel()
+        self._end = self._clock.at(stride.began_s + stride.first_s, self._ended)
+
+    def settle(self) -> None:
+        """Apply those steps of the stride that are over."""
+        stride = self.stride
+        if stride is None or stride.count == 1:
+            return
+        done = stride.steps_until(self._clock.now_s) - 1
+        if done:
+            self._engine.end(stride, done, StepEvents())
+            stride.drop(done)
+
+    # ---- faults
+
+    def recover_speed(self) -> None:
+        """Later steps take their usual time."""
+        self.slowness = 1.0
+
+    def freeze(self) -> None:
+        """The step in progress does not end."""
+        self.settle()
+        if self._end is not None:
+            self._end.cancel()
+            self._end = None
+        self.rest()
+
+    def resume(self) -> None:
+        """Begin the step in progress again."""
+        stride = self.stride
+        assert stride is not None
+        stride.began_s = self._clock.now_s
+        if self._machine is not None:
+            self._machine.begins(self)
+        self._end = self._clock.after(stride.seconds(stride.count), self._ended)
+
+    def drop(self) -> None:
+        """Forget the stride."""
+        if self._end is not None:
+            self._end.cancel()
+        self.stride = self._end = None
