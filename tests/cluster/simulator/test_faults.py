@@ -15,8 +15,8 @@ from tests.cluster.simulator.simulator_cases import (
 pytestmark = pytest.mark.pure
 
 
-def fault(kind, at_s, who, for_s=None, **fields):
-    return {"kind": kind, "at_s": at_s, "target": who, "for_s": for_s} | fields
+def fault(kind, at_s, target, for_s=None, **fields):
+    return {"kind": kind, "at_s": at_s, "target": target, "for_s": for_s} | fields
 
 
 def test_a_crash_of_a_decode_worker_costs_attempts_and_no_request():
@@ -41,10 +41,10 @@ def test_a_crash_of_a_prefill_worker_costs_attempts_and_no_request():
 
 
 @pytest.mark.parametrize("target", ["p0", "p1"])
-def test_a_prefill_worker_may_crash_at_any_moment_of_a_request(who):
+def test_a_prefill_worker_may_crash_at_any_moment_of_a_request(target):
     """Messages take 0.2 s: also while the decode worker asks it to confirm what it has read."""
     for tenths in range(5, 35):
-        faults = [fault("crash", tenths / 10, who)]
+        faults = [fault("crash", tenths / 10, target)]
         sim = simulate([entry(0.5), entry(0.6)], faults=faults, message_s=0.2, detect_s=0.5)
         assert sim.tally.outcomes == {"done": 2}
         everything_is_given_back(sim)
