@@ -1,4 +1,4 @@
-"""What a request is promised, and what it is predicted to see: frozen records. Pure."""
+"""Service-level objectives of requests, and predictions of the latency they will see: frozen records. Pure."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,24 +9,24 @@ VerdictKind = Literal["admitted", "degraded", "probe", "queued", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """For one request on its workers. None: not known, since a worker is unmeasured or there is no such time."""
+    """Predicted latency of one request on its workers. None: unknown (an unmeasured worker), or not applicable."""
 
     ttft_s: float | None
     tpot_s: float | None
-    ttft_factor: float  # that observed times stay below with the confidence that is asked for, over the above
+    ttft_factor: float  # margin: observed over predicted TTFT stays below it with the configured confidence
     tpot_factor: float
-    queue_s: float  # of the TTFT: prompts ahead
-    batch: float  # sequences expected on the decode worker when the prefill ends, this one with them
-    crowded_tpot_s: float | None = None  # a promise made to another there that this one would break
-    is_ttft_stale: bool = False  # the computing worker has been silent: nothing says that it still holds
-    is_tpot_stale: bool = False  # the decode worker has
-    raw_ttft_s: float = 0.0  # as the model has it, without the worker's bias
+    queue_s: float  # part of the TTFT: prompts ahead
+    batch: float  # sequences expected on the decode worker when the prefill ends, this one included
+    crowded_tpot_s: float | None = None  # another request's TPOT target there that this one would break
+    is_ttft_stale: bool = False  # nothing was learned of the computing worker for a while
+    is_tpot_stale: bool = False  # nothing was learned of the decode worker for a while
+    raw_ttft_s: float = 0.0  # the model's, without the worker's bias
     raw_tpot_s: float = 0.0
-    own_sequences: int = 1  # of the batch, those that are its own or come with it
+    own_sequences: int = 1  # of the batch, those of this request and its companions
 
     @property
     def safe_ttft_s(self) -> float:
-        """With the margin; 0 when unknown."""
+        """With the margin; 0 if unknown."""
         return (self.ttft_s or 0.0) * self.ttft_factor
 
     @property
@@ -35,23 +35,23 @@ class Prediction:
 
     @property
     def idle_ttft_s(self) -> float:
-        """With the margin, if nobody were ahead of it."""
+        """With the margin, with an empty queue."""
         return self.safe_ttft_s * max(0.0, 1.0 - self.queue_s / self.raw_ttft_s) if self.raw_ttft_s else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class SloTarget:
-    """A class of service: most seconds to the first token, and per token after it. None: as it comes."""
+    """A service class: longest TTFT, and longest time per token after it, in seconds. None: no target."""
 
     name: str
     ttft_s: float | None = None
     tpot_s: float | None = None
-    priority: int | None = None  # in the workers' lines, of who is served under it; None: as the request says
+    priority: int | None = None  # of its requests, in the workers' queues; None: the request's own
 
 
 @dataclass(frozen=True, slots=True)
 class SloRequirement:
-    """What a request wants: its class, then those that it degrades to; and what becomes of it when all are missed."""
+    """A request's service class, then those that it may degrade to; and what happens if all are missed."""
 
     targets: tuple[SloTarget, ...]
     on_miss: OnMiss = "refuse"
@@ -59,7 +59,7 @@ class SloRequirement:
 
 @dataclass(frozen=True, slots=True)
 class RejectedCandidate:
-    """A way that was looked at and not taken, and what would have been missed there. Times without the margin."""
+    """A candidate that was evaluated and not chosen, and the targets that it would miss. Times without the margin."""
 
     prefill: str | None
     decode: str | None
@@ -70,13 +70,13 @@ class RejectedCandidate:
 
 @dataclass(frozen=True, slots=True)
 class SloVerdict:
-    """What was decided. `target` is the promise: None when there is none."""
+    """The decision under an SLO. `target` is the accepted target; None: none."""
 
     kind: VerdictKind
     wanted: SloTarget
     target: SloTarget | None
     prediction: Prediction
-    missed: tuple[str, ...] = ()  # of the wanted: "ttft", "tpot", "others" (a promise to somebody else)
+    missed: tuple[str, ...] = ()  # of the wanted target: "ttft", "tpot", "others" (the target of another request)
     retry_after_s: float = 0.0
     is_hopeless: bool = False  # idle workers would not meet it either
-    rejected_candidates: tuple[RejectedCandidate, ...] = ()  # other ways that were looked at
+    rejected_candidates: tuple[RejectedCandidate, ...] = ()  # other candidates that were evaluated

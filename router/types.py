@@ -1,4 +1,4 @@
-"""What goes into a routing decision and what comes out: frozen records, no behaviour beyond arithmetic.
+"""Inputs and outputs of a routing decision: frozen records, no behaviour beyond arithmetic.
 
 Never imports torch, Ray, sockets, a clock or a random source.
 """
@@ -13,38 +13,38 @@ Path = Literal["disaggregated", "local", "prefill_only"]
 RefusalReason = Literal["no_decode_worker", "no_prefill_worker", "full", "too_long", "incompatible", "slo"]
 
 TERM_NAMES = (
-    "prefill_compute",  # the uncached prompt tokens, at the computing worker's speed
-    "prefill_queue",  # the prompt tokens ahead of them there
-    "prefill_pressure",  # harm to those who queue behind
+    "prefill_compute",  # uncached prompt tokens, at the computing worker's prefill speed
+    "prefill_queue",  # prompt tokens queued ahead of them there
+    "prefill_pressure",  # harm to requests that queue behind
     "prefill_load",  # tokens from the worker's lower tiers or the cluster's store, at their bandwidth
-    "handoff",  # reserve round trip and hand-over to another worker
+    "handoff",  # reservation round trip and hand-over to another worker
     "transfer",  # the part of the KV transfer that prefill does not hide
     "decode_load",  # sequences already on the decode worker
     "decode_memory",  # share of its free blocks that the request takes
-    "decode_wait",  # predicted wait for blocks that are not free yet
-    "stall",  # harm that a prefill on the decode worker does to its running sequences
+    "decode_wait",  # predicted wait for free blocks
+    "stall",  # harm of a prefill on the decode worker to its running sequences
 )
-"""Every term of the common cost, in seconds. Which of them are seconds of the request's own TTFT: see TTFT_TERMS."""
+"""Every term of the common cost, in seconds. TTFT_TERMS are part of the request's own TTFT."""
 
 TTFT_TERMS = ("prefill_compute", "prefill_queue", "prefill_load", "handoff", "decode_wait")
 
 
 class IndexState(enum.StrEnum):
-    """How far the index of one worker's cached blocks can be trusted."""
+    """How far the prefix index of one worker can be trusted."""
 
     EXACT = "exact"  # snapshot and every event since
-    DEGRADED = "degraded"  # may lack blocks; what it claims is still announced by the worker
+    DEGRADED = "degraded"  # may lack blocks; what it lists was announced
     STALE = "stale"  # an event is missing, or no snapshot yet: never gives a hit
-    APPROXIMATE = "approximate"  # it tells nothing: what this router saw computed there, for a time
+    APPROXIMATE = "approximate"  # the worker sends no events: what this router sent there recently
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """What the router may know of a sequence: no token ids, no text.
+    """What the router knows of a request: no token ids, no text.
 
-    `block_hashes` is the chain over its `num_tokens` tokens, one hash for every `tokens_per_hash` of the router's.
-    `max_tokens` bounds the output that may follow. `excluded` are workers not to be tried (again).
-    `force` overrides where the prompt is computed: "local" on the decode worker, "remote" on a prefill worker.
+    `block_hashes` is the chain over its `num_tokens` tokens, one hash for every `tokens_per_hash` of the router's. `max_tokens` bounds the
+    output. `excluded` are workers that must not be chosen (again). `force` sets where the prompt is computed: "local" on the decode worker,
+    "remote" on a prefill worker.
     """
 
     request_id: str
@@ -54,19 +54,19 @@ class RouteRequest:
     needs_decode: bool = True
     excluded: frozenset[str] = frozenset()
     force: Literal["local", "remote"] | None = None
-    width: int = 1  # sequences that it will decode as: of a group, its members, which share the prompt
-    companions: int = 0  # sequences of other requests that come with it and will decode beside it
-    slo: SloRequirement | None = None  # None: admitted whatever is predicted
-    session: str = ""  # whose requests follow each other; "": none
+    width: int = 1  # sequences that it will decode as: a group's members, which share the prompt
+    companions: int = 0  # sequences of other requests that arrive with it and will decode beside it
+    slo: SloRequirement | None = None  # None: always admitted
+    session: str = ""  # requests of a session follow each other; "": none
     tenant: str = ""
     priority: int = 0  # lower numbers are served earlier
-    may_wait: bool = False  # at the router, while its first token will be late in any case: see deferral.py
+    may_wait: bool = False  # at the router, while it will miss its TTFT target in any case: see overdue.py
 
 
 class Candidate(NamedTuple):
-    """One way to serve a request: rows of the prefill and the decode side; None: there is none (local, or prefill only).
+    """One placement of a request: a row of the prefill and a row of the decode table. None: local, or prefill only.
 
-    `score`: the less, the better. `parts`: of the policy's `term_names`, in that order.
+    `score`: lower is better. `parts`: the values of the policy's `term_names`.
     """
 
     prefill: int | None
@@ -80,13 +80,13 @@ class Candidate(NamedTuple):
 
 
 class CandidateScore(NamedTuple):
-    """One way that was considered, as the policy sees it: the less the score, the better."""
+    """One candidate with its workers and score; lower is better."""
 
     prefill: str | None
     decode: str | None
     path: Path
     score: float
-    names: tuple[str, ...]  # of the policy's terms
+    names: tuple[str, ...]  # the policy's terms
     parts: tuple[float, ...]  # their values
 
     @property
@@ -95,7 +95,7 @@ class CandidateScore(NamedTuple):
 
 
 class Ranking(NamedTuple):
-    """What a policy answered, best first, with the names that its rows and its terms stand for."""
+    """A policy's candidates, best first, with the names of their rows and terms."""
 
     candidates: tuple[Candidate, ...]
     prefills: tuple[str, ...]
@@ -118,16 +118,16 @@ class Ranking(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Regret:
-    """What the choice gave away of the best overlap among all workers that could compute the prompt."""
+    """How much prefix overlap the choice gave up against the best among all workers that could compute the prompt."""
 
-    worker: str  # that holds the most of it, or will; the chosen one if none holds more
+    worker: str  # that holds the most of it, or is expected to; the chosen one if none holds more
     tokens: int  # that the chosen one holds less
     seconds: float  # to compute those there
 
 
 @dataclass(frozen=True, slots=True)
 class IncompatiblePair:
-    """A pair that was not considered, since no KV can travel between the two."""
+    """A pair that was not considered, because no KV can be transferred between the two."""
 
     prefill: str
     decode: str
@@ -136,10 +136,10 @@ class IncompatiblePair:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where the request goes, and why. Its load is counted from now until `Router.on_end`.
+    """The chosen workers, and why. The request counts as their load until `Router.on_end`.
 
-    `prefill` is None for the local path, `decode` is None for prefill_only. `terms` are of the common cost, whatever the
-    policy; `score` and `policy_terms` are the policy's own, as are the `candidates`: the ways that it ranked, best first.
+    `prefill` is None for the local path, `decode` is None for prefill_only. `terms` are of the common cost, whatever the policy; `score` and
+    `policy_terms` are the policy's own, as are the `candidates` that it ranked, best first.
     """
 
     request_id: str
@@ -147,7 +147,7 @@ class Decision:
     decode: str | None
     path: Path
     predicted_ttft_s: float
-    cached_tokens_prefill: int  # of the prompt, expected in the computing worker's cache
+    cached_tokens_prefill: int  # of the prompt, expected in the computing worker's pool
     loaded_tokens_prefill: int  # of the prompt, that it is expected to load from lower tiers or the cluster's store
     cached_tokens_decode: int  # of the prompt, held by the decode worker: not transferred
     terms: dict[str, float]
@@ -160,9 +160,9 @@ class Decision:
     forecast: Prediction | None = None  # where SLOs are configured
     verdict: SloVerdict | None = None  # for a request with an SLO
     tpot_target_s: float | None = None
-    """Between two tokens: where it decodes, prompts are computed in pieces that keep to it."""
+    """Target for the mean time between two tokens: prefill chunks beside the request are sized to keep it."""
     ttft_target_s: float | None = None
-    """To the first token, from now on: in a worker's line who cannot have it gives way to who can."""
+    """Soft TTFT target, from now on. A request past its target yields to requests that can still meet theirs."""
 
     @property
     def candidates(self) -> tuple[CandidateScore, ...]:
@@ -171,27 +171,27 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """It waits at the router until `Router.take_ready` names it: its first token will be late in any case. See deferral.py.
+    """The request waits at the router until `Router.take_ready` returns it: it will miss its TTFT target in any case. See overdue.py.
 
-    Nothing is counted for it, and no worker keeps anything for it.
+    It counts as no worker's load, and no worker reserves anything for it.
     """
 
-    predicted_ttft_s: float  # had it gone at once
+    predicted_ttft_s: float  # if it were placed now
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """No worker can take the request. Nothing is counted for it."""
+    """No worker can take the request. It counts as no load."""
 
     reason: RefusalReason
     message: str
     retry_after_s: float
-    verdict: SloVerdict | None = None  # of reason "slo"
+    verdict: SloVerdict | None = None  # for reason "slo"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLoad:
-    """One worker's load as the cost sees it: last report and our own assignments together.
+    """One worker's load as the cost model sees it: last report and our own assignments together.
 
     Rates are 0 while unmeasured. `turn` grows with each assignment: the tie-breaker.
     """
@@ -205,10 +205,10 @@ class WorkerLoad:
     prefill_tokens_per_s: float
     decode_step_s: float
     kv_bytes_per_s: float
-    queued_tokens: int  # prompt tokens not yet computed
-    queued_requests: int  # prompts not yet computed
-    sequences: int  # running, waiting or receiving
-    waiting: int  # of those, in line
+    queued_tokens: int  # prompt tokens not computed yet
+    queued_requests: int  # prompts not computed yet
+    sequences: int  # running, waiting or receiving KV
+    waiting: int  # of those, queued
     free_blocks: int
     turn: int
 
@@ -222,7 +222,7 @@ class WorkerView:
     epoch: str
     index_state: IndexState
     indexed_blocks: int
-    assigned_requests: int  # by this router, not ended; a group is one
-    assigned_tokens: int  # by this router, not yet computed
+    assigned_requests: int  # by this router, not ended; a group counts once
+    assigned_tokens: int  # by this router, not computed yet
     reported_at_s: float | None  # on the caller's clock; None before the first report
     load: WorkerLoad

@@ -72,7 +72,7 @@ class WorkerAccount:
         self._others: AssignedByOthers | None = None
         self._step_time = StepTime(model.default_decode_step_s)
         self.changed: dict[WorkerAccount, None] | None = None
-        """Accounts whose own load is to be shared with the other routers; None: nobody listens."""
+        """Accounts whose own load is to be shared with the other routers; None: no other router listens."""
         self.turn = 0  # when it was last chosen
         self._columns: Columns | None = None
 

@@ -1,4 +1,4 @@
-"""Audits: some hashes that a worker is asked about, and what its answer says of the index. Pure: the seed is an argument."""
+"""Audits: a sample of hashes to query a worker for, and its answer compared with the index. Pure: the seed is an argument."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _GOLDEN, _WORD = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 @dataclass(slots=True)
 class AuditCounts:
-    """Of one worker's hashes that were compared, since it came: `wrong` are hits that it does not have, `missed` those unknown."""
+    """Hashes of one worker that were compared: `wrong` are claimed and not held, `missed` are held and not claimed."""
 
     compared: int = 0
     wrong: int = 0
@@ -20,7 +20,7 @@ class AuditCounts:
 
 
 def draws(seed: int) -> Iterator[int]:
-    """Numbers of 64 bits without end, the same ones for the same seed. Source: splitmix64 (Steele et al., OOPSLA 2014)."""
+    """Endless 64-bit random numbers, the same for the same seed. Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = seed & _WORD
     while True:
         state = (state + _GOLDEN) & _WORD
@@ -30,7 +30,7 @@ def draws(seed: int) -> Iterator[int]:
 
 
 def sample(member: IndexedWorker, seed: int, num_hashes: int) -> list[bytes]:
-    """Up to so many: half of what it is known to hold, half of what it is not known to (others hold it, or it went of late)."""
+    """Up to `num_hashes`: half that it is known to hold, half that it is not (other workers hold them, or it removed them recently)."""
     numbers, holders, own_bits = draws(seed), member.holders, member.both
     num_claimed = num_hashes - num_hashes // 2
     claimed = holders.sample(lambda mask: mask & own_bits != 0, member.num_blocks, num_claimed, numbers)
@@ -40,7 +40,7 @@ def sample(member: IndexedWorker, seed: int, num_hashes: int) -> list[bytes]:
 
 
 def compare(member: IndexedWorker, hashes: Sequence[bytes], tiers: Sequence[int]) -> AuditCounts:
-    """The index beside the worker's own word for each hash."""
+    """Compare the index with the worker's answer, hash by hash."""
     counts = AuditCounts()
     for block_hash, tier in zip(hashes, tiers, strict=False):
         if tier == CHANGING:

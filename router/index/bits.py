@@ -10,21 +10,21 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-_FEW = 6  # bits that are found faster one by one
+_FEW = 6  # bits up to which a Python loop is faster than numpy
 
 
 def anywhere_bit(row: int) -> int:
-    """Set where a worker holds a block, in whatever tier."""
+    """The bit of a worker that holds a block in any tier."""
     return 1 << 2 * row
 
 
 def both_bits(row: int) -> int:
-    """Set where a worker holds a block in its pool."""
+    """The bits of a worker that holds a block in its pool."""
     return 3 << 2 * row
 
 
 def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | None = None) -> Ints:
-    """[num_rows, 2]: how deep each row's two bits reach, from (depth, bits that reach just so far); 0 for the others."""
+    """[num_rows, 2]: the depth of each row's two bits, from (depth, bits that reach exactly this depth); 0 for the others."""
     if found is None:
         found = np.zeros((num_rows, 2), np.int64)
     flat = found.reshape(-1)

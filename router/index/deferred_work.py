@@ -1,14 +1,14 @@
-"""Work that would hold up its caller for long: done a slice at a time, in turns, or at once where nobody asked for slices. Pure."""
+"""Work that would block its caller for long: done in slices, round robin, or at once unless deferral is on. Pure."""
 
 from collections import deque
 from collections.abc import Callable
 
 Step = Callable[[], bool]
-"""Does a slice; whether there is more."""
+"""Does a slice of work; returns whether there is more."""
 
 
 class DeferredWork:
-    """What is to be done for several workers, each in its order."""
+    """Pending work of several workers."""
 
     __slots__ = ("_steps", "_wake")
 
@@ -24,11 +24,11 @@ class DeferredWork:
         return self._wake is not None
 
     def defer(self, wake: Callable[[], object]) -> None:
-        """From now on nothing is done but by `work`; `wake` is called when there is something to do, where there was nothing."""
+        """From now on only `work` does anything; `wake` is called when there is work and there was none."""
         self._wake = wake
 
     def add(self, step: Step) -> None:
-        """To be called until it says that there is no more."""
+        """Add work; `step` is called until it returns False."""
         if self._wake is None:
             while step():
                 continue
@@ -38,7 +38,7 @@ class DeferredWork:
             self._wake()
 
     def work(self) -> bool:
-        """A slice of whatever has waited longest. Whether there is more."""
+        """A slice of the oldest work. Whether there is more."""
         if self._steps:
             step = self._steps.popleft()
             if step():

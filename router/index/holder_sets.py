@@ -1,8 +1,7 @@
-"""Sets of workers by number: a *kind* stands for all blocks that the same workers hold, each in the same tiers.
+"""Sets of workers by number: all blocks that the same workers hold, in the same tiers, share one set id.
 
-A block's holders are one small number in its slot, however many workers hold it. Kind 0: nobody. The lowest number that is free
-is given first, and the last ones are forgotten when they are free, so that there are no more than are in use, or soon. Never
-imports torch, Ray, sockets or a clock.
+So a block's holders are one small number at its position, however many workers hold it. Set 0 is empty. The lowest free id is used
+first and trailing free ids are dropped, so that ids stay dense. Never imports torch, Ray, sockets or a clock.
 """
 
 from heapq import heappop, heappush
@@ -11,18 +10,18 @@ _FEW = 64
 
 
 class HolderSets:
-    """Masks (bits.py) by number, as long as some block is of that kind."""
+    """Masks (bits.py) by set id, as long as a block has that set."""
 
     __slots__ = ("_counts", "_free", "_numbers", "masks")
 
     def __init__(self) -> None:
-        self.masks = [0]  # by kind; 0 where a number is not in use
-        self._counts = [0]  # blocks of each kind
+        self.masks = [0]  # by set id; 0: the id is free
+        self._counts = [0]  # blocks per set
         self._numbers = {0: 0}  # by mask
-        self._free: list[int] = []  # a heap; some in it are forgotten, or in use again
+        self._free: list[int] = []  # a heap; it may list ids that were dropped or are in use again
 
     def __len__(self) -> int:
-        """Kinds of which there are blocks."""
+        """Sets that have blocks."""
         return len(self._numbers) - 1
 
     def moved(self, source: int, mask: int, count: int) -> int:
@@ -39,7 +38,7 @@ class HolderSets:
         return set_id
 
     def _forget(self, set_id: int) -> None:
-        """There are no blocks of this kind any more."""
+        """No block has this set any more."""
         masks = self.masks
         del self._numbers[masks[set_id]]
         masks[set_id] = 0

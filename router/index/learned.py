@@ -1,26 +1,26 @@
-"""What a worker that tells nothing probably has: the prompts that this router has seen computed there, for a time. Pure."""
+"""What a worker without KV events probably holds: the prompts that this router sent there recently. Pure."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
 
 class LearnedPrefixes:
-    """Hashes and when each is to be forgotten, soonest first: a promise of nothing, bounded in number and time."""
+    """Hashes and when each expires, soonest first: an estimate, bounded in number and time."""
 
     __slots__ = ("_expiry", "_ttl_s", "limit", "since_s")
 
     def __init__(self, limit: int, ttl_s: float) -> None:
         self.limit, self._ttl_s = limit, ttl_s
         self._expiry: dict[bytes, float] = {}
-        self.since_s: float | None = None  # when the first prompt was noted
+        self.since_s: float | None = None  # when the first prompt was sent
 
     def __len__(self) -> int:
         return len(self._expiry)
 
     def note(self, chain: Sequence[bytes], now_s: float) -> list[bytes]:
-        """This prompt, of at most `limit` hashes, was computed there now. Returns what is to be forgotten, as there are too many.
+        """This prompt, of at most `limit` hashes, was computed there now. Returns the hashes that exceed the limit.
 
-        That is the longest unused. The ends of a chain go before its beginning, as they do in a worker's pool.
+        Those are the least recently used. The end of a chain goes before its beginning, as in a worker's pool.
         """
         if self.since_s is None:
             self.since_s = now_s
@@ -32,7 +32,7 @@ class LearnedPrefixes:
         return self._forget(surplus)
 
     def expired(self, now_s: float) -> list[bytes]:
-        """What is to be forgotten by now."""
+        """The hashes that have expired."""
         return self._forget(list(self._over(now_s)))
 
     def _over(self, now_s: float) -> Iterator[bytes]:

@@ -1,6 +1,6 @@
 """Which worker holds which prefix, in its pool or in any tier: fed by KV events, healed by snapshots.
 
-Owns the workers' state and rows; holders.py stores who holds a block, indexed_worker.py decides which messages apply. Never imports
+Owns the workers' state and rows; holders.py stores which workers hold a block, indexed_worker.py decides which messages apply. Never imports
 torch, Ray, sockets or a clock. Hashes are chained, so that each stands for a whole prefix; a worker's depth is the number of leading
 hashes whose blocks it holds without a hole. A worker whose blocks are k hashes long (its stride) holds every k-th hash of a chain.
 

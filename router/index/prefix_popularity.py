@@ -1,16 +1,16 @@
-"""How often prompts come that begin alike, by how much of them is alike. Pure: the caller passes the time.
+"""Arrival rate of prompts by shared prefix. Pure: the caller passes the time.
 
-Counted by the hashes at a few depths of each prompt's chain, so that a system prompt that all requests share, and a conversation
-that one client goes on with, are told apart. Old counts fade; memory is bounded.
+Counted by the hashes at a few depths of each prompt's chain, which distinguishes a system prompt that all requests share from one
+client's conversation. Counts fade; memory is bounded.
 """
 
 import math
 from collections.abc import Sequence
 
 FADE_S = 10.0
-"""Arrivals that long ago count by 1/e."""
+"""Age at which an arrival counts 1/e."""
 MAX_COUNTED = 65_536
-"""Prefixes that are counted at once; the oldest are forgotten."""
+"""Prefixes that are counted; the oldest are dropped."""
 
 
 class PrefixPopularity:
@@ -19,13 +19,13 @@ class PrefixPopularity:
     __slots__ = ("_counts",)
 
     def __init__(self) -> None:
-        self._counts: dict[bytes, tuple[float, float]] = {}  # faded count, and when it was so; the oldest first
+        self._counts: dict[bytes, tuple[float, float]] = {}  # (faded count, time of the last update); the oldest first
 
     def __len__(self) -> int:
         return len(self._counts)
 
     def observe(self, hashes: Sequence[bytes], now_s: float) -> None:
-        """A prompt has come."""
+        """A prompt arrived."""
         for depth in _depths(len(hashes)):
             name = hashes[depth - 1]
             count, then_s = self._counts.pop(name, (0.0, now_s))
@@ -34,7 +34,7 @@ class PrefixPopularity:
             del self._counts[next(iter(self._counts))]
 
     def arrivals_per_s(self, hashes: Sequence[bytes], depth: int, now_s: float) -> float:
-        """Of prompts that share the first `depth` hashes, or some more than half of them, with this one."""
+        """Arrival rate of prompts that share the first `depth` hashes with this one (rounded down to a power of two)."""
         depths = _depths(min(depth, len(hashes)))
         if not depths:
             return 0.0

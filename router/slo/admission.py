@@ -1,13 +1,13 @@
-"""Admission by service-level objectives: whether a request is let in, on which promise, or refused before it costs anything.
+"""Admission by service-level objectives: whether a request is admitted, under which target, or refused before it costs anything.
 
-Owns the verdict; what is predicted is forecast.py's. Pure: never imports torch, Ray, sockets, a clock or a random source.
+Owns the verdict; predictions are forecast.py's. Pure: never imports torch, Ray, sockets, a clock or a random source.
 Rules:
-- What is not known is never held against a request: an unmeasured worker refuses nobody.
-- A request meets a target when predicted TTFT and TPOT, with the margin of past errors, are within it, and when it breaks
-  no promise made to another on its decode worker.
-- Otherwise the targets that its class degrades to are tried in turn; then it is queued without a promise, or refused.
-- A worker that has nothing to do and of which nothing was learned lately takes one request in spite of the prediction: it
-  may be wrong by now, and nothing but an outcome can tell.
+- Unknown latency is never held against a request: an unmeasured worker refuses none.
+- A request meets a target if predicted TTFT and TPOT, with the margin of past errors, are within it, and if it breaks no target of
+  another request on its decode worker.
+- Otherwise the targets that its class degrades to are tried in turn; then it is queued without a target, or refused.
+- An idle worker of which nothing was learned for a while takes one request in spite of the prediction (a probe): the prediction may
+  be wrong by now, and only an outcome can show it.
 """
 
 from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget, SloVerdict, VerdictKind
@@ -18,7 +18,7 @@ MIN_RETRY_S, MAX_RETRY_S = 1.0, 60.0
 def judge(requirement: SloRequirement, prediction: Prediction, *, clears_in_s: float | None) -> SloVerdict:
     """The verdict on one request.
 
-    `clears_in_s`: when the decode worker's batch will have shrunk enough for the last of the targets; None: not soon.
+    `clears_in_s`: seconds until the decode worker's batch has shrunk enough for the last target; None: not soon.
     """
     wanted = requirement.targets[0]
     missed = _missed(wanted, prediction)
@@ -47,12 +47,12 @@ def _missed(target: SloTarget, prediction: Prediction) -> tuple[str, ...]:
 
 
 def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float | None) -> tuple[float, bool]:
-    """(seconds until the prediction would fit, if nobody else came; whether it never would)."""
+    """(seconds until the prediction would meet the target without further arrivals, whether it never would)."""
     missed = _missed(target, prediction)
     waits, is_hopeless = [MIN_RETRY_S], False
     if "ttft" in missed and target.ttft_s is not None:
         is_hopeless |= prediction.idle_ttft_s > target.ttft_s
-        waits.append(prediction.safe_ttft_s - target.ttft_s)  # a queue shortens by one second a second
+        waits.append(prediction.safe_ttft_s - target.ttft_s)  # a queue shortens by one second per second
     if "tpot" in missed or "others" in missed:
         is_hopeless |= prediction.batch <= prediction.own_sequences and "tpot" in missed
         waits.append(MAX_RETRY_S if clears_in_s is None else clears_in_s)
@@ -60,7 +60,7 @@ def _retry_after_s(target: SloTarget, prediction: Prediction, clears_in_s: float
 
 
 def verdict_fields(verdict: SloVerdict) -> dict[str, object]:
-    """A verdict as clients see it: in a refusal's body, in `x-kvrelay-explain`, and with an answer that has no promise."""
+    """A verdict as clients see it: in a refusal's body, in `x-kvrelay-explain`, and in answers without a target."""
     prediction = verdict.prediction
     fields: dict[str, object] = {
         "class": verdict.wanted.name,
@@ -89,7 +89,9 @@ def refusal_message(verdict: SloVerdict) -> str:
     if "tpot" in verdict.missed:
         reasons.append(f"{prediction.safe_tpot_s:.3g} s are predicted per token, wanted at most {wanted.tpot_s:g} s")
     if "others" in verdict.missed:
-        reasons.append(f"it would break {prediction.crowded_tpot_s:g} s per token that others there were promised")
+        reasons.append(
+            f"it would break {prediction.crowded_tpot_s:g} s per token that another request there has as its target"
+        )
     remedy = (
         "even idle workers would not meet it: ask for less, or of another class" if verdict.is_hopeless else "try later"
     )

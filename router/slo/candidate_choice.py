@@ -1,13 +1,13 @@
-"""Which of the ways that the router ranked a request with an SLO takes: the cheapest that is predicted to keep to it.
+"""Which of the ranked candidates a request with an SLO takes: the cheapest that is predicted to meet it.
 
 Pure: never imports torch, Ray, sockets, a clock or a random source. Rules:
-- The cheapest way decides who computes the prompt; other decode workers for it are tried, cheapest first, `MAX_TRIED` in all.
-  Other prefill workers are not: they are dearer to everybody, and beyond capacity each that is let in there costs
-  several others (bench/results/2026-11-22-scheduling.md: goodput fell by 5 to 7 % on the conversation trace). But where a decode worker was to compute the
-  prompt itself and only its batch is in the way, whoever comes next is tried.
-- A batch for which one way misses is not tried again.
-- Who would be refused is served without a promise while that holds up nobody: another prefill worker stays idle. What it
-  leaves in a cache is what the next prompt of its conversation needs to be in time.
+- The cheapest candidate decides which worker computes the prompt; other decode workers for it are tried, cheapest first, `MAX_TRIED` in
+  all. Other prefill workers are not: they cost all requests more, and beyond capacity each request admitted there costs several others
+  (goodput fell by 5 to 7 % on the conversation trace). But where a decode worker was to compute the prompt itself and only its batch
+  misses the target, the next candidate is tried.
+- A decode worker whose batch misses the target with one candidate is not tried again.
+- A request that would be refused is served without a target if that delays no other: another prefill worker stays idle. The KV that it
+  leaves in a cache lets the next prompt of its conversation meet its target.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,10 +29,10 @@ def choose_candidate(
     clears_in_s: Callable[[int, Prediction], float | None],
     spare: int | None = None,
 ) -> tuple[int, SloVerdict]:
-    """(the way to take, the verdict on it). A refusal tells of the way that is free the soonest.
+    """(index of the candidate to take, the verdict on it). A refusal is of the candidate that is free soonest.
 
-    `candidates`: best first, at least one. `predict` and `clears_in_s` (see slo.judge) are of a way by its index. `spare`: one on which
-    it would hold up nobody.
+    `candidates`: best first, at least one. `predict` and `clears_in_s` (see admission.judge) take a candidate's index. `spare`: one on which
+    the request would delay no other.
     """
     tried: list[tuple[int, SloVerdict]] = []
     for index, candidate in enumerate(candidates):
@@ -50,15 +50,15 @@ def choose_candidate(
         ]
     chosen, verdict = min(tried, key=lambda one: _rank(requirement, one[1]))
     if verdict.kind == "refused" and spare is not None:
-        unpromised = judge(replace(requirement, on_miss="queue"), predict(spare), clears_in_s=None)
-        if "others" not in unpromised.missed:
-            chosen, verdict = spare, unpromised
+        untargeted = judge(replace(requirement, on_miss="queue"), predict(spare), clears_in_s=None)
+        if "others" not in untargeted.missed:
+            chosen, verdict = spare, untargeted
     others = tuple(_rejected(candidates[index], one) for index, one in tried if index != chosen)
     return chosen, replace(verdict, rejected_candidates=others)
 
 
 def _may_go_elsewhere(candidate: Pair, verdict: SloVerdict) -> bool:
-    """Whether it is for its batch alone that a decode worker which computes the prompt itself does not do."""
+    """Whether a decode worker that would compute the prompt itself misses the target by its batch alone."""
     return candidate[0] is None and "ttft" not in verdict.missed
 
 
@@ -67,7 +67,7 @@ def _computes(candidate: Pair) -> str | None:
 
 
 def _rank(requirement: SloRequirement, verdict: SloVerdict) -> tuple[int, float]:
-    """The least is best; ways that are alike stay in their order."""
+    """Lower is better; equal candidates stay in order."""
     within = requirement.targets.index(verdict.target) if verdict.target is not None else verdict.retry_after_s
     return _ORDER.index(verdict.kind), within
 

@@ -1,12 +1,12 @@
-"""What a request would see if it went where the router wants to send it: its TTFT, and its TPOT once it decodes.
+"""Predicts the TTFT and TPOT that a request would see on given workers.
 
-TTFT: the prompts ahead of it at the computing worker, its own, the hand-over and the wait for blocks. TPOT: a step of the
-decode worker with the batch that is likely there when the prefill ends, not the one of now (Mooncake, FAST 2025,
-section 7: rejecting by today's load makes load swing). Both learn: the workers' speeds from what each first token and
-load report says, a bias per worker and a margin over all from predictions against outcomes.
+TTFT: the prompts ahead of it at the computing worker, its own, the hand-over and the wait for blocks. TPOT: a step of the decode worker
+with the batch expected there when the prefill ends, not the current one (Mooncake, FAST 2025, section 7: rejecting by the current load
+makes load oscillate). Both learn: the workers' speeds from first tokens and load reports, a bias per worker and a margin over all
+workers from predictions against outcomes.
 
-Pure: times are arguments, in seconds of one clock. Holds one record for each request between `assign` and `end`, and
-one for each live worker.
+Pure: times are arguments, in seconds of one clock. Holds one record for each request between `assign` and `end`, and one for each live
+worker.
 """
 
 from collections.abc import Iterator
@@ -20,15 +20,15 @@ from kvrelay.router.slo.lifetimes import OutputLengths
 from kvrelay.router.slo.online_fit import DurationFit
 from kvrelay.router.types import Decision, RouteRequest
 
-MIN_EVIDENCE = 3  # durations seen of a worker before it is said to be measured
-SILENT_S = 10.0  # without an outcome; then a prediction is too old to refuse for
-MIN_TPOT_TOKENS = 4  # outputs shorter than that say nothing about steps
+MIN_EVIDENCE = 3  # durations observed before a worker counts as measured
+SILENT_S = 10.0  # time without an outcome after which a prediction is too old to refuse by
+MIN_TPOT_TOKENS = 4  # shorter outputs do not measure steps
 _TTFT_FLOOR_S = 0.05
 _TPOT_SCALES = (1.0, 0.02)
-_TPOT_PULL = 2.0  # outcomes that would be as predicted: a few short outputs that were stalled say little of the next
-_MOST_OFF = 2.0  # times the expected, that one outcome counts as at most
+_TPOT_PULL = 2.0  # prior outcomes as predicted: a few stalled short outputs predict little
+_MOST_OFF = 2.0  # bound of one outcome over its expectation
 _AS_PREDICTED = (0.0, 1.0)
-_TPOT_KEEP = 0.99  # outcomes come late and vary: a hundred count
+_TPOT_KEEP = 0.99  # outcomes come late and vary: about a hundred count
 _COMPUTE_SCALES = (1.0, 2000.0, 2000.0 * 4000.0)
 _STEP_SCALES = (1.0, 16.0, 16.0 * 2000.0)
 Features = tuple[float, float, float]
@@ -44,8 +44,8 @@ class _Open:
     decode: "_Worker | None"
     features: Features
     assigned_at_s: float
-    promised_tpot_s: float | None
-    width: int  # sequences that still decode, or will
+    target_tpot_s: float | None
+    width: int  # sequences that decode, or will
     first_token_s: float | None = None
 
 
@@ -58,17 +58,17 @@ class _Worker:
     step: DurationFit = field(default_factory=lambda: DurationFit(_STEP_SCALES))
     ttft_bias: Bias = field(default_factory=lambda: Bias(_TTFT_FLOOR_S))
     tpot: DurationFit = field(default_factory=lambda: DurationFit(_TPOT_SCALES, keep=_TPOT_KEEP, pull=_TPOT_PULL))
-    num_prefills: int = 0  # durations seen
+    num_prefills: int = 0  # durations observed
     num_steps: int = 0
-    rate: float = 0.0  # tokens/s, as it reports
-    step_s: float = 0.0  # the like
-    freed_at_s: float = 0.0  # when it last ended a prompt
+    rate: float = 0.0  # tokens/s, as reported
+    step_s: float = 0.0  # of a decode step, as reported
+    freed_at_s: float = 0.0  # when it last finished a prompt
     learned_at_s: float = float("-inf")
-    queue: dict[str, _Open] = field(default_factory=dict)  # no first token yet; in order
-    running: dict[str, _Open] = field(default_factory=dict)  # decode here, or will
+    queue: dict[str, _Open] = field(default_factory=dict)  # without a first token; in order
+    running: dict[str, _Open] = field(default_factory=dict)  # decoding here, or will
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether nothing was learned of it lately, and nothing that is on its way there will teach anything."""
+        """Whether nothing was learned of it for a while, and no request there will change that."""
         return not (self.queue or self.running) and now_s - self.learned_at_s >= SILENT_S
 
     def learn_prefill(self, features: Features, seconds: float, now_s: float) -> None:
@@ -81,7 +81,7 @@ class _Worker:
         self.learned_at_s = now_s
 
     def shared_tokens(self) -> float:
-        """Tokens that steps read once more for each further member of a group, though they are held once."""
+        """Tokens that steps read once per further member of a group, though they are stored once."""
         return float(
             sum(
                 (item.width - 1) * item.request.num_tokens
@@ -95,11 +95,11 @@ class _Worker:
         return 0.0, 1.0 / self.rate if self.rate else 0.0, 0.0
 
     def prefill_costs(self, now_s: float) -> tuple[float, ...]:
-        """Seconds for each of the features of a prompt."""
+        """Seconds per unit of each feature of a prompt."""
         return self.compute.coefficients(self._prefill_prior, now_s)
 
     def tpot_s(self, raw_s: float, now_s: float) -> float:
-        """What sequences see of a step that takes `raw_s` as they join: part of it passes, for batches rise and fall."""
+        """TPOT of sequences that join a step of `raw_s`: it counts in part, because batches rise and fall."""
         fixed_s, share = self.tpot.coefficients(_AS_PREDICTED, now_s)
         return fixed_s + share * raw_s
 
@@ -112,16 +112,16 @@ def _dot(costs: tuple[float, ...], features: Features) -> float:
 
 
 def _prompt_features(num_tokens: int, cached_tokens: int) -> Features:
-    """One prompt, its uncached tokens, and those times the tokens that each attends to on average."""
+    """(1, uncached tokens, uncached tokens times the mean context that they attend to)."""
     uncached = max(1, num_tokens - cached_tokens)
     return 1.0, float(uncached), uncached * (num_tokens - uncached / 2)
 
 
 class Forecast:
-    """Predicts, and learns. Written by Router alone."""
+    """Predicts latency, and learns from outcomes. Written by Router alone."""
 
     def __init__(self, *, confidence: float) -> None:
-        """`confidence`: the share of requests whose times are to stay below what `safe_*` says."""
+        """`confidence`: share of requests whose latency is to stay below the `safe_*` predictions."""
         self._confidence = confidence
         self._workers: dict[str, _Worker] = {}
         self._open: dict[str, _Open] = {}
@@ -131,10 +131,10 @@ class Forecast:
     def __len__(self) -> int:
         return len(self._open)
 
-    # ---- what workers say
+    # ---- messages of workers
 
     def worker_up(self, info: WorkerInfo) -> None:
-        """A worker that starts anew is measured anew."""
+        """A restarted worker is measured anew."""
         known = self._workers.get(info.worker_id)
         if known is None or known.info.epoch != info.epoch:
             self._workers[info.worker_id] = _Worker(info)
@@ -143,7 +143,7 @@ class Forecast:
         self._workers.pop(worker_id, None)
 
     def apply_load(self, worker_id: str, report: LoadReport, now_s: float) -> None:
-        """Speeds, and one sample of what a decode step takes with such a batch."""
+        """Speeds, and one sample of a decode step with such a batch."""
         worker = self._workers[worker_id]
         worker.rate = report.prefill_tokens_per_s or worker.rate
         is_new = report.decode_step_s > 0 and report.decode_step_s != worker.step_s
@@ -153,7 +153,7 @@ class Forecast:
             tokens = report.used_blocks * worker.info.block_size * share + worker.shared_tokens()
             worker.learn_step((1.0, float(report.running), tokens), report.decode_step_s, now_s)
 
-    # ---- predicting
+    # ---- predictions
 
     def predict(
         self,
@@ -163,7 +163,7 @@ class Forecast:
         decode: WorkerAccount | None,
         now_s: float,
     ) -> Prediction:
-        """What `request` would see now. It must not have been assigned yet."""
+        """The latency that `request` would see now. It must not have been assigned yet."""
         source = self._workers[compute.info.worker_id]
         costs = source.prefill_costs(now_s)
         own_s = _dot(costs, _prompt_features(request.num_tokens, decision.cached_tokens_prefill))
@@ -189,7 +189,7 @@ class Forecast:
         features = (1.0, others[0] + own, others[1] + own * request.num_tokens)
         costs = target.step_costs(now_s)
         raw_tpot_s = _dot(costs, features) + transfer_s / max(1.0, min(request.max_tokens, self.lengths.mean_tokens))
-        crowded = self._broken_promise(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
+        crowded = self._broken_target(target, _dot(costs, (1.0, *others)), raw_tpot_s, now_s)
         is_known = target.num_steps >= MIN_EVIDENCE and request.max_tokens > 1
         return Prediction(
             blank.ttft_s, target.tpot_s(raw_tpot_s, now_s) if is_known else None, blank.ttft_factor,
@@ -199,7 +199,7 @@ class Forecast:
 
     @staticmethod
     def _queue_s(worker: _Worker, costs: tuple[float, ...], now_s: float) -> float:
-        """Seconds until the prompts that were sent there are computed; of the first, a part is done."""
+        """Seconds until the prompts assigned there are computed; the first one is partly done."""
         if not worker.queue:
             return 0.0
         head = next(iter(worker.queue.values()))
@@ -210,7 +210,7 @@ class Forecast:
     def _batch_at(
         self, worker: _Worker, account: WorkerAccount, typical_tokens: int, horizon_s: float, now_s: float
     ) -> tuple[float, float]:
-        """(sequences, tokens of context) expected on a decode worker `horizon_s` from now; arrivals yet to come left out."""
+        """(sequences, context tokens) expected on a decode worker in `horizon_s`; future arrivals are left out."""
         sequences, tokens = 0.0, 0.0
         for likely, context in self._survivors(worker, horizon_s, now_s):
             sequences += likely
@@ -222,7 +222,7 @@ class Forecast:
         return min(sequences + foreign, float(worker.info.max_running)), tokens + foreign * mean_tokens
 
     def _survivors(self, worker: _Worker, horizon_s: float, now_s: float) -> Iterator[tuple[float, float]]:
-        """(sequences that are likely to decode then, the context of each) of everything that was sent there."""
+        """(expected sequences, context of each) of every request assigned there."""
         step_s = max(worker.step_s, 1e-4)
         for item in worker.running.values():
             began_s = item.first_token_s
@@ -235,16 +235,16 @@ class Forecast:
                 yield item.width * self.lengths.survival(have, more), item.request.num_tokens + have + more
 
     @staticmethod
-    def _broken_promise(worker: _Worker, without_s: float, with_s: float, now_s: float) -> float | None:
-        """The tightest TPOT promised there that holds without the new one and not with it."""
-        promises = (item.promised_tpot_s for item in worker.running.values() if item.promised_tpot_s is not None)
-        tightest = min(promises, default=None)
+    def _broken_target(worker: _Worker, without_s: float, with_s: float, now_s: float) -> float | None:
+        """The tightest TPOT target there that is met without the new request and not with it."""
+        targets = (item.target_tpot_s for item in worker.running.values() if item.target_tpot_s is not None)
+        tightest = min(targets, default=None)
         if tightest is None:
             return None
         return tightest if worker.tpot_s(without_s, now_s) <= tightest < worker.tpot_s(with_s, now_s) else None
 
     def clears_in(self, account: WorkerAccount, request: RouteRequest, tpot_s: float, now_s: float) -> float | None:
-        """Seconds until a step of the decode worker would take at most `tpot_s`, if nobody else came; None: not in a minute."""
+        """Seconds until a step of the decode worker takes at most `tpot_s`, without further arrivals; None: not in a minute."""
         worker = self._workers[account.info.worker_id]
         costs = worker.step_costs(now_s)
         factor, own = self.tpot_errors.quantile(self._confidence), request.width + request.companions
@@ -255,25 +255,25 @@ class Forecast:
                 return wait_s
         return None
 
-    # ---- learning
+    # ---- outcomes
 
     def assign(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
-        """It is on its way, as predicted and promised; `end` must follow. An earlier one of the same id ends."""
+        """The request is assigned, with its prediction and target; `end` must follow. An earlier attempt of the same id ends."""
         self.end(request.request_id)
         prediction, verdict = decision.forecast, decision.verdict
         assert prediction is not None
-        promised_tpot_s = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
+        target_tpot_s = verdict.target.tpot_s if verdict is not None and verdict.target is not None else None
         compute = self._workers[decision.prefill or decision.decode or ""]
         decode = self._workers[decision.decode] if decision.decode is not None else None
         features = _prompt_features(request.num_tokens, decision.cached_tokens_prefill)
-        item = _Open(request, prediction, compute, decode, features, now_s, promised_tpot_s, request.width)
+        item = _Open(request, prediction, compute, decode, features, now_s, target_tpot_s, request.width)
         self._open[request.request_id] = item
         compute.queue[request.request_id] = item
         if decode is not None:
             decode.running[request.request_id] = item
 
     def first_token(self, request_id: str, now_s: float, timings: Timings | None, cached_tokens: int) -> None:
-        """The prompt is computed; `timings` is what the worker says of it. Once."""
+        """The prompt is computed; `timings` are reported by the worker. Counts once."""
         item = self._open.get(request_id)
         if item is None or item.first_token_s is not None:
             return
@@ -289,7 +289,7 @@ class Forecast:
             worker.ttft_bias.observe(prediction.raw_ttft_s, observed_s, now_s)
 
     def finished(self, request_id: str, num_tokens: int, tpot_s: float, now_s: float) -> None:
-        """It ran to its own end, with `num_tokens` of output."""
+        """It finished, with `num_tokens` of output."""
         item = self._open.get(request_id)
         if item is None or item.decode is None:
             return
@@ -303,7 +303,7 @@ class Forecast:
         item.decode.learned_at_s = now_s
 
     def narrow(self, request_id: str, width: int) -> None:
-        """Of a group no more than so many sequences go on, at least one."""
+        """Only `width` sequences of a group continue, at least one."""
         if (item := self._open.get(request_id)) is not None:
             item.width = max(1, min(item.width, width))
 

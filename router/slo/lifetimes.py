@@ -1,19 +1,19 @@
-"""How long outputs get: the chance that a sequence with so many tokens goes on for so many more. Pure.
+"""Lengths of outputs: the probability that a sequence with so many tokens continues for so many more. Pure.
 
-Counts of finished outputs by length, old ones fading: bounded, whatever the load.
+Counts of finished outputs by length, fading: bounded, whatever the load.
 """
 
 import math
 from itertools import accumulate
 
-_WIDTH, _NUM_BUCKETS = 32, 256  # tokens; outputs of 8,192 and more are one
-_KEEP = 0.995  # of the old counts at each finished output: about two hundred count
-PRIOR_TOKENS = 256  # mean output before there is any evidence
+_WIDTH, _NUM_BUCKETS = 32, 256  # tokens; outputs of 8,192 and more share the last bucket
+_KEEP = 0.995  # of the counts, per finished output: about two hundred count
+PRIOR_TOKENS = 256  # mean output before any evidence
 _PRIOR = [2.0 * math.exp(-bucket * _WIDTH / PRIOR_TOKENS) for bucket in range(_NUM_BUCKETS + 1)]
 
 
 class OutputLengths:
-    """The lengths of finished outputs, tokens. One cut at its `max_tokens` counts as so long: it ended there."""
+    """Lengths of finished outputs, in tokens. An output cut at `max_tokens` counts with that length."""
 
     __slots__ = ("_counts", "_longer", "mean_tokens")
 
@@ -31,7 +31,7 @@ class OutputLengths:
         self._longer = [seen + prior for seen, prior in zip(longer, _PRIOR, strict=True)]
 
     def survival(self, have_tokens: float, more_tokens: float) -> float:
-        """The chance that an output with `have_tokens` is still not over `more_tokens` later; in 0..1."""
+        """Probability in [0, 1] that an output with `have_tokens` continues for more than `more_tokens`."""
         return self._share_above(have_tokens + more_tokens) / self._share_above(have_tokens)
 
     def _share_above(self, tokens: float) -> float:

@@ -1,4 +1,4 @@
-"""Small linear models of durations, learned as they are observed and forgotten as time passes. Pure.
+"""Small linear models of durations, learned online and forgotten over time. Pure.
 
 Never imports torch, Ray, sockets, a clock or a random source: the caller passes the time.
 """
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 KEEP = 0.97  # about thirty observations count
 HALF_LIFE_S = 600.0  # of evidence
-PULL = 0.05  # observations' worth of weight that holds each coefficient near its prior
+PULL = 0.05  # weight of the prior, in observations
 
 
 @dataclass(frozen=True, slots=True)
 class FitState:
-    """What a fit has learnt, as plain data."""
+    """The state of a fit, as plain data."""
 
     products: tuple[tuple[float, ...], ...]
     targets: tuple[float, ...]
@@ -24,8 +24,8 @@ class FitState:
 class DurationFit:
     """Seconds as a sum of non-negative coefficients times features; least relative squares, newest first.
 
-    `scales` are typical values of the features: they say how strongly a prior holds. `prior` may change between calls:
-    it is what the worker itself reports, and all there is before the first observation. `keep` is the share of the old
+    `scales` are typical values of the features: they set how strongly a prior holds. `prior` may change between calls:
+    it is what the worker itself reports, and the whole estimate before the first observation. `keep` is the share of the old
     evidence that each observation leaves, `pull` how many observations the prior is worth.
     """
 
@@ -38,13 +38,13 @@ class DurationFit:
         self._products = [[0.0] * size for _ in range(size)]
         self._targets = [0.0] * size
         self._observed_at_s = 0.0
-        self.weight = 0.0  # how many recent observations count
+        self.weight = 0.0  # number of recent observations that count
 
     def observe(self, features: Sequence[float], seconds: float, prior: Sequence[float], now_s: float) -> None:
         """Learn one duration, in seconds and above 0.
 
-        Its error counts relative to what was expected, not to what came: a worker that gets slower would otherwise never be
-        believed, for its short durations of before would weigh more than all the long ones since.
+        Its error counts relative to the expected duration, not the observed one: otherwise the short durations of a worker that
+        gets slower would outweigh all the long ones since.
         """
         if not 0 < seconds < float("inf"):
             return
@@ -61,7 +61,7 @@ class DurationFit:
         self._observed_at_s = now_s
 
     def coefficients(self, prior: Sequence[float], now_s: float) -> tuple[float, ...]:
-        """Seconds per unit of each feature, as believed now."""
+        """Seconds per unit of each feature, as estimated now."""
         left = self._left(now_s)
         expected = sum(p * scale for p, scale in zip(prior, self._scales, strict=True)) or 1.0
         active = list(range(len(self._scales)))
@@ -77,18 +77,18 @@ class DurationFit:
         return tuple(prior)
 
     def state(self, now_s: float) -> FitState:
-        """To go on from elsewhere."""
+        """For `resume` elsewhere."""
         rows = tuple(map(tuple, self._products))
         return FitState(rows, tuple(self._targets), self.weight, now_s - self._observed_at_s)
 
     def resume(self, state: FitState, now_s: float) -> None:
-        """Go on from another fit of the same features."""
+        """Continue from the state of another fit with the same features."""
         assert len(state.targets) == len(self._scales)
         self._products, self._targets = [list(row) for row in state.products], list(state.targets)
         self.weight, self._observed_at_s = state.weight, now_s - state.observed_ago_s
 
     def _left(self, now_s: float) -> float:
-        """The share of the evidence that time has left."""
+        """The share of the evidence that has not faded."""
         return float(0.5 ** (max(0.0, now_s - self._observed_at_s) / HALF_LIFE_S))
 
 
@@ -99,9 +99,9 @@ def _solve(matrix: list[list[float]], values: list[float]) -> list[float]:
     for column in range(size):
         pivot = max(range(column, size), key=lambda r: abs(rows[r][column]))
         rows[column], rows[pivot] = rows[pivot], rows[column]
-        for below in range(column + 1, size):
-            share = rows[below][column] / rows[column][column]
-            rows[below] = [x - share * y for x, y in zip(rows[below], rows[column], strict=True)]
+        for lower in range(column + 1, size):
+            share = rows[lower][column] / rows[column][column]
+            rows[lower] = [x - share * y for x, y in zip(rows[lower], rows[column], strict=True)]
     solved = [0.0] * size
     for column in reversed(range(size)):
         known = sum(rows[column][right] * solved[right] for right in range(column + 1, size))

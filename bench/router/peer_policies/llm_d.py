@@ -3,10 +3,10 @@
 Source: llm-d/llm-d-inference-scheduler (commit 520af47), deploy/config/pd-epp-config.yaml: prefix-cache-scorer of weight 2 and
 queue-scorer of weight 1 in both profiles, max-score-picker (equal ones by chance), prefix-based-pd-decider with nonCachedTokens 16.
 The prefix scorer gives the share of the prompt's blocks, of the first 256 at most; the queue scorer (longest - own) / (longest -
-shortest) of the lines, 1 where all are alike; the kv-cache-utilization-scorer the free share. nonCachedTokens 0 never disaggregates.
+shortest) of the queues, 1 where all are equal; the kv-cache-utilization-scorer the free share. nonCachedTokens 0 never disaggregates.
 
 Scores here are what a worker falls short of each scorer's best, so that the least is the best. The decode worker is chosen before
-the prefill worker, whatever that one's score: a way's score is the decode worker's, and only in its terms stands the prefill worker's.
+the prefill worker, whatever that one's score: a candidate's score is the decode worker's; the prefill worker's is only in its terms.
 """
 
 from typing import ClassVar

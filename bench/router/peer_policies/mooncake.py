@@ -1,10 +1,10 @@
-"""Mooncake's Conductor: the prefill worker with the least time to first token, prefixes fetched from who has more. Pure.
+"""Mooncake's Conductor: the prefill worker with the least time to first token, prefixes fetched from the worker that has more. Pure.
 
 Source: Qin et al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025), algorithm 1. Where the longest prefix anywhere
 is more than `balancing_threshold` times the worker's own, the rest of it is fetched; then queue, transfer and computation add up,
-and the least sum wins. A request whose TTFT or TBT is predicted beyond its limit is rejected: no way is listed.
+and the least sum wins. A request whose TTFT or TBT is predicted beyond its limit is rejected: there is no candidate.
 
-The paper gives no threshold (it is "adjusted manually"): 1 here, to fetch whatever somebody has more of. It does not say how the
+The paper gives no threshold (it is "adjusted manually"): 1 here, to fetch whatever another worker has more of. It does not say how the
 decode worker is chosen beyond balancing load under the limit of its memory: here the least share of KV blocks in use. Its prefill
 time is a fitted function of both lengths; here it is tokens at the measured speed.
 """

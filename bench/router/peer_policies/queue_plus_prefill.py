@@ -1,6 +1,6 @@
 """The sanity baseline: the queue, and the request's own prefill several times over. Pure.
 
-Ours, and nobody's product: near saturation a token that is computed needlessly delays all who come after it, so a request is charged
+Ours, of no product: near saturation a token that is computed needlessly delays all later requests, so a request is charged
 `weight` times what it computes. Prefixes that are on their way to a worker count as cached there.
 """
 

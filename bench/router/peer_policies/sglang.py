@@ -3,7 +3,7 @@
 Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its launcher: load is
 uneven when the most loaded worker has over 64 requests more than the least loaded one, and over 1.5 times as many; a match counts
 above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs) both are chosen by the same policy unless
-told otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`WorkerTable.expected`).
+configured otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`WorkerTable.expected`).
 """
 
 from typing import ClassVar, Literal
