@@ -115,9 +115,9 @@ class HeadLinears(Protocol):
 class Experts(Protocol):
     """A layer's packed experts, each a gated MLP.
 
-    Calling it with x [T, H], and each token's weights [T, k] float32 and experts [T, k] int64, gives [T, H] in x's dtype:
-    the weighted sum of the experts' outputs. base [T, H] is added, times the sigmoid of base_logits [T, 1] float32 if
-    given. Sums are in float32.
+    Calling it with x [T, H], and each token's weights [T, k] float32 and experts [T, k] int64, gives [T, H] in x's
+    dtype: the weighted sum of the experts' outputs. base [T, H] is added, times the sigmoid of base_logits [T, 1]
+    float32 if given. Sums are in float32.
     """
 
     @property
@@ -138,8 +138,8 @@ class Backend(Protocol):
 
     @property
     def cascade_saved_tokens(self) -> int:
-        """Tokens of KV that decode rows did not read again as another row of their step had read them, in a layer without
-        a window; since the start.
+        """Tokens of KV that decode rows did not read again as another row of their step had read them, in a layer
+        without a window; since the start.
         """
         ...
 
@@ -257,7 +257,8 @@ class Backend(Protocol):
         ...
 
     def latent_attention(self, q: Tensor, kv_layer: Tensor, plan: Any, *, scale: float, latent_dim: int) -> Tensor:
-        """Causal paged attention of absorbed queries over cache entries, whose first `latent_dim` numbers are the values.
+        """Causal paged attention of absorbed queries over cache entries, whose first `latent_dim` numbers are the
+        values.
 
         q: [T, heads, head_dim]: its part for latents, then its rotary part -> [T, heads, latent_dim].
         Source: DeepSeek-V2 (2024), section 2.1, with the up-projections absorbed.
@@ -279,7 +280,7 @@ class Backend(Protocol):
     def sample_on_device(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         """`sample` with its result [R] int64 on the device; does not wait for it.
 
-        Settings are cached by tensor identity: a caller that passes the same temperature, top_k, top_p and min_p tensors
-        again must not have changed them. `uniform` may differ each time.
+        Settings are cached by tensor identity: a caller that passes the same temperature, top_k, top_p and min_p
+        tensors again must not have changed them. `uniform` may differ each time.
         """
         ...

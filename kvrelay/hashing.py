@@ -1,8 +1,8 @@
-"""Chained hashes of full blocks: the names under which KV is cached, routed and shared.
+"""Chained hashes of full blocks, which identify KV in caches, routing and transfers.
 
-A block's hash covers its tokens and, through its parent, everything before it, plus the tenant's salt, the adapter and what
-its tokens stand for beside text (`extras`); two processes agree because nothing here is randomised (Python's `hash` is).
-The work is done in C where a compiler is (native/block_hash.py), else by hashlib: the digests are the same.
+A block's hash covers its tokens and, through its parent, everything before it, plus the tenant's salt, the adapter and
+other inputs behind its tokens (`extras`, such as an image). All processes compute the same hashes: nothing here is
+randomised, unlike Python's `hash`. kvrelay/native/block_hash.py does the work, in C or with hashlib.
 """
 
 import functools
@@ -17,7 +17,7 @@ HASH_SEED = "kvrelay-blake2b-128-v1"
 HASH_BYTES = 16
 TOKEN_BYTES = 4
 
-_ADAPTER = b"adapter"  # BLAKE2's personalisation keeps these apart from digests of blocks
+_ADAPTER = b"adapter"  # BLAKE2's personalisation: these digests never equal a block's
 _EXTRAS = b"extras"
 _TENANT = b"tenant"
 
@@ -35,24 +35,24 @@ _PLAIN_ROOT = root_hash()
 
 
 def tenant_name(root: BlockHash) -> str:
-    """A name for whose chains begin at this root that gives away neither salt nor root; "" for those without either."""
+    """A tenant's name from its root hash, which reveals neither salt nor root; "" without salt and adapter."""
     if root == _PLAIN_ROOT:
         return ""
     return hashlib.blake2b(root, digest_size=8, person=_TENANT).hexdigest()
 
 
 def tenant_of(name: str) -> str:
-    """A tenant's digest by the name (a `cache_salt`, a user, an API key) that its requests come with; "" for ""."""
-    return tenant_name(root_hash.__wrapped__(name))  # not remembered: names come from clients, in any length
+    """A tenant's name from its `cache_salt`, user or API key; "" for ""."""
+    return tenant_name(root_hash.__wrapped__(name))  # not cached: names come from clients, in any length
 
 
 def pack_tokens(tokens: Sequence[int], start: int = 0, end: int | None = None) -> bytes:
-    """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token is no int32."""
+    """`tokens[start:end]` as little-endian int32. Raises OverflowError: a token does not fit."""
     return block_hash.pack(tokens, start, len(tokens) if end is None else min(end, len(tokens)))
 
 
 class HashChain:
-    """The hashes of a prompt's full blocks, first to last, in one run of bytes; grows at the end only."""
+    """The hashes of a prompt's full blocks, in order, in one bytearray; grows at the end only."""
 
     __slots__ = ("data", "root")
 
@@ -76,19 +76,19 @@ class HashChain:
 
     @property
     def last(self) -> BlockHash:
-        """The hash that the next block is chained to."""
+        """The parent of the next block."""
         return BlockHash(bytes(self.data[-HASH_BYTES:])) if self.data else self.root
 
     def hashes(self, first: int = 0, last: int | None = None) -> list[BlockHash]:
-        """Those from `first` up to `last`, or to the end, which is not included."""
+        """Hashes first .. last - 1; last None: to the end."""
         data = bytes(self.data[first * HASH_BYTES : None if last is None else last * HASH_BYTES])
         return [BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES)]
 
     def extend(self, packed: bytes, block_size: int, extras: Mapping[int, bytes] | None = None) -> None:
-        """Append the hashes of the full blocks of these packed tokens; a partial tail is left out.
+        """Append the hashes of the full blocks of these packed tokens; a partial block is left out.
 
-        extras: for blocks, counted from the first of `packed`, whose tokens stand for something beside text (an image):
-        a digest of that. Blocks with unlike extras have unlike hashes.
+        extras: digests of other inputs (an image) behind a block's tokens, by the block's index in `packed`. They change
+        the block's hash.
         """
         width = TOKEN_BYTES * block_size
         if extras:
@@ -111,18 +111,10 @@ def _hash_with_extras(parent: bytes, block: bytes, extras: bytes) -> bytes:
     return hashlib.blake2b(parent + mixed + block, digest_size=HASH_BYTES, person=_EXTRAS).digest()
 
 
-def next_hash(parent: BlockHash, block_tokens: Sequence[int], extras: bytes = b"") -> BlockHash:
-    """The hash of one full block that follows `parent`."""
-    data = pack_tokens(block_tokens)
-    if extras:
-        return BlockHash(_hash_with_extras(parent, data, extras))
-    return BlockHash(hashlib.blake2b(parent + data, digest_size=HASH_BYTES).digest())
-
-
 def block_hashes(
     tokens: Sequence[int], block_size: int, salt: str = "", adapter: str = "", extras: Mapping[int, bytes] | None = None
 ) -> list[BlockHash]:
-    """Hashes of every full block of `tokens`, first to last. A partial tail has none. `extras`: see HashChain.extend."""
+    """Hashes of every full block of `tokens`, in order; a partial block has none. extras: see HashChain.extend."""
     chain = HashChain(root_hash(salt, adapter))
     chain.extend(pack_tokens(tokens), block_size, extras)
     return chain.hashes()

@@ -1,4 +1,4 @@
-"""Checkpoint folders: found, converted from GGUF, checked, and made for tests.
+"""Checkpoint folders: lookup, download, GGUF conversion, checks, and tiny ones for tests.
 
 May import kvrelay, engine/models.
 """

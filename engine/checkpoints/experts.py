@@ -1,6 +1,6 @@
-"""How checkpoints lay out experts: one by one under Qwen's and DeepSeek's names or Mixtral's, or fused over all experts.
+"""Layouts of experts in checkpoints: separate (names of Qwen and DeepSeek, or of Mixtral), or fused over all experts.
 
-Our own names are those of one by one: `layers.0.mlp.experts.7.gate_proj.weight`. Pure: imports no torch.
+The decoder's names are those of separate experts: `layers.0.mlp.experts.7.gate_proj.weight`. Pure: imports no torch.
 """
 
 import re
@@ -13,7 +13,7 @@ _FUSED = re.compile(r"(.*layers\.\d+\.mlp\.experts)\.(gate_up_proj|down_proj)")
 
 
 def stored_name(name: str, architecture: str) -> str:
-    """What published checkpoints of this architecture call the tensor that we call `name`."""
+    """The name of the decoder's tensor `name` in published checkpoints of this architecture."""
     if name == "lm_head.weight":
         return name
     match = _ONE.fullmatch(name) if architecture == "mixtral" else None
@@ -24,7 +24,7 @@ def stored_name(name: str, architecture: str) -> str:
 
 
 def plain_name(name: str) -> str:
-    """Our name of a tensor that may have Mixtral's."""
+    """The decoder's name of a tensor that may have Mixtral's name."""
     match = _THEIR_ONE.search(name)
     if match is None:
         return name
@@ -35,7 +35,7 @@ def plain_name(name: str) -> str:
 def parts_of(name: str, shape: tuple[int, ...]) -> list[tuple[str, tuple[int, ...]]]:
     """The tensors, in order, that a stored one holds; more than one where it is fused over all experts.
 
-    gate_up_proj is [experts, 2 ffn, hidden], gate before up; down_proj [experts, hidden, ffn]. What Hugging Face writes
+    gate_up_proj is [experts, 2 ffn, hidden], gate before up; down_proj [experts, hidden, ffn]. Hugging Face writes them
     with save_original_format=False.
     """
     match = _FUSED.fullmatch(name)

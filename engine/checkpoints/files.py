@@ -1,4 +1,4 @@
-"""What a checkpoint folder must hold: every tensor in its shape, whole files, a tokenizer that fits.
+"""Checks a checkpoint folder: every tensor with its shape, complete files, a matching tokenizer.
 
 Reads headers only. Pure Python: imports no torch, so a bad folder is refused before any worker starts.
 """
@@ -22,14 +22,14 @@ _IGNORED = re.compile(
     r"^(model\.)?(vision_tower|vision_model|multi_modal_projector|visual|audio_tower)\.|rotary_emb\.inv_freq$"
 )
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # the weight types that we read
+ITEMSIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}  # supported weight types
 _INDEX = "model.safetensors.index.json"
 _DIGEST_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """Where one tensor lies and what it is called there. `dtype` is safetensors' name; bytes from `begin` to `end`."""
+    """A tensor's file, name and bytes (`begin` to `end`) there. dtype: safetensors' name."""
 
     path: Path
     name: str
@@ -40,7 +40,7 @@ class StoredTensor:
 
 
 def safetensors_files(folder: Path) -> list[Path]:
-    """The folder's weight files, in order. Raises ModelNotFound, CheckpointCorrupt naming what is missing."""
+    """The folder's weight files, in order. Raises ModelNotFound, CheckpointCorrupt with the missing file."""
     if (folder / _INDEX).exists():
         names = sorted(set(read_json(folder / _INDEX).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
@@ -79,7 +79,7 @@ def read_header(path: Path) -> dict[str, Any]:
 
 
 def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
-    """Where each expected tensor lies.
+    """The location of each expected tensor.
 
     Raises:
         CheckpointCorrupt: a tensor is missing, unknown, doubled, or of the wrong shape; a file is damaged.
@@ -99,7 +99,7 @@ def locate_tensors(folder: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
 def _contents(
     stored: str, entry: Mapping[str, Any], shapes: Shapes
 ) -> Iterator[tuple[str | None, tuple[int, ...], int, int]]:
-    """(name that the decoder knows, shape, begin, end) of the tensors in one stored one, which lie one after the other."""
+    """(the decoder's name, shape, begin, end) of the consecutive tensors that a stored one holds."""
     parts = parts_of(stored, tuple(entry["shape"]))
     begin, end = entry["data_offsets"]
     size = (end - begin) // len(parts)
@@ -110,7 +110,7 @@ def _contents(
 def _place(
     found: dict[str, StoredTensor], shapes: Shapes, name: str | None, tensor: StoredTensor, spec: ModelSpec
 ) -> None:
-    """Enter a tensor under its name. Raises CheckpointCorrupt."""
+    """Add a tensor under its name. Raises CheckpointCorrupt."""
     path, stored = str(tensor.path), tensor.name
     if name is None:
         if not _is_passed_over(stored, spec):
@@ -126,7 +126,7 @@ def _place(
 
 
 def _is_passed_over(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor without a place may be there: other modalities, doubles, layers that predict further tokens."""
+    """Whether an unused tensor is allowed: other modalities, duplicates, multi-token prediction layers."""
     if _IGNORED.search(name) or (spec.is_tied and name.endswith("lm_head.weight")):
         return True
     layer = _LAYER.search(name) if spec.architecture == "deepseek_v3" else None
@@ -134,7 +134,7 @@ def _is_passed_over(name: str, spec: ModelSpec) -> bool:
 
 
 def _plain_name(name: str, shapes: Shapes) -> str | None:
-    """The name without its prefix where the decoder has such a tensor."""
+    """The name without its prefix if the decoder has such a tensor."""
     for prefix in _PREFIXES:
         if name.startswith(prefix) and name.removeprefix(prefix) in shapes:
             return name.removeprefix(prefix)
@@ -142,14 +142,16 @@ def _plain_name(name: str, shapes: Shapes) -> str | None:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that could not be served. Raises ModelNotFound, CheckpointCorrupt, UnsupportedModel."""
+    """Refuse a folder that cannot be served. Raises ModelNotFound, CheckpointCorrupt, UnsupportedModel."""
     spec = ModelSpec.from_folder(folder)
     locate_tensors(folder, spec)
     _check_tokenizer(folder, spec)
 
 
 def _check_tokenizer(folder: Path, spec: ModelSpec) -> None:
-    """A tokenizer is there, and its vocabulary (added tokens aside: Gemma 3 has one too many) fits the model."""
+    """Check that a tokenizer exists and its vocabulary (without added tokens: Gemma 3 has one too many) fits the
+    model.
+    """
     path = folder / "tokenizer.json"
     if not path.exists():
         if (folder / "tokenizer.model").exists() or (folder / "vocab.json").exists():
@@ -169,7 +171,7 @@ def _check_tokenizer(folder: Path, spec: ModelSpec) -> None:
 def model_digest(folder: Path) -> str:
     """32 hex digits over the config, every weight file's header and size, and samples of its bytes.
 
-    Equal folders on two machines give equal digests; the whole is not read (milliseconds).
+    Equal folders on two machines give equal digests. Takes milliseconds, since it reads samples only.
     """
     digest = blake2b(digest_size=16)
     digest.update(json.dumps(read_json(folder / "config.json"), sort_keys=True).encode())

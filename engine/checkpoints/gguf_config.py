@@ -12,14 +12,14 @@ from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 
 Json = dict[str, Any]
 
-# Text that ends a turn or a document wherever it stands in a vocabulary as one token (llama.cpp's list, shortened).
+# Texts that end a turn or a document in any vocabulary that has them as one token (from llama.cpp's list).
 END_TEXTS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|endoftext|>", "<|end_of_text|>", "<|end|>")
 _LLAMA3_CANDIDATES = ((1.0, 4.0, 8192),)  # low_freq_factor, high_freq_factor, original context of every Llama 3.x
 
 
 @dataclass(frozen=True, slots=True)
 class GgufFamily:
-    """What one `general.architecture` is called in Hugging Face's world."""
+    """Hugging Face's names for a `general.architecture`."""
 
     model_type: str
     architecture: str
@@ -59,7 +59,7 @@ class Metadata:
         return value
 
     def token(self, name: str) -> int | None:
-        """The id of a special token such as "bos" or "eot", where the file names one inside its vocabulary."""
+        """The id of a special token such as "bos" or "eot", if the file names one inside its vocabulary."""
         value = self.values.get(f"tokenizer.ggml.{name}_token_id")
         size = len(self.values.get("tokenizer.ggml.tokens", ()))
         return int(value) if value is not None and 0 <= int(value) < size else None
@@ -70,7 +70,7 @@ class Metadata:
 
 
 def short_float(value: float) -> float:
-    """The shortest decimal of the same float32: 9.999999747378752e-06 was written as 1e-05."""
+    """The shortest decimal of the same float32: 1e-05 for 9.999999747378752e-06."""
     import numpy as np
 
     return float(str(np.float32(value)))
@@ -79,7 +79,7 @@ def short_float(value: float) -> float:
 def hf_config(meta: Metadata, shapes: Mapping[str, Sequence[int]], rope_freqs: Sequence[float] | None) -> Json:
     """config.json for a file whose tensors have these (row-major) shapes.
 
-    rope_freqs: the values of the tensor rope_freqs.weight (Llama 3's stretched frequencies), if it is there.
+    rope_freqs: the values of the tensor rope_freqs.weight (Llama 3's stretched frequencies), if present.
     """
     if int(meta.get("expert_count", 0)) and meta.architecture != "qwen3moe":
         raise UnsupportedModel(meta.source, f"mixture-of-experts weights of {meta.architecture}")
@@ -135,7 +135,7 @@ def _biases(meta: Metadata, shapes: Mapping[str, Sequence[int]]) -> Json:
 
 
 def _experts(meta: Metadata, shapes: Mapping[str, Sequence[int]]) -> Json:
-    """llama.cpp has the weights of Qwen 3's chosen experts add up to 1 unless the file says otherwise."""
+    """llama.cpp normalises the weights of Qwen 3's chosen experts unless the file disables it."""
     if meta.architecture != "qwen3moe":
         return {}
     layers = range(int(meta.need("block_count")))
@@ -193,7 +193,7 @@ def _scaling(meta: Metadata) -> Json:
 
 
 def _llama3(meta: Metadata, rope_freqs: Sequence[float], theta: float, head_dim: int) -> Json:
-    """Recover Llama 3's rope settings from the divisors that the file has instead; refused unless they agree."""
+    """Recover Llama 3's rope settings from the file's divisors; refuses divisors that do not match."""
     factor = round(max(rope_freqs), 4)
     for low, high, original in _LLAMA3_CANDIDATES:
         divisors = [_llama3_divisor(theta, head_dim, i, factor, low, high, original) for i in range(head_dim // 2)]
@@ -213,7 +213,7 @@ def _llama3(meta: Metadata, rope_freqs: Sequence[float], theta: float, head_dim:
 def _llama3_divisor(
     theta: float, head_dim: int, index: int, factor: float, low: float, high: float, original: int
 ) -> float:
-    """By what one frequency is divided. Source: Llama 3.1's rope scaling."""
+    """The divisor of one frequency. Source: Llama 3.1's rope scaling."""
     wavelength = 2 * math.pi * theta ** (2 * index / head_dim)
     if wavelength < original / high:
         return 1.0
@@ -224,7 +224,7 @@ def _llama3_divisor(
 
 
 def end_ids(meta: Metadata) -> list[int]:
-    """Every id that ends an answer: the named ones first, then control tokens known by their text."""
+    """Every EOS id: the named ones first, then control tokens with a known text."""
     tokens = meta.values.get("tokenizer.ggml.tokens", [])
     kinds = meta.values.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     named = [meta.token(name) for name in ("eos", "eot", "eom")]
@@ -237,7 +237,7 @@ def end_ids(meta: Metadata) -> list[int]:
 
 
 def generation_config(meta: Metadata) -> Json:
-    """generation_config.json: which ids begin, end and pad."""
+    """generation_config.json: BOS, EOS and padding ids."""
     ids = {
         "bos_token_id": meta.token("bos"),
         "eos_token_id": end_ids(meta) or None,

@@ -1,6 +1,6 @@
 """Converts a GGUF file to a checkpoint folder: config.json, model.safetensors, tokenizer files.
 
-Streams row by row, so that memory stays small whatever the model's size. Undoes llama.cpp's changes: the
+Streams row by row, so that memory stays small for any model. Reverts llama.cpp's changes: the
 rotary interleaving of q and k (Llama), the folded 1 + w of norms (Gemma), short tensor names.
 """
 
@@ -56,12 +56,12 @@ _IGNORED = ("rope_freqs.weight",)
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One tensor's way from the GGUF into the safetensors file, where it may be several, one after the other."""
+    """One tensor's conversion from GGUF to one or several consecutive safetensors tensors."""
 
     names: tuple[str, ...]
     tensor: GgufTensor
-    dtype: str  # safetensors' name
-    order: npt.NDArray[np.int64] | None  # rows in their new order
+    dtype: str  # its name in safetensors
+    order: npt.NDArray[np.int64] | None  # order of the rows
     minus_one: bool
 
     @property
@@ -73,7 +73,7 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[float], None] | N
     """Write the checkpoint of a GGUF file into an existing empty folder.
 
     Args:
-        progress: called with the share of weights written, 0 to 1.
+        progress: called with the fraction of weights written.
 
     Raises:
         CheckpointCorrupt, UnsupportedModel: see GgufFile, hf_config and write_tokenizer.
@@ -83,7 +83,7 @@ def convert_gguf(path: Path, folder: Path, progress: Callable[[float], None] | N
             meta, config = _write_description(file, folder)
             jobs = _jobs(file, meta, config)
         except (TypeError, ValueError, LookupError, ArithmeticError) as error:
-            raise CheckpointCorrupt(str(path), f"metadata that contradicts itself: {error}") from error
+            raise CheckpointCorrupt(str(path), f"inconsistent metadata: {error}") from error
         _write_safetensors(file, jobs, folder / "model.safetensors", progress)
 
 
@@ -106,9 +106,9 @@ def _rope_freqs(file: GgufFile) -> list[float] | None:
 
 
 def hf_name(name: str, architecture: str) -> str | None:
-    """Hugging Face's name of a GGUF tensor, or None for one that has no place in the model.
+    """Hugging Face's name of a GGUF tensor, or None for one that the model does not use.
 
-    Where it holds all experts' weights, {} stands for an expert's number.
+    {} stands for an expert's number if the tensor holds all experts.
     """
     match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
     if match is None:
@@ -139,7 +139,7 @@ def _jobs(file: GgufFile, meta: Metadata, config: dict[str, Any]) -> list[_Job]:
 
 
 def _numbered(name: str, tensor: GgufTensor, meta: Metadata) -> tuple[str, ...]:
-    """The names of what the tensor holds. Raises UnsupportedModel where its shape does not fit its name."""
+    """The names of the tensors that it holds. Raises UnsupportedModel if its shape does not match its name."""
     if ("{}" in name) != (len(tensor.shape) == 3):
         raise UnsupportedModel(meta.source, f"tensor {tensor.name} of shape {list(tensor.shape)}")
     return tuple(name.format(index) for index in range(tensor.shape[0])) if "{}" in name else (name,)

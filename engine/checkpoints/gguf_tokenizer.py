@@ -1,7 +1,7 @@
 """Rebuilds tokenizer.json from a GGUF's vocabulary, exactly as the model was trained, or refuses.
 
-Byte-level BPE is split by the pre-tokenizer that `tokenizer.ggml.pre` names; SentencePiece BPE gets its
-merges back from the scores. Stock loaders miss the digit-splitting ones (smollm, starcoder, refact,
+Byte-level BPE is split by the pre-tokenizer that `tokenizer.ggml.pre` names; the merges of SentencePiece BPE are
+recovered from the scores. Stock loaders miss the digit-splitting ones (smollm, starcoder, refact,
 command-r) and `ignore_merges` (Llama 3), silently. Source of the patterns: the models' own tokenizer.json
 and llama.cpp's llama-vocab.cpp.
 """
@@ -34,13 +34,13 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How text is cut before merging: each pattern cuts what the ones before it left."""
+    """Pre-tokenization: each pattern splits the pieces that the previous ones left."""
 
     patterns: tuple[str, ...]
-    digits: bool = False  # every digit stands alone
+    digits: bool = False  # split digits individually
     nfc: bool = False
-    ignore_merges: bool = False  # a piece that is itself in the vocabulary is taken whole
-    adds_bos: bool = False  # where the file does not say
+    ignore_merges: bool = False  # a piece that is in the vocabulary is not split further
+    adds_bos: bool = False  # if the file does not specify it
 
 
 _BY_DIGITS = PreTokenizer((_GPT2,), digits=True)
@@ -64,11 +64,11 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 
 
 def write_tokenizer(meta: Metadata, folder: Path) -> None:
-    """tokenizer.json, tokenizer_config.json and, where the file has one, chat_template.jinja.
+    """Write tokenizer.json, tokenizer_config.json and, if the file has one, chat_template.jinja.
 
     Raises:
-        UnsupportedModel: a tokenizer kind or pre-tokenizer that we cannot reproduce.
-        CheckpointCorrupt: a vocabulary that contradicts itself.
+        UnsupportedModel: a tokenizer kind or pre-tokenizer that is not supported.
+        CheckpointCorrupt: an inconsistent vocabulary.
     """
     tokens = [str(token) or f"[EMPTY_{at}]" for at, token in enumerate(meta.values.get("tokenizer.ggml.tokens", []))]
     if not tokens:
@@ -155,15 +155,15 @@ def _splitter(pre: PreTokenizer) -> Any:
 
 
 def _sentencepiece(meta: Metadata, tokens: list[str]) -> tuple[Any, bool]:
-    """BPE with byte fallback. A dummy space is put before each text, except where the file says not to (Gemma).
+    """BPE with byte fallback. A dummy space is put before each text, unless the file disables it (Gemma).
 
-    The stretches between special tokens get one too, as these vocabularies' own tokenizer.json has it, unless
+    The texts between special tokens get one too, as in these vocabularies' own tokenizer.json, unless
     the instruction marks are special tokens (Mistral v0.3): its chat template spells those spaces.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     types = _token_types(meta, tokens)
-    # files spell a user-defined run of spaces with real spaces; the merges know it as the visible one
+    # files have user-defined runs of spaces as real spaces; merges use the visible one
     known = set(tokens)
     runs = {token: _SPACE * len(token) for token in tokens if token and not token.strip(" ")}
     spelled = [runs[token] if token in runs and runs[token] not in known else token for token in tokens]
@@ -193,7 +193,7 @@ def _sentencepiece(meta: Metadata, tokens: list[str]) -> tuple[Any, bool]:
 
 
 def _ranks(meta: Metadata, tokens: list[str]) -> list[float]:
-    """How early each token is merged: its score; Gemma's scores do not follow its merge order, its ids do."""
+    """The merge rank of each token: by score; for Gemma by id, since its scores do not follow its merge order."""
     if meta.is_gemma:
         return [-float(index) for index in range(len(tokens))]
     scores = meta.values.get("tokenizer.ggml.scores")
@@ -203,9 +203,9 @@ def _ranks(meta: Metadata, tokens: list[str]) -> list[float]:
 
 
 def derive_merges(tokens: list[str], types: list[int], ranks: list[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, best rank first; among equals, longer left parts first.
+    """Every merge of two tokens into one, best rank first; among equals, longer left parts first.
 
-    Only text tokens take part: control, byte and unused tokens are never made by merging.
+    Only text tokens take part: control, byte and unused tokens are never the result of a merge.
     """
     is_text = {token: kind in (_NORMAL, _USER_DEFINED) for token, kind in zip(tokens, types, strict=True)}
     index = {token: at for at, token in enumerate(tokens)}
@@ -222,7 +222,7 @@ def derive_merges(tokens: list[str], types: list[int], ranks: list[float]) -> li
 
 
 def _add_special_tokens(tokenizer: Any, meta: Metadata, tokens: list[str]) -> None:
-    """Control tokens are special; user-defined ones are ordinary but never cut. Ids stay as they are."""
+    """Control tokens are special; user-defined ones are ordinary but never split. Ids are kept."""
     from tokenizers import AddedToken
 
     types = _token_types(meta, tokens)
@@ -242,7 +242,7 @@ def _add_special_tokens(tokenizer: Any, meta: Metadata, tokens: list[str]) -> No
 
 
 def _add_template(tokenizer: Any, meta: Metadata, tokens: list[str], adds_bos: bool) -> None:
-    """BOS and EOS around every text, as the file says (or, where it does not, its tokenizer's habit)."""
+    """Add BOS and EOS as the file specifies, else by the tokenizer's default."""
     from tokenizers import processors
 
     bos = meta.token("bos") if bool(meta.values.get("tokenizer.ggml.add_bos_token", adds_bos)) else None

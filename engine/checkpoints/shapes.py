@@ -1,4 +1,4 @@
-"""Every tensor that a decoder needs: Hugging Face's names without prefix, and shapes. Pure."""
+"""The shape of every tensor that a decoder needs, by Hugging Face's name without prefix. Pure."""
 
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.models.spec_experts import ExpertSpec
@@ -83,5 +83,5 @@ def _experts(spec: ModelSpec, experts: ExpertSpec) -> Shapes:
 
 
 def shared_name(experts: ExpertSpec) -> str:
-    """Qwen's is one expert, DeepSeek's several side by side."""
+    """Qwen has one shared expert, DeepSeek several stacked in one tensor."""
     return "shared_expert" if experts.has_shared_gate else "shared_experts"

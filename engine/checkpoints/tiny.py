@@ -1,7 +1,7 @@
-"""Tiny checkpoints with random weights, one per family: the smallest folders that every part of kvrelay serves.
+"""Tiny checkpoints with random weights, one per family: the smallest folders that kvrelay can serve.
 
 For `kvrelay verify`, tests and benchmarks. Windows are shorter than ordinary prompts and softcaps are low, so
-that each family's parts matter to the answer.
+that each family's parts affect the output.
 """
 
 import json

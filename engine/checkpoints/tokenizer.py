@@ -1,7 +1,7 @@
-"""Makes tokenizer.json for folders that have the older forms only: tokenizer.model, or vocab.json with merges.txt.
+"""Makes tokenizer.json for folders with older tokenizer files only: tokenizer.model, or vocab.json with merges.txt.
 
-Reads SentencePiece's file itself (a few fields of one protobuf message), then builds what a GGUF with the same
-vocabulary would give. Imports no torch.
+Reads a few fields of SentencePiece's protobuf message, then builds the tokenizer as for a GGUF with the same
+vocabulary. Imports no torch.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from kvrelay.engine.models.spec import ModelSpec, read_json
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 
 _CONTROL, _USER_DEFINED, _UNUSED, _BPE = 3, 4, 5, 2
-_GGUF_NAMES = {"gemma3_text": "gemma3", "mistral": "llama"}  # where it is not the architecture's own name
+_GGUF_NAMES = {"gemma3_text": "gemma3", "mistral": "llama"}  # where it differs from the architecture's name
 _ID_NAMES = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
 _USUAL_NAMES = {"bos": ("<bos>", "<s>"), "eos": ("<eos>", "</s>"), "unknown": ("<unk>",), "padding": ("<pad>",)}
 _SOURCES = ("tokenizer.model", "vocab.json", "merges.txt", "tokenizer_config.json", "added_tokens.json", "config.json")
@@ -28,7 +28,7 @@ def lacks_tokenizer_json(folder: Path) -> bool:
 
 
 def tokenizer_key(folder: Path) -> str:
-    """16 hex digits that change with the folder's place and with the files that tokenizer.json is made of."""
+    """16 hex digits that change with the folder's path and the source files of tokenizer.json."""
     digest = hashlib.blake2b(str(folder.resolve()).encode(), digest_size=8)
     for name in _SOURCES:
         if (folder / name).is_file():
@@ -49,7 +49,7 @@ def complete_folder(source: Path, target: Path) -> None:
 
 
 def _metadata(folder: Path) -> Metadata:
-    """The vocabulary as a GGUF would tell it."""
+    """The vocabulary as GGUF metadata."""
     spec = ModelSpec.from_folder(folder)
     settings = read_json(folder / "tokenizer_config.json") if (folder / "tokenizer_config.json").is_file() else {}
     name = _GGUF_NAMES.get(spec.architecture, spec.architecture)
@@ -74,13 +74,13 @@ def _metadata(folder: Path) -> Metadata:
 
 
 def _special_ids(settings: dict[str, Any], tokens: list[str]) -> dict[str, int]:
-    """As tokenizer_config.json names them, else by their usual names."""
+    """Special ids as tokenizer_config.json names them, else by their usual names."""
     index = {token: at for at, token in enumerate(tokens)}
     found: dict[str, int] = {}
     for key, name in _ID_NAMES.items():
         value = settings.get(name)
-        said = value.get("content") if isinstance(value, dict) else value
-        names = (said,) if isinstance(said, str) else _USUAL_NAMES[key]
+        name_set = value.get("content") if isinstance(value, dict) else value
+        names = (name_set,) if isinstance(name_set, str) else _USUAL_NAMES[key]
         at = next((index[token] for token in names if token in index), None)
         if at is not None:
             found[key] = at
@@ -99,9 +99,11 @@ def _added(folder: Path, settings: dict[str, Any]) -> dict[int, tuple[str, bool]
 
 
 def _byte_level_values(folder: Path, name: str) -> dict[str, Any]:
-    """vocab.json and merges.txt; the cut before merging is in neither, so only Qwen's, which is known, is taken."""
+    """vocab.json and merges.txt; neither has the pre-tokenizer, so only Qwen's is supported."""
     if name not in ("qwen2", "qwen3"):
-        raise UnsupportedModel(str(folder), "vocab.json and merges.txt do not say how text is cut; add tokenizer.json")
+        raise UnsupportedModel(
+            str(folder), "vocab.json and merges.txt do not specify the pre-tokenizer; add tokenizer.json"
+        )
     vocab = read_json(folder / "vocab.json")
     tokens = sorted(vocab, key=lambda token: int(vocab[token]))
     if [vocab[token] for token in tokens] != list(range(len(tokens))):
@@ -123,7 +125,7 @@ def _byte_level_values(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _sentencepiece_values(path: Path) -> dict[str, Any]:
-    """Pieces, scores and types; only BPE without rewriting of the text, as the supported families have it.
+    """Pieces, scores and types; only BPE without normalisation, as in the supported families.
 
     Source of the field numbers: google/sentencepiece, sentencepiece_model.proto.
     """
@@ -141,7 +143,7 @@ def _sentencepiece_values(path: Path) -> dict[str, Any]:
     if trainer.get(3, 1) != _BPE:
         raise UnsupportedModel(str(path), "a SentencePiece model that is not BPE")
     if normalizer.get(2) or normalizer.get(4, 1):  # precompiled_charsmap, remove_extra_whitespaces
-        raise UnsupportedModel(str(path), "a SentencePiece model that rewrites the text before it cuts it")
+        raise UnsupportedModel(str(path), "a SentencePiece model that normalises text")
     return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,

@@ -1,4 +1,4 @@
-"""Decoder models: what a family is made of, as data, its weights, and one forward pass.
+"""Decoder models: model specs as data, weights, and the forward pass.
 
 May import kvrelay, engine/checkpoints, kernels.
 """

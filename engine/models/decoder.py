@@ -1,4 +1,4 @@
-"""The decoder: one forward pass made of the parts that a ModelSpec lists, for every family.
+"""The decoder: one forward pass for every model family, from the parts that a ModelSpec lists.
 
 All arithmetic goes through the backend. Owns the packed weights and the rotary tables of one model.
 """
@@ -30,7 +30,7 @@ _FIRST_POSITIONS = 2048  # rotary rows made at load; more are added when a seque
 
 @dataclass(frozen=True, slots=True)
 class HeadAttention:
-    """Attention with keys and values of its own for each head, or for each group of heads."""
+    """Attention with keys and values per head or per group of heads (MHA, GQA, MQA)."""
 
     qkv: Linear
     head_norms: tuple[Tensor, Tensor] | None  # of queries and of keys
@@ -91,7 +91,9 @@ class DecoderModel:
         return self._cos_sin[0].shape[0] if self._cos_sin else 0
 
     def reserve_positions(self, num_positions: int) -> bool:
-        """Make rotary tables for at least so many positions. True when they moved: captured graphs are stale then."""
+        """Extend the rotary tables to at least this many positions. True when they moved: captured graphs are stale
+        then.
+        """
         if num_positions <= self.num_positions:
             return False
         rows = max(num_positions, min(2 * self.num_positions, self.spec.max_position))
@@ -246,7 +248,7 @@ def load_model(
     kv_dtype: torch.dtype | None = None,
     quantization: Scheme | None = None,
 ) -> DecoderModel:
-    """The model of a checkpoint folder, packed for `backend`, its products' weights quantised if so wished.
+    """The model of a checkpoint folder, packed for `backend`, with weights quantised by `quantization`, if given.
 
     `block_size` (tokens), `kv_layout` and `kv_dtype` (None: `dtype`) are the KV cache's.
 

@@ -1,7 +1,7 @@
-"""Multi-head latent attention in its absorbed form: the cache holds latents, and no keys or values are ever made.
+"""Multi-head latent attention (MLA) in its absorbed form: the cache holds latents; keys and values are never computed.
 
-The products that would turn latents into keys and values act on the query and on the result instead, head by head, so
-that all heads attend over one small vector per token. Source: DeepSeek-V2 (2024), section 2.1.
+The up-projections of keys and values are applied to the query and to the result instead, head by head, so that all
+heads attend over one small vector per token. Source: DeepSeek-V2 (2024), section 2.1.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kvrelay.kernels.backend import Backend, HeadLinears, Linear
 
 @dataclass(frozen=True, slots=True)
 class LatentAttention:
-    """One layer's packed weights. query_down, query_norm: where queries have a latent of their own."""
+    """One layer's packed weights. query_down, query_norm: if queries have a latent of their own."""
 
     query_down: Linear | None
     query_norm: Tensor | None
@@ -61,7 +61,7 @@ def _queries(layer: LatentAttention, spec: LatentSpec, backend: Backend, x: Tens
 
 
 def halves_of_pairs(rows: Tensor, rope_dim: int) -> Tensor:
-    """The last `rope_dim` of rows [..., n, columns] (or of a bias, columns 1), pairs pulled apart into two halves.
+    """The last `rope_dim` of rows [..., n, columns] (or of a bias, columns 1), pairs separated into two halves.
 
     Our kernels rotate halves; the scores are the same when queries and keys are permuted alike.
     """

@@ -1,4 +1,4 @@
-"""A layer's MLP: one gated product, or a choice among experts for each token (MoE). All arithmetic is the backend's."""
+"""A layer's MLP: one gated product, or experts (MoE). All arithmetic is the backend's."""
 
 from collections.abc import Callable
 
@@ -25,8 +25,8 @@ class ExpertMlp:
 
     Args:
         router: [T, hidden] float32 -> [T, num_experts].
-        correction: [num_experts] float32, added to scores for the choice alone; None: there is none.
-        shared_gate: [T, hidden] float32 -> [T, 1], whose sigmoid multiplies what the shared expert gives.
+        correction: [num_experts] float32, added to the scores for the choice only; None: there is none.
+        shared_gate: [T, hidden] float32 -> [T, 1], whose sigmoid multiplies the shared expert's output.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Reads a layer's tensors and hands them to the backend as packed weights; an original lives only until it is packed."""
+"""Packs a checkpoint's tensors by the backend; each original is freed once it is packed."""
 
 from collections.abc import Iterator
 
@@ -28,13 +28,13 @@ class Packer:
         self, reader: WeightReader, spec: ModelSpec, backend: Backend, dtype: torch.dtype, scheme: Scheme | None = None
     ) -> None:
         self._reader, self._spec, self._backend, self._dtype, self._scheme = reader, spec, backend, dtype, scheme
-        self.error = WeightError()  # of all that was quantised so far
+        self.error = WeightError()  # of all weights quantised so far
 
     def tensor(self, name: str) -> Tensor:
         return self._reader.read(name, self._dtype, self._backend.device)
 
     def norm(self, name: str) -> Tensor:
-        """The factor that rms_norm multiplies by; Gemma's 1 + w is folded in, in float32."""
+        """A norm's weight; Gemma's 1 + w is folded in, in float32."""
         if self._spec.norm_offset:
             return self._reader.read(name, torch.float32, self._backend.device) + 1.0
         return self.tensor(name)
@@ -46,13 +46,13 @@ class Packer:
         return self._pack(weight, _stacked([self.tensor(f"{name}.bias") for name in names]) if has_bias else None)
 
     def head(self, embedding: Tensor) -> Linear:
-        """The product that gives logits; `embedding` is the table, whose weights it shares in some models."""
+        """The LM head; some models share its weights with `embedding`."""
         if not self._spec.is_tied:
             return self.linear("lm_head")
         return self._pack(embedding if self._scheme is None else self._weight("embed_tokens.weight"), None)
 
     def _weight(self, name: str) -> Tensor:
-        """A product's weight; what will be quantised is not rounded to the model's dtype before."""
+        """A linear weight; not rounded to the model's dtype if it will be quantised."""
         return self._reader.read(name, self._dtype if self._scheme is None else None, self._backend.device)
 
     def _pack(self, weight: Tensor, bias: Tensor | None) -> Linear:
@@ -95,7 +95,7 @@ class Packer:
         )
 
     def _expert_weights(self, at: str, spec: ExpertSpec) -> Iterator[tuple[Tensor, Tensor]]:
-        """By expert, (gate and up, down), each read when it is asked for."""
+        """(gate and up, down) of each expert, read lazily."""
         for index in range(spec.choice.num_experts):
             gate, up, down = (
                 self._weight(f"{at}.experts.{index}.{part}_proj.weight") for part in ("gate", "up", "down")
@@ -103,7 +103,7 @@ class Packer:
             yield torch.cat((gate, up)), down
 
     def _wide_linear(self, name: str) -> Linear:
-        """A product in float32, whatever the dtype: what is decided by it should not hang on rounding."""
+        """A linear layer in float32 for any model dtype: routing must not depend on rounding."""
         return self._backend.pack_linear(self._reader.read(f"{name}.weight", torch.float32, self._backend.device))
 
     def latent_attention(self, at: str, spec: LatentSpec) -> LatentAttention:
@@ -122,7 +122,7 @@ class Packer:
         )
 
     def _rotary_linear(self, name: str, spec: LatentSpec, heads: int) -> Linear:
-        """A product whose results end, head by head, in a rotary part."""
+        """A linear layer whose outputs end, head by head, in a rotary part."""
         weight = self._in_halves(self._weight(f"{name}.weight"), spec, heads)
         bias = self.tensor(f"{name}.bias")[:, None] if f"{name}.bias" in self._reader else None
         return self._pack(weight, None if bias is None else self._in_halves(bias, spec, heads)[:, 0])

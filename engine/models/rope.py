@@ -40,7 +40,7 @@ def cos_sin_table(rope: RopeSpec, head_dim: int, num_positions: int) -> Tensor:
 
 
 def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
-    """Long waves are stretched by `factor`, short ones stay, those between are blended."""
+    """Long wavelengths are stretched by `factor`, short ones kept, those between blended."""
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
     wavelength = 2 * math.pi / plain
@@ -54,7 +54,7 @@ def _llama3(rope: RopeSpec, plain: Tensor) -> Tensor:
 
 
 def _yarn(rope: RopeSpec, wavelengths: Tensor, head_dim: int) -> Tensor:
-    """Interpolate dimensions that turn rarely, keep those that turn often, ramp between."""
+    """Interpolate low-frequency dimensions, keep high-frequency ones, ramp between."""
 
     def dimension_of(rotations: float) -> float:
         turns = math.log(rope.original_max_position / (rotations * 2 * math.pi))

@@ -1,6 +1,6 @@
-"""What a decoder is made of, as data: one frozen `ModelSpec` per checkpoint, read from its HF config.
+"""A decoder as data: one frozen `ModelSpec` per checkpoint, read from its HF config.
 
-Owns every difference between model families. Pure: imports no torch and no transformers, so routers
+Holds every difference between model families. Pure: imports no torch and no transformers, so routers
 and tests may read a model's shape without loading it. Both config dialects are read: rope_theta +
 rope_scaling (transformers 4) and rope_parameters (transformers 5), nested text_config included.
 """
@@ -29,10 +29,10 @@ _ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """One kind of rotary embedding. `dynamic` equals `default` up to max_position, which we never pass.
+    """One kind of rotary embedding. `dynamic` equals `default` up to max_position, which is never exceeded.
 
-    original_max_position: tokens the model saw before its context was stretched (llama3, yarn).
-    attention_factor: multiplies cosines and sines (yarn); None means derived from factor.
+    original_max_position: the context before it was stretched (llama3, yarn).
+    attention_factor: multiplies cosines and sines (yarn); None: derived from factor.
     """
 
     kind: str
@@ -102,8 +102,8 @@ class ModelSpec:
         """From a config.json as a dict, or a transformers config object; `generation` adds its eos ids.
 
         Raises:
-            UnsupportedModel: an architecture, rope kind or option that we have no part for.
-            CheckpointCorrupt: sizes that cannot be.
+            UnsupportedModel: an architecture, rope kind or option that is not supported.
+            CheckpointCorrupt: impossible sizes.
         """
         raw: Json = config if isinstance(config, Mapping) else config.to_dict()
         family = _family_of(raw)
@@ -117,7 +117,7 @@ class ModelSpec:
 
     @classmethod
     def from_folder(cls, folder: Path) -> "ModelSpec":
-        """From config.json and, where it is there, generation_config.json."""
+        """From config.json and, if present, generation_config.json."""
         config = read_json(folder / "config.json")
         generation = folder / "generation_config.json"
         return cls.from_config(config, read_json(generation) if generation.exists() else None)
@@ -125,11 +125,11 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What one model_type fixes, and the defaults that its configs may leave out (Hugging Face's)."""
+    """What a model_type fixes, and Hugging Face's defaults for keys that its configs omit."""
 
     name: str
     defaults: Json
-    qkv_bias: bool | None = None  # None: the config's attention_bias says (for o_proj too)
+    qkv_bias: bool | None = None  # None: as the config's attention_bias (for o_proj, too)
     qk_norm: bool = False
     norm_offset: bool = False
     sandwich: bool = False
@@ -274,12 +274,8 @@ def read_json(path: Path) -> dict[str, Any]:
     return data
 
 
-def supported_architectures() -> tuple[str, ...]:
-    return tuple(_ARCHITECTURES)
-
-
 def _family_of(raw: Json) -> _Family:
-    """By `architectures` first (it says which head the checkpoint has), else by model_type."""
+    """By `architectures` first (which names the head), else by model_type."""
     named = [str(name) for name in raw.get("architectures") or ()]
     model_type = str(raw.get("model_type", ""))
     if named:
@@ -293,7 +289,7 @@ def _family_of(raw: Json) -> _Family:
 
 
 def _text_config(raw: Json, family: _Family) -> _Text:
-    """The decoder's part of the config; ids that only the outer config has are carried inside."""
+    """The decoder's part of the config; ids that only the outer config has are copied into it."""
     nested = raw.get("text_config")
     if nested is None:
         return _Text(family, raw)
@@ -350,10 +346,10 @@ def _build(family: _Family, text: _Text, eos_ids: tuple[int, ...], bos_id: int |
 
 
 def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
-    """The same with latent attention."""
+    """The spec with latent attention."""
     if not text.get("num_key_value_heads"):
         text = _Text(text.family, {**text.raw, "num_key_value_heads": spec.num_heads})
-    if text.name == "deepseek_v2":  # has no such choice
+    if text.name == "deepseek_v2":  # which has no such key
         text = _Text(text.family, {**text.raw, "rope_interleave": True})
     latent, rope = latent_spec(text), spec.ropes[0]
     scale = latent_query_scale(latent, rope_kind=rope.kind, factor=rope.factor, mscale_all_dim=rope.mscale_all_dim)
@@ -363,7 +359,7 @@ def _with_latent(spec: ModelSpec, text: _Text) -> ModelSpec:
 def _activation(text: _Text) -> ActivationName:
     gemma = text.family.norm_offset
     name = (text.raw.get("hidden_activation") if gemma else None) or text.get("hidden_act")
-    if gemma and name == "gelu":  # a slip in Gemma's first configs: the tanh form is meant
+    if gemma and name == "gelu":  # an error in Gemma's first configs, which mean the tanh form
         name = "gelu_pytorch_tanh"
     if name not in _ACTIVATIONS:
         raise UnsupportedModel(text.name, f"activation {name!r}; known: {', '.join(_ACTIVATIONS)}")
@@ -400,7 +396,7 @@ def _from_layer_types(text: _Text, types: list[str], num_layers: int) -> tuple[b
 
 
 def _ropes(text: _Text) -> tuple[RopeSpec, ...]:
-    """(full,) or, where sliding layers have their own, (full, sliding)."""
+    """(full,) or, if sliding layers have their own rope, (full, sliding)."""
     parameters = text.get("rope_parameters")
     per_type = text.family.window == "pattern"
     if parameters and any(isinstance(value, Mapping) for value in parameters.values()):
@@ -448,7 +444,7 @@ _ROPE_FLOATS = (
 
 
 def _eos_ids(text: _Text, generation: Json | None) -> tuple[int, ...]:
-    """Every id that ends a text, the config's first, each once."""
+    """Every EOS id, the config's first, without repeats."""
     ids: list[int] = []
     for value in (text.get("eos_token_id"), (generation or {}).get("eos_token_id")):
         ids.extend(value if isinstance(value, list | tuple) else [] if value is None else [value])

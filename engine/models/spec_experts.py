@@ -1,4 +1,4 @@
-"""A choice among experts (MoE) as data: read from the configs of DeepSeek, Qwen and Mixtral.
+"""Mixture of experts (MoE) as data, read from the configs of DeepSeek, Qwen and Mixtral.
 
 Pure, like spec.py, which reads configs with this file's help: imports no torch and no transformers.
 """
@@ -52,10 +52,10 @@ MIXTRAL: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """The MLP of `layers` as a choice among small ones, and maybe one that all tokens share. Sizes are elements.
+    """The expert MLPs of `layers`, and an optional shared expert. Sizes are elements.
 
     ffn_size: of each expert. shared_ffn_size: of the shared one; 0: there is none.
-    has_shared_gate: what the shared one gives is multiplied by the sigmoid of one more number made of the token.
+    has_shared_gate: the shared expert's output is multiplied by the sigmoid of one more projection of the token.
     """
 
     layers: frozenset[int]
@@ -96,7 +96,7 @@ def _deepseek(text: ConfigText, num_layers: int) -> ExpertSpec | None:
 
 
 def _refuse_unknown_router(text: ConfigText, scoring: str) -> None:
-    """Each family has its own routers; Hugging Face's code ignores the keys that say otherwise, and we do not guess."""
+    """Refuse router options that Hugging Face's code ignores for the family."""
     known = ("noaux_tc",) if text.name == "deepseek_v3" else ("greedy", "group_limited_greedy")
     if text.get("topk_method") not in known:
         raise UnsupportedModel(text.name, f"topk_method {text.get('topk_method')!r}; known: {', '.join(known)}")
@@ -109,12 +109,12 @@ def _refuse_unknown_router(text: ConfigText, scoring: str) -> None:
 
 
 def _qwen(text: ConfigText, num_layers: int) -> ExpertSpec | None:
-    """Layers that `mlp_only_layers` names are dense, and of the others all but each `decoder_sparse_step`-th."""
+    """Layers that `mlp_only_layers` names are dense, and of the others all but every `decoder_sparse_step`-th."""
     if text.name == "qwen2_moe" and (text.get("use_sliding_window") or not text.get("qkv_bias")):
         raise UnsupportedModel(text.name, "use_sliding_window, or attention without qkv_bias")
     dense, step = text.get("mlp_only_layers") or (), text.size("decoder_sparse_step")
     layers = frozenset(layer for layer in range(num_layers) if layer not in dense and (layer + 1) % step == 0)
-    key = "num_local_experts" if "num_local_experts" in text.raw else "num_experts"  # transformers 5's name
+    key = "num_local_experts" if "num_local_experts" in text.raw else "num_experts"  # the key in transformers 5
     if not layers or text.get(key) == 0:
         return None
     choice = ExpertChoice(
@@ -146,9 +146,9 @@ def _check(choice: ExpertChoice) -> None:
     if left or choice.num_chosen_groups > choice.num_groups:
         raise CheckpointCorrupt(
             "config.json",
-            f"{choice.num_experts} experts in {choice.num_groups} groups of which {choice.num_chosen_groups} are chosen",
+            f"{choice.num_experts} experts in {choice.num_groups} groups, {choice.num_chosen_groups} of them chosen",
         )
     if choice.scoring == "sigmoid" and per_group < 2:
-        raise CheckpointCorrupt("config.json", "a group of experts is scored by its two best, but has one")
+        raise CheckpointCorrupt("config.json", "a group of experts is scored by its two best, but has only one")
     if choice.num_chosen > per_group * choice.num_chosen_groups:
-        raise CheckpointCorrupt("config.json", f"a token cannot choose {choice.num_chosen} experts of so few")
+        raise CheckpointCorrupt("config.json", f"a token cannot choose {choice.num_chosen} experts: there are fewer")

@@ -1,4 +1,4 @@
-"""DeepSeek's latent attention (MLA) as data, and what their configs may leave out.
+"""DeepSeek's latent attention (MLA) as data, with defaults for keys that configs omit.
 
 Pure, like spec.py, which reads configs with this file's help: imports no torch and no transformers.
 """
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 
-LATENT_NORM_EPS = 1e-6  # of the norms on latents, whatever the config says of the others (so in the published code)
+LATENT_NORM_EPS = 1e-6  # of the norms on latents, as in the published code; the config's value is for other norms
 
-# Hugging Face's defaults; V3's stand on V2's.
+# Hugging Face's defaults; V3's extend V2's.
 DEEPSEEK_V2: dict[str, Any] = {
     "vocab_size": 102400,
     "kv_lora_rank": 512,
@@ -59,7 +59,7 @@ class LatentSpec:
 
     A token's cache entry is one vector of `width` numbers for all heads: its normed latent (`kv_rank`), then its key's
     rotary part (`rope_dim`). Keys are `nope_dim` numbers made of the latent and the rotary part, values `value_dim`.
-    query_rank: queries go through a latent of their own; None: they do not.
+    query_rank: size of the queries' own latent; None: they have none.
     is_interleaved: the checkpoint has rotary pairs side by side, not half a vector apart.
     """
 
@@ -81,7 +81,7 @@ class LatentSpec:
 
 
 class ConfigText(Protocol):
-    """A decoder's config with its family's defaults behind it."""
+    """A decoder's config with its family's defaults."""
 
     @property
     def name(self) -> str: ...
@@ -110,7 +110,7 @@ def latent_spec(text: ConfigText) -> LatentSpec:
 
 
 def latent_query_scale(spec: LatentSpec, *, rope_kind: str, factor: float, mscale_all_dim: float | None) -> float:
-    """What q·k is multiplied by; a stretched context makes it larger. Source: DeepSeek-V2 (2024), YaRN (2023)."""
+    """The factor of q·k; a stretched context makes it larger. Source: DeepSeek-V2 (2024), YaRN (2023)."""
     scale = float(spec.query_dim**-0.5)
     if rope_kind == "default" or not mscale_all_dim or factor <= 1:
         return scale

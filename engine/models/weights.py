@@ -1,6 +1,6 @@
-"""Weights out of safetensors, one tensor at a time, so that loading never holds the checkpoint twice.
+"""Reads weights from safetensors, one tensor at a time, so that loading never holds the checkpoint twice.
 
-What the tensors are called and whether the files are whole is `checkpoint_files`'s business.
+engine/checkpoints/files.py maps tensor names and checks the files.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 class WeightReader:
     """The tensors of one checkpoint folder; a context manager that holds the files open.
 
-    Raises what `locate_tensors` raises, before any weight is read.
+    Raises: see `locate_tensors`, before any weight is read.
     """
 
     def __init__(self, folder: Path, spec: ModelSpec) -> None:
@@ -47,7 +47,9 @@ class WeightReader:
         return name in self._where
 
     def read(self, name: str, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-        """One tensor of its own memory, as stored where dtype is None. Read, not mapped: a mapped file would count as resident in full."""
+        """A copy of one tensor, in its stored dtype if `dtype` is None. Read, not mapped: mapped files count as
+        resident.
+        """
         stored = self._where[name]
         tensor = torch.empty(stored.shape, dtype=_DTYPES[stored.dtype])
         flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -71,8 +73,8 @@ class WeightReader:
 def random_weights(config: dict[str, Any], folder: Path, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Path:
     """Write a checkpoint folder (config.json + model.safetensors) of random weights for an HF config.
 
-    Scaled so that the next token hangs on the whole context, not on the last token alone: a wrong block
-    in the cache shows. No tokenizer is written (see checkpoint_tiny).
+    Scaled so that the next token depends on the whole context, not on the last token alone: a wrong block
+    in the cache shows. No tokenizer is written (see tiny.py).
     """
     from safetensors.torch import save_file
 
@@ -88,8 +90,8 @@ def random_weights(config: dict[str, Any], folder: Path, *, seed: int = 0, dtype
 
 
 def _random_tensors(spec: ModelSpec, generator: torch.Generator) -> Iterator[tuple[str, Tensor]]:
-    embedding = 0.2 / (spec.embed_scale or 1.0)  # small beside what the layers add to the residual
-    louder = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 1.5, "o_proj": 1.5}  # sharp attention, heard
+    embedding = 0.2 / (spec.embed_scale or 1.0)  # small compared with the layers' additions to the residual
+    louder = {"q_proj": 2.0, "k_proj": 2.0, "v_proj": 1.5, "o_proj": 1.5}  # sharp attention with an effect
     louder |= {"q_b_proj": 2.0, "kv_b_proj": 2.0, "kv_a_proj_with_mqa": 2.0}
     for name, shape in expected_shapes(spec).items():
         noise = torch.randn(shape, generator=generator)

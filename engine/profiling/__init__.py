@@ -1,4 +1,4 @@
-"""Where the time of an engine's steps goes.
+"""Profilers of an engine's steps: time by phase, and kernels apart from host work.
 
 May import kvrelay, engine/step, kernels.
 """

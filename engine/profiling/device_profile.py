@@ -1,6 +1,6 @@
-"""How long a GPU computes in a step, and how often the host waits for it, by torch's profiler.
+"""A GPU's busy time in a step, and how often the host waits for it, from torch's profiler.
 
-UNVERIFIED ON A GPU: the arithmetic is tested with made-up events; the profiler's own have not been seen here.
+UNVERIFIED ON A GPU: the arithmetic is tested with made-up events only.
 """
 
 from collections.abc import Callable, Iterable
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-# calls of the CUDA runtime and driver in which the host waits; a copy without "Async" is one, too
+# CUDA runtime and driver calls in which the host waits; so does a copy without "Async"
 _WAITS = (
     "cudaStreamSynchronize",
     "cudaDeviceSynchronize",
@@ -23,7 +23,7 @@ _COPIES = ("cudaMemcpy", "cudaMemcpy2D", "cuMemcpyDtoH", "cuMemcpyHtoD")
 
 @dataclass(frozen=True, slots=True)
 class DeviceTimes:
-    """Of one step on average: seconds in which the device computed or copied, kernels, and waits of the host."""
+    """Averages of one step: seconds in which the device computed or copied, kernels, and waits of the host."""
 
     busy_s: float
     num_kernels: float
@@ -31,7 +31,7 @@ class DeviceTimes:
 
 
 def covered(intervals: Iterable[tuple[float, float]]) -> float:
-    """The length of the union of (begin, end), in their unit."""
+    """The length of the union of intervals (begin, end), in their unit."""
     total, reached = 0.0, float("-inf")
     for begin, end in sorted(intervals):
         total += max(0.0, end - max(begin, reached))
@@ -40,7 +40,7 @@ def covered(intervals: Iterable[tuple[float, float]]) -> float:
 
 
 def is_wait(name: str) -> bool:
-    """Whether this call of the CUDA runtime or driver blocks the host until the device has caught up."""
+    """Whether this call of the CUDA runtime or driver blocks the host until the device has finished."""
     return name.startswith(_WAITS) or name.partition("_v")[0] in _COPIES
 
 
@@ -58,7 +58,7 @@ def device_times(events: Iterable[tuple[str, bool, float, float]], num_steps: in
 
 
 def profile_device(run_step: Callable[[], object], num_steps: int) -> DeviceTimes:
-    """Run so many steps under torch's profiler."""
+    """Run this many steps under torch's profiler."""
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()

@@ -1,7 +1,7 @@
-"""Clocks at the seams of one engine: what a step's time goes to, kernels apart from the Python between them.
+"""Clocks around the parts of one engine: a step's time by phase, kernels apart from the Python between them.
 
-Owns nothing of the engine: it hangs wrappers on its parts and takes them off again. What the wrappers themselves cost
-is measured once and taken off the figures. Times are seconds.
+Wraps methods of the engine's parts for the duration of a measurement. The wrappers' own cost is measured once and
+subtracted. Times are seconds.
 """
 
 import time
@@ -20,11 +20,12 @@ from kvrelay.engine.step.engine import Engine
 from kvrelay.kernels.cpu.linear import OneDnnLinear
 from kvrelay.kernels.oracle.reference import ReferenceLinear
 
-SCHEDULING, METADATA, DRIVING = "scheduling", "batch metadata", "driving model"
-LOGITS, SAMPLING, APPENDING = "logits", "sampling", "appending"
+SCHEDULING, METADATA, MODEL = "scheduling", "batch metadata", "model"
+LOGITS, SAMPLING, OUTPUTS = "logits", "sampling", "output processing"
 REST, EVENTS, ENCODING = "rest of step", "events", "encoding"
-PHASES = (SCHEDULING, METADATA, DRIVING, LOGITS, SAMPLING, APPENDING, REST, EVENTS, ENCODING)
-# sampling: waiting for the device included; appending: advancing sequences included; rest of step: of Engine.step; encoding is the event loop's in a worker
+PHASES = (SCHEDULING, METADATA, MODEL, LOGITS, SAMPLING, OUTPUTS, REST, EVENTS, ENCODING)
+# sampling: includes waiting for the device. output processing: includes advancing sequences. rest of step: Engine.step
+# outside of the other phases. encoding: on the event loop in a worker.
 _NOWHERE = ""
 _CALIBRATION_CALLS = 2000
 
@@ -39,7 +40,9 @@ class MeteredStep:
 
 
 class Meter:
-    """Charges time to the innermost phase that is running; kernel calls are charged apart. For one thread."""
+    """Charges time to the innermost running phase, and kernel calls separately. For one thread. Its attributes are
+    running totals.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -51,11 +54,11 @@ class Meter:
         self._num_kernels: Counter[str] = Counter()
         self._num_ops: Counter[str] = Counter()
         self._num_watched: Counter[str] = Counter()
-        # what a wrapper adds to a call
+        # a wrapper's cost per call
         self.phase_cost_s = self.kernel_cost_s = self.op_cost_s = self.watch_cost_s = 0.0
 
     def phase(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time is `name`'s but for that of phases and kernels within."""
+        """`function`, whose time is charged to `name` except for phases and kernels within."""
         stack, outside, clock = self._stack, self._outside, self._clock
 
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -75,7 +78,7 @@ class Meter:
         return timed
 
     def kernel(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """`function`, whose time is a kernel's."""
+        """`function`, whose time is charged as a kernel's."""
         clock, stack, kernels, count = self._clock, self._stack, self._kernels, self._num_kernels
 
         def timed(*args: Any) -> Any:
@@ -90,7 +93,7 @@ class Meter:
         return timed
 
     def operator(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """Run a torch operator; one that only makes a view is no kernel."""
+        """Run a torch operator; one that only makes a view is not a kernel."""
         self._num_ops[self._stack[-1]] += 1
         begin_s = self._clock()
         result = function(*args, **kwargs)
@@ -111,14 +114,14 @@ class Meter:
         return run
 
     def begin(self) -> None:
-        """Forget everything, and start the clock."""
+        """Clear all times and start the clock."""
         counts = (self._num_phases, self._num_kernels, self._num_ops, self._num_watched)
-        for sums in (self._outside, self._kernels, *counts):
-            sums.clear()
+        for totals in (self._outside, self._kernels, *counts):
+            totals.clear()
         self._since = self._clock()
 
     def taken(self) -> MeteredStep:
-        """Since `begin`, less what the wrappers cost."""
+        """Times since `begin`, less the wrappers' cost."""
         outside = {
             name: max(0.0, seconds - self._cost_s(name)) for name, seconds in self._outside.items() if name != _NOWHERE
         }
@@ -134,7 +137,7 @@ class Meter:
         )
 
     def calibrate(self) -> None:
-        """Measure what the wrappers add: the least of a few rounds, for a busy machine only ever adds."""
+        """Measure the wrappers' cost: the least of a few rounds, since load only adds."""
         row = torch.zeros(4)
 
         def nothing(*args: Any) -> None:
@@ -159,14 +162,14 @@ class Meter:
 
 
 def _is_view(result: Any, source: Any) -> bool:
-    """Of operators that may copy or not (to, contiguous, reshape): did this one only look at its source otherwise?"""
+    """For operators that may copy (to, contiguous, reshape): whether this call returned a view."""
     if not isinstance(result, Tensor) or not isinstance(source, Tensor):
         return True  # split and the like
     return result.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
 class _TimedOperators(TorchDispatchMode):
-    """Every torch operator inside is run by the meter."""
+    """Run every torch operator inside through the meter."""
 
     def __init__(self, meter: Meter) -> None:
         super().__init__()
@@ -177,7 +180,7 @@ class _TimedOperators(TorchDispatchMode):
 
 
 class _Library:
-    """Stands in for the library of compiled kernels, each of its functions wrapped at first use."""
+    """Replaces the library of compiled kernels, each of its functions wrapped at first use."""
 
     def __init__(self, lib: Any, wrap: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> None:
         self._lib, self._wrap = lib, wrap
@@ -190,7 +193,7 @@ class _Library:
 
 @contextmanager
 def _replaced(changes: list[tuple[Any, str, Any]]) -> Iterator[None]:
-    """Attributes of these objects, put back afterwards."""
+    """Set attributes of these objects, and restore them afterwards."""
     before = [(owner, name, owner.__dict__.get(name, _NOWHERE)) for owner, name, _ in changes]
     for owner, name, value in changes:
         setattr(owner, name, value)
@@ -210,8 +213,8 @@ def _library(engine: Engine, wrap: Callable[[str, Callable[..., Any]], Callable[
 
 
 def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
-    """Whether torch operators are kernels here. Where not, they are not watched: seldom used as it is, that code is cold
-    in every step, and watching costs more than could be measured in advance.
+    """Whether torch operators count as kernels here. Otherwise they are not timed: they are rare, thus cold in every
+    step, and timing them would cost more than calibration measures.
     """
     spec, head = engine.model.spec, engine.model._lm_head
     other_parts = spec.latent is not None or spec.final_softcap is not None
@@ -220,19 +223,19 @@ def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
 
 @contextmanager
 def metered(engine: Engine, meter: Meter) -> Iterator[None]:
-    """The engine's seams report to `meter`. Call it on the engine's thread, between two steps."""
+    """Charge the engine's phases to `meter`. Call it on the engine's thread, between two steps."""
     scheduler, runner, model = engine.scheduler, engine._runner, engine.model
     seams: list[tuple[Any, str, str]] = [
         (engine, "step", REST),
         (engine, "drain_events", EVENTS),
-        (engine, "_advance", APPENDING),
-        (engine, "_sample", APPENDING),
-        (engine, "_take", APPENDING),
+        (engine, "_advance", OUTPUTS),
+        (engine, "_sample", OUTPUTS),
+        (engine, "_take", OUTPUTS),
         (engine, "_wait", SAMPLING),
         (scheduler, "reject_overdue", SCHEDULING),
         (scheduler, "grant_reservations", SCHEDULING),
         (scheduler, "schedule", SCHEDULING),
-        (runner, "run", DRIVING),
+        (runner, "run", MODEL),
         (runner, "batch", METADATA),
         (runner, "logits", LOGITS),
         (engine._sampler, "sample", SAMPLING),
@@ -240,7 +243,9 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     ]
 
     changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]
-    if engine.backend.device.type == "cpu":  # elsewhere a call returns before its kernel has run: see device_profile
+    if (
+        engine.backend.device.type == "cpu"
+    ):  # on other devices a call returns before its kernel has run: see device_profile
         library = _library(engine, lambda name, function: meter.kernel(function))
         if _computes_in_torch(engine, has_library=bool(library)):
             watched = [(model, "forward"), (model, "logits")] + (
@@ -254,7 +259,7 @@ def metered(engine: Engine, meter: Meter) -> Iterator[None]:
 
 @contextmanager
 def named_kernels(engine: Engine) -> Iterator[None]:
-    """Each call of a compiled kernel runs in a Python frame of the kernel's name, which a sampler of stacks can see."""
+    """Run each compiled kernel in a Python frame with the kernel's name, visible to a stack sampler."""
 
     def named(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:

@@ -1,8 +1,8 @@
-"""What a step of a real engine costs outside its kernels: decode, prefill and mixed steps, phase by phase.
+"""Measures a real engine's steps by phase, inside and outside kernels: decode, prefill and mixed steps.
 
-Runs on the thread that owns the engine and puts sequences of its own into it; the engine must be idle before.
-Plain steps and steps with clocks at their seams (engine/profiling/instruments.py) alternate: the plain ones say how long a step
-takes, the others what it consists of. Times are seconds.
+Runs on the thread that owns the engine and adds sequences of its own; the engine must be idle before. Plain steps
+alternate with instrumented ones (engine/profiling/instruments.py): plain steps give the duration, instrumented ones its
+composition. Times are seconds.
 """
 
 import statistics
@@ -27,7 +27,7 @@ _MOST_ROUNDS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class StepWorkload:
-    """What each step computes: one token of `num_decode` sequences and a new prompt of `prompt_tokens` (0: none)."""
+    """The work of each step: one token of `num_decode` sequences and a new prompt of `prompt_tokens` (0: none)."""
 
     num_decode: int
     prompt_tokens: int
@@ -50,11 +50,11 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class StepProfile:
-    """One workload. step_s: a plain step; outside_s: of it, what is spent outside kernels, the sum over `phases`.
+    """One workload. step_s: a plain step; outside_s: its part outside kernels, the sum over `phases`.
 
-    On a GPU kernels_s is the device's busy time and outside_s the rest of the step, while the phases are the host's time.
-    ahead_s: of the host's, what it does for the next step while the device computes; None: there is no such device.
-    waited_s: what it waits after that.
+    On a GPU kernels_s is the device's busy time and outside_s the rest of the step, while the phases are host time.
+    ahead_s: host time spent on the next step while the device computes; None: there is no such device.
+    waited_s: host time spent waiting after that.
     """
 
     workload: str
@@ -70,7 +70,7 @@ class StepProfile:
 
     @property
     def share(self) -> float:
-        """Of the step, what is outside kernels."""
+        """Share of the step outside kernels."""
         return self.outside_s / self.step_s
 
 
@@ -84,7 +84,7 @@ class Round:
 
 
 class StepProfiler:
-    """Drives one engine. `context_tokens`: of each decoding sequence when it is first measured."""
+    """Drives one engine. context_tokens: context of each decoding sequence at the first measurement."""
 
     def __init__(self, engine: Engine, *, context_tokens: int, num_steps: int, temperature: float = 0.0) -> None:
         self._engine, self._context_tokens, self._num_steps = engine, context_tokens, num_steps
@@ -94,7 +94,7 @@ class StepProfiler:
         self._meter.calibrate()
 
     def check(self, workload: StepWorkload, more_rounds: int = 0) -> None:
-        """Raises ConfigError: this engine cannot run the workload as a step; says which number is too large."""
+        """Raises ConfigError: the engine cannot run the workload as a step; the text names the limit."""
         engine = self._engine
         budget, longest = engine.config.token_budget, self._longest(workload, more_rounds)
         if workload.num_decode + bool(workload.prompt_tokens) > engine.max_running:
@@ -112,7 +112,7 @@ class StepProfiler:
             raise ConfigError(f"{workload.name}: needs {blocks} blocks of KV, the pool has {engine.pool.num_blocks}")
 
     def _longest(self, workload: StepWorkload, more_rounds: int) -> int:
-        """Tokens that a decoding sequence may have in the end; the first ones decode while others' prompts are computed."""
+        """Tokens that a decoding sequence may reach; the first ones decode while others' prompts are computed."""
         prompts = -(-workload.num_decode * self._context_tokens // self._engine.config.token_budget)
         return self._context_tokens + prompts + 2 * self._num_steps + _WARM_UP + _DEVICE_STEPS + more_rounds + 2
 
@@ -128,8 +128,9 @@ class StepProfiler:
         return _summary(workload, rounds, times, device, looks_ahead=self._engine.looks_ahead)
 
     def sample(self, workload: StepWorkload, num_rounds: int, watch: Callable[[Callable[[], None]], None]) -> None:
-        """Hand `watch` a function that runs so many steps of it, kernels in frames of their names; fewer if the
-        sequences cannot grow so long."""
+        """Call `watch` with a function that runs this many steps, kernels in frames with their names; fewer steps if
+        the sequences cannot grow that long.
+        """
         num_rounds = max(1, min(num_rounds, self._spare(workload)))
 
         def run_rounds() -> None:
@@ -140,7 +141,7 @@ class StepProfiler:
             watch(run_rounds)
 
     def _spare(self, workload: StepWorkload) -> int:
-        """By how many tokens each decoding sequence could be longer than those of `run`."""
+        """Tokens by which each decoding sequence could be longer than those of `run`."""
         if not workload.num_decode:
             return _MOST_ROUNDS
         engine, size = self._engine, self._engine.config.block_size
@@ -160,9 +161,9 @@ class StepProfiler:
     # ---- one step
 
     def _take_step(self, workload: StepWorkload) -> tuple[StepResult, Round]:
-        """As the engine's thread does, its outputs encoded. The prompt comes in before.
+        """One step like the engine thread's, outputs encoded. The prompt is added before.
 
-        An engine that looks ahead brings what the call before has launched.
+        An engine that looks ahead returns the step that the previous call launched.
         """
         if workload.prompt_tokens:
             self._add(workload.prompt_tokens, max_tokens=1)
@@ -206,7 +207,7 @@ class StepProfiler:
 
     @contextmanager
     def _sequences(self, workload: StepWorkload, longest: int) -> Iterator[None]:
-        """`num_decode` sequences whose prompts are computed; they are aborted at the end."""
+        """Add `num_decode` sequences and compute their prompts; abort them at the end."""
         engine = self._engine
         names = [self._add(self._context_tokens, max_tokens=longest) for _ in range(workload.num_decode)]
         try:
@@ -227,7 +228,7 @@ class StepProfiler:
 
 
 def add_prompt(engine: Engine, number: int, num_tokens: int, *, max_tokens: int, temperature: float = 0.0) -> str:
-    """A prompt that no cache knows, another for each number. Returns its request's id. Raises ConfigError: it is refused."""
+    """Add a unique prompt and return its request's id. Raises ConfigError: it is refused."""
     draw = torch.Generator().manual_seed(number)
     vocab = engine.model.spec.vocab_size
     prompt: list[int] = torch.randint(min(1000, vocab // 2), vocab, (num_tokens,), generator=draw).tolist()
@@ -246,7 +247,7 @@ def add_prompt(engine: Engine, number: int, num_tokens: int, *, max_tokens: int,
 
 
 def encode_result(result: StepResult) -> None:
-    """As the worker does for its ingresses, there on the event loop's thread."""
+    """Encode outputs and events as the worker does on the event loop's thread."""
     encode(Tokens(outputs=result.outputs))
     if result.events is not None:
         encode(result.events)
@@ -269,9 +270,8 @@ def _summary(
     )
     step_s = statistics.median(one.seconds for one in rounds)
     kernels_s = statistics.median(sum(one.kernels_s.values()) for one in times)
-    outside_s = sum(
-        phase.outside_s for phase in phases
-    )  # not the median of sums: one phase that was held up spoils a sum
+    # not the median of sums: one interrupted phase spoils a sum
+    outside_s = sum(phase.outside_s for phase in phases)
     calls = statistics.median(one.num_kernels for one in times)
     if device is not None:
         kernels_s, calls = device.busy_s, device.num_kernels

@@ -1,9 +1,9 @@
-"""Which blocks of a draft model's own KV pool hold what of which sequence. Pure: no torch.
+"""The draft model's own KV pool: which of its blocks hold which sequence. Pure: no torch.
 
-A sequence is followed by a *shadow*: its text as far as the draft model knows it, with blocks of its own. What the draft model
-computed of a wrong draft is overwritten. The pool is small: who was not drafted for the longest gives its blocks back when there
-are none left, and is computed anew when its turn comes. Full blocks stay findable as in any pool, so that what comes back, or begins like
-another, is not computed again.
+Each sequence has a *shadow*: its text as far as the draft model has it, with blocks of its own. KV of wrong drafts is
+overwritten. The pool is small: when no block is left, the sequence that was drafted for least recently loses its blocks
+and is recomputed at its next draft. Full blocks stay in the prefix cache as in any pool, so that returning sequences
+and common prefixes are not computed again.
 """
 
 from collections.abc import Callable, Collection
@@ -19,9 +19,9 @@ from kvrelay.plane.messages import SequenceRequest
 
 @dataclass(slots=True)
 class Shadow:
-    """What is known of one sequence. `seq` has the same text, drafts behind it, and this pool's blocks.
+    """State of one sequence. `seq` has the same text, drafts behind it, and blocks of this pool.
 
-    num_sure: tokens of it that are the followed sequence's; num_checked: of those, known to be of the vocabulary.
+    num_sure: its tokens that are the target sequence's; num_checked: of those, tokens checked to be in the vocabulary.
     is_foreign: one was not.
     """
 
@@ -33,23 +33,25 @@ class Shadow:
 
     @property
     def num_behind(self) -> int:
-        """Tokens to compute before there is a draft: at least the last, even where it was computed as a draft that was cut off."""
+        """Tokens to compute before there is a draft: at least the last one, even if it was computed as part of a draft
+        that was cut off.
+        """
         return max(1, len(self.of.token_ids) - min(self.seq.num_computed, self.num_right()))
 
     @property
     def num_drafted(self) -> int:
-        """Tokens behind the text, when the sequence has just been followed."""
+        """Drafted tokens behind the text, right after `follow`."""
         return len(self.seq.token_ids) - self.num_sure
 
     def num_right(self) -> int:
-        """Tokens that are the followed sequence's: it may have gone on, along what was drafted or not."""
+        """Tokens that equal the target sequence's, which may have continued along the draft or not."""
         own, text, count = self.seq.token_ids, self.of.token_ids, self.num_sure
         while count < len(own) and count < len(text) and own[count] == text[count]:
             count += 1
         return count
 
     def learn(self) -> None:
-        """What was drafted is right up to here, and the sequence has gone on."""
+        """Adopt the tokens that the sequence got since, and keep the KV of right drafts."""
         own, right = self.seq, self.num_right()
         own.token_ids[right:] = self.of.token_ids[right:]
         own.num_computed = min(own.num_computed, right, len(own.token_ids) - 1)
@@ -60,29 +62,29 @@ class DraftCache:
     """The shadows of one engine's sequences, and their blocks.
 
     Args:
-        vocab_size: of the draft model: a text with other tokens cannot be followed.
-        forget: told of a shadow whose blocks go back.
+        vocab_size: of the draft model; texts with other tokens cannot be drafted for.
+        forget: called with a shadow's sequence whose blocks are freed.
     """
 
     def __init__(self, pool: BlockPool, *, vocab_size: int, forget: Callable[[Sequence], None]) -> None:
         self.pool, self._vocab_size, self._forget = pool, vocab_size, forget
-        self._shadows: dict[str, Shadow] = {}  # those that were drafted for last come last
+        self._shadows: dict[str, Shadow] = {}  # least recently drafted for first
 
     def __len__(self) -> int:
         return len(self._shadows)
 
     def num_behind(self, seq: Sequence) -> int:
-        """Tokens of its text that are not computed, as far as is known without looking for its beginning."""
+        """Tokens of its text that are not computed, not counting what the prefix cache may have."""
         shadow = self._shadows.get(seq.request_id)
         return seq.num_tokens if shadow is None else shadow.num_behind
 
     def is_foreign(self, seq: Sequence) -> bool:
-        """Whether it was found not to be one that can be followed."""
+        """Whether it has a token that the draft model does not have."""
         shadow = self._shadows.get(seq.request_id)
         return shadow is not None and shadow.is_foreign
 
     def follow(self, seq: Sequence) -> Shadow | None:
-        """The sequence's shadow, with its text of now. None: the draft model does not know some token of it."""
+        """The sequence's shadow with its current text. None: it has a token that the draft model does not have."""
         shadow = self._shadows.pop(seq.request_id, None)
         if shadow is None:
             shadow = self._begin(seq)
@@ -117,7 +119,7 @@ class DraftCache:
             own.num_hashed_blocks = full
 
     def grow(self, shadow: Shadow, num_tokens: int, needed: Collection[str]) -> bool:
-        """Have blocks for so many of its tokens. Who is not among the `needed` requests may lose its own for that."""
+        """Allocate blocks for this many of its tokens. Shadows of requests that are not in `needed` may lose theirs."""
         own = shadow.seq
         while (lacking := own.blocks_for(num_tokens) - len(own.blocks)) > 0:
             if (fresh := self.pool.allocate(lacking)) is not None:
@@ -129,7 +131,7 @@ class DraftCache:
         return True
 
     def forget(self, seq: Sequence) -> None:
-        """It ended, or gave its place up."""
+        """The sequence ended or was preempted."""
         shadow = self._shadows.get(seq.request_id)
         if shadow is not None and shadow.of is seq:
             self._drop(seq.request_id)
@@ -143,7 +145,7 @@ class DraftCache:
         self.pool.release(own.blocks)
 
     def check(self, live: Collection[Sequence]) -> None:
-        """Raise AssertionError unless each shadow is a live sequence's, and every block in use a shadow's."""
+        """Raise AssertionError unless each shadow belongs to a live sequence, and every used block to a shadow."""
         ids = {id(seq) for seq in live}
         for name, shadow in self._shadows.items():
             assert id(shadow.of) in ids, f"{name} is drafted for, but no longer runs"
@@ -153,7 +155,7 @@ class DraftCache:
 
 
 def _plain(request: SequenceRequest, vocab_size: int) -> SequenceRequest:
-    """What tells how tokens are drawn, and no more: nothing of it is told, and a draft may be the end."""
+    """The request with only what affects sampling: no logprobs, and a draft may end the output."""
     bias = {token: value for token, value in request.sampling.logit_bias.items() if token < vocab_size}
     sampling = msgspec.structs.replace(
         request.sampling, logprobs=None, prompt_logprobs=None, min_tokens=0, logit_bias=bias

@@ -1,26 +1,26 @@
 """For which sequences of a step a draft model drafts, and how many tokens: as many as pay. Pure.
 
-The model drafts token after token: one pass of it for each, which serves all sequences that still want one. It must have computed
-a sequence's text before; that is paid once for what is far behind, out of what its drafts bring until the sequence ends.
-All is counted in tokens: what takes time costs the tokens that steps without drafts would have brought meanwhile.
+The model drafts one token per pass, for all sequences that get one. It must have computed a sequence's text before; for
+sequences that are far behind this is a one-time cost, weighed against what their drafts bring until the sequence ends.
+The unit is tokens: time costs the tokens that steps without drafts would have produced in it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-_BLEND = 0.25  # of the newest pass in times
-_CATCHING_UP = 8  # tokens of a text that take as long as a pass, until it is measured
-_LEAST_SHARE = 0.03  # of a step's time: a pass costs something beside reading weights
-_FEW = 8  # tokens of a pass beyond one for each sequence, from which their time is measured
+_BLEND = 0.25  # weight of the newest pass in the average
+_CATCHING_UP = 8  # tokens of text per pass time, until it is measured
+_LEAST_SHARE = 0.03  # of a step's time: a pass costs more than reading its weights
+_FEW = 8  # tokens of a pass beyond one per sequence, from which their time is measured
 
 
 @dataclass(frozen=True, slots=True)
 class DraftCandidate:
     """A sequence that the model might draft for.
 
-    rate: chance that a token of the model's is right when those before it were. most: tokens that may be drafted.
-    num_behind: tokens that the model must compute before it has drafted one; at least 1.
-    num_left: output tokens that are expected yet. instead: what its draft from its own text is worth, tokens; 0: it has none.
+    rate: chance that a drafted token is right if those before it were. most: tokens that may be drafted.
+    num_behind: tokens that the model must compute for its first draft; at least 1.
+    num_left: expected remaining output tokens. instead: value of its draft from its own text, tokens; 0: it has none.
     """
 
     rate: float
@@ -32,9 +32,10 @@ class DraftCandidate:
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """In tokens. fixed: of any drafts in a step. token: of verifying one. behind: of a token of text that the model computes.
+    """Costs in tokens. fixed: of any drafts in a step. token: of verifying one. behind: of computing one token of text.
 
-    one_pass: of the model's pass over so many sequences. near: tokens behind that are made up for in every step anyway.
+    one_pass: of the model's pass over a number of sequences. near: tokens behind that are caught up in every step
+    anyway.
     """
 
     fixed: float
@@ -55,22 +56,22 @@ class Pass:
 
 @dataclass(slots=True)
 class PassTimes:
-    """What the model's passes take, by the power of two of sequences.
+    """Durations of the model's passes, by the power of two of sequences.
 
-    share: of its weights in the other model's: what a pass is taken to take of a step's time before any was measured. The first one of
-    a size may be slower (it is recorded, and memory is touched), so measurements move away from that estimate little by little.
+    share: its weights relative to the target model's, which gives the estimate before a pass was measured. The first
+    pass of a size may be slow (recording, first touch of memory), so measurements move the estimate gradually.
     """
 
     share: float
-    behind_s: float | None = None  # a token of text
+    behind_s: float | None = None  # per token of text
     _pass_s: dict[int, float] = field(default_factory=dict)
 
     def one_pass(self, num_sequences: int, plain_s: float) -> float:
-        """Seconds of a pass over so many sequences, a token each. plain_s: of a step of as many."""
+        """Seconds of a pass over this many sequences, one token each. plain_s: of a step of as many."""
         return self._pass_s.get(num_sequences.bit_length(), max(_LEAST_SHARE, self.share) * plain_s)
 
     def behind(self, num_sequences: int, plain_s: float) -> float:
-        """Seconds for a token of text."""
+        """Seconds per token of text."""
         if self.behind_s is not None:
             return self.behind_s
         return self.one_pass(num_sequences, plain_s) / _CATCHING_UP
@@ -85,11 +86,11 @@ class PassTimes:
 
 
 def _moved(old: float, newest: float) -> float:
-    return old + _BLEND * (min(newest, 2 * old) - old)  # a pause of the machine is no pass
+    return old + _BLEND * (min(newest, 2 * old) - old)  # limits the effect of a pause of the machine
 
 
 def choose(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> list[int]:
-    """Tokens to draft for each of the candidates, up to `most`; 0: none by the model."""
+    """Tokens to draft for each candidate, up to `most`; 0: none by the model."""
     lengths = [0] * len(candidates)
     left = list(range(len(candidates)))
     while left:
@@ -112,9 +113,9 @@ def choose(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> l
 
 
 def _is_worth_it(one: DraftCandidate, length: int, gain: float, prices: Prices) -> bool:
-    """Whether what the model brings until the sequence ends is more than what it takes to compute its text first.
+    """Whether the model's drafts until the sequence ends bring more than computing its text first costs.
 
-    gain: of a step, in tokens. It is asked of those far behind only: of the others that is part of the gain.
+    gain: per step, in tokens. Only for sequences far behind; for others the gain includes the cost.
     """
     if one.num_behind <= prices.near:
         return True
@@ -123,7 +124,7 @@ def _is_worth_it(one: DraftCandidate, length: int, gain: float, prices: Prices) 
 
 
 def _deepest(candidates: Sequence[DraftCandidate], prices: Prices, most: int) -> tuple[int, list[int], list[float]]:
-    """(passes that bring the most, tokens to draft for each candidate, what they bring more than its other draft).
+    """(the best number of passes, tokens to draft for each candidate, the gain over its other draft).
 
     (0, zeros, zeros) when none pays.
     """

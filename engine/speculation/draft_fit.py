@@ -1,4 +1,4 @@
-"""Which draft model goes with a model: one of the same vocabulary, and smaller. Reads files, no weights; imports no torch."""
+"""Finds and checks a model's draft model: same vocabulary, smaller. Reads files, no weights; imports no torch."""
 
 import json
 import logging
@@ -22,11 +22,11 @@ _BITS = {"none": 16, "int8": 8, "int4": 4}
 
 
 def prepare_draft_model(settings: Settings, folder: Path, progress: Progress | None = None) -> Path | None:
-    """The folder of the draft model that goes with the model in `folder`; None: none is to draft.
+    """The folder of the draft model for the model in `folder`; None: no draft model is configured.
 
     Raises:
         ModelNotFound, CheckpointCorrupt, UnsupportedModel: as for a model.
-        ConfigError: it has another vocabulary.
+        ConfigError: its vocabulary differs.
     """
     source = settings.engine.draft_source
     if source is None:
@@ -37,7 +37,7 @@ def prepare_draft_model(settings: Settings, folder: Path, progress: Progress | N
 
 
 def check_vocabulary(folder: Path, draft_folder: Path) -> None:
-    """Raises ConfigError unless both models' ordinary tokens are the same; special ones, and padding, may differ."""
+    """Raises ConfigError unless both models' ordinary tokens are the same; special tokens and padding may differ."""
     ours, theirs = _vocabulary(folder), _vocabulary(draft_folder)
     if ours is None or theirs is None:
         sizes = [ModelSpec.from_folder(one).vocab_size for one in (folder, draft_folder)]
@@ -48,7 +48,8 @@ def check_vocabulary(folder: Path, draft_folder: Path) -> None:
         return
     token = min(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))[0]
     raise ConfigError(
-        f"{_KEY}: {draft_folder.name} has another vocabulary than the model: token {token!r} is {_id(theirs, token)} there, and "
+        f"{_KEY}: the vocabulary of {draft_folder.name} differs from the model's: "
+        f"token {token!r} is {_id(theirs, token)}, and "
         f"{_id(ours, token)} in the model's; a model of the same family is needed"
     )
 
@@ -58,7 +59,7 @@ def _id(vocabulary: dict[str, int], token: str) -> str:
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Ordinary tokens by their numbers, from tokenizer.json; None: there is none."""
+    """Ordinary tokens by id, from tokenizer.json; None: there is none."""
     file = folder / "tokenizer.json"
     if not file.exists():
         return None
@@ -73,21 +74,22 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def draft_scheme_of(settings: Settings) -> Scheme | None:
-    """How the settings want the draft model's weights quantised."""
+    """The quantisation of the draft model's weights in the settings."""
     return scheme_of(settings.model.model_copy(update={"quantization": settings.engine.draft_quantization}))
 
 
 def check_draft_quantization(backend: str, settings: Settings, *, quantizes: bool) -> None:
-    """Raises ConfigError when its weights are to be quantised and the backend of this name cannot compute with such."""
+    """Raises ConfigError when its weights are to be quantised and the backend of this name does not support that."""
     wanted = settings.engine.draft_quantization
     if wanted != "none" and not quantizes:
         raise ConfigError(
-            f"engine.draft_quantization: the {backend} backend has no {wanted} weights: choose none, or engine.backend cpu"
+            f"engine.draft_quantization: the {backend} backend has no {wanted} weights: "
+            "choose none, or engine.backend cpu"
         )
 
 
 def weight_share(folder: Path, draft_folder: Path, settings: Settings) -> float:
-    """Of the bytes of weights that a step of the model reads, what a pass of its draft model reads; a warning if that is more."""
+    """Bytes of weights that a pass of the draft model reads, relative to a step of the model; warns above 1."""
     sizes = (
         _num_weights(draft_folder) * _BITS[settings.engine.draft_quantization],
         _num_weights(folder) * _BITS[settings.model.quantization],
@@ -99,7 +101,7 @@ def weight_share(folder: Path, draft_folder: Path, settings: Settings) -> float:
 
 
 def _num_weights(folder: Path) -> int:
-    """As a decode step reads them: all, but for the rows of an embedding that is no head."""
+    """Bytes that a decode step reads: all weights but embedding rows that are not also the head."""
     spec = ModelSpec.from_folder(folder)
     shapes = expected_shapes(spec)
     return sum(math.prod(shape) for name, shape in shapes.items() if spec.is_tied or name != "embed_tokens.weight")

@@ -1,8 +1,8 @@
-"""A small model that guesses what a sequence's next tokens are, with a KV pool of its own. Lives on the engine's thread.
+"""A small model that drafts a sequence's next tokens, with a KV pool of its own. Lives on the engine's thread.
 
-Its KV never travels: on whichever worker a sequence goes on, its text is computed here in chunks when it is first drafted for. A token is
-drawn as the other model would draw it there, with the same random number: where the two agree on the probabilities, they
-agree on the token. Which sequences are worth it is not decided here: see `speculation_model.py`.
+Its KV is never transferred: after a migration, the new worker computes the text in chunks at the first draft. Tokens
+are sampled as the target model would at that position, with the same random number: where the two agree on the
+probabilities, they agree on the token. `speculation_model.py` decides which sequences are drafted for.
 """
 
 import itertools
@@ -41,7 +41,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DraftConfig:
-    """share: of its weights in the other model's, by bytes. vocab_size: of the other model. The rest: as in EngineConfig."""
+    """share: its weights relative to the target model's, by bytes. vocab_size: of the target model. The rest: see
+    EngineConfig.
+    """
 
     block_size: int
     kv_memory_bytes: int
@@ -53,7 +55,7 @@ class DraftConfig:
 
 @dataclass(slots=True)
 class Drafted:
-    """What the model guessed before a step, by the identity of the sequence, and the passes that it took."""
+    """The drafts before a step, by the identity of the sequence, and the passes that they took."""
 
     tokens: dict[int, list[int]] = field(default_factory=dict)
     passes: list[Pass] = field(default_factory=list)
@@ -71,7 +73,7 @@ class DraftModel:
         name: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ConfigError when the KV memory holds no two blocks."""
+        """Raises ConfigError when the KV memory holds fewer than two blocks."""
         shape, spec = model.attention_shape, model.spec
         dtype = next(name for name, value in DTYPES.items() if value is shape.dtype)
         layout = KvLayout(
@@ -108,7 +110,7 @@ class DraftModel:
 
     @property
     def kv_bytes(self) -> int:
-        """Of its own pool."""
+        """Blocks of its own pool."""
         return self._storage.memory.layout.num_bytes
 
     def describe(self) -> str:
@@ -118,15 +120,17 @@ class DraftModel:
         )
 
     def most_for(self, seq: Sequence) -> int:
-        """Tokens that its context leaves room to draft; 0: the sequence is too long for it, or has tokens that it does not know."""
+        """Tokens that its context length allows to draft; 0: the sequence is too long, or has tokens outside its
+        vocabulary.
+        """
         return 0 if self.cache.is_foreign(seq) else max(0, self.max_model_len - seq.num_tokens)
 
     def num_behind(self, seq: Sequence) -> int:
-        """Tokens of the sequence's text that it must compute before it has drafted one."""
+        """Tokens of the sequence's text to compute before its first draft."""
         return self.cache.num_behind(seq)
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence ended here, or gave its place up."""
+        """The sequence ended here, or was preempted."""
         self.cache.forget(seq)
 
     def check(self, live: Collection[Sequence]) -> None:
@@ -135,9 +139,10 @@ class DraftModel:
 
     @torch.inference_mode()
     def draft(self, wanted: Rows[tuple[Sequence, int]], *, chunk: int) -> Drafted:
-        """Guess so many tokens (1 or more, `most_for` at most) of each of these sequences.
+        """Draft this many tokens (at least 1, at most `most_for`) for each of these sequences.
 
-        chunk: most tokens of their texts that are computed first. Who is further behind than that, or finds no blocks, gets none.
+        chunk: most tokens of their texts that are computed first. Sequences further behind, or without free blocks, get
+        none.
         """
         drafted = Drafted()
         ready = self._catch_up(wanted, chunk, drafted)
@@ -148,7 +153,9 @@ class DraftModel:
         return drafted
 
     def _catch_up(self, wanted: Rows[tuple[Sequence, int]], chunk: int, drafted: Drafted) -> list[tuple[Shadow, int]]:
-        """Compute what is behind, those first that are nearest; (shadow, tokens wanted) of those that have a first guess now."""
+        """Compute missing text, nearest sequences first. Returns (shadow, tokens wanted) of those that have a first
+        draft now.
+        """
         needed = {seq.request_id for seq, _ in wanted}
         work: list[Scheduled] = []
         ready: list[tuple[Shadow, int]] = []
@@ -167,7 +174,7 @@ class DraftModel:
         return ready
 
     def _pass(self, work: list[Scheduled], drafted: Drafted) -> None:
-        """One pass over the model; who has no token left to compute has one more then."""
+        """One pass over the model; shadows without an uncomputed token recompute their last one."""
         begin_s = self._clock()
         singles = [item for item in work if item.num_tokens == 1]
         plan = StepPlan((*singles, *(item for item in work if item.num_tokens > 1)), len(singles), ())
@@ -177,7 +184,7 @@ class DraftModel:
         if last:
             rows, seqs = [row for row, _ in last], [seq for _, seq in last]
             logits = self._runner.logits(hidden, rows)
-            if logits.shape[1] > self._vocab_size:  # padded otherwise than the other model's
+            if logits.shape[1] > self._vocab_size:  # padded differently from the target model
                 logits = logits[:, : self._vocab_size].contiguous()
             tokens, _ = self._sampler.sample(logits, seqs)
         for item in plan.work:
@@ -189,11 +196,11 @@ class DraftModel:
 
 
 def make_draft_model(settings: Settings, folder: Path, backend: Backend) -> DraftModel | None:
-    """The draft model that goes with the model in `folder`, by a decode worker's own settings; None: none is to draft.
+    """The draft model for the model in `folder`, from a decode worker's settings; None: none is configured.
 
     Raises:
-        ModelError: it is not there, or no model that we have parts for.
-        ConfigError: it does not go with the model or the backend.
+        ModelError: it is missing, or an unsupported model.
+        ConfigError: it does not match the model or the backend.
     """
     draft_folder = prepare_draft_model(settings, folder)
     if draft_folder is None:

@@ -1,7 +1,7 @@
-"""Guessing the next tokens of a sequence from its own text: prompt lookup. Pure.
+"""Drafts from a sequence's own text: prompt lookup. Pure.
 
-What a model says often repeats what it was given or has said: the tokens that followed the last few ones where they stood
-before are the guess. It needs no second model and no state beyond the tokens, so it goes on the same on any worker.
+Output often repeats parts of the prompt or of itself: the draft is what followed the last few tokens at their previous
+occurrence. It needs no second model and no state beyond the tokens, so it is the same on any worker.
 Source: prompt lookup decoding (Saxena, 2023); Yang et al., Inference with Reference, 2023.
 """
 
@@ -9,19 +9,19 @@ from collections.abc import Sequence
 
 from kvrelay.hashing import pack_tokens
 
-LONGEST, SHORTEST = 4, 2  # tokens that must be the same; longer ones are looked for first
+LONGEST, SHORTEST = 4, 2  # tokens that must match; longer matches are tried first
 _ITEM = 4  # bytes of a packed token
 
 
 class PromptLookup:
-    """One sequence's text, packed so that looking for a few tokens is one search for bytes."""
+    """One sequence's text, packed so that finding a few tokens is one search for bytes."""
 
     def __init__(self, longest: int = LONGEST, shortest: int = SHORTEST) -> None:
         self._longest, self._shortest = longest, shortest
         self._packed = bytearray()
 
     def draft(self, token_ids: Sequence[int], most: int) -> list[int]:
-        """Up to `most` tokens that may follow; empty: the last ones stand nowhere else. `token_ids` only ever grows."""
+        """Up to `most` tokens that may follow; empty: no earlier occurrence. `token_ids` only ever grows."""
         self._packed += pack_tokens(token_ids, len(self._packed) // _ITEM)
         if most <= 0:
             return []
@@ -31,7 +31,7 @@ class PromptLookup:
         return []
 
     def _after_last(self, size: int) -> int | None:
-        """Where the text goes on after the last earlier place of its own last `size` tokens."""
+        """Position after the latest earlier occurrence of the last `size` tokens."""
         packed = self._packed
         wanted, end = packed[-size * _ITEM :], len(packed) - 1
         while (found := packed.rfind(wanted, 0, end)) >= 0:
@@ -42,6 +42,6 @@ class PromptLookup:
 
     @staticmethod
     def _continued(token_ids: Sequence[int], after: int, most: int) -> list[int]:
-        """From there on; at the end of the text it goes round: what has a period is expected to go on with it."""
+        """Tokens from there on; at the end of the text it wraps around, which continues periodic text."""
         length = len(token_ids)
         return [token_ids[after + index % (length - after)] for index in range(most)]

@@ -1,7 +1,7 @@
-"""Puts drafted tokens into a step's plan, and learns from what became of them. No torch.
+"""Adds drafted tokens to a step's plan and records how many were accepted. No torch.
 
-Between `speculation.py` and `speculation_model.py`, which know what pays, and the engine. A drafted token takes a row of the step and
-a slot of the sequence's blocks; what was wrong is overwritten by the next step. Nobody is pre-empted for a draft.
+Connects `speculation.py` and `speculation_model.py`, which decide what pays, with the engine. A drafted token takes a
+row of the step and a slot of the sequence's blocks; wrong ones are overwritten by the next step. Drafts never preempt.
 """
 
 from collections.abc import Collection
@@ -19,28 +19,28 @@ from kvrelay.engine.speculation.speculation import Acceptance, Speculation
 from kvrelay.engine.speculation.speculation_model import ModelSpeculation
 from kvrelay.kvcache.pool.block_pool import BlockPool
 
-_MOST_IN_VAIN = 5  # then every 32nd step is asked about, as often as one is plain where drafts pay
+_MOST_IN_VAIN = 5  # then every 32nd step is considered, as often as one is plain where drafts pay
 
 
 class SequenceDrafts:
-    """One sequence's: where its drafts come from, and how good they have been."""
+    """The sources of one sequence's drafts, and their acceptance."""
 
     __slots__ = ("acceptance", "by_model", "is_by_model", "lookup")
 
     def __init__(self) -> None:
         self.lookup, self.acceptance, self.by_model = PromptLookup(), Acceptance(), Acceptance()
-        self.is_by_model = False  # its last draft
+        self.is_by_model = False  # whether the last draft was the draft model's
 
 
 class _Drafted(Protocol):
-    """What is used of draft_model.Drafted."""
+    """The part of draft_model.Drafted that is used here."""
 
     tokens: dict[int, list[int]]
     passes: list[Pass]
 
 
 class DraftModelProtocol(Protocol):
-    """What is used of draft_model.DraftModel, which needs torch."""
+    """The part of draft_model.DraftModel that is used here: that module needs torch."""
 
     share: float
     num_blocks: int
@@ -55,7 +55,7 @@ class DraftModelProtocol(Protocol):
 
 
 class DraftSteps:
-    """One engine's drafts. most: tokens for a sequence in one step. lookup: whether they may come from its own text."""
+    """One engine's drafts. most: tokens per sequence and step. lookup: whether prompt lookup is on."""
 
     def __init__(
         self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int, lookup: bool = True
@@ -63,41 +63,41 @@ class DraftSteps:
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self._lookup = lookup
         self.speculation = Speculation(most)
-        self._num_in_vain = 0  # steps, one after the other, that could have had drafts: nothing was found
-        self._num_to_pass = 0  # steps that are not asked about
+        self._num_in_vain = 0  # consecutive steps for which no draft was found
+        self._num_to_pass = 0  # steps to skip before drafts are considered again
         self.model: DraftModelProtocol | None = None
         self.by_model: ModelSpeculation | None = None  # with a draft model
         self._lengths = OutputLengths()
-        self._model_s = 0.0  # that the draft model took before the last plan
+        self._model_s = 0.0  # of the draft model's passes for the last plan
 
     def attach(self, model: DraftModelProtocol, lengths: OutputLengths) -> None:
-        """It drafts, too, from now on. lengths: of late outputs."""
+        """Add a draft model. lengths: of recent outputs."""
         self.model, self.by_model = model, ModelSpeculation(self.speculation, model.share)
         self._lengths = lengths
 
     def comes_next(self, running: list[Sequence]) -> bool:
-        """Whether `widen` is to be asked about a step of these. If not, they have taken a plain one without it.
+        """Whether to call `widen` for a step of these sequences. If not, the step counts as one without drafts.
 
-        For it to be asked, tokens must be known, which costs the time that the host could have worked ahead. So the more
-        often nothing was found, the more steps pass before it is asked again.
+        `widen` needs the previous step's tokens, so the host cannot work ahead. The more often no draft was found, the
+        more steps are skipped before drafts are considered again.
         """
         if any(seq.num_uncomputed > 1 for seq in running):
             return False
         if self._num_to_pass:
             self._num_to_pass -= 1
             return False
-        if self.model is not None:  # which guesses for whom, and whether that pays, is seen when tokens are known
+        if self.model is not None:  # what pays is decided once tokens are known
             return self.speculation.begins_next(len(running))
         count, able = len(running), [seq for seq in running if _may_draft(seq)]
         return self.speculation.comes_next(count, [_drafts_of(seq).acceptance for seq in able])
 
     def note_plan(self, plan: StepPlan) -> None:
-        """What `widen` has made of a plan."""
+        """Record whether `widen` found drafts."""
         self._num_in_vain = 0 if plan.num_drafted else min(self._num_in_vain + 1, _MOST_IN_VAIN)
         self._num_to_pass = 2**self._num_in_vain - 1
 
     def widen(self, plan: StepPlan) -> StepPlan:
-        """The same plan, with as many drafted tokens as are expected to pay; not in steps that compute prompts, too."""
+        """The plan with as many drafted tokens as are expected to pay; unchanged for steps that compute prompts."""
         self._model_s, count = 0.0, len(plan.work)
         if plan.num_single < count or not self.speculation.begins(count):
             return plan
@@ -117,11 +117,11 @@ class DraftSteps:
         return StepPlan((*singles, *wide), len(singles), plan.preempted, plan.copies, count - len(singles))
 
     def _most_for(self, seq: Sequence) -> int:
-        """Drafted tokens that might be kept before the stream ends."""
+        """Drafted tokens that can be kept before the output ends."""
         return max(0, min(seq.max_output - seq.num_output, self._max_model_len - seq.num_tokens) - 1)
 
     def _from_text(self, able: list[Sequence], num_running: int) -> dict[int, list[int]]:
-        """What the sequences' own texts say, for those for which it is expected to pay; by identity."""
+        """Prompt lookup drafts where they are expected to pay, by the identity of the sequence."""
         drafters = [_drafts_of(seq) for seq in able]
         lengths = self.speculation.lengths(num_running, [drafter.acceptance for drafter in drafters])
         found: dict[int, list[int]] = {}
@@ -132,7 +132,7 @@ class DraftSteps:
         return found
 
     def _by_model(self, able: list[Sequence], found: dict[int, list[int]], num_running: int) -> None:
-        """Replace and add what the draft model guesses, for those for which that is expected to pay more."""
+        """Replace or add the draft model's drafts, for sequences where they are expected to pay more."""
         assert self.model is not None and self.by_model is not None
         able = [seq for seq in able if self.model.most_for(seq)]
         candidates = self._candidates(able, found, num_running)
@@ -170,7 +170,7 @@ class DraftSteps:
     def _fitting(
         self, able: list[Sequence], found: dict[int, list[int]], budget: int, *, num_running: int
     ) -> dict[int, tuple[int, ...]]:
-        """As much of it as the step's budget and the sequences' blocks have room for."""
+        """The drafts, cut to the step's budget and the sequences' blocks."""
         drafts: dict[int, tuple[int, ...]] = {}
         for seq in able:
             if (draft := found.get(id(seq))) and (draft := self._with_room(seq, draft[: max(0, budget)], num_running)):
@@ -179,7 +179,7 @@ class DraftSteps:
         return drafts
 
     def _with_room(self, seq: Sequence, draft: list[int], num_running: int) -> list[int]:
-        """As much of it as its blocks hold, and blocks that nobody else will need."""
+        """The draft, cut to the sequence's blocks and to free blocks that running sequences will not need."""
         lacking = seq.blocks_for(seq.num_tokens + len(draft)) - len(seq.blocks)
         if draft and lacking > 0:
             fresh = self._pool.allocate(lacking) if lacking + num_running <= self._pool.num_available else None
@@ -189,15 +189,15 @@ class DraftSteps:
         return draft
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """How long a step took, the draft model's passes before it included."""
-        model_s, self._model_s = self._model_s, 0.0  # the next step may be one for which it is not asked
+        """Record a step's duration, the draft model's passes included."""
+        model_s, self._model_s = self._model_s, 0.0  # the next step may not call `widen`
         if plan.num_decode == (count := len(plan.work)):
             self.speculation.times.observe(count, plan.num_tokens - count, seconds - model_s)
             if self.by_model is not None:
                 self.by_model.observe_step(seconds)
 
     def note(self, item: Scheduled, num_accepted: int) -> None:
-        """So many of its drafted tokens were what would have been drawn."""
+        """Record how many of its drafted tokens were accepted."""
         drafter, num_drafted = _drafts_of(item.seq), len(item.drafts)
         if drafter.is_by_model and self.by_model is not None:
             self.by_model.observe(drafter.by_model, num_accepted, num_drafted)
@@ -205,7 +205,7 @@ class DraftSteps:
             self.speculation.observe(drafter.acceptance, num_accepted, num_drafted)
 
     def forget(self, seq: Sequence) -> None:
-        """The sequence ended here, or gave its place up."""
+        """The sequence ended here, or was preempted."""
         if self.model is not None:
             self.model.forget(seq)
 
@@ -237,7 +237,7 @@ def _drafts_of(seq: Sequence) -> SequenceDrafts:
 
 
 def _may_draft(seq: Sequence) -> bool:
-    """Not with penalties, nor before `min_tokens`, nor for a group, nor while KV is on its way."""
+    """Not with penalties, before `min_tokens`, in a group, or while KV is being loaded or transferred."""
     params = seq.request.sampling
     return not (
         params.has_penalties

@@ -80,7 +80,9 @@ def unowned(x: Tensor) -> Tensor:
 
 
 def alias_of(x: Tensor) -> Tensor:
-    """A tensor with the same memory, shape and strides that does not own the memory: the caller ensures that it stays."""
+    """A tensor with the same memory, shape and strides that does not own the memory: the caller ensures that it
+    stays.
+    """
     storage = x.untyped_storage()
     again = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), x.device, storage.nbytes())
     return torch.empty(0, dtype=x.dtype, device=x.device).set_(again, x.storage_offset(), x.shape, x.stride())

@@ -1,7 +1,7 @@
 """Random steps over a paged cache: the grid for attention kernels.
 
-Blocks are shuffled, and slots without a context token are NaN, so that reading them shows. Deterministic: a case and a
-seed give the same numbers everywhere. Imports torch, no backend.
+Blocks are shuffled, and slots without a context token are NaN, so that reading them shows. Deterministic: a case and
+a seed give the same numbers everywhere. Imports torch, no backend.
 """
 
 from collections.abc import Iterator
@@ -109,7 +109,9 @@ def _tables(case: KernelCase, generator: torch.Generator) -> tuple[Tensor, int]:
 
 
 def _common(case: KernelCase, context: int) -> int:
-    """Number of a context's first tokens that it shares with the first sequence: whole blocks of any size of the grid."""
+    """Number of a context's first tokens that it shares with the first sequence: whole blocks of any size of the
+    grid.
+    """
     most = BLOCK_SIZES[-1]
     return min(case.shared_tokens, context, case.sequences[0][1]) // most * most
 

@@ -42,7 +42,9 @@ def native() -> _Extension | None:
 
 
 def chain(parent: bytes, packed: bytes, width: int) -> bytes:
-    """16 bytes for every `width` bytes of tokens: the hash of the previous digest (at first `parent`) and these tokens."""
+    """16 bytes for every `width` bytes of tokens: the hash of the previous digest (at first `parent`) and these
+    tokens.
+    """
     extension = native()
     return chain_in_python(parent, packed, width) if extension is None else extension.chain(parent, packed, width)
 

@@ -1,7 +1,8 @@
-"""Builds C sources with the machine's compiler, once, and loads the result: a ctypes library or a Python extension module.
+"""Builds C sources with the machine's compiler, once, and loads the result: a ctypes library or a Python extension
+module.
 
-Owns the cache of compiled libraries: keyed by sources, flags, compiler, processor and (extension modules) interpreter, written
-under a lock and put in place by one rename, so that workers starting together compile once.
+Owns the cache of compiled libraries: keyed by sources, flags, compiler, processor and (extension modules) interpreter,
+written under a lock and put in place by one rename, so that workers starting together compile once.
 """
 
 import ctypes

@@ -1,8 +1,9 @@
 """Which row of a column holds each block hash: in C, or in Python where no compiler is.
 
-Owns the row numbers alone. The hashes lie in the caller's bytearray (`column`), 16 bytes for each row. In C an entry takes 8
-bytes, in a table that is between an eighth and three quarters full. In Python it is a dict that holds the hashes too, some 120
-bytes each, which is copied when it has become much too large. Both do the same (tests/kvrelay/test_hash_index.py).
+Owns the row numbers alone. The hashes lie in the caller's bytearray (`column`), 16 bytes for each row. In C an entry
+takes 8 bytes, in a table that is between an eighth and three quarters full. In Python it is a dict that holds the
+hashes too, some 120 bytes each, which is copied when it has become much too large. Both do the same
+(tests/kvrelay/test_hash_index.py).
 """
 
 import functools
@@ -38,7 +39,9 @@ class HashIndex(Protocol):
         """Write these hashes, which are distinct and have no row, to the rows from `first` on."""
 
     def move(self, column: bytearray, rows: list[int], first: int, /) -> None:
-        """Move the hashes of these rows to those from `first` on. None of those is a row that comes later in the list."""
+        """Move the hashes of these rows to those from `first` on. None of those is a row that comes later in the
+        list.
+        """
 
     def remove(self, column: bytearray, rows: list[int], /) -> None:
         """The hashes of these rows are no longer found; the column keeps them."""
@@ -95,7 +98,9 @@ class PythonHashIndex:
 
 @functools.cache
 def native() -> Any:
-    """The extension module with `HashTable(seed)` and `are_distinct(hashes)`; None without a compiler. Compiled on first use."""
+    """The extension module with `HashTable(seed)` and `are_distinct(hashes)`; None without a compiler. Compiled on
+    first use.
+    """
     try:
         return load_extension("kvrelay_hash_table", [_FOLDER / "module.c", _FOLDER / "table.c"], [_FOLDER / "table.h"])
     except BackendUnavailable as error:

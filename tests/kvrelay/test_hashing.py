@@ -11,13 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvrelay.hashing import HASH_BYTES, HashChain, block_hashes, next_hash, pack_tokens, root_hash, tenant_name
+from kvrelay.hashing import HASH_BYTES, HashChain, block_hashes, pack_tokens, root_hash, tenant_name
 from kvrelay.native import block_hash
 
 pytestmark = pytest.mark.pure
 
 
 TOKENS = st.lists(st.integers(0, 200_000), max_size=70)
+
+
+def next_hash(parent, tokens, extras=b""):
+    """The definition of a block's hash."""
+    data = b"".join(token.to_bytes(4, "little") for token in tokens)
+    if not extras:
+        return hashlib.blake2b(parent + data, digest_size=16).digest()
+    mixed = hashlib.blake2b(extras, digest_size=16, person=b"extras").digest()
+    return hashlib.blake2b(parent + mixed + data, digest_size=16, person=b"extras").digest()
 
 
 def test_only_full_blocks_have_a_hash():
@@ -162,7 +171,8 @@ def test_long_prompts_hash_the_same_while_other_threads_run(library):
 
 @pytest.mark.slow
 def test_without_native_code_the_digests_are_the_same():
-    code = "from kvrelay import hashing; from kvrelay.native import block_hash; print(hashing.block_hashes(list(range(4000)), 16)[-1].hex()); "
+    code = "from kvrelay import hashing; from kvrelay.native import block_hash; "
+    code += "print(hashing.block_hashes(list(range(4000)), 16)[-1].hex()); "
     code += "assert block_hash.native() is None"
     run = subprocess.run(
         [sys.executable, "-c", code],

@@ -93,7 +93,8 @@ def test_a_hub_id_offline_says_so(source: str, tmp_path: Path, monkeypatch: pyte
 def test_a_hub_that_cannot_be_reached_says_so(tmp_path: Path) -> None:
     """In a process of its own: the hub's address is read once, at import."""
     code = (
-        "import sys; from kvrelay.settings.engine import ModelSettings; from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint\n"
+        "import sys; from kvrelay.settings.engine import ModelSettings\n"
+        "from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint\n"
         "from kvrelay.errors import ModelNotFound\n"
         "try: prepare_checkpoint(ModelSettings(source='org/name'))\n"
         "except ModelNotFound as error: print(error); sys.exit(7)\n"

@@ -88,10 +88,8 @@ def test_names_of_published_checkpoints_lead_back_to_ours(config):
         stored = stored_name(name, spec.architecture)
         assert plain_name(stored).removeprefix("model.") == name
     stored = stored_name("layers.0.mlp.experts.3.down_proj.weight", spec.architecture)
-    assert (
-        stored
-        == f"model.layers.0.{'block_sparse_moe.experts.3.w2' if config is MIXTRAL else 'mlp.experts.3.down_proj'}.weight"
-    )
+    own_name = "block_sparse_moe.experts.3.w2" if config is MIXTRAL else "mlp.experts.3.down_proj"
+    assert stored == f"model.layers.0.{own_name}.weight"
 
 
 def test_a_fused_tensor_is_many_in_the_order_of_its_memory():

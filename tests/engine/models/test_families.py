@@ -316,12 +316,29 @@ def old_dialect(config: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
     ("name", "old"),
     [
         ("llama", {"rope_theta": 10000.0, "rope_scaling": None}),
-        ("llama-llama3-rope", {"rope_theta": 500.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}}),
-        ("qwen2-yarn", {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}}),
+        (
+            "llama-llama3-rope",
+            {"rope_theta": 500.0, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+        ),
+        (
+            "qwen2-yarn",
+            {
+                "rope_theta": 10000.0,
+                "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+            },
+        ),
         ("qwen2-upper-sliding", {"use_sliding_window": True, "max_window_layers": 1, "rope_theta": 10000.0}),
-        ("gemma3-linear-rope", {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 2}),
+        (
+            "gemma3-linear-rope",
+            {
+                "rope_theta": 1e6,
+                "rope_local_base_freq": 1e4,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 2,
+            },
+        ),
     ],
-)  # fmt: skip
+)
 def test_both_config_dialects_give_the_same_spec(name: str, old: dict[str, Any]) -> None:
     new = CONFIGS[name]().to_dict()
     if name.startswith("gemma3"):

@@ -20,9 +20,13 @@ BLOCK = 4
 
 def sequence(name: str, tokens: list[int], *, keep: bool = True, **sampling) -> Sequence:
     request = SequenceRequest(
-        request_id=name, token_ids=list(tokens), num_prompt_tokens=len(tokens), block_hashes=list(block_hashes(tokens, BLOCK)),
-        sampling=Sampling(max_tokens=100, **sampling), hints=KvHints(keep=keep),
-    )  # fmt: skip
+        request_id=name,
+        token_ids=list(tokens),
+        num_prompt_tokens=len(tokens),
+        block_hashes=list(block_hashes(tokens, BLOCK)),
+        sampling=Sampling(max_tokens=100, **sampling),
+        hints=KvHints(keep=keep),
+    )
     return Sequence(request, BLOCK, 0)
 
 

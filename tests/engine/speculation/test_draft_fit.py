@@ -20,9 +20,14 @@ pytestmark = pytest.mark.pure
 
 WORDS = {"a": 0, "b": 1, "c": 2}
 CONFIG = {
-    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-}  # fmt: skip
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
 
 
 def folder(path, *, vocab=WORDS, special=(), size=64, layers=2):
@@ -41,11 +46,15 @@ def test_the_same_words_go_together_whatever_the_special_tokens_and_the_padding(
 
 
 @pytest.mark.parametrize(
-    ("vocab", "told"),
-    [({"a": 0, "c": 1, "b": 2}, "'b' is number 2 there, and number 1"), ({"a": 0, "b": 1}, "'c' is none there"), ([["a", 0.0], ["x", 0.0]], "'b' is none there|'x' is number 1 there, and none")],
-)  # fmt: skip
-def test_other_words_do_not(tmp_path, vocab, told):
-    with pytest.raises(ConfigError, match=f"engine.draft_model: theirs has another vocabulary.*({told})"):
+    ("vocab", "reason"),
+    [
+        ({"a": 0, "c": 1, "b": 2}, "'b' is number 2, and number 1"),
+        ({"a": 0, "b": 1}, "'c' is none, and"),
+        ([["a", 0.0], ["x", 0.0]], "'b' is none, and|'x' is number 1, and none"),
+    ],
+)
+def test_other_words_do_not(tmp_path, vocab, reason):
+    with pytest.raises(ConfigError, match=f"engine.draft_model: the vocabulary of theirs differs.*({reason})"):
         check_vocabulary(folder(tmp_path / "ours"), folder(tmp_path / "theirs", vocab=vocab))
 
 

@@ -1,4 +1,6 @@
-"""A draft model changes how many steps a stream takes, never its tokens; its own blocks come and go, and none is lost."""
+"""A draft model changes how many steps a stream takes, never its tokens; its own blocks come and go, and none is
+lost.
+"""
 
 import random
 
@@ -61,14 +63,18 @@ def make(folders, monkeypatch):
             monkeypatch.setattr(Speculation, "begins", lambda self, count: True)
             monkeypatch.setattr(Speculation, "lengths", lambda self, count, drafters: [self.most] * len(drafters))
             monkeypatch.setattr(
-                ModelSpeculation, "lengths",
+                ModelSpeculation,
+                "lengths",
                 lambda self, count, candidates, **_: [one.most for one in candidates],
-            )  # fmt: skip
+            )
         backend = select_backend("cpu", "cpu", 1)
         config = EngineConfig(
-            block_size=BLOCK, kv_memory_bytes=blocks * BLOCK_BYTES, token_budget=budget,
-            draft_tokens=tokens if draft else 0, prompt_lookup=lookup,
-        )  # fmt: skip
+            block_size=BLOCK,
+            kv_memory_bytes=blocks * BLOCK_BYTES,
+            token_budget=budget,
+            draft_tokens=tokens if draft else 0,
+            prompt_lookup=lookup,
+        )
         engine = load_engine(folders["itself"], backend, torch.float32, config)
         if draft is not None:
             model = load_model(folders[draft], backend, torch.float32, block_size=BLOCK)
@@ -95,9 +101,12 @@ def request(
     name: str, prompt: list[int], *, max_tokens: int = 30, ignore_eos: bool = True, **sampling
 ) -> SequenceRequest:
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK)),
         sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),
-    )  # fmt: skip
+    )
 
 
 def serve(engine: Engine, **sampling) -> tuple[list, int]:
@@ -232,8 +241,9 @@ def test_what_begins_alike_is_not_computed_twice(make):
     tokens = []
     plain = engine.drafts.model._pass
     engine.drafts.model._pass = lambda work, drafted: (
-        tokens.append(sum(item.num_tokens for item in work)), plain(work, drafted),
-    )  # fmt: skip
+        tokens.append(sum(item.num_tokens for item in work)),
+        plain(work, drafted),
+    )
     run(engine, request("second", prompt, temperature=0.0, max_tokens=4))
     assert tokens[0] <= BLOCK
 

@@ -71,9 +71,13 @@ def request(
     **sampling,
 ) -> SequenceRequest:
     return SequenceRequest(
-        request_id=name, token_ids=prompt, num_prompt_tokens=len(prompt), block_hashes=list(block_hashes(prompt, BLOCK)),
-        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling), group=group,
-    )  # fmt: skip
+        request_id=name,
+        token_ids=prompt,
+        num_prompt_tokens=len(prompt),
+        block_hashes=list(block_hashes(prompt, BLOCK)),
+        sampling=Sampling(max_tokens=max_tokens, ignore_eos=ignore_eos, **sampling),
+        group=group,
+    )
 
 
 def serve(engine: Engine, **sampling) -> tuple[list, int]:

@@ -89,7 +89,9 @@ def lengths_of(speculation: Speculation, each: list[Acceptance]) -> list[int]:
 def run(
     rate: float, *, sequences: int, token_s: float, fixed_s: float = 0.002, steps: int = 400
 ) -> tuple[float, float]:
-    """(tokens per second, drafted tokens per step) of a device that takes so long, with drafts that are so often right."""
+    """(tokens per second, drafted tokens per step) of a device that takes so long, with drafts that are so often
+    right.
+    """
     speculation, chance = Speculation(most=8), random.Random(3)
     each = [Acceptance() for _ in range(sequences)]
     tokens, clock, drafted = 0, 0.0, 0

@@ -168,9 +168,16 @@ def make_schedule(native, step, *, worth=1, num_threads=1, shape=None):
     batch, shape = step.batch, shape or step.case.shape
     schedule = Schedule(native.lib, batch.num_decode, batch.max_context_len)
     schedule.fill(
-        batch.context_lens, batch.block_tables, batch.num_decode, batch.max_context_len, block_size=shape.block_size,
-        group=shape.num_heads // shape.num_kv_heads, num_kv_heads=shape.num_kv_heads, num_threads=num_threads, worth=worth,
-    )  # fmt: skip
+        batch.context_lens,
+        batch.block_tables,
+        batch.num_decode,
+        batch.max_context_len,
+        block_size=shape.block_size,
+        group=shape.num_heads // shape.num_kv_heads,
+        num_kv_heads=shape.num_kv_heads,
+        num_threads=num_threads,
+        worth=worth,
+    )
     return schedule
 
 

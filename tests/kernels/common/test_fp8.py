@@ -1,4 +1,4 @@
-"""FP8 KV: every code is the number that OCP's table says, encoding takes the nearest, and the compiled kernels agree."""
+"""FP8 KV: every code is the number in OCP's table, encoding rounds to nearest, and the compiled kernels agree."""
 
 import dataclasses
 

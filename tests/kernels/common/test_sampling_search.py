@@ -26,7 +26,7 @@ def one_thread():
 
 
 def mixture(seed, rows, vocab):
-    """Logits [rows, vocab] with ties and -inf here and there, and a batch in which every row asks for something else."""
+    """Logits [rows, vocab] with some ties and -inf, and a batch with different settings in every row."""
     g = torch.Generator().manual_seed(seed)
     logits = 4 * torch.randn(rows, vocab, generator=g)
     kind = seed % 4

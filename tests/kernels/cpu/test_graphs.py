@@ -47,9 +47,13 @@ def alone(context, tokens, generator):
     positions = torch.arange(context - tokens, context)
     blocks = batch.block_tables[0, positions // BLOCK_SIZE].long()
     return replace(
-        batch, query_starts=torch.tensor([0, tokens], dtype=torch.int32), positions=positions, num_decode=int(tokens == 1),
-        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE, max_query_len=tokens,
-    )  # fmt: skip
+        batch,
+        query_starts=torch.tensor([0, tokens], dtype=torch.int32),
+        positions=positions,
+        num_decode=int(tokens == 1),
+        slot_mapping=blocks * BLOCK_SIZE + positions % BLOCK_SIZE,
+        max_query_len=tokens,
+    )
 
 
 class Decoder:
@@ -74,7 +78,9 @@ class Decoder:
         return self.forward(token_ids, batch, plan)
 
     def both(self, contexts, shared=0):
-        """(hidden, cache) of one step without and with graphs, from the same cache. shared: blocks of row 1 that are row 0's."""
+        """(hidden, cache) of one step without and with graphs, from the same cache. shared: blocks of row 1 that are
+        row 0's.
+        """
         batch = decode_batch(contexts, self.generator)
         batch.block_tables[1:2, :shared] = batch.block_tables[:1, :shared]
         return self.both_of(batch)
@@ -151,9 +157,16 @@ def test_what_rows_share_is_found_anew_for_every_replay(backend, tmp_path):
     worth, native.worth = native.worth, 64
     try:
         for contexts, shared in (
-            ((150, 140, 12), 0), ((149, 141, 11), 32), ((150, 142, 12), 17), ((90, 150, 40), 20), ((20, 21, 12), 5),
-            ((70, 12), 3), ((140, 150), 34), ((151, 141, 13), 33), ((70, 72, 74), 0),
-        ):  # fmt: skip
+            ((150, 140, 12), 0),
+            ((149, 141, 11), 32),
+            ((150, 142, 12), 17),
+            ((90, 150, 40), 20),
+            ((20, 21, 12), 5),
+            ((70, 12), 3),
+            ((140, 150), 34),
+            ((151, 141, 13), 33),
+            ((70, 72, 74), 0),
+        ):
             before = native.spared_tokens
             (hidden, cache), (replayed, its_cache) = decoder.both(contexts, shared)
             assert torch.equal(hidden, replayed) and torch.equal(cache, its_cache)

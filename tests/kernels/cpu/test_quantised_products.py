@@ -1,4 +1,6 @@
-"""Quantised linear layers on the CPU: the product of the weights they hold, for every shape, and no row sees its neighbours."""
+"""Quantised linear layers on the CPU: the product of the weights they hold, for every shape, and no row sees its
+neighbours.
+"""
 
 import math
 

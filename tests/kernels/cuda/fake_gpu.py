@@ -1,5 +1,5 @@
-"""A fake GPU with a fake FlashInfer, on the CPU, strict where CUDA is: while a graph is captured no kernel may touch host
-memory, nothing may wait for the device, and a replay runs the very calls of the capture over the same buffers.
+"""A fake GPU with a fake FlashInfer, on the CPU, strict where CUDA is: while a graph is captured no kernel may touch
+host memory, nothing may wait for the device, and a replay runs the very calls of the capture over the same buffers.
 """
 
 import contextlib
@@ -212,7 +212,7 @@ class FakeDecode:
 
 
 class FakePrefill(FakeDecode):
-    """BatchPrefillWithPagedKVCacheWrapper. Without `causal` it attends to all that a sequence has, and has no window."""
+    """BatchPrefillWithPagedKVCacheWrapper. Without `causal` it attends to the whole sequence, and has no window."""
 
     def plan(self, qo_indptr, *index_and_shape, causal, **options):
         assert qo_indptr.dtype == torch.int32 and (causal or options["window_left"] == -1)

@@ -1,4 +1,6 @@
-"""Steps in pieces over the fake GPU: replayed they equal the plain step, padding changes nothing, captures touch no host."""
+"""Steps in pieces over the fake GPU: replayed they equal the plain step, padding changes nothing, captures touch no
+host.
+"""
 
 import dataclasses
 

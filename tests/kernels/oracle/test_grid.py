@@ -1,7 +1,8 @@
-"""Every kernel, on every CPU backend and in every dtype, within bounds that follow from rounding; and the bounds can be missed.
+"""Every kernel, on every CPU backend and in every dtype, within bounds that follow from rounding; and the bounds can be
+missed.
 
-The grid is kernels/oracle/grid.py's, the one that a GPU is held against, too (bench/gpu/gpu.py). What it is held against is held against
-torch and Hugging Face here.
+The grid is kernels/oracle/grid.py's, the one that a GPU is held against, too (bench/gpu/gpu.py). What it is held
+against is held against torch and Hugging Face here.
 """
 
 import dataclasses
@@ -97,17 +98,21 @@ def one_token_less(plan, batch, shape):
 WRONG = {
     "linear": {"pack_linear": one_weight},
     "linear per head": {"pack_heads": one_weight},
-    "quantised linear": {"pack_quantized": lambda pack, *args: lambda x: pack(*args)(x) * (1.0 if x.shape[0] < 31 else 1.02)},
+    "quantised linear": {
+        "pack_quantized": lambda pack, *args: lambda x: pack(*args)(x) * (1.0 if x.shape[0] < 31 else 1.02)
+    },
     "embedding": {"embed": lambda embed, ids, *rest: embed((ids + 1) % 50, *rest)},
     "norms": {"rms_norm": lambda norm, x, weight, eps: norm(x, weight, 100 * eps + 0.02)},
     "rope": {"rope": next_position},
-    "gated activations": {"gated_activation": lambda act, x, kind: act(x, "silu" if kind == "gelu_tanh" else "gelu_tanh")},
+    "gated activations": {
+        "gated_activation": lambda act, x, kind: act(x, "silu" if kind == "gelu_tanh" else "gelu_tanh")
+    },
     "cache writes": {"store_kv": lambda store, k, v, cache, slots: store(k, v, cache, (slots + 1) % 128)},
     "inputs": {"norm_rope_store": next_slot},
     "widening": {"widened": lambda widened, x: widened(x) * (1 + 2.0**-20)},
     "sampling": {"sample": lambda sample, logits, batch: sample(logits.roll(1, -1), batch)},
     **{name: {"plan": wrong_block} for name in FAMILIES if name.startswith("attention")},
-}  # fmt: skip
+}
 
 
 def test_every_family_has_a_control():

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvrelay.hashing import next_hash, root_hash
+from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.stores.store import BlockMeta
 
 BLOCK_BYTES = 8192
@@ -24,12 +24,8 @@ BLOCK_BYTES = 8192
 
 def chain(count, *, salt=""):
     """Hashes of `count` blocks of one prompt, and their metas."""
-    hashes, metas, parent = [], [], root_hash(salt)
-    for index in range(count):
-        digest = next_hash(parent, [index] * 16)
-        hashes.append(digest)
-        metas.append(BlockMeta(parent if index else None, 16 * (index + 1)))
-        parent = digest
+    hashes = block_hashes([index for index in range(count) for _ in range(16)], 16, salt)
+    metas = [BlockMeta(hashes[index - 1] if index else None, 16 * (index + 1)) for index in range(count)]
     return hashes, metas
 
 
