@@ -3,9 +3,9 @@
 Both ends prove that they know the cluster's secret before the first frame (HMAC challenge, both ways), so that no other
 process on the network can inject work. With `tls` the same happens inside TLS.
 
-Without TLS a server also listens on an abstract Unix socket named after its address, where a small frame costs less than half
-the CPU of loopback TCP. A client of the same user on the same machine connects there; any other takes TCP. Imports nothing of
-ours but errors, framing and tls.
+Without TLS a server also listens on an abstract Unix socket named after its address, where a small frame costs less
+than half the CPU of loopback TCP. A client of the same user on the same machine connects there; any other takes TCP.
+Imports nothing of ours but errors, framing and tls.
 """
 
 import asyncio
@@ -214,7 +214,10 @@ class Server:
 
 
 async def _expect_tls(sock: socket.socket) -> None:
-    """Wait for the client's first byte, without consuming it. Raises TlsMismatch, after sending the client the reason."""
+    """Wait for the client's first byte, without consuming it.
+
+    Raises TlsMismatch, after sending the client the reason.
+    """
     while True:
         try:
             first = sock.recv(1, socket.MSG_PEEK)

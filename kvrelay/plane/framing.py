@@ -35,7 +35,10 @@ class FrameReader(asyncio.StreamReader):
         return data
 
     async def read_all(self, take: Callable[[bytes], None], *, max_bytes: int) -> None:
-        """Call `take` with every frame until the stream ends. Raises OSError, ProtocolError (over max_bytes), what `take` raises."""
+        """Call `take` with every frame until the stream ends.
+
+        Raises OSError, ProtocolError (over max_bytes), what `take` raises.
+        """
         self._max_bytes = max_bytes
         self._ended = ended = asyncio.get_running_loop().create_future()
         waiting = await self.readexactly(self._num_buffered)  # already fed: does not wait
@@ -86,7 +89,10 @@ class FrameReader(asyncio.StreamReader):
 
 
 def frame_end(data: bytes | bytearray, begin: int, max_bytes: int) -> int | None:
-    """End of the frame that begins at `begin`; None: it is incomplete. Raises ProtocolError when it is over max_bytes."""
+    """End of the frame that begins at `begin`; None: it is incomplete.
+
+    Raises ProtocolError when it is over max_bytes.
+    """
     if len(data) - begin < 4:
         return None
     size = int.from_bytes(data[begin : begin + 4], "little")
@@ -97,10 +103,11 @@ def frame_end(data: bytes | bytearray, begin: int, max_bytes: int) -> int | None
 
 
 class ThreadSender:
-    """Writes whole frames to the socket from any thread, past the event loop, as long as the socket accepts them at once.
+    """Writes whole frames to the socket from any thread, past the event loop, as long as the socket accepts them at
+    once.
 
-    What the socket does not accept is left to the loop, and so is everything after it until the loop has sent it all: frames
-    stay whole and in order. The socket is a duplicate, since the transport may close its own at any time.
+    What the socket does not accept is left to the loop, and so is everything after it until the loop has sent it all:
+    frames stay whole and in order. The socket is a duplicate, since the transport may close its own at any time.
     """
 
     def __init__(self, transport: asyncio.WriteTransport) -> None:

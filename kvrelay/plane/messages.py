@@ -59,7 +59,10 @@ class KvHints(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Beams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A beam search; see engine/groups/beam.py. The other sampling parameters but max_tokens, min_tokens and stops have no effect."""
+    """A beam search; see engine/groups/beam.py.
+
+    The other sampling parameters but max_tokens, min_tokens and stops have no effect.
+    """
 
     width: int
     num_returned: int  # results, best first
@@ -349,9 +352,11 @@ class EndPins(_Message, frozen=True, tag="end-pins"):
 
 
 class Assigned(_Message, frozen=True, tag="assigned"):
-    """The load that this ingress has assigned to the worker and that has not ended, counted from the routing decision on.
+    """The load that this ingress has assigned to the worker and that has not ended, counted from the routing decision
+    on.
 
-    Sent on change, if other ingresses are connected to the worker. Never answered; the worker passes the total on to the others.
+    Sent on change, if other ingresses are connected to the worker. Never answered; the worker passes the total on to
+    the others.
     """
 
     tokens: int = 0  # of prompts, to be computed there
@@ -543,8 +548,8 @@ ToWorker = Union[
     Audit, Assigned,
 ]  # fmt: skip
 FromWorker = Union[
-    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired, PairsSeen,
-    Prefetched, Audited, AssignedByOthers,
+    Welcome, Reserved, Refused, Tokens, Failed, Transferred, KvEvents, KvSnapshot, LoadReport, Status, Paired,
+    PairsSeen, Prefetched, Audited, AssignedByOthers,
 ]  # fmt: skip
 
 _encoder = msgspec.msgpack.Encoder()

@@ -33,7 +33,10 @@ logger = logging.getLogger(__name__)
 
 CLIENT_LEFT_STATUS = 499  # for access logs; no client reads it
 INGRESS = secrets.token_hex(2)
-"""Names this ingress process. Its request ids begin with it, so that an id shows which ingress has the request's log."""
+"""Names this ingress process.
+
+Its request ids begin with it, so that an id shows which ingress has the request's log.
+"""
 
 
 @dataclass(frozen=True, slots=True)

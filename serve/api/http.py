@@ -1,4 +1,5 @@
-"""HTTP below the endpoints: bodies with a limit, API keys, OpenAI's error objects, clients that leave, server-sent events.
+"""HTTP below the endpoints: bodies with a limit, API keys, OpenAI's error objects, clients that leave, server-sent
+events.
 
 Knows nothing of tokens. Imports no router.
 """

@@ -1,4 +1,5 @@
-"""From a checked body to the request's parameters: sampling, choices, limits, prompts, queue rank, KV hints. Refuses by field name.
+"""From a checked body to the request's parameters: sampling, choices, limits, prompts, queue rank, KV hints. Refuses by
+field name.
 
 `best_of` has OpenAI's and vLLM's meaning: of so many samples, the n with the largest summed log-probability are
 returned. With `use_beam_search` it is the beam width, as in vLLM.
@@ -228,7 +229,10 @@ def queue_rank(body: Common, tenant_by: TenantBy, api_key: str) -> QueueRank:
 
 
 async def kv_hints(sessions: Sessions, body: Common) -> KvHints:
-    """The hints of the body's field `kv` and of the session that it names. Raises InvalidRequest (404): there is no such session."""
+    """The hints of the body's field `kv` and of the session that it names.
+
+    Raises InvalidRequest (404): there is no such session.
+    """
     fields = body.kv or KvFields()
     inherited, session = SessionHints(), ""
     if fields.session is not None:
@@ -283,9 +287,11 @@ def beams_of(body: Common) -> Beams | None:
         return None
     penalty = 1.0 if body.length_penalty is None else body.length_penalty
     return Beams(
-        width=num_computed(body), num_returned=body.n or 1, length_penalty=penalty,
+        width=num_computed(body),
+        num_returned=body.n or 1,
+        length_penalty=penalty,
         early_stopping=body.early_stopping or False,
-    )  # fmt: skip
+    )
 
 
 def check_choices(body: Common) -> None:

@@ -1,7 +1,8 @@
-"""Sessions: hints about KV that requests inherit by naming one. The table is pure; times are the caller's clock, in seconds.
+"""Sessions: hints about KV that requests inherit by naming one. The table is pure; times are the caller's clock, in
+seconds.
 
-A session belongs to one tenant, the one whose `cache_salt` it was made with; its key holds a digest of that, never the salt.
-It expires after IDLE_S without use.
+A session belongs to one tenant, the one whose `cache_salt` it was made with; its key holds a digest of that, never the
+salt. It expires after IDLE_S without use.
 """
 
 from collections.abc import Callable

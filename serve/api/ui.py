@@ -30,9 +30,11 @@ async def page(front: Front, request: Request) -> Response:
     """The page: no data, no secrets."""
     html, policy = _page()
     headers = {
-        "content-security-policy": policy, "cache-control": "no-cache", "referrer-policy": "no-referrer",
+        "content-security-policy": policy,
+        "cache-control": "no-cache",
+        "referrer-policy": "no-referrer",
         "x-content-type-options": "nosniff",
-    }  # fmt: skip
+    }
     return Response(html, 200, headers, "text/html")
 
 

@@ -162,7 +162,10 @@ class SequenceAttempt:
         self.narrow()
 
     def narrow(self) -> None:
-        """Count only the choices that still run. A beam search returns all its results at its end: until then all run."""
+        """Count only the choices that still run.
+
+        A beam search returns all its results at its end: until then all run.
+        """
         group = self.request.group
         if isinstance(self._order, GroupOrder) and group is not None and group.beams is None:
             self._router.on_narrowed(self.id, group.num_choices - len(self._order.ended))
@@ -173,7 +176,9 @@ class SequenceAttempt:
         self._submission.inbox.put(("", error))
 
     def close(self, reason: str) -> None:
-        """The one release path: workers that may still hold something get an Abort, and the router counts nothing any more. Idempotent."""
+        """The one release path: workers that may still hold something get an Abort, and the router counts nothing
+        any more. Idempotent.
+        """
         if not self._submission.is_closed:
             self._router.on_end(self.id)
             self._placer.load_changed()

@@ -21,7 +21,9 @@ from kvrelay.serve.text.tokenizer import TextCodec
 from kvrelay.serve.workers.dispatch import Mailbox
 
 GATED_BLOCKS = 4
-"""From this prompt length on, samples beyond one group's wait for the first group's prefill, whose blocks they then share."""
+"""From this prompt length on, samples beyond one group's wait for the first group's prefill, whose blocks they then
+share.
+"""
 LONG_PROMPT_TOKENS = 8192  # hashed on a thread
 SEED_MASK = 2**63 - 1
 

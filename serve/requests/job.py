@@ -69,7 +69,10 @@ class SloRecord:
 
     @property
     def priority(self) -> int | None:
-        """The queue priority of the promised class, or of the requested one before the verdict. None: the class has none."""
+        """The queue priority of the promised class, or of the requested one before the verdict.
+
+        None: the class has none.
+        """
         target = self.verdict.target if self.verdict is not None else None
         return (target or self.requirement.targets[0]).priority
 
@@ -139,7 +142,9 @@ class GenerationJob:
     slo: SloRecord | None = None
 
     def report(self) -> dict[str, Any] | None:
-        """The response's field `kvrelay`: the explanation if requested, and the SLO verdict if it differs from the request."""
+        """The response's field `kvrelay`: the explanation if requested, and the SLO verdict if it differs from the
+        request.
+        """
         report = {} if self.explain is None else self.explain.report()
         if self.slo is not None and (self.explain is not None or self.slo.must_be_reported):
             report["slo"] = self.slo.report()

@@ -1,4 +1,5 @@
-"""One sequence from its placement to its last token: place, reserve, prefill, commit, decode, and again after a failure.
+"""One sequence from its placement to its last token: place, reserve, prefill, commit, decode, and again after a
+failure.
 
 Owns the sequence's order of tokens and its attempts. Imports no HTTP and no sockets.
 """
@@ -31,7 +32,10 @@ RETRY_AFTER_DEADLINE_S = 1.0
 
 
 class RequestDriver:
-    """Runs one sequence, or one group of choices, over as many attempts as it takes. Iterate over `tokens` once, and close it."""
+    """Runs one sequence, or one group of choices, over as many attempts as it takes.
+
+    Iterate over `tokens` once, and close it.
+    """
 
     def __init__(
         self,
@@ -45,7 +49,10 @@ class RequestDriver:
         force: Literal["local", "remote"] | None,
         slo: SloRecord | None,
     ) -> None:
-        """force: where the prompt is computed, on the decode worker or on a prefill worker. `slo` is judged with the first attempt."""
+        """force: where the prompt is computed, on the decode worker or on a prefill worker.
+
+        `slo` is judged with the first attempt.
+        """
         self._request, self._settings, self._force, self._slo = request, settings, force, slo
         self._router, self._placer, self._submissions, self._observer = router, placer, submissions, observer
         limit, group = request.sampling.max_tokens, request.group
@@ -130,7 +137,10 @@ class RequestDriver:
     # ---- place
 
     async def _place(self) -> SequenceAttempt:
-        """Choose workers and count the sequence as theirs; may wait. Raises the error that ends it when the router refuses."""
+        """Choose workers and count the sequence as theirs; may wait.
+
+        Raises the error that ends it when the router refuses.
+        """
         if self._is_time_up:
             raise self._time_limit_error()
         self._num_attempts += 1

@@ -1,4 +1,5 @@
-"""After a failed attempt: whether there is another, what it asks of the router, and which error the client gets otherwise.
+"""After a failed attempt: whether there is another, what it asks of the router, and which error the client gets
+otherwise.
 
 The rules of one sequence, for the ingress and for the simulator. Knows no clock, HTTP or socket.
 """
@@ -68,7 +69,9 @@ class Retries:
         return choice
 
     def error_of(self, refusal: Refusal) -> KvrelayError | AttemptFailed:
-        """The client's error when the router refuses; AttemptFailed where the stream has begun and the request waits on."""
+        """The client's error when the router refuses; AttemptFailed where the stream has begun and the request
+        waits on.
+        """
         if refusal.reason == "full" and self.num_prefill_returns:
             return AttemptFailed("", "full", refusal.message, retry_after_s=refusal.retry_after_s)
         if refusal.reason not in ("incompatible", "too_long", "full", "slo"):
@@ -79,7 +82,10 @@ class Retries:
         return error_of_refusal(refusal)
 
     def failed(self, failure: AttemptFailed) -> bool:
-        """Count a failure. Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence."""
+        """Count a failure.
+
+        Returns when another attempt follows: True after a worker's fault. Raises the error that ends the sequence.
+        """
         self.last_failure = failure
         if failure.code == wire.PREEMPTED:  # no fault: that worker may be chosen again
             self.num_prefill_returns += 1

@@ -140,7 +140,9 @@ def span_attributes(decision: Decision | Refusal, previous_failure: str) -> dict
         return {**attributes, "error": f"{decision.reason}: {decision.message}"}
     workers = {"prefill": decision.prefill, "decode": decision.decode}
     return {
-        **attributes, "route": decision.path, "predicted_ttft_s": decision.predicted_ttft_s,
+        **attributes,
+        "route": decision.path,
+        "predicted_ttft_s": decision.predicted_ttft_s,
         "cached_tokens": decision.cached_tokens_prefill,
         **{role: worker for role, worker in workers.items() if worker is not None},
-    }  # fmt: skip
+    }

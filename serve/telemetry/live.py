@@ -1,7 +1,7 @@
 """What `/ui` and `kvrelay status --watch` show: this ingress's view of the cluster, from state that it already has.
 
-`LiveFeed` makes it once per tick for all viewers. A viewer is an entry in a set, not a queue: a slow one only misses ticks.
-No worker is queried.
+`LiveFeed` makes it once per tick for all viewers. A viewer is an entry in a set, not a queue: a slow one only misses
+ticks. No worker is queried.
 """
 
 import asyncio
@@ -37,17 +37,25 @@ def snapshot(
     """The whole state, as plain data. Counters count from the start of the ingress, or of the worker."""
     book, num_transfers = workers.pairs.book, requests.num_transfers()
     return {
-        "version": __version__, "now_s": now_s, "is_ready": workers.is_ready(),
+        "version": __version__,
+        "now_s": now_s,
+        "is_ready": workers.is_ready(),
         "workers": [worker_view(link, is_leaving=is_leaving) for link, is_leaving in workers.all_links()],
         "pairs": [_pair(pair, num_transfers[pair.key]) for pair in book.pairs],
         "rejected": book.rejected(),
         "front": {
-            "running": stats.running, "deferred": router.num_deferred, "outcomes": dict(stats.outcomes), "decisions": dict(stats.decisions),
-            "refusals": dict(requests.refusals), "retries": stats.retries, "prompt_tokens": stats.prompt_tokens,
-            "output_tokens": stats.output_tokens, "cached_prefix_tokens": stats.cached_prefix_tokens,
+            "running": stats.running,
+            "deferred": router.num_deferred,
+            "outcomes": dict(stats.outcomes),
+            "decisions": dict(stats.decisions),
+            "refusals": dict(requests.refusals),
+            "retries": stats.retries,
+            "prompt_tokens": stats.prompt_tokens,
+            "output_tokens": stats.output_tokens,
+            "cached_prefix_tokens": stats.cached_prefix_tokens,
         },
         "requests": [record.row(now_s) for record in requests.newest(ROWS_SHOWN)],
-    }  # fmt: skip
+    }
 
 
 def worker_view(link: WorkerLink, *, is_leaving: bool) -> dict[str, Any]:
@@ -73,10 +81,13 @@ def _pair(pair: Pair, in_flight: int) -> dict[str, Any]:
     source, target = pair.key
     path = pair.path
     return {
-        "source": source, "target": target, "verdict": str(pair.verdict), "in_flight": in_flight,
+        "source": source,
+        "target": target,
+        "verdict": str(pair.verdict),
+        "in_flight": in_flight,
         "path": path.path if path is not None else None,
         "bytes_per_s": path.bytes_per_s if path is not None else 0.0,
-    }  # fmt: skip
+    }
 
 
 class LiveFeed:
@@ -101,7 +112,10 @@ class LiveFeed:
         return self._task is not None
 
     async def watch(self) -> AsyncGenerator[bytes, None]:
-        """The current snapshot, then one per tick, as server-sent events; a slow viewer misses ticks. Raises Overloaded."""
+        """The current snapshot, then one per tick, as server-sent events; a slow viewer misses ticks.
+
+        Raises Overloaded.
+        """
         if len(self._viewers) >= self._max_viewers:
             raise Overloaded(f"{self._max_viewers} viewers have this page open already", 10.0)
         viewer = object()

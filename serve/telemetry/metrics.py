@@ -117,9 +117,11 @@ def _worker(info: WorkerInfo, load: LoadReport, table: _Table) -> None:
         load.tier_hit_tokens,
     )
     table.add(
-        metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL, "KV tokens that sequences of a step shared instead of reading each.", worker,
+        metrics.WORKER_CASCADE_SAVED_TOKENS_TOTAL,
+        "KV tokens that sequences of a step shared instead of reading each.",
+        worker,
         load.cascade_saved_tokens,
-    )  # fmt: skip
+    )
     table.add(metrics.WORKER_FETCHING, "Queued sequences that wait for blocks from a store.", worker, load.fetching)
     _drafted(worker, load, table)
     _queue(worker, load, table)
@@ -165,9 +167,11 @@ def _preempted(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
         labels = {**worker, "mode": mode}
         table.add(metrics.WORKER_PREEMPTED_TOTAL, "Sequences preempted, by mode.", labels, count)
     table.add(
-        metrics.WORKER_RECOMPUTED_TOKENS_TOTAL, "Tokens of preempted sequences that are recomputed.", worker,
+        metrics.WORKER_RECOMPUTED_TOKENS_TOTAL,
+        "Tokens of preempted sequences that are recomputed.",
+        worker,
         load.recomputed_tokens,
-    )  # fmt: skip
+    )
     table.add(metrics.WORKER_SWAPPED, "Sequences swapped out to host memory.", worker, load.swapped)
     table.add(metrics.WORKER_SWAPPED_BLOCKS, "KV blocks swapped out to host memory.", worker, load.swapped_blocks)
     table.add(metrics.WORKER_SWAPPED_BYTES, "KV bytes swapped out to host memory.", worker, load.swapped_bytes)
@@ -177,9 +181,11 @@ def _preempted(worker: dict[str, str], load: LoadReport, table: _Table) -> None:
             metrics.WORKER_SWAP_SECONDS_TOTAL, "Time spent on copies between pool and swap area.", labels, seconds
         )
     table.add(
-        metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL, "Swapped blocks found corrupt and recomputed.", worker,
+        metrics.WORKER_SWAP_CORRUPT_BLOCKS_TOTAL,
+        "Swapped blocks found corrupt and recomputed.",
+        worker,
         load.swap_corrupt_blocks,
-    )  # fmt: skip
+    )
 
 
 def _tiers(worker: dict[str, str], load: LoadReport, table: _Table) -> None:

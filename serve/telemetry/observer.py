@@ -1,4 +1,5 @@
-"""What the ingress records of its requests: counters and histograms, and the one observer through which a sequence reports.
+"""What the ingress records of its requests: counters and histograms, and the one observer through which a sequence
+reports.
 
 Cheap enough for every token. The counters are plain numbers, which metrics.py reads when Prometheus asks.
 """
@@ -18,10 +19,12 @@ from kvrelay.serve.telemetry.request_log import Arrival, RequestLog
 from kvrelay.tracing import spans_of
 
 _TTFT_BOUNDS_S = (
-    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0, 15.0, 20.0, 25.0, 30.0, 60.0,
+    0.01, 0.025, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 7.5, 10.0,
+    15.0, 20.0, 25.0, 30.0, 60.0,
 )  # fmt: skip
 _TPOT_BOUNDS_S = (
-    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 1.0, 2.5,
+    0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075, 0.1, 0.125, 0.15,
+    0.2, 0.25, 0.3, 0.4, 0.5, 1.0, 2.5,
 )  # fmt: skip
 """Both close together where targets are: the planner asks which share kept one (cluster/autoscaling/feed.py)."""
 _GAP_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)

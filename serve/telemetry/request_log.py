@@ -71,11 +71,18 @@ class RequestRecord:
             for other in decision.candidates[:CANDIDATES_KEPT]
         ]
         self._add(
-            "routed", now_s, path=decision.path, prefill=decision.prefill, decode=decision.decode,
-            predicted_ttft_s=decision.predicted_ttft_s, cached_tokens=decision.cached_tokens_prefill,
-            held_tokens=decision.cached_tokens_decode, score_s=decision.score,
-            why={name: value for name, value in decision.policy_terms.items() if value}, candidates=others,
-        )  # fmt: skip
+            "routed",
+            now_s,
+            path=decision.path,
+            prefill=decision.prefill,
+            decode=decision.decode,
+            predicted_ttft_s=decision.predicted_ttft_s,
+            cached_tokens=decision.cached_tokens_prefill,
+            held_tokens=decision.cached_tokens_decode,
+            score_s=decision.score,
+            why={name: value for name, value in decision.policy_terms.items() if value},
+            candidates=others,
+        )
 
     def submitted(self, worker_id: str, message: object, now_s: float) -> None:
         """The sequence is sent to a worker, to reserve blocks or to compute it."""
@@ -89,7 +96,9 @@ class RequestRecord:
         self._add("reserved", now_s, worker=self.decode, held_tokens=message.held_tokens, waited_s=message.waited_s)
 
     def first_token(self, output: TokenOutput, now_s: float) -> None:
-        """The start of the prefill follows from the worker's compute time: the worker reports nothing before the first token."""
+        """The start of the prefill follows from the worker's compute time: the worker reports nothing before the
+        first token.
+        """
         self.cached_tokens = output.cached_tokens or 0
         queue_s, compute_s, chunks = 0.0, 0.0, 0
         if output.timings is not None:
@@ -102,9 +111,16 @@ class RequestRecord:
     def transferred(self, message: Transferred, now_s: float) -> None:
         self.is_transferring = False
         self._add(
-            "KV transferred", now_s, source=self.prefill, target=self.decode, over=message.transport,
-            blocks=message.blocks, bytes=message.num_bytes, read_s=message.seconds, exposed_s=message.exposed_s,
-        )  # fmt: skip
+            "KV transferred",
+            now_s,
+            source=self.prefill,
+            target=self.decode,
+            over=message.transport,
+            blocks=message.blocks,
+            bytes=message.num_bytes,
+            read_s=message.seconds,
+            exposed_s=message.exposed_s,
+        )
 
     def tokens(self, count: int, now_s: float) -> None:
         """`count` more tokens are delivered."""
@@ -142,12 +158,22 @@ class RequestRecord:
         """One row of the table; durations in seconds, `age_s` since it arrived."""
         end_s = now_s if self.ended_s is None else self.ended_s
         return {
-            "id": self.request_id, "state": self.state, "is_live": self.ended_s is None, "path": self.path,
-            "prefill": self.prefill, "decode": self.decode, "prompt_tokens": self.prompt_tokens,
-            "cached_tokens": self.cached_tokens, "tokens": self.num_tokens, "max_tokens": self.max_tokens,
-            "attempts": self.attempts, "age_s": now_s - self.started_s, "total_s": end_s - self.started_s,
-            "ttft_s": None if self.first_s is None else self.first_s - self.started_s, "why": self.why,
-        }  # fmt: skip
+            "id": self.request_id,
+            "state": self.state,
+            "is_live": self.ended_s is None,
+            "path": self.path,
+            "prefill": self.prefill,
+            "decode": self.decode,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "tokens": self.num_tokens,
+            "max_tokens": self.max_tokens,
+            "attempts": self.attempts,
+            "age_s": now_s - self.started_s,
+            "total_s": end_s - self.started_s,
+            "ttft_s": None if self.first_s is None else self.first_s - self.started_s,
+            "why": self.why,
+        }
 
     def detail(self, now_s: float) -> dict[str, Any]:
         """The row and every stage, ordered by time."""
@@ -218,9 +244,10 @@ class RequestLog:
     def find(self, request_id: str) -> list[RequestRecord]:
         """The sequence of this id, or all sequences of the HTTP request of this id."""
         return [
-            record for record in self._all()
+            record
+            for record in self._all()
             if record.request_id == request_id or record.request_id.rpartition("-")[0] == request_id
-        ]  # fmt: skip
+        ]
 
     def num_transfers(self) -> Counter[tuple[str, str]]:
         """KV transfers in flight, by (prefill worker, decode worker)."""

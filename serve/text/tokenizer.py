@@ -1,10 +1,11 @@
 """Text to tokens and back for one prepared model folder: tokenizer, incremental detokenizer, chat template.
 
-Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json. Imports tokenizers
-and jinja2, never torch or transformers.
+Reads tokenizer.json, tokenizer_config.json, chat_template.jinja, config.json and generation_config.json. Imports
+tokenizers and jinja2, never torch or transformers.
 
-A token is a run of bytes; the incremental decoder works in constant time per token and emits characters once they are complete. Two families of vocabularies map
-to bytes exactly: byte-level BPE, and SentencePiece-like with byte fallback. Others use the tokenizer's own streaming decoder.
+A token is a run of bytes; the incremental decoder works in constant time per token and emits characters once they are
+complete. Two families of vocabularies map to bytes exactly: byte-level BPE, and SentencePiece-like with byte fallback.
+Others use the tokenizer's own streaming decoder.
 """
 
 import asyncio
@@ -316,8 +317,14 @@ class Tokenizer:
 _DEFAULTS: dict[str, Any] = {"tools": None, "documents": None}
 # What a template raises on purpose, and what its code raises on messages that it did not foresee.
 _REFUSALS = (
-    jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -1,7 +1,7 @@
 """Sequences on workers: where each is placed, what was submitted for it, and which answers belong to it.
 
-`Placer` asks the router, keeps deferred requests waiting, and shares what it assigned with other ingresses. `Submissions`
-routes workers' messages to the sequence that waits for them. Imports no HTTP.
+`Placer` asks the router, keeps deferred requests waiting, and shares what it assigned with other ingresses.
+`Submissions` routes workers' messages to the sequence that waits for them. Imports no HTTP.
 """
 
 import asyncio
@@ -78,7 +78,9 @@ class Placer:
         self.wake_deferred()
 
     def wake_deferred(self) -> None:
-        """Call after anything that may let a deferred request go: load, a first token, an end, a worker that comes or goes."""
+        """Call after anything that may let a deferred request go: load, a first token, an end, a worker that comes
+        or goes.
+        """
         while (request_id := self._router.take_ready()) is not None:
             turn = self._turns[request_id]
             if not turn.done():

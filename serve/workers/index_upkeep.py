@@ -1,4 +1,7 @@
-"""Keeps the ingress's prefix index true: takes snapshots in a slice at a time, and audits what the index claims. Imports no HTTP."""
+"""Keeps the ingress's prefix index true: takes snapshots in a slice at a time, and audits what the index claims.
+
+Imports no HTTP.
+"""
 
 import asyncio
 import contextlib
@@ -42,7 +45,8 @@ class SnapshotSlices:
 
 
 class IndexAudits:
-    """Asks one worker at a time, each once in `period_s`, whether it holds what the index claims. Lives on the ingress's loop.
+    """Asks one worker at a time, each once in `period_s`, whether it holds what the index claims. Lives on the
+    ingress's loop.
 
     A worker whose answer differs, or whose index is STALE, is asked for a snapshot.
     """

@@ -1,4 +1,7 @@
-"""Which workers this ingress works with: connects to members, checks that they fit, and routes their messages. Imports no HTTP."""
+"""Which workers this ingress works with: connects to members, checks that they fit, and routes their messages.
+
+Imports no HTTP.
+"""
 
 import asyncio
 import logging
@@ -82,7 +85,7 @@ class Membership:
         self.pairs.worker_down(link.worker_id)
         self._notify()
 
-    # ---- who is here
+    # ---- workers
 
     def live_workers(self) -> list[tuple[wire.WorkerInfo, wire.LoadReport]]:
         """Every connected member and its last load report."""
@@ -102,7 +105,9 @@ class Membership:
         return min((info.max_running for info, _ in self.live_workers()), default=1 << 16)
 
     def is_ready(self) -> bool:
-        """Whether a decode worker is connected (one can serve alone), and KV can travel where there are prefill workers."""
+        """Whether a decode worker is connected (one can serve alone), and KV can travel where there are prefill
+        workers.
+        """
         return any(info.role == "decode" for info, _ in self.live_workers()) and not self._placer.is_blocked
 
     async def wait_for(self, condition: Callable[["Membership"], bool]) -> None:
@@ -138,7 +143,8 @@ class Membership:
     def _why_not(self, info: wire.WorkerInfo) -> str | None:
         step = self._settings.tokens_per_hash
         if info.block_size % step:
-            return f"block_size: its blocks have {info.block_size} tokens, but prompts are hashed by {step}: {_SAME_SETTINGS}"
+            blocks = f"its blocks have {info.block_size} tokens, but prompts are hashed by {step}"
+            return f"block_size: {blocks}: {_SAME_SETTINGS}"
         for other, _ in self.live_workers():  # workers of different roles compare each other: see pairs.py
             convert_dtype = self._settings.transfer.convert_dtype
             difference = info.fingerprint.incompatibility(other.fingerprint, convert_dtype=convert_dtype)

@@ -1,7 +1,7 @@
 """Between which workers KV can travel: which pair is probed next, what was found, and what follows for routing.
 
-`PairBook` decides and is pure: times are arguments. `PairWatch` sends its probes over the ingress's links. Addresses are
-those that decode workers announced. Imports no HTTP.
+`PairBook` decides and is pure: times are arguments. `PairWatch` sends its probes over the ingress's links. Addresses
+are those that decode workers announced. Imports no HTTP.
 """
 
 import asyncio
@@ -136,7 +136,10 @@ class PairBook:
         return max(0.0, min(times) - now_s) if times else None
 
     def answered(self, report: PairReport, now_s: float) -> Pair | None:
-        """Apply a prefill worker's report; None when the pair no longer exists. A pair that is not OK is probed again."""
+        """Apply a prefill worker's report; None when the pair no longer exists.
+
+        A pair that is not OK is probed again.
+        """
         pair = self._pairs.get((report.source, report.target))
         if pair is None or pair.target.epoch != report.target_epoch:
             return None
@@ -187,7 +190,8 @@ class PairBook:
         return all(pair.report is not None and not pair.is_demanded for pair in self._pairs.values())
 
     def blocked(self) -> str | None:
-        """Why nothing may be served though workers of both roles are members: no pair is compatible, or none could be formed.
+        """Why nothing may be served though workers of both roles are members: no pair is compatible, or none could be
+        formed.
 
         Without this check the decode workers would silently compute every prompt themselves.
         """
@@ -299,9 +303,12 @@ class PairWatch:
     def _send_query(self, pair: Pair) -> None:
         target = pair.target
         question = wire.Pair(
-            worker_id=target.worker_id, epoch=target.epoch, host=target.host, kv_port=target.kv_port,
+            worker_id=target.worker_id,
+            epoch=target.epoch,
+            host=target.host,
+            kv_port=target.kv_port,
             is_probe=pair.is_probe_wanted,
-        )  # fmt: skip
+        )
         try:
             self._send(pair.source.worker_id, question)
         except ConnectionLost as error:

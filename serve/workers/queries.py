@@ -24,7 +24,10 @@ class _Query:
 
 
 class Queries:
-    """Sends questions over the links and waits for their answers. Every question raises WorkerLost without an answer."""
+    """Sends questions over the links and waits for their answers.
+
+    Every question raises WorkerLost without an answer.
+    """
 
     def __init__(self, links: Links, *, max_open: int) -> None:
         """max_open: of prefetches; more raise Overloaded."""

@@ -1,6 +1,7 @@
 """The ingress's connections to workers: one link to each member, which reconnects while the worker is a member.
 
-Owns the sockets, the Welcome/Subscribe exchange and the reconnecting, not what messages mean. Imports no HTTP and no router.
+Owns the sockets, the Welcome/Subscribe exchange and the reconnecting, not what messages mean. Imports no HTTP and no
+router.
 """
 
 import asyncio

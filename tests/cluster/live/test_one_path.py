@@ -37,7 +37,9 @@ SETTINGS = {
 
 
 class Tracer:
-    """Records the functions of this repository that run while it is on, in every thread that starts under `watching`."""
+    """Records the functions of this repository that run while it is on, in every thread that starts under
+    `watching`.
+    """
 
     def __init__(self) -> None:
         self.functions: dict[Path, set[str]] = defaultdict(set)
