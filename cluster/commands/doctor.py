@@ -1,6 +1,6 @@
-"""`kvrelay doctor`: between which workers KV can travel, over which path, how fast, and what to do where it cannot.
+"""`kvrelay doctor`: between which workers KV can travel, over which path, how fast, and the remedy where it cannot.
 
-Asks the ingress over HTTP; Ray is not joined. `kvrelay serve` looks at the same table before it says that it serves.
+Queries the ingress over HTTP, without joining Ray. `kvrelay serve` checks the same table before it announces its address.
 """
 
 import json
@@ -16,13 +16,13 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.cluster.launch.probe import auth_headers, request_json
 
 TIMEOUT_S = 10.0
-SETTLE_S = 90.0  # a prefill worker gives a pair up within a minute
+SETTLE_S = 90.0  # a prefill worker gives up on a pair within a minute
 POLL_S = 0.2
 _STYLES = {"ok": "green", "incompatible": "red", "failing": "yellow", "unknown": "dim"}
 
 
 def fetch(api_url: str, api_key: str | None, *, is_probe: bool = False) -> dict[str, Any]:
-    """The ingress's table of pairs; `is_probe` has every pair measured anew. Raises ClusterError."""
+    """The ingress's table of pairs; with `is_probe` every pair is measured again. Raises ClusterError."""
     method = "POST" if is_probe else "GET"
     return request_json(method, f"{api_url}/kvrelay/pairs", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
 
@@ -30,9 +30,9 @@ def fetch(api_url: str, api_key: str | None, *, is_probe: bool = False) -> dict[
 def settled(
     api_url: str, api_key: str | None, *, prefill: int = 0, decode: int = 0, is_probe: bool = False
 ) -> dict[str, Any]:
-    """The table once so many workers of each role are connected and every pair is reported on; after SETTLE_S, as it is.
+    """The table once that many workers of each role are connected and every pair has a report; after SETTLE_S, as it is.
 
-    Raises ClusterError when the ingress does not answer in the end.
+    Raises ClusterError when the ingress still does not answer then.
     """
     deadline_s = time.monotonic() + SETTLE_S
     if is_probe:
@@ -52,19 +52,19 @@ def settled(
 
 
 def incompatible(view: dict[str, Any]) -> list[str]:
-    """What has to be put right before KV can travel everywhere, a line for each pair, and for each worker without any."""
+    """A line for each incompatible pair, and for each worker that the ingress refused: what to correct."""
     return [*(pair["line"] for pair in view["pairs"] if pair["verdict"] == "incompatible"), *view["rejected"]]
 
 
 def summary(view: dict[str, Any]) -> str:
     """The pairs by verdict, in a few words."""
     verdicts = [pair["verdict"] for pair in view["pairs"]]
-    told = [f"{verdicts.count(verdict)} {verdict}" for verdict in _STYLES if verdict in verdicts]
-    return ", ".join(told) or "no pairs"
+    parts = [f"{verdicts.count(verdict)} {verdict}" for verdict in _STYLES if verdict in verdicts]
+    return ", ".join(parts) or "no pairs"
 
 
 def render(view: dict[str, Any]) -> Table:
-    """The table for people, a part for each pair: its paths, the one that is taken first and marked. Fits 80 columns."""
+    """The table: the paths of each pair, the chosen one first and marked. Fits 80 columns."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for title in ("from, to", "verdict", "path", "GB/s", "µs"):
         table.add_column(title, justify="right" if title in ("GB/s", "µs") else "left", no_wrap=True)
@@ -78,8 +78,8 @@ def render(view: dict[str, Any]) -> Table:
         rows += [["", "", "", ""]] * (2 - len(rows))
         ends = [pair["source"], f"→ {pair['target']}", *[""] * len(rows)]
         for index, (end, row) in enumerate(zip(ends, rows, strict=False)):
-            told = Text("" if index else verdict, _STYLES.get(verdict, ""))
-            table.add_row(end, told, *row, end_section=index == len(rows) - 1)
+            label = Text("" if index else verdict, _STYLES.get(verdict, ""))
+            table.add_row(end, label, *row, end_section=index == len(rows) - 1)
     return table
 
 
@@ -91,7 +91,7 @@ def _cells(path: dict[str, Any]) -> list[str | Text]:
 
 
 def chosen(pair: dict[str, Any]) -> dict[str, Any]:
-    """The path that the pair's next read takes; empty when there is none."""
+    """The path of the pair's next read; empty when there is none."""
     return next((path for path in pair["paths"] if path["is_chosen"]), {})
 
 

@@ -1,4 +1,4 @@
-"""`kvrelay plan`: how many prefill and decode workers a load needs, or whether it should not be disaggregated at all."""
+"""`kvrelay plan`: how many prefill and decode workers a workload needs, or whether aggregated workers serve it better."""
 
 import json
 from dataclasses import asdict
@@ -19,7 +19,7 @@ from kvrelay.router.planning.split import Comparison, Needs, compared, needed_ag
 from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
 
 DEFAULT_MOST = 256
-GENERATED = 5000  # requests, where nothing else is said
+GENERATED = 5000  # requests of a generator by default
 
 
 def command(
@@ -30,22 +30,24 @@ def command(
         str | None,
         typer.Argument(help=f"a trace file (.jsonl, .csv), or one of {', '.join(GENERATORS)}; else say --rate …"),
     ] = None,
-    rate: Annotated[
-        float | None, typer.Option(help="requests per second; of a trace: play it at this mean rate")
+    rate: Annotated[float | None, typer.Option(help="requests per second; a trace is scaled to this mean rate")] = None,
+    input_tokens: Annotated[float | None, typer.Option("--input", min=1, help="mean prompt length, tokens")] = None,
+    output_tokens: Annotated[float | None, typer.Option("--output", min=1, help="mean output length, tokens")] = None,
+    cached: Annotated[float, typer.Option(min=0, max=0.99, help="share of prompt tokens found in prefix caches")] = 0.0,
+    ttft: Annotated[float, typer.Option(min=0.001, help="TTFT target, s")] = DEFAULT_TTFT_S,
+    tpot: Annotated[float, typer.Option(min=0.0001, help="TPOT target, s")] = DEFAULT_TPOT_S,
+    share: Annotated[
+        float, typer.Option(min=0.5, max=0.999, help="share of requests that must meet both targets")
+    ] = 0.9,
+    workers: Annotated[int | None, typer.Option(min=2, help="compare splits of this many workers")] = None,
+    most: Annotated[int, typer.Option(min=1, help="most workers of each role")] = DEFAULT_MOST,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="most requests of the trace; default: all, of a generator 5000")
     ] = None,
-    input_tokens: Annotated[float | None, typer.Option("--input", min=1, help="mean tokens of a prompt")] = None,
-    output_tokens: Annotated[float | None, typer.Option("--output", min=1, help="mean tokens of an answer")] = None,
-    cached: Annotated[float, typer.Option(min=0, max=0.99, help="share of prompt tokens that caches hold")] = 0.0,
-    ttft: Annotated[float, typer.Option(min=0.001, help="time to the first token, s")] = DEFAULT_TTFT_S,
-    tpot: Annotated[float, typer.Option(min=0.0001, help="time per token after it, s")] = DEFAULT_TPOT_S,
-    share: Annotated[float, typer.Option(min=0.5, max=0.999, help="of the requests that stay within both")] = 0.9,
-    workers: Annotated[int | None, typer.Option(min=2, help="so many in all: what do they carry?")] = None,
-    most: Annotated[int, typer.Option(min=1, help="most workers of a role")] = DEFAULT_MOST,
-    requests: Annotated[int | None, typer.Option(min=1, help="of the trace; default: all, of a generator 5000")] = None,
-    seed: Annotated[int, typer.Option(help="of a generator's draws")] = 0,
+    seed: Annotated[int, typer.Option(help="seed of the generator")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="for programs")] = False,
 ) -> None:
-    """Say how many prefill and decode workers a load needs, and what aggregated workers would carry."""
+    """Compute how many prefill and decode workers a workload needs, and compare with aggregated workers."""
     speeds = find_profile(profile)
     model, target = model_of(speeds), Target(ttft, tpot, share)
     limits = Limits(max_prefill=most, max_decode=most, total=2 * most)
@@ -55,13 +57,15 @@ def command(
         wanted = needs(load, load, model, target, limits)
     else:
         if input_tokens or output_tokens or cached:
-            raise ConfigError("--input, --output and --cached are of a stated load; the trace has its own")
+            raise ConfigError(
+                "--input, --output and --cached describe a workload without a trace; this trace has its own"
+            )
         limit = requests or (GENERATED if source in GENERATORS else None)
         entries = make_workload(source, rate_per_s=rate, limit=limit, seed=seed)
         found, wanted = planned(entries, model, target, limits)
         load = found.load
         notes.append(
-            f"{len(entries):,} requests, {found.mean_rate:.3g}/s on average; planned for a minute that one in twenty is busier than; "
+            f"{len(entries):,} requests, {found.mean_rate:.3g}/s on average; planned for the 95th percentile of the minutes' rates; "
             f"hits of an LRU cache of {found.cache_tokens:,} tokens"
         )
     report = _report(speeds, model, load, target, limits, wanted, workers)
@@ -73,7 +77,7 @@ def command(
 
 def _stated(rate: float | None, input_tokens: float | None, output_tokens: float | None, cached: float) -> Workload:
     if rate is None or rate <= 0 or input_tokens is None or output_tokens is None:
-        raise ConfigError("say what comes in: a trace or a generator, or --rate, --input and --output")
+        raise ConfigError("describe the workload: a trace or a generator, or --rate, --input and --output")
     return Workload(rate, input_tokens, output_tokens, cached)
 
 
@@ -111,21 +115,21 @@ def _report(
 
 
 def _verdict(counts: Counts | None, aggregated: int | None, found: Comparison) -> str:
-    """One line. Fewer workers decide; with as many, what they carry."""
+    """One line: the option with fewer workers wins; with equal counts, the one with more throughput."""
     if counts is None and aggregated is None:
-        return "neither way keeps the targets with that many workers: ask for less, or give more"
+        return "no number of workers up to --most meets the targets: relax them, or raise --most"
     if counts is None:
-        return f"do not disaggregate: {aggregated} aggregated workers keep the targets, no split does"
+        return f"do not disaggregate: {aggregated} aggregated workers meet the targets, no split does"
     split, together = f"{counts.prefill} prefill + {counts.decode} decode workers", f"{aggregated} aggregated"
     if aggregated is None:
-        return f"disaggregate: {split}; no number of aggregated workers keeps the targets"
+        return f"disaggregate: {split}; no number of aggregated workers meets the targets"
     if aggregated < counts.total:
-        return f"do not disaggregate: {together} carry this load; split, it takes {split}"
+        return f"do not disaggregate: {together} serve this load; a split needs {split}"
     if aggregated > counts.total:
-        return f"disaggregate: {split}; it takes {together}"
+        return f"disaggregate: {split}; aggregated, it needs {together}"
     if found.disaggregate:
-        return f"disaggregate: {split} carry {found.gain:.2f} times what {together} do"
-    return f"do not disaggregate: {together} carry {1 / found.gain:.2f} times what {split} do"
+        return f"disaggregate: {split} serve {found.gain:.2f} times the load of {together}"
+    return f"do not disaggregate: {together} serve {1 / found.gain:.2f} times the load of {split}"
 
 
 def _show(console: Console, report: dict[str, Any], notes: list[str]) -> None:
@@ -142,17 +146,17 @@ def _show(console: Console, report: dict[str, Any], notes: list[str]) -> None:
         "prefill", f"{_number(report['prefill'])}: a prompt alone takes {report['prompt_s']:.3g} s on average"
     )
     if report["hopeless_share"]:
-        table.add_row("", f"{report['hopeless_share']:.0%} of the prompts are late with nobody before them")
+        table.add_row("", f"{report['hopeless_share']:.0%} of the prompts miss the TTFT target even on an idle worker")
     if batch := report["batch"]:
-        about = f"{batch['sequences']:.1f} sequences each, {batch['peak']:.1f} at swings, then {1000 * batch['tpot_s']:.1f} ms a token"
+        about = f"{batch['sequences']:.1f} sequences each, {batch['peak']:.1f} at peaks with {1000 * batch['tpot_s']:.1f} ms per token"
         table.add_row("decode", f"{_number(report['decode'])}: {about}")
     else:
         table.add_row("decode", _number(report["decode"]))
     table.add_row("transfers", f"{report['kv_bytes_per_s'] / 1e9:.3g} GB/s of KV")
-    table.add_row("aggregated", f"{_number(report['aggregated'])} workers that do both")
+    table.add_row("aggregated", f"{_number(report['aggregated'])} workers")
     table.add_row(
         f"with {found['workers']}",
-        f"{found['split']['prefill']} + {found['split']['decode']} carry {found['split_rate']:.3g} requests/s (prefill "
+        f"{found['split']['prefill']} + {found['split']['decode']} serve {found['split_rate']:.3g} requests/s (prefill "
         f"{found['prefill_rate']:.3g}, decode {found['decode_rate']:.3g}); aggregated, with {found['aggregated_budget']} tokens "
         f"in a step, {found['aggregated_rate']:.3g}",
     )  # fmt: skip
@@ -163,4 +167,4 @@ def _show(console: Console, report: dict[str, Any], notes: list[str]) -> None:
 
 
 def _number(count: int | None) -> str:
-    return "no number keeps the targets" if count is None else str(count)
+    return "no number meets the targets" if count is None else str(count)

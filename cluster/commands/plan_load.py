@@ -1,7 +1,7 @@
-"""A load as the planner's model takes it, from a trace: its rate when it is busy, what requests are like, what caches hit. Pure.
+"""The planner's workload from a trace: its busy rate, its mean requests, and the hit share of the prefix caches. Pure.
 
-Hits are those of one LRU cache of blocks, as large as all prefill workers' pools together: as if the router always found the worker
-that has the prefix.
+Hits are those of one LRU cache of blocks as large as all prefill workers' pools together, as if the router always found the worker
+with the prefix.
 """
 
 from collections import Counter, OrderedDict
@@ -14,14 +14,14 @@ from kvrelay.router.planning.split import Needs, needs
 from kvrelay.router.planning.types import Limits, Target, WorkerModel, Workload
 
 WINDOW_S = 60.0
-BUSY_SHARE = 0.95  # of the windows are at most as busy as what is planned for
+BUSY_SHARE = 0.95  # quantile of the windows' rates that is planned for
 FEWEST_WINDOWS = 4
 MOST_ROUNDS = 6  # prefill workers and the hits of their pools depend on each other
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredLoad:
-    """A trace's load with a cache of some size."""
+    """A trace's workload with a cache of a given size."""
 
     load: Workload
     mean_rate: float
@@ -29,7 +29,7 @@ class MeasuredLoad:
 
 
 def busy_rate(entries: Sequence[TraceEntry]) -> float:
-    """Requests per s in a window that only one in twenty is busier than; the mean where the trace is shorter than some windows."""
+    """Requests per second in the window at the 95th percentile; the mean where the trace has fewer than FEWEST_WINDOWS."""
     first, span_s = entries[0].arrival_s, entries[-1].arrival_s - entries[0].arrival_s
     if span_s <= 0:
         return float(len(entries))
@@ -42,7 +42,7 @@ def busy_rate(entries: Sequence[TraceEntry]) -> float:
 
 
 def burstiness(entries: Sequence[TraceEntry], window_s: float) -> float:
-    """Variance over mean of the counts in windows, from neighbours' differences: a slow change of the rate is no burst."""
+    """Variance over mean of the counts in windows, from differences of neighbours, so that a slow change of the rate is no burst."""
     first = entries[0].arrival_s
     counts = Counter(int((entry.arrival_s - first) // window_s) for entry in entries)
     row = [counts.get(index, 0) for index in range(max(counts) + 1)]
@@ -53,7 +53,7 @@ def burstiness(entries: Sequence[TraceEntry], window_s: float) -> float:
 
 
 def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]:
-    """Tokens of each prompt that an LRU cache of so many tokens holds when it comes."""
+    """Tokens of each prompt that an LRU cache of `cache_tokens` holds when the prompt arrives."""
     cache: OrderedDict[int, int] = OrderedDict()
     held, hits = 0, []
     for entry in entries:
@@ -63,7 +63,7 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
                 break
             depth += 1
         hits.append(min(depth * entry.block_tokens, entry.input_tokens - 1))
-        for block in reversed(entry.hash_ids):  # a prefix goes after what follows it
+        for block in reversed(entry.hash_ids):  # a prefix is evicted after its continuations
             if block not in cache:
                 held += entry.block_tokens
             cache[block] = entry.block_tokens
@@ -74,7 +74,7 @@ def cached_tokens(entries: Sequence[TraceEntry], cache_tokens: int) -> list[int]
 
 
 def measured(entries: Sequence[TraceEntry], cache_tokens: int, target: Target) -> MeasuredLoad:
-    """Of at least one entry, in order of arrival."""
+    """The workload of at least one entry, in order of arrival."""
     hits = cached_tokens(entries, cache_tokens)
     inputs = [entry.input_tokens for entry in entries]
     outputs = [max(entry.output_tokens, 1) for entry in entries]
@@ -100,7 +100,7 @@ def _cv2(values: Sequence[int]) -> float:
 def planned(
     entries: Sequence[TraceEntry], model: WorkerModel, target: Target, limits: Limits
 ) -> tuple[MeasuredLoad, Needs]:
-    """What a trace needs: as many prefill workers as its load asks for with the hits of as many pools."""
+    """The counts that a trace needs: a fixed point, since the hits depend on the number of prefill workers' pools."""
     workers, tried = 1, set()
     while True:
         found = measured(entries, workers * model.pool_tokens, target)

@@ -9,7 +9,7 @@ from kvrelay.settings.engine import DEFAULT_MODEL
 
 
 def with_pairs(sections: dict[str, dict[str, Any]], pairs: list[str]) -> dict[str, dict[str, Any]]:
-    """A copy of these settings with `section.key=value` pairs over them. Raises ConfigError."""
+    """A copy of these sections with `section.key=value` pairs over them. Raises ConfigError."""
     merged = {section: dict(values) for section, values in sections.items()}
     for pair in pairs:
         name, equals, value = pair.partition("=")
@@ -21,7 +21,7 @@ def with_pairs(sections: dict[str, dict[str, Any]], pairs: list[str]) -> dict[st
 
 
 def settings_from_flags(config: Path | None, flags: dict[str, dict[str, Any]], pairs: list[str]) -> Settings:
-    """The file, then the flags (None: not given), then `section.key=value` pairs, checked; secrets, too, of the environment.
+    """Settings from the file, then the flags (None: not given), then `section.key=value` pairs, with the environment's secrets.
 
     Raises:
         ConfigError: naming the key and the nearest known one.
@@ -41,7 +41,7 @@ def plain_value(pair: str, text: str) -> Any:
 
 
 def with_absolute_source(settings: Settings) -> Settings:
-    """Workers run in other folders: a path to a model must not depend on ours."""
+    """The settings with absolute paths to models, because workers run in other folders."""
     data = settings.model_dump(exclude_unset=True)
     for section, key, source in (
         ("model", "source", settings.model.source),

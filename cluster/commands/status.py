@@ -1,4 +1,4 @@
-"""`kvrelay status` and `kvrelay scale`: read from the ingress and from Ray's dashboard over HTTP; Ray is not joined."""
+"""`kvrelay status` and `kvrelay scale`, over HTTP from the ingress and Ray's dashboard, without joining Ray."""
 
 import json
 import time
@@ -19,16 +19,16 @@ from kvrelay.cluster.launch.ray_env import ray_auth_headers
 TIMEOUT_S = 10.0
 POLL_S = 0.5
 SETTLE_S = 300.0
-UNHEALTHY_S = 60.0  # Serve notices a lost worker and replaces it well within this
+UNHEALTHY_S = 60.0  # Serve replaces a lost worker well within this
 
 
 def serve_details(dashboard_url: str) -> dict[str, Any]:
-    """Serve's own account of itself. Raises ClusterError."""
+    """Serve's own status. Raises ClusterError."""
     return request_json("GET", dashboard_url + APPLICATIONS, headers=ray_auth_headers(), timeout_s=TIMEOUT_S)
 
 
 def gather(api_url: str, dashboard_url: str, api_key: str | None) -> dict[str, Any]:
-    """Everything that status shows, as plain data. Raises ClusterError when the ingress does not answer."""
+    """The whole status, as plain data. Raises ClusterError when the ingress does not answer."""
     status = request_json("GET", f"{api_url}/kvrelay/status", headers=auth_headers(api_key), timeout_s=TIMEOUT_S)
     status["api_url"], status["dashboard_url"] = f"{api_url}/v1", dashboard_url
     try:
@@ -57,7 +57,7 @@ def show_status(console: Console, api_url: str, dashboard_url: str, *, api_key: 
 
 
 def render(status: dict[str, Any]) -> RenderableType:
-    """Tables for people."""
+    """The tables."""
     serve = status.get("serve", {})
     head = Table.grid(padding=(0, 2))
     head.add_row("model", f"{status.get('model')} (up to {status.get('max_model_len')} tokens)")
@@ -81,7 +81,7 @@ def render(status: dict[str, Any]) -> RenderableType:
 
 
 def _tiers_table(workers: list[dict[str, Any]]) -> Table:
-    """What lies below the workers' pools. Up and down: blocks that went either way."""
+    """The tiers below the workers' pools. Down and up: blocks stored in a tier and loaded from it."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for title in ("worker", "tier", "blocks", "in use", "down", "up", "refused", "wrong"):
         table.add_column(title, no_wrap=True)
@@ -96,7 +96,7 @@ def _tiers_table(workers: list[dict[str, Any]]) -> Table:
 
 
 def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
-    """The paths that this worker's KV takes now, and the speed of the slowest; which pair has which, `doctor` tells."""
+    """The paths of this worker's KV and the speed of the slowest; `doctor` lists the pairs."""
     mine = [pair for pair in pairs if worker_id in (pair["source"], pair["target"])]
     if any(pair["verdict"] == "incompatible" for pair in mine):
         return "[red]incompatible[/red]"
@@ -107,7 +107,7 @@ def _over(worker_id: str, pairs: list[dict[str, Any]]) -> str:
 
 
 def _workers_table(workers: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> Table:
-    """At most 80 columns wide. Blocks: in use, cached (free to be taken), all."""
+    """At most 80 columns wide. Blocks: in use, cached (reusable at once), all."""
     table = Table(box=box.SIMPLE, padding=(0, 1, 0, 0))
     for title in ("worker", "pid", "run", "wait", "used/cached/all", "KV over", "moved"):
         table.add_column(title, no_wrap=True)
@@ -147,15 +147,15 @@ def scale(dashboard_url: str, counts: dict[str, int], console: Console, *, wait:
     """Change replica counts on the running application; nothing else restarts. Raises ClusterError."""
     config = scaled(serve_details(dashboard_url), counts)
     request_json("PUT", dashboard_url + APPLICATIONS, config, headers=ray_auth_headers(), timeout_s=DEPLOY_S)
-    told = ", ".join(f"{name} {count}" for name, count in counts.items())
+    target = ", ".join(f"{name} {count}" for name, count in counts.items())
     if not wait:
-        console.print(f"asked for {told}", highlight=False)
+        console.print(f"scaling to {target}", highlight=False)
         return
-    _wait_until_settled(dashboard_url, counts, told)
-    console.print(f"now at {told}", highlight=False)
+    _wait_until_settled(dashboard_url, counts, target)
+    console.print(f"now at {target}", highlight=False)
 
 
-def _wait_until_settled(dashboard_url: str, counts: dict[str, int], told: str) -> None:
+def _wait_until_settled(dashboard_url: str, counts: dict[str, int], target: str) -> None:
     """Raises ClusterError when the application has failed, stays unhealthy, or takes too long."""
     started_s = healthy_s = time.monotonic()
     while not has_settled(app := _application(dashboard_url), counts):
@@ -165,17 +165,17 @@ def _wait_until_settled(dashboard_url: str, counts: dict[str, int], told: str) -
         if status == "DEPLOY_FAILED" or now_s - healthy_s > UNHEALTHY_S:
             raise ClusterError(f"the application is {status}: {app.get('message', '')}")
         if now_s - started_s > SETTLE_S:
-            raise ClusterError(f"not yet at {told}; see kvrelay status")
+            raise ClusterError(f"not yet at {target}; see kvrelay status")
         time.sleep(POLL_S)
 
 
 def _application(dashboard_url: str) -> dict[str, Any]:
-    """Serve's account of ours, empty when it is not there."""
+    """Serve's status of the application; empty when it is not deployed."""
     return dict(serve_details(dashboard_url).get("applications", {}).get(APP_NAME, {}))
 
 
 def has_settled(app: dict[str, Any], counts: dict[str, int]) -> bool:
-    """Whether these counts run, and all else does too."""
+    """Whether these counts run and the application is healthy."""
     for name, count in counts.items():
         states = [replica["state"] for replica in app.get("deployments", {}).get(name, {}).get("replicas", [])]
         if states != ["RUNNING"] * count:

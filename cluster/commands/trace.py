@@ -1,4 +1,4 @@
-"""`kvrelay trace`: a trace file or a made-up load as Mooncake's JSON lines, or what it is like. Reads files, writes to standard output."""
+"""`kvrelay trace`: writes a trace file or a generated workload as Mooncake's JSON lines to standard output, or summarises it."""
 
 from typing import Annotated
 
@@ -12,12 +12,12 @@ from kvrelay.cluster.workloads.trace import as_mooncake
 
 def command(
     source: Annotated[str, typer.Argument(help=f"a trace file (.jsonl, .csv), or one of {', '.join(GENERATORS)}")],
-    requests: Annotated[int | None, typer.Option(min=1, help="how many; default: the whole file")] = None,
-    rate: Annotated[float | None, typer.Option(help="requests per second; default: a file's own, else 1")] = None,
-    seed: Annotated[int, typer.Option(help="of all draws")] = 0,
-    summary: Annotated[bool, typer.Option("--summary", help="say what it is like instead")] = False,
+    requests: Annotated[int | None, typer.Option(min=1, help="number of requests; default: the whole file")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second; default: the file's own, else 1")] = None,
+    seed: Annotated[int, typer.Option(help="seed of the generator")] = 0,
+    summary: Annotated[bool, typer.Option("--summary", help="print a summary instead")] = False,
 ) -> None:
-    """Write a load as a Mooncake trace, which `kvrelay bench --trace` and `kvrelay simulate` take."""
+    """Write a workload as a Mooncake trace, for `kvrelay bench --trace` and `kvrelay simulate`."""
     entries = make_workload(source, rate_per_s=rate, limit=requests, seed=seed)
     if summary:
         _show(Console(), source, outline(entries))
@@ -32,8 +32,8 @@ def _show(console: Console, source: str, about: Outline) -> None:
     table.add_row("requests", f"{about.num_requests:,} in {about.span_s:,.0f} s: {rate}")
     table.add_row("prompt", f"{about.mean_input_tokens:,.0f} tokens on average")
     table.add_row("output", f"{about.mean_output_tokens:,.0f} tokens on average")
-    table.add_row("sessions", f"{about.num_sessions:,}" if about.num_sessions else "not told")
-    table.add_row("tenants", f"{about.num_tenants:,}" if about.num_tenants else "not told")
+    table.add_row("sessions", f"{about.num_sessions:,}" if about.num_sessions else "not given")
+    table.add_row("tenants", f"{about.num_tenants:,}" if about.num_tenants else "not given")
     table.add_row("repeated", f"{about.repeated_share:.1%} of prompt tokens begin as an earlier prompt did")
     table.add_row("gaps", f"deviation {about.gap_variation:.2f} of their mean (Poisson: 1)")
     console.print(table)

@@ -1,6 +1,6 @@
-"""`kvrelay status --watch`: the ingress's live view again and again, on a terminal, into a pipe, or as JSON lines.
+"""`kvrelay status --watch`: the ingress's live view every second, on a terminal, into a pipe, or as JSON lines.
 
-Asks the ingress over HTTP for what `/ui` shows; no worker is asked anything, and Ray is not joined.
+Queries the ingress over HTTP for the data of `/ui`; no worker is queried, and Ray is not joined.
 """
 
 import json
@@ -23,7 +23,7 @@ PERIOD_S = 1.0
 LIVE_SHOWN = 8  # requests
 TENANTS_SHOWN = 3  # of each worker
 QUEUES = ("waiting", "receiving", "running", "held", "swapped")
-_SHOWN = frozenset(
+_PLACED = frozenset(
     [
         "seq",
         "queued_tokens",
@@ -71,7 +71,7 @@ _SHOWN = frozenset(
         "cascade_saved_tokens",
     ]
 ) | frozenset(QUEUES)
-"""Of a load report, what has a place of its own, or none here; the rest is listed by name, whatever it is."""
+"""Fields of a load report that have a place of their own, or none; any other counter is listed by its name."""
 _HEALTH = {"up": "green", "leaving": "yellow", "silent": "yellow", "down": "red"}
 
 View = dict[str, Any]
@@ -90,7 +90,7 @@ def watch(
     as_json: bool,
     sleep: Callable[[float], object] = time.sleep,
 ) -> None:
-    """Show it every PERIOD_S until Ctrl-C, or until nobody reads any more. Raises ClusterError when the first look fails."""
+    """Show it every PERIOD_S until Ctrl-C, or until the reader closes the pipe. Raises ClusterError when the first view fails."""
     views = _views(lambda: fetch(api_url, api_key), sleep)
     try:
         if as_json:
@@ -106,7 +106,7 @@ def watch(
                 previous = view
     except KeyboardInterrupt:
         return
-    except BrokenPipeError:  # what Python would still write at its end has no reader either
+    except BrokenPipeError:  # Python's last writes at exit would fail as well
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -118,19 +118,16 @@ def _watch_live(console: Console, views: Iterator[View]) -> None:
             previous = view
 
 
-def _views(look: Callable[[], View], sleep: Callable[[float], object]) -> Iterator[View]:
-    """A view each period. A look that fails after the first gives the last view with the reason as `problem`."""
-    last = look()
+def _views(get: Callable[[], View], sleep: Callable[[float], object]) -> Iterator[View]:
+    """A view each period. A request that fails after the first yields the last view with the reason as `problem`."""
+    last = get()
     while True:
         yield last
         sleep(PERIOD_S)
         try:
-            last = look()
+            last = get()
         except ClusterError as error:
             last = {**last, "problem": str(error)}
-
-
-# ---- for people
 
 
 def render(view: View, previous: View | None = None) -> RenderableType:
@@ -147,17 +144,17 @@ def render(view: View, previous: View | None = None) -> RenderableType:
     parts += [_events(workers, view["front"]), _requests_table(view["requests"])]
     parts += [Text(line, "red") for line in view["rejected"]]
     if problem := view.get("problem"):
-        parts.append(Text(f"no answer since the above: {problem}", "red"))
+        parts.append(Text(f"no answer since then: {problem}", "red"))
     return Group(*(line for part in parts for line in (part, "")))
 
 
 def _head(view: View, before: View, seconds: float) -> Text:
     front, old = view["front"], before["front"]
-    pace = ", ".join(
+    rates = ", ".join(
         f"{_rate(front[name], old[name], seconds):.0f} {what}/s"
         for name, what in (("prompt_tokens", "prompt tokens"), ("output_tokens", "output tokens"))
     )
-    text = Text.assemble((view["model"], "bold"), f"  ingress {view['ingress']}: {front['running']} running\n{pace}")
+    text = Text.assemble((view["model"], "bold"), f"  ingress {view['ingress']}: {front['running']} running\n{rates}")
     return text if view["is_ready"] else text.append("  not ready", "red")
 
 
@@ -186,7 +183,7 @@ def _load_table(workers: list[View]) -> Table:
 
 def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
     """Blocks of the pools by state; pinned ones are cached or used. Hits: of all prompt tokens looked up, those cached."""
-    table = _table("blocks", "free", "used", "cached", "pinned", "all", "hits", "now", "from below", left=1)
+    table = _table("blocks", "free", "used", "cached", "pinned", "all", "hits", "now", "from tiers", left=1)
     for worker in workers:
         if (load := worker.get("load")) is None:
             continue
@@ -204,7 +201,7 @@ def _blocks_table(workers: list[View], old: dict[str, View]) -> Table:
 
 
 def _tiers_table(workers: list[View]) -> Table:
-    table = _table("tiers below", "tier", "blocks", "MiB", "in", "out", "rejected", "evicted", left=2)
+    table = _table("lower tiers", "tier", "blocks", "MiB", "in", "out", "rejected", "evicted", left=2)
     for worker in workers:
         for tier in worker.get("load", {}).get("tiers", []):
             room = f" of {tier['capacity_bytes'] / 2**20:.0f}" if tier["capacity_bytes"] else ""
@@ -230,7 +227,7 @@ def _transfers_table(view: View, workers: list[View]) -> Table:
 
 
 def _events(workers: list[View], front: View) -> Table:
-    """Counts since the start: what was pre-empted and what was refused, and why."""
+    """Counts since the start: preemptions, refusals and their reasons."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     loads = {worker["worker_id"]: worker["load"] for worker in workers if "load" in worker}
     preempted = [
@@ -241,25 +238,25 @@ def _events(workers: list[View], front: View) -> Table:
     refused = [
         f"{name} {reason} {count}" for name, load in loads.items() for reason, count in load["kv_refused"].items()
     ]
-    for title, told in (
+    for title, text in (
         ("ended", _counts(front["outcomes"])),
-        ("in line", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _in_line(load)))),
-        ("pre-empted", ", ".join(preempted)),
-        ("swapped out", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _swap(load)))),
-        ("drafted", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _drafted(load)))),
+        ("queued", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _queued(load)))),
+        ("preempted", ", ".join(preempted)),
+        ("swapped out", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _swap(load)))),
+        ("drafted", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _drafted(load)))),
         (
-            "KV spared",
+            "KV reads saved",
             ", ".join(
-                f"{name} {told} tokens" for name, load in loads.items() if (told := load.get("cascade_saved_tokens"))
+                f"{name} {text} tokens" for name, load in loads.items() if (text := load.get("cascade_saved_tokens"))
             ),
         ),
-        ("by tenant", ", ".join(f"{name} {told}" for name, load in loads.items() if (told := _tenants(load)))),
+        ("by tenant", ", ".join(f"{name} {text}" for name, load in loads.items() if (text := _tenants(load)))),
         ("refused", _counts(front["refusals"])),
         ("transfers refused", ", ".join(refused)),
-        ("also", ", ".join(f"{name} {told}" for name, load in loads.items() for told in _others(load))),
+        ("also", ", ".join(f"{name} {text}" for name, load in loads.items() for text in _others(load))),
     ):
-        if told or title in ("ended", "pre-empted", "refused", "transfers refused"):
-            grid.add_row(Text(title, "dim"), told or "none")
+        if text or title in ("ended", "preempted", "refused", "transfers refused"):
+            grid.add_row(Text(title, "dim"), text or "none")
     return grid
 
 
@@ -272,18 +269,18 @@ def _drafted(load: View) -> str:
     drafted = load.get("drafted_tokens")
     if not drafted:
         return ""
-    told = f"{drafted} tokens, {_share(load['accepted_tokens'], drafted)} right"
+    text = f"{drafted} tokens, {_share(load['accepted_tokens'], drafted)} right"
     if by_model := load.get("model_drafted_tokens"):
-        told += f"; {by_model} of them by the draft model, {_share(load['model_accepted_tokens'], by_model)} right"
-    return told
+        text += f"; {by_model} of them by the draft model, {_share(load['model_accepted_tokens'], by_model)} right"
+    return text
 
 
-def _in_line(load: View) -> str:
-    """By priority, the least is served first; and who was taken out of the line."""
+def _queued(load: View) -> str:
+    """Waiting sequences by priority (the smallest is served first), and those removed from the queue."""
     classes = sorted(load.get("waiting_by_priority", {}).items(), key=lambda item: int(item[0]))
-    told = [f"priority {priority}: {count}" for priority, count in classes if count]
-    gone = {"too late": load.get("deadline_refusals", 0), "displaced": load.get("displaced", 0)}
-    return ", ".join(told + [f"{count} {why}" for why, count in gone.items() if count])
+    text = [f"priority {priority}: {count}" for priority, count in classes if count]
+    gone = {"past their deadline": load.get("deadline_refusals", 0), "displaced": load.get("displaced", 0)}
+    return ", ".join(text + [f"{count} {why}" for why, count in gone.items() if count])
 
 
 def _swap(load: View) -> str:
@@ -294,34 +291,36 @@ def _swap(load: View) -> str:
 
 
 def _tenants(load: View) -> str:
-    """Tokens computed for each, most first. A tenant is a digest."""
+    """Computed tokens by tenant, most first. A tenant is shown by its digest."""
     tenants = sorted(load.get("tenant_tokens", {}).items(), key=lambda item: -item[1])
     if not any(name for name, _ in tenants):
         return ""
     others = sum(count for _, count in tenants[TENANTS_SHOWN:]) + load.get("other_tenant_tokens", 0)
-    told = [f"{name[:6] or 'none'} {count}" for name, count in tenants[:TENANTS_SHOWN] if count]
-    return ", ".join(told + [f"others {others}"] * bool(others))
+    text = [f"{name[:6] or 'none'} {count}" for name, count in tenants[:TENANTS_SHOWN] if count]
+    return ", ".join(text + [f"others {others}"] * bool(others))
 
 
 def _others(load: View) -> list[str]:
-    """Counters that have no place here, those of newer workers included."""
-    told: list[str] = []
+    """Counters without a place of their own, those of newer workers included."""
+    text: list[str] = []
     for name, value in load.items():
-        if name in _SHOWN:
+        if name in _PLACED:
             continue
         counts = {f"{name} {key}": count for key, count in value.items()} if isinstance(value, dict) else {name: value}
-        told += [
+        text += [
             f"{key.replace('_', ' ')} {count:g}"
             for key, count in counts.items()
             if isinstance(count, int | float) and count
         ]
-    return told
+    return text
 
 
 def _requests_table(rows: list[View]) -> Table:
     live = [row for row in rows if row["is_live"]]
     shown = live[:LIVE_SHOWN] or rows[:LIVE_SHOWN]
-    table = _table("live request" if live else "last requests", "state", "way", "in", "out", "first", "total", left=3)
+    table = _table(
+        "live request" if live else "last requests", "state", "workers", "in", "out", "first", "total", left=3
+    )
     for row in shown:
         way = " → ".join(name.rpartition("-")[2] for name in (row["prefill"], row["decode"]) if name)
         times = (_time(row["ttft_s"]) if row["ttft_s"] is not None else "–", _time(row["total_s"]))
@@ -348,5 +347,5 @@ def _share(part: float, whole: float) -> str:
 
 
 def _rate(now: float, before: float, seconds: float) -> float:
-    """Per second; a counter that fell was begun anew."""
+    """Growth per second; 0 after a counter's restart."""
     return (now - before) / seconds if seconds > 0 and now >= before else 0.0

@@ -15,7 +15,7 @@ from kvrelay.cluster.registry.actor import connect_registry
 from kvrelay.config import Settings, settings_from, with_secrets
 from kvrelay.environment import environment_api_key
 
-DEFAULT_CPUS = 0.1  # a claim on Ray's books only: cores are pinned by cores.py
+DEFAULT_CPUS = 0.1  # what Ray accounts for; cores.py pins the real cores
 MAX_ONGOING = 10_000  # above router.max_inflight: the ingress itself answers 429 with Retry-After
 HEALTH_PERIOD_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
@@ -35,7 +35,7 @@ def build(args: dict[str, Any] | Settings | None = None) -> Application:
 
 
 def application(settings: Settings) -> Application:
-    """Deployments bound together. The replicas' arguments hold no count, so that scaling restarts nobody."""
+    """The deployments, bound. The replicas' arguments hold no counts, so that scaling restarts no replica."""
     cluster = settings.cluster
     plain = replica_arguments(settings)
     workers: list[Application] = []
@@ -75,10 +75,9 @@ def worker_options(settings: Settings) -> dict[str, Any]:
 
 
 def replica_arguments(settings: Settings) -> dict[str, Any]:
-    """Settings as plain data, without what may change while replicas run, and without the secret.
+    """The settings as plain data, without what may change while replicas run and without the secret.
 
-    Equal arguments are what lets Serve leave running replicas alone; the secret is the registry's and the
-    number of workers Serve's own, which replicas ask.
+    Serve restarts replicas whose arguments change. Replicas get the secret from the registry and the number of workers from Serve.
     """
     plain = settings.model_dump(mode="json")
     for name in ("prefill", "decode", "ingress", "dashboard_port", "secret"):

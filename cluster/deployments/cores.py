@@ -1,9 +1,8 @@
 """Which CPU cores a worker gets: disjoint from its neighbours' on the same machine while there are enough.
 
-A core is a physical one, with all its hyperthreads, so that no two workers share one; a worker's cores are of one NUMA
-node where they can be: its weights and KV, which its threads touch first, then lie beside them. A core is held through
-a lock on a small file, so the kernel gives it back however the holder died, and two clusters of one user on one
-machine do not meet either.
+Cores are physical, with all their hyperthreads, so that no two workers share one. A worker's cores are of one NUMA node where
+possible: its threads touch its weights and KV first, which then lie in that node's memory. A core is held through a lock on a
+small file: the kernel releases it however the holder dies, and two clusters of one user on one machine share no core either.
 """
 
 import fcntl
@@ -16,7 +15,7 @@ from kvrelay.machine import Core
 
 
 class CoreLease:
-    """Cores held by this process until `release` or its death. `cpus`: those of all of them, what a thread is pinned to."""
+    """Cores held by this process until `release` or its end. `cpus`: all their CPUs, for pinning."""
 
     def __init__(self, cores: tuple[Core, ...], locks: list[int]) -> None:
         self.cores, self._locks = cores, locks
@@ -26,7 +25,7 @@ class CoreLease:
         return tuple(sorted(cpu for core in self.cores for cpu in core.cpus))
 
     def release(self) -> None:
-        """Give the cores back. Idempotent."""
+        """Release the cores. Idempotent."""
         while self._locks:
             os.close(self._locks.pop())
 
@@ -37,12 +36,12 @@ def fair_share(num_cores: int, num_workers: int) -> int:
 
 
 def choose(holders: Mapping[Core, int], want: int) -> list[Core]:
-    """`want` cores of those with the fewest holders; where these leave a choice, of as few NUMA nodes as can be.
+    """`want` cores with the fewest holders; among equals, of as few NUMA nodes as possible.
 
-    Of several nodes that have enough the one with the fewest such cores gives them, so that others stay whole.
+    Of several nodes with enough free cores, the one with the fewest is used (best fit).
 
     Args:
-        holders: of each core, how many hold it.
+        holders: the number of holders of each core.
         want: at most the number of cores.
     """
     level = sorted(holders.values())[want - 1]
@@ -59,19 +58,19 @@ def choose(holders: Mapping[Core, int], want: int) -> list[Core]:
 
 
 def _rank(node: int, num_free: int, left: int, *, is_begun: bool) -> tuple[bool, bool, int, int]:
-    """Least is best: a node that has given cores, then the smallest that has enough, then the largest."""
+    """Smallest is best: a node already in use, then the smallest with enough cores, then the largest."""
     has_enough = num_free >= left
     return not is_begun, not has_enough, num_free if has_enough else -num_free, node
 
 
 def acquire_cores(folder: Path, cores: Sequence[Core], want: int) -> CoreLease:
-    """Hold `want` of `cores`: free ones first, then those with the fewest holders, of one NUMA node where that leaves a choice.
+    """Hold `want` of `cores`: free ones first, then those with the fewest holders, of one NUMA node where possible.
 
     Blocks while another process chooses (milliseconds).
 
     Args:
         folder: where the lock files lie; one per user and machine.
-        want: cut to the number of cores.
+        want: limited to the number of cores.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     with _alone(folder / "choosing"):
@@ -84,7 +83,7 @@ def acquire_cores(folder: Path, cores: Sequence[Core], want: int) -> CoreLease:
 
 
 def _next_lock(folder: Path, core: Core) -> tuple[int, int]:
-    """How many hold the core, and a lock for one more: the n-th file is its n-th holder's."""
+    """The core's number of holders, and a lock for one more: the n-th file belongs to the n-th holder."""
     holders = 0
     while (lock := _try_lock(folder / f"core{core.index}.{holders}")) is None:
         holders += 1
@@ -93,7 +92,7 @@ def _next_lock(folder: Path, core: Core) -> tuple[int, int]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """One process at a time: locks taken to look at cores must not pass for holders."""
+    """One process at a time, because the locks taken while choosing would count as holders."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)

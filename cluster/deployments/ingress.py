@@ -1,7 +1,6 @@
 """The ingress as a Ray Serve deployment: hosts the OpenAI app and follows the registry.
 
-Besides OpenAI's endpoints it answers `GET /kvrelay/status`, which `kvrelay status` shows. Must not
-import torch: the tokenizer is all of the model that lives here.
+It also answers `GET /kvrelay/status` for `kvrelay status`. Must not import torch: of the model it needs only the tokenizer.
 """
 
 import asyncio
@@ -38,16 +37,16 @@ from kvrelay.serve.workers.worker_link import Member
 logger = logging.getLogger(__name__)
 
 
-def let_the_port_be_reused() -> None:
+def listen_with_reuseaddr() -> None:
     """Have Serve's direct ingress listen with SO_REUSEADDR.
 
-    Without it (Ray 2.60) the connections of an ingress that has just ended keep the port refused for a minute: a
-    restarted or replaced ingress could not listen. SO_REUSEPORT stays off: two replicas must not share a port.
+    Without it (Ray 2.60) the connections of an ended ingress block its port for a minute, and a restarted or replaced ingress
+    cannot listen. SO_REUSEPORT stays off: two replicas must not share a port.
     """
     from ray.serve._private import http_util, replica
 
     if not hasattr(replica, "start_asgi_http_server") or not hasattr(http_util, "set_socket_reuse_port"):
-        logger.warning("this Ray is made differently; a restart may find its port refused for a minute")
+        logger.warning("this version of Ray is unknown; after a restart the port may be refused for a minute")
         return
     start = replica.start_asgi_http_server
 
@@ -66,18 +65,18 @@ STATUS_TIMEOUT_S = 3.0
 
 
 class IngressReplica:
-    """One ingress. `workers` are the deployments that the application also has; tokens never pass their handles."""
+    """One ingress. `workers` are the application's other deployments; requests do not pass their handles."""
 
     async def __init__(self, settings: dict[str, Any], *workers: object) -> None:  # type: ignore[misc]
         configure_logging()
-        let_the_port_be_reused()
+        listen_with_reuseaddr()
         tracing.configure(f"ingress-{(ray.get_runtime_context().get_actor_id() or '')[:8]}", "ingress")
         self._settings = settings_from(settings)
         self._registry = registry = connect_registry()
-        terms, model_dir = await asyncio.gather(
+        join, model_dir = await asyncio.gather(
             registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
-        self._settings = with_api_key(self._settings, terms.api_key)
+        self._settings = with_api_key(self._settings, join.api_key)
         self._tokenizer = await asyncio.to_thread(Tokenizer, model_dir)
         self._card = model_card(self._settings, model_dir)
         router = Router(
@@ -87,8 +86,8 @@ class IngressReplica:
             slo=self._settings.slo,
             has_store=self._settings.cache.is_shared,
         )
-        self._dispatcher = Dispatcher(router, terms.secret, self._settings, time.monotonic)
-        self._secret = terms.secret
+        self._dispatcher = Dispatcher(router, join.secret, self._settings, time.monotonic)
+        self._secret = join.secret
         self._members: tuple[WorkerRecord, ...] = ()
         await self._dispatcher.start()
         self._following = asyncio.create_task(follow_members(registry, self._set_members), name="follow registry")
@@ -114,9 +113,9 @@ class IngressReplica:
         return JSONResponse(await self.status())
 
     async def status(self) -> dict[str, Any]:
-        """Every member and what it says of itself; a worker that does not answer has only its record."""
+        """Every member with its own status; a worker that does not answer has only its record."""
         workers = [record for record in self._members if record.role != STORE_ROLE]
-        answers = await asyncio.gather(*(self._ask(record) for record in workers))
+        answers = await asyncio.gather(*(self._worker_status(record) for record in workers))
         router = self._dispatcher.router
         views = {view.worker_id: asdict(view) for view in router.workers()}
         return {
@@ -130,11 +129,11 @@ class IngressReplica:
             "pairs": self._dispatcher.workers.pairs.book.view()["pairs"],
             "workers": [answer | {"router": views.get(answer["worker_id"])} for answer in answers],
             "stores": await asyncio.gather(
-                *(self._ask_store(record) for record in self._members if record.role == STORE_ROLE)
+                *(self._store_status(record) for record in self._members if record.role == STORE_ROLE)
             ),
         }
 
-    async def _ask(self, record: WorkerRecord) -> dict[str, Any]:
+    async def _worker_status(self, record: WorkerRecord) -> dict[str, Any]:
         known = {"worker_id": record.worker_id, "role": record.role, "node_id": record.node_id, "pid": record.pid,
                  "address": f"{record.host}:{record.port}", "epoch": record.epoch}  # fmt: skip
         try:
@@ -147,7 +146,7 @@ class IngressReplica:
             }
         return {**known, **answer, "is_up": True}
 
-    async def _ask_store(self, record: WorkerRecord) -> dict[str, Any]:
+    async def _store_status(self, record: WorkerRecord) -> dict[str, Any]:
         """One node of the KV store."""
         known = {"worker_id": record.worker_id, "node_id": record.node_id, "pid": record.pid,
                  "address": f"{record.host}:{record.port}"}  # fmt: skip
@@ -164,7 +163,7 @@ class IngressReplica:
             await peer.aclose()
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the planner learns of the load (cluster/autoscaling/policies.py)."""
+        """The load for the planner (cluster/autoscaling/feed.py)."""
         return ingress_report(self._dispatcher.stats, self._dispatcher.router.alone_shares())
 
     async def check_health(self) -> None:

@@ -1,4 +1,4 @@
-"""kvrelay's application as a Ray Serve config: what `serve deploy` takes, made from settings, and edited by `scale`.
+"""The Ray Serve config of the application, as `serve deploy` takes it: built from settings, and changed by `kvrelay scale`.
 
 Pure: plain data in, plain data out.
 """
@@ -11,7 +11,7 @@ from kvrelay.cluster.errors import ClusterError
 from kvrelay.config import Settings
 
 APP_NAME = "kvrelay"
-APPLICATIONS = "/api/serve/applications/"  # of Ray's dashboard
+APPLICATIONS = "/api/serve/applications/"  # path of Ray's dashboard
 DEPLOY_S = 120.0
 IMPORT_PATH = "kvrelay.cluster.deployments.app:build"
 PLANNER_POLICY_PATH = "kvrelay.cluster.autoscaling.policies:PlannerPolicy"
@@ -20,9 +20,9 @@ SECRETS = {"serve": {"api_key"}, "cluster": {"secret"}}  # the dashboard and `se
 
 
 def serve_config(settings: Settings, *, http_port: int) -> dict[str, Any]:
-    """The whole config, without secrets: replicas ask the registry for them.
+    """The whole config, without secrets, which replicas get from the registry.
 
-    `http_port` is for Serve's own proxy; the ingress listens at settings.serve.port.
+    `http_port` is for Serve's own proxy; the ingress listens on settings.serve.port.
     """
     cluster = settings.cluster
     counts = {"ingress": cluster.ingress, "prefill": cluster.prefill, "decode": cluster.decode}
@@ -53,9 +53,9 @@ def _policy(settings: Settings) -> dict[str, Any]:
 
 
 def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
-    """A deployment's bounds and its first count. The planner damps; Serve's own delays would only come on top.
+    """A deployment's bounds and initial count. Serve's own delays are 0, because the planner damps.
 
-    An ingress has one too, though its count stays: without it Serve would not collect what the planner reads.
+    The ingress has one too, though its count stays: without it Serve does not collect the reports that the planner reads.
     """
     planner = settings.planner
     low, high = {
@@ -72,10 +72,10 @@ def _scaling(settings: Settings, name: str, count: int) -> dict[str, Any]:
 
 
 def planned_workers(details: dict[str, Any], app_name: str) -> int:
-    """How many prefill and decode workers Serve means to run, at most where it scales by load; 0: not known.
+    """Serve's target number of prefill and decode workers, the maximum where it autoscales; 0: unknown.
 
     Args:
-        details: Serve's account of itself, as for `scaled`.
+        details: as for `scaled`.
     """
     deployments = details.get("applications", {}).get(app_name, {}).get("deployments", {})
     return sum(_planned(deployments[name]) for name in ("prefill", "decode") if name in deployments)
@@ -87,14 +87,14 @@ def _planned(deployment: dict[str, Any]) -> int:
 
 
 def scaled(details: dict[str, Any], counts: dict[str, int]) -> dict[str, Any]:
-    """The running config with other replica counts, and nothing else changed; where the planner decided them, no longer.
+    """The running config with other replica counts and nothing else changed; the planner no longer decides them.
 
     Args:
-        details: what GET /api/serve/applications/ answers.
+        details: the answer of GET /api/serve/applications/.
         counts: deployment name -> replicas, at least 1.
 
     Raises:
-        ClusterError: kvrelay does not run there, or has no such deployment.
+        ClusterError: kvrelay is not deployed there, or has no such deployment.
     """
     configs = [app.get("deployed_app_config") for app in details.get("applications", {}).values()]
     configs = [copy.deepcopy(config) for config in configs if config]

@@ -1,7 +1,7 @@
-"""Sessions of KV hints that all ingresses share: the registry keeps them, each ingress remembers them for a moment.
+"""Sessions of KV hints that all ingresses share: the registry keeps them, each ingress caches them for FRESH_S.
 
-What one ingress changes, the others heed FRESH_S later at the latest. A registry that was restarted knows no session any
-more: requests that name one get 404 until the client makes it again.
+A change on one ingress reaches the others within FRESH_S. A restarted registry has no sessions: requests that name one get 404
+until the client creates it again.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ class SharedSessions:
 
     def __init__(self, registry: Any, clock: Callable[[], float]) -> None:
         self._registry, self._clock = registry, clock
-        self._known: dict[SessionKey, tuple[float, SessionHints]] = {}  # when the registry said so
+        self._known: dict[SessionKey, tuple[float, SessionHints]] = {}  # time of the registry's answer
 
     async def put(self, key: SessionKey, hints: SessionHints) -> None:
-        kept = await self._ask(self._registry.put_session, key, hints)
+        kept = await self._call(self._registry.put_session, key, hints)
         if kept is None:
             raise too_many_sessions()
         self._note(key, kept)
@@ -38,14 +38,14 @@ class SharedSessions:
         known = self._known.get(key)
         if known is not None and self._clock() - known[0] < FRESH_S:
             return known[1]
-        hints: SessionHints | None = await self._ask(self._registry.session, key)
+        hints: SessionHints | None = await self._call(self._registry.session, key)
         self._note(key, hints)
         return hints
 
     async def delete(self, key: SessionKey) -> SessionHints | None:
         self._note(key, None)
-        hints: SessionHints | None = await self._ask(self._registry.delete_session, key)
-        self._note(key, None)  # somebody may have asked meanwhile
+        hints: SessionHints | None = await self._call(self._registry.delete_session, key)
+        self._note(key, None)  # another request may have cached it meanwhile
         return hints
 
     def _note(self, key: SessionKey, hints: SessionHints | None) -> None:
@@ -56,7 +56,7 @@ class SharedSessions:
                 del self._known[next(iter(self._known))]
 
     @staticmethod
-    async def _ask(method: Any, *arguments: object) -> Any:
+    async def _call(method: Any, *arguments: object) -> Any:
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 return await method.remote(*arguments)

@@ -1,7 +1,7 @@
-"""Prefill and decode workers as Ray Serve deployments: their life, their place in the registry, their health.
+"""Prefill and decode workers as Ray Serve deployments: start, membership, health, and shutdown.
 
-Serve starts, watches, replaces and stops them; no request passes through Serve. Nothing heavy is
-imported before a replica starts, so that building the application stays cheap.
+Serve starts, watches, replaces and stops them; no request passes through Serve. Heavy imports happen when a replica starts, so that
+building the application stays cheap.
 """
 
 import asyncio
@@ -33,13 +33,13 @@ from kvrelay.types import Role
 logger = logging.getLogger(__name__)
 
 DETAILS_S = 10.0
-LEAST_WORKERS = 2  # one of each role, where Serve does not say
+LEAST_WORKERS = 2  # one of each role, while Serve's targets are unknown
 DRAIN_S = 30.0
 SHUTDOWN_S = DRAIN_S + 15.0
 
 
 class WorkerReplica:
-    """One worker process. The role's classes below name the class that does the work."""
+    """One worker process. The subclasses name the class that does the role's work."""
 
     async def __init__(self, settings: dict[str, Any]) -> None:  # type: ignore[misc]  # Serve awaits it
         configure_logging()
@@ -49,14 +49,14 @@ class WorkerReplica:
         self._ending: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._stores: ClusterStores | None = None
-        terms, model_dir = await asyncio.gather(
+        join, model_dir = await asyncio.gather(
             self._registry.join_settings.remote(), asyncio.to_thread(prepared_model, self._settings)
         )
         self._lease = await self._lease_cores()
         self._num_workers = await self._num_sharers()
         context = ray.get_runtime_context()
         await self._join_store(str(context.get_node_id()))
-        self._worker = await asyncio.to_thread(self._make, model_dir, terms, str(context.get_node_id()), own_replica())
+        self._worker = await asyncio.to_thread(self._make, model_dir, join, str(context.get_node_id()), own_replica())
         tracing.configure(self._worker.worker_id, self.role)
         info = await self._worker.start()
         if self._stores is not None:
@@ -73,7 +73,7 @@ class WorkerReplica:
         )
 
     async def _lease_cores(self) -> CoreLease | None:
-        """Pinned cores for CPU workers; GPU workers run wherever the kernel puts them."""
+        """Pinned cores for CPU workers; GPU workers are not pinned."""
         cluster, cores = self._settings.cluster, own_cores()
         engine = self._settings.for_role(Role(self.role)).engine
         if engine.device.startswith("cuda") or cluster.num_gpus_per_worker:
@@ -82,13 +82,13 @@ class WorkerReplica:
         return acquire_cores(cache_dir() / "cores", cores, want)
 
     async def _num_sharers(self) -> int | None:
-        """Among how many workers the machine's memory is divided; None where the pool's size is set."""
+        """The number of workers that divide the machine's memory; None where the pool's size is given."""
         if self._settings.for_role(Role(self.role)).engine.kv_memory_share is None:
             return None
         return await deployed_workers() or LEAST_WORKERS
 
     async def _join_store(self, node_id: str) -> None:
-        """See to it that this machine has its node of the KV store, where there is to be one."""
+        """Ensure that this machine runs a node of the KV store, if the settings want one. Raises StoreError."""
         if self._settings.cache.remote != CLUSTER:
             return
         try:
@@ -100,18 +100,18 @@ class WorkerReplica:
         assert self._stores is not None
         self._stores.set_nodes(store_nodes(members))
 
-    def _make(self, model_dir: Any, terms: JoinSettings, node_id: str, replica: str) -> Any:
-        """The worker, not started. In a thread: this imports torch."""
+    def _make(self, model_dir: Any, join: JoinSettings, node_id: str, replica: str) -> Any:
+        """The worker, not started. Runs in a thread, because it imports torch."""
         from kvrelay.engine.checkpoints.checkpoint import model_name
         from kvrelay.engine.worker.build import WorkerOptions
 
         worker_id = worker_name(self.role, replica)
-        host = terms.host or ray.util.get_node_ip_address()
+        host = join.host or ray.util.get_node_ip_address()
         if self._settings.cache.remote == CLUSTER:
-            self._stores = ClusterStores(self._settings, terms.secret, worker_id=worker_id, host=host)
+            self._stores = ClusterStores(self._settings, join.secret, worker_id=worker_id, host=host)
         options = WorkerOptions(
             settings=self._settings, model_dir=model_dir, model_name=model_name(self._settings.model), worker_id=worker_id,
-            node_id=node_id, secret=terms.secret, host=host, cores=self._lease.cpus if self._lease else None,
+            node_id=node_id, secret=join.secret, host=host, cores=self._lease.cpus if self._lease else None,
             cluster_store=self._stores, num_workers=self._num_workers,
         )  # fmt: skip
         return self._worker_class()(options)
@@ -134,10 +134,10 @@ class WorkerReplica:
         if (silence_s := self._watch.silence_s(time.monotonic())) > HUNG_S:
             raise EngineFailed(worker_id, f"its engine has work and has not finished a step for {silence_s:.0f} s")
         if self._listing is None or self._listing.done():
-            raise EngineFailed(worker_id, "it no longer tells the registry that it lives")
+            raise EngineFailed(worker_id, "it no longer sends heartbeats to the registry")
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """What the policies of cluster/autoscaling/policies.py read."""
+        """The load for the policies of cluster/autoscaling/policies.py."""
         load, info = self._worker.load(), self._worker.info
         return worker_report(load, info) | {
             UTILISATION: utilisation(
@@ -148,7 +148,7 @@ class WorkerReplica:
         }  # fmt: skip
 
     async def __del__(self) -> None:
-        """Serve's way to ask for an end: take nothing new, finish what runs, let go of everything."""
+        """Serve stops the replica: accept nothing new, finish what runs, release everything."""
         if self._listing is None:
             return
         if self._ending is None:
@@ -156,13 +156,13 @@ class WorkerReplica:
         await self._ending
 
     def _retire(self, drain_s: float) -> None:
-        """The planner's way to ask for it: the same, before Serve takes the replica away."""
+        """The planner retires the worker: the same, before Serve removes the replica."""
         if self._ending is None:
             logger.info("worker %s retires", self._record.worker_id)
             self._ending = asyncio.create_task(self._retired(drain_s), name="end")
 
     async def _end(self, drain_s: float) -> None:
-        """Leave first, so that no ingress sends anything new; then wait for what is here: requests, and KV until it is read."""
+        """Leave the registry, so that no ingress sends anything new; then wait for running requests, and for KV to be read."""
         assert self._listing is not None
         self._listing.cancel()
         if self._following is not None:
@@ -170,7 +170,7 @@ class WorkerReplica:
         try:
             await self._registry.leave.remote(self._record.worker_id, self._record.epoch)
         except ray.exceptions.RayError as error:
-            logger.warning("worker %s could not sign off: %s", self._record.worker_id, error)
+            logger.warning("worker %s could not leave the registry: %s", self._record.worker_id, error)
         await self._worker.drain(drain_s)
         await self._worker.aclose()
         if self._lease is not None:
@@ -178,14 +178,14 @@ class WorkerReplica:
         await asyncio.to_thread(tracing.shutdown)
 
     async def _retired(self, drain_s: float) -> None:
-        """End, and leave Ray: Serve takes away at once, and in one line of its log, whose process has gone."""
+        """End, then exit the actor, which Serve removes at its next health check."""
         await self._end(drain_s)
         logger.info("worker %s has retired", self._record.worker_id)
         self._exit()
 
     @staticmethod
     def _exit() -> None:
-        """End this actor's process as Ray knows it: no fault, and no restart."""
+        """End this actor's process, without a fault and without a restart."""
         ray.kill(ray.get_runtime_context().current_actor, no_restart=True)
 
 
@@ -214,16 +214,16 @@ class DecodeReplica(WorkerReplica):
 
 
 def own_replica() -> str:
-    """Serve's id of the replica that this process is."""
+    """Serve's id of this process's replica."""
     from ray import serve
 
     return str(serve.get_replica_context().replica_id.unique_id)
 
 
 async def deployed_workers() -> int:
-    """How many prefill and decode workers Serve means to run now, whoever said so; 0 when it does not tell.
+    """Serve's target number of prefill and decode workers; 0 when it is unknown.
 
-    The application's own arguments do not know: counts are also set per deployment, and changed by `kvrelay scale`.
+    The application's arguments do not hold it: counts are also set per deployment, and changed by `kvrelay scale`.
     """
     from ray import serve
 
@@ -232,26 +232,26 @@ async def deployed_workers() -> int:
         async with asyncio.timeout(DETAILS_S):
             return planned_workers(await asyncio.to_thread(_serve_details), name)
     except (ray.exceptions.RayError, TimeoutError) as error:
-        logger.warning("Serve does not say how many workers it runs: %s", error)
+        logger.warning("Serve does not report how many workers it runs: %s", error)
         return 0
 
 
 def _serve_details() -> dict[str, Any]:
-    from ray.serve.context import _get_global_client  # as serve.status() does, which leaves the targets out
+    from ray.serve.context import _get_global_client  # as serve.status() does, which omits the targets
 
     client = _get_global_client(raise_if_no_controller_running=False)
     return dict(client.get_serve_details()) if client is not None else {}
 
 
 def prepared_model(settings: Settings) -> Any:
-    """The checkpoint's folder on this machine; fetched and converted when it is not there yet."""
+    """The checkpoint's folder on this machine, downloaded and converted if necessary."""
     from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
 
     return prepare_checkpoint(settings.model)
 
 
 def configure_logging() -> None:
-    """kvrelay's own INFO lines go where Serve's replica logs go."""
+    """Send kvrelay's INFO lines to Serve's replica logs."""
     own, serve = logging.getLogger("kvrelay"), logging.getLogger("ray.serve")
     own.setLevel(logging.INFO)
     for handler in serve.handlers:

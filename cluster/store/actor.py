@@ -36,10 +36,10 @@ def store_nodes(members: tuple[WorkerRecord, ...]) -> list[StoreAddress]:
 class _Host:
     """One node on a loop of its own thread."""
 
-    def __init__(self, node_id: str, settings: Settings, registry: Any, terms: JoinSettings) -> None:
+    def __init__(self, node_id: str, settings: Settings, registry: Any, join: JoinSettings) -> None:
         self._registry, self._node_id = registry, node_id
-        host = terms.host or ray.util.get_node_ip_address()
-        self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings, terms.secret, host)
+        host = join.host or ray.util.get_node_ip_address()
+        self._service = make_service(f"{STORE_ROLE}-{node_id[:8]}", settings, join.secret, host)
         self._tasks: list[asyncio.Task[None]] = []
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="store", daemon=True)
@@ -68,8 +68,8 @@ class StoreActor:
     def __init__(self, node_id: str, settings: dict[str, Any]) -> None:
         logging.basicConfig(level=logging.INFO)
         registry = connect_registry()
-        terms: JoinSettings = ray.get(registry.join_settings.remote())
-        self._host = _Host(node_id, settings_from(settings), registry, terms)
+        join: JoinSettings = ray.get(registry.join_settings.remote())
+        self._host = _Host(node_id, settings_from(settings), registry, join)
 
     def record(self) -> WorkerRecord:
         """Where it listens."""

@@ -122,7 +122,7 @@ def test_it_says_no_where_a_chat_has_all_the_time_and_yes_where_tokens_must_come
 def test_where_no_number_helps_it_says_so():
     never = invoked(PROFILE, "--rate", 5, "--input", 2000, "--output", 200, "--tpot", 0.001)
     assert (never["decode"], never["aggregated"], never["batch"]) == (None, None, None)
-    assert never["verdict"].startswith("neither way")
+    assert never["verdict"].startswith("no number of workers")
 
 
 def test_a_generated_load_is_planned_for():

@@ -118,7 +118,7 @@ async def test_who_is_in_line_what_was_pre_empted_and_who_was_served_have_lines_
         "drafted_tokens": 50, "accepted_tokens": 20, "model_drafted_tokens": 10, "model_accepted_tokens": 8, "cascade_saved_tokens": 640,
     }  # fmt: skip
     told = printed(render(view), 200)
-    assert "d0 priority -1: 2, priority 3: 5, 4 too late" in told
+    assert "d0 priority -1: 2, priority 3: 5, 4 past their deadline" in told
     assert "d0 71 (swap 70, recompute 1; 99 tokens recomputed)" in told
     assert "d0 18 blocks now (250ms out, 500ms back)" in told
     assert "d0 50 tokens, 40% right; 10 of them by the draft model, 80% right" in told and "d0 640 tokens" in told
