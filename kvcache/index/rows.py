@@ -97,7 +97,7 @@ class TierRows:
         self._holds[row] = self._holds.get(row, 0) + 1
 
     def unhold(self, row: int) -> BlockHash | None:
-        """One holder less. Returns the block of a cached row that nobody holds any more."""
+        """One holder less. Returns the block of a cached row without any holder left."""
         self._holds[row] -= 1
         if self._holds[row]:
             return None

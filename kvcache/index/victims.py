@@ -1,7 +1,7 @@
 """Which entries of a tier are evicted next: leaves first, by priority, policy score and age. Pure.
 
-An entry is evictable when no other entry here continues it, nobody holds its row, and it is not pinned. Entries that may
-have become evictable are queued, with their scores, the next time a victim is needed.
+An entry is evictable when no other entry here continues it, its row is not held, and it is not pinned. Entries that
+may have become evictable are queued, with their scores, the next time a victim is needed.
 """
 
 from collections import Counter

@@ -1,14 +1,13 @@
-"""The blocks of one worker: who holds which, which are cached, in what order they are re-used.
+"""The blocks of one worker: references, the prefix index, pins, and eviction.
 
 The only writer of reference counts, generations and the prefix index. Pure: no torch, no clock (see `tick`).
 
 A block is in exactly one state:
-  free    no content worth keeping
-  used    ref-counted by sequences, reservations or transfers
-  cached  nobody holds it, but it can still be matched; leaves of the index go first, from their end, by priority and policy
+  free    holds no content worth keeping
+  used    referenced by sequences, reservations or transfers
+  cached  indexed and not referenced: can be matched; evicted from the ends of the index's leaves, by priority and policy
 
-A block may be used and named at once. Named blocks that lie before a used or pinned one in a chain stay until that goes.
-What is kept for each block is in the ledger, which works on many at once.
+A used block may be indexed too. Indexed blocks before a used or pinned one of the same chain are not evicted.
 """
 
 from array import array
@@ -27,12 +26,12 @@ from kvrelay.kvcache.pool.pins import PinLedger
 from kvrelay.kvcache.pool.radix import Match, RadixNode, RadixTree
 from kvrelay.types import BlockHash, BlockId
 
-PIN_SHARE = 0.25  # of the pool, for each tenant's pins
-MIN_PARTIAL_TOKENS = 4  # fewer tokens are not worth copying a block for
+PIN_SHARE = 0.25  # of the pool: the most that one tenant may pin
+MIN_PARTIAL_TOKENS = 4  # fewer shared tokens are not worth the copy of a block
 
 
 class BlockCounts(msgspec.Struct, frozen=True, gc=False):
-    """How many blocks are in each state; they add up to the pool's size. `pinned` ones are cached, or used too."""
+    """How many blocks are in each state; free, used and cached add up to the pool. Pinned ones are cached or used."""
 
     free: int
     used: int
@@ -43,7 +42,8 @@ class BlockCounts(msgspec.Struct, frozen=True, gc=False):
 class BlockPool:
     """Allocates, shares, caches and evicts fixed-size blocks. Not thread-safe: one owner thread.
 
-    Tables of blocks come out as array("i"); any sequence of ids goes in, each block once in a call.
+    Returns block id arrays (array("i")) and accepts any iterable of ids, each block once in a call. More than 25 methods:
+    allocation, index and pins change the same reference counts, and stay in one class so that only one writes them.
     """
 
     def __init__(
@@ -56,7 +56,16 @@ class BlockPool:
         pin_share: float = PIN_SHARE,
         keeps_tokens: bool = True,
     ) -> None:
-        """keeps_tokens: so that blocks whose beginnings are alike are found (`tail`); without, that much memory is spared."""
+        """A pool of free blocks.
+
+        Args:
+            block_size: tokens per block.
+            prefix_caching: index full blocks, so that other sequences find them.
+            pin_share: of the pool, that one tenant may pin.
+            keeps_tokens: keep blocks' tokens, for `partial_match`; costs 4 bytes per token.
+
+        Raises ValueError: no blocks.
+        """
         if num_blocks < 1:
             raise ValueError(f"a pool needs at least one block, not {num_blocks}")
         self.num_blocks, self.block_size = num_blocks, block_size
@@ -65,32 +74,32 @@ class BlockPool:
         self._prefix_caching = prefix_caching
         self._ledger = BlockLedger(num_blocks)
         self._tree = RadixTree(self._ledger, block_size, keeps_tokens=keeps_tokens)
-        self._free = array("i", range(num_blocks - 1, -1, -1))  # the last is handed out next
-        self._num_idle = 0  # named blocks without a reference
+        self._free = array("i", range(num_blocks - 1, -1, -1))  # the last one is allocated next
+        self._num_idle = 0  # indexed blocks without a reference
         self._pins = PinLedger(int(num_blocks * pin_share))
         self._changes = ChangeLog(num_blocks)
         self._queue = LeafQueue(self._tree, self.policy)
 
     def tick(self, now_s: float) -> None:
-        """The owner's clock shows this; pins whose time is over end."""
+        """Set the clock, in seconds, and end the pins whose time has come."""
         self.now_s = now_s
-        if self._pins and (over := self._pins.expired(now_s)):
-            self.release(over)
+        if self._pins and (ended := self._pins.expired(now_s)):
+            self.release(ended)
 
     @property
     def is_caching(self) -> bool:
-        """Whether what is named can be found by others."""
+        """Whether full blocks are indexed for other sequences."""
         return self._prefix_caching
 
     # ---- allocation
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` could hand out now, cached ones included."""
+        """Blocks that `allocate` could return now: free and evictable ones."""
         return len(self._free) + self._tree.num_evictable
 
     def allocate(self, count: int) -> "BlockIds | None":
-        """`count` fresh blocks with one reference each, or None (and no change) when there are not enough."""
+        """`count` blocks with one reference each, evicting if needed; None, and no change, when there are not enough."""
         free, missing = self._free, count - len(self._free)
         if missing > 0:
             if missing > self._tree.num_evictable:
@@ -103,19 +112,19 @@ class BlockPool:
         return blocks
 
     def generation(self, block: int) -> int:
-        """How often this block has been handed out: a reference with an older number is stale."""
+        """How often this block was allocated: an id with an older number is stale."""
         return self._ledger.generations[block]
 
     # ---- sharing
 
     def acquire(self, blocks: Iterable[int]) -> None:
-        """One more holder for each of these used or cached blocks."""
+        """One more reference to each of these used or cached blocks."""
         num_fresh, nodes = self._ledger.acquire(blocks if type(blocks) is array else array("i", blocks))
         self._num_idle -= num_fresh
         self._relock(nodes)
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One holder less for each. What can still be matched becomes evictable, a chain's last blocks before its first."""
+        """One reference less to each. Indexed blocks become evictable, the last blocks of a chain first."""
         num_idle, nodes, freed = self._ledger.release(blocks if type(blocks) is array else array("i", blocks))
         self._num_idle += num_idle
         if freed:
@@ -123,7 +132,7 @@ class BlockPool:
         self._relock(nodes)
 
     def _relock(self, nodes: list[int]) -> None:
-        """References of some of these nodes' blocks came or went."""
+        """Some blocks of these nodes gained their first or lost their last reference."""
         tree, held_of = self._tree, self._ledger.held
         for index in nodes:
             node = tree.nodes[index]
@@ -132,19 +141,19 @@ class BlockPool:
             if held != was_held:
                 tree.hold(node, held)
             if held < was_held:
-                node.usage.used_s = self.now_s  # whoever held it has used it until now
+                node.usage.used_s = self.now_s  # in use until now
                 if not node.children:
                     self._queue.offer(node, self.now_s)
 
     def is_own(self, block: int) -> bool:
-        """Whether its one holder may write into it: nobody shares it, nobody can match it."""
+        """Whether its holder may write into it: one reference, and not indexed."""
         return self._ledger.refs[block] == 1 and self._tree.node(block) is None
 
     def writable(self, block: int) -> BlockId | None:
-        """A block that its holder may write instead of `block`: itself, or a fresh one, whose holder the caller is from now on.
+        """Copy on write: the block itself, or a new one that takes its place in the caller's block table.
 
-        In the second case the caller copies the content (before anything is written into blocks allocated later) and
-        has one reference to `block` less. None: no room, and nothing changed.
+        In the second case the caller must copy the content before it writes into blocks allocated later, and its
+        reference to `block` is released. None: no room, and nothing changed.
         """
         if self.is_own(block):
             return BlockId(block)
@@ -157,14 +166,17 @@ class BlockPool:
     # ---- prefix index
 
     def match(self, chain: HashChain, limit: int | None = None) -> Match:
-        """The longest cached prefix of this chain's first `limit` blocks; not acquired yet."""
+        """The longest cached prefix of the chain's first `limit` blocks, without references to them."""
         count = len(chain.data) // HASH_BYTES
         return self._tree.find(chain, count if limit is None or limit > count else limit)
 
     def partial_match(self, match: Match, tokens: bytes) -> tuple[int, int]:
-        """(block, count): a cached block after `match` whose first `count` tokens are the next of the prompt, to copy from.
+        """(block, count): a cached block after `match` that shares its first `count` tokens with `tokens`, to copy from.
 
-        To be asked straight after `match`. tokens: those that follow it, packed; less than a block of them counts. (-1, 0) when there are less than MIN_PARTIAL_TOKENS.
+        To be called right after `match`. (-1, 0): fewer than MIN_PARTIAL_TOKENS are shared.
+
+        Args:
+            tokens: the prompt's tokens after the match, packed int32; less than a block of them counts.
         """
         if not self._tree.width:
             return -1, 0
@@ -172,13 +184,13 @@ class BlockPool:
         return (block, count) if count >= MIN_PARTIAL_TOKENS else (-1, 0)
 
     def use(self, match: Match, priority: int = 0) -> None:
-        """A request goes on from this match: counts for the policy."""
-        node = self._tree.node(match.blocks[-1]) if match.blocks else None  # not match.node: it may have merged since
+        """A request of this priority uses this match: update usage for the eviction policy."""
+        node = self._tree.node(match.blocks[-1]) if match.blocks else None  # not match.node, which may have been merged
         if node is None:
             return
         offset = len(match) - node.start
         if offset < len(node.blocks):
-            self._split(node, offset)  # what follows was not used
+            self._split(node, offset)  # the rest was not used
         here: RadixNode | None = node
         while here is not None and here.blocks:
             usage = here.usage
@@ -194,22 +206,24 @@ class BlockPool:
     def insert(
         self,
         chain: HashChain,
-        blocks: BlockIds,
+        block_table: BlockIds,
         first: int,
         last: int,
         tokens: bytes = b"",
         *,
         priority: int = 0,
     ) -> None:
-        """Blocks first .. last - 1 of this table are full and hold what the chain's hashes stand for. A second copy stays unnamed.
+        """Index blocks first .. last - 1 of this block table, which are full. Blocks of hashes indexed already are skipped.
 
-        blocks: the sequence's whole table; all of it is held. tokens: of blocks[first:last], packed; without them, their
-        beginnings are not found by others.
+        Args:
+            chain: the hashes of the sequence's full blocks.
+            block_table: the whole sequence's; every block is referenced.
+            tokens: of these blocks, packed int32; without them `partial_match` does not find the blocks.
         """
         if not self._prefix_caching or last <= first:
             return
-        node, offset = self._place(chain, blocks, first)
-        if node.children or offset < len(node.blocks):  # else it ends here, as while decoding
+        node, offset = self._place(chain, block_table, first)
+        if node.children or offset < len(node.blocks):  # else the chain ends here, as while decoding
             node, offset = self._tree.descend(node, offset, chain, last)
         start = node.start + offset
         if start >= last:
@@ -217,7 +231,7 @@ class BlockPool:
         if offset < len(node.blocks):
             self._split(node, offset)
         width = self._tree.width
-        fresh, run = blocks[start:last], bytes(chain.data[start * HASH_BYTES : last * HASH_BYTES])
+        fresh, run = block_table[start:last], bytes(chain.data[start * HASH_BYTES : last * HASH_BYTES])
         known = tokens[(start - first) * width :] if tokens and width and start >= first else b""
         assert not known or len(known) == width * len(fresh), "tokens do not fill the blocks"
         if not node.children and node.blocks and node.priority == priority:
@@ -230,13 +244,13 @@ class BlockPool:
         self._tree.hold(node, len(node.blocks))
         self._changes.stored(run)
 
-    def _place(self, chain: HashChain, blocks: BlockIds, first: int) -> tuple[RadixNode, int]:
-        """Where the chain is after `first` blocks, or as far as the index has it."""
-        node = self._tree.node(blocks[first - 1]) if first else None
+    def _place(self, chain: HashChain, block_table: BlockIds, first: int) -> tuple[RadixNode, int]:
+        """Where the chain is in the tree after `first` blocks, or as far as the tree has it."""
+        node = self._tree.node(block_table[first - 1]) if first else None
         if node is not None:
             offset = first - node.start
-            is_named_so = self._ledger.common(node.digests, offset - 1, chain.data, first - 1, 1)
-            assert is_named_so, f"block {blocks[first - 1]} has another name"
+            is_same = self._ledger.common(node.digests, offset - 1, chain.data, first - 1, 1)
+            assert is_same, f"block {block_table[first - 1]} is indexed by another hash"
             return node, offset
         root = self._tree.root(chain.root, EntryUsage(chain.root, 0, 0, self.now_s, self.now_s))
         return self._tree.descend(root, 0, chain, first)
@@ -244,38 +258,38 @@ class BlockPool:
     def _split(self, node: RadixNode, offset: int) -> None:
         rest = self._tree.split(node, offset)
         held = self._ledger.held(node.blocks)
-        if held != node.held:  # whoever holds a block of the rest need not hold those before it: a tier that copies one
+        if held != node.held:  # a copy to a tier may reference a block of the rest alone
             self._tree.hold(node, held)
         if rest.is_open:
             self._queue.offer(rest, self.now_s)
 
     def reset_cache(self) -> int:
-        """End all pins and forget every cached block that may go; returns how many. Beginnings of held chains stay."""
-        while over := self._pins.next_to_expire():
-            self.release(over)
+        """End all pins and evict every evictable block; returns how many. Prefixes of referenced chains stay."""
+        while ended := self._pins.next_to_expire():
+            self.release(ended)
         count = self._tree.num_evictable
         self._evict(count)
         return count
 
     def drain_changes(self) -> CacheChange | None:
-        """What changed in the prefix index since the last call, or None."""
+        """The net changes of the prefix index since the last call, or None."""
         return self._changes.drain()
 
     @property
     def has_changes(self) -> bool:
-        """Whether the prefix index may have changed since they were drained."""
+        """Whether the prefix index may have changed since the last drain."""
         return bool(self._changes)
 
     def cached_hashes(self) -> list[BlockHash]:
-        """Every hash that `match` can find now, changes not yet drained included."""
+        """Every hash that `match` can find now."""
         return list(self._tree.hashes())
 
     # ---- pins
 
     def pin(self, chain: HashChain, count: int, ttl_s: float) -> int:
-        """Keep the first `count` blocks of this chain, those that are cached, for so long; how many are pinned now.
+        """Pin the first `count` blocks of this chain, those that are cached, for `ttl_s` seconds; returns how many.
 
-        Less than asked for when the tenant's quota is used up: the first ones are.
+        Fewer, from the first on, when the tenant's quota is used up.
         """
         found = self.match(chain, count)
         fresh, pinned = self._pins.add(chain.root, found.blocks, self.now_s + ttl_s)
@@ -283,29 +297,29 @@ class BlockPool:
         return pinned
 
     def unpin(self, chain: HashChain, count: int) -> None:
-        """End the pins of the first `count` blocks of this chain before their time."""
+        """End the pins of the first `count` blocks of this chain."""
         self.release(self._pins.remove(self.match(chain, count).blocks))
 
     def unpin_for(self, count: int) -> bool:
-        """End pins, those first that end next, until `count` blocks are available; whether they are."""
-        while self.num_available < count and (over := self._pins.next_to_expire()):
-            self.release(over)
+        """End pins, the next to expire first, until `count` blocks are available; returns whether they are."""
+        while self.num_available < count and (ended := self._pins.next_to_expire()):
+            self.release(ended)
         return self.num_available >= count
 
     @property
     def pinned(self) -> PinLedger:
-        """Each block in it has one reference from there."""
+        """The pinned blocks, with one reference each."""
         return self._pins
 
     # ---- eviction
 
     def _evict(self, count: int) -> None:
-        """Move `count` blocks from the ends of leaves to the free ones; the caller knows that there are so many."""
+        """Free `count` blocks from the ends of leaves; the caller knows that there are enough."""
         while count > 0:
             leaf = self._queue.first(self.now_s)
-            count -= self._give_up(leaf, min(count, len(leaf.blocks) - leaf.held))
+            count -= self._evict_from(leaf, min(count, len(leaf.blocks) - leaf.held))
 
-    def _give_up(self, leaf: RadixNode, count: int) -> int:
+    def _evict_from(self, leaf: RadixNode, count: int) -> int:
         parent, usage, is_all = leaf.parent, leaf.usage, count == len(leaf.blocks)
         if not is_all:
             usage = usage.copy()
@@ -316,10 +330,10 @@ class BlockPool:
         self._changes.removed(run)
         self.policy.evicted(usage, self.now_s)
         if is_all and parent is not None:
-            self._child_gone(parent)
+            self._child_removed(parent)
         return count
 
-    def _child_gone(self, node: RadixNode) -> None:
+    def _child_removed(self, node: RadixNode) -> None:
         if node.parent is None:
             if not node.children:
                 self._tree.drop_root(node.usage.digest)
@@ -328,19 +342,19 @@ class BlockPool:
                 self._queue.offer(node, self.now_s)
         elif len(node.children) == 1:
             [child] = node.children.values()
-            if child.priority == node.priority and child.usage.used_s >= node.usage.used_s:  # all of it was used last
+            if child.priority == node.priority and child.usage.used_s >= node.usage.used_s:  # used no later
                 self._tree.merge(node)
                 if node.is_open:
                     self._queue.offer(node, self.now_s)
 
     def eviction_candidates(self, count: int) -> list[EvictionCandidate]:
-        """Up to `count` blocks about in the order in which they would be evicted, none of them held."""
+        """Up to `count` unreferenced blocks, roughly in eviction order."""
         return list(islice(self._queue.candidates(), count))
 
-    # ---- the ledger
+    # ---- reports
 
     def num_holders(self, block: int) -> int:
-        """References to this block, a pin's included."""
+        """References to this block, pins included."""
         return self._ledger.refs[block]
 
     def counts(self) -> BlockCounts:
@@ -351,20 +365,20 @@ class BlockPool:
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one state, and index, queue and pins agree."""
-        refs, named = self._ledger.ref_array, self._ledger.owner_array >= 0
+        refs, indexed = self._ledger.ref_array, self._ledger.owner_array >= 0
         is_free = np.zeros(self.num_blocks, bool)
         is_free[np.array(self._free, np.int32)] = True
         assert int(is_free.sum()) == len(self._free), "a block is free twice"
         assert not (refs < 0).any(), "a block was released more often than held"
-        assert not (is_free & named).any(), "a free block has a name"
+        assert not (is_free & indexed).any(), "a free block is indexed"
         assert not (is_free & (refs > 0)).any(), "a free block is held"
-        assert (is_free | named | (refs > 0)).all(), "a block is in no state: lost"
-        assert int((named & (refs == 0)).sum()) == self._num_idle, "cached blocks are miscounted"
-        assert all(refs[block] > 0 and named[block] for block in self._pins), "a pinned block is not held"
+        assert (is_free | indexed | (refs > 0)).all(), "a block is in no state: lost"
+        assert int((indexed & (refs == 0)).sum()) == self._num_idle, "cached blocks are miscounted"
+        assert all(refs[block] > 0 and indexed[block] for block in self._pins), "a pinned block is not referenced"
         self._tree.check()
         valid = self._queue.members()
         for node in self._tree.live():
             assert node.parent is None or node.held == self._ledger.held(node.blocks), (
                 f"node {node.index}: wrongly locked"
             )
-            assert not node.is_open or node.index in valid, f"node {node.index} may go, but is not in line"
+            assert not node.is_open or node.index in valid, f"node {node.index} is evictable, but not queued"

@@ -1,6 +1,6 @@
-"""Which leaves of the prefix index go first: by priority, then by the policy's score, then by how long they have been in line. Pure.
+"""Which leaves of the prefix index are evicted first: by priority, the policy's score, and time in the queue. Pure.
 
-A heap with void entries: a leaf that is used again gets a new entry, and the old one is skipped when it comes up.
+A heap with void entries: a leaf that is used again gets a new entry, and its old one is skipped.
 """
 
 import heapq
@@ -16,7 +16,7 @@ _Entry = tuple[int, float, int, int]  # priority, score, stamp, index of the nod
 
 
 class EvictionCandidate(NamedTuple):
-    """A named block that may go soon. `end_tokens`: from the prompt's beginning to the block's end."""
+    """An indexed block that may be evicted soon. `end_tokens`: from the prompt's beginning to the block's end."""
 
     digest: BlockHash
     block: BlockId
@@ -27,7 +27,7 @@ class EvictionCandidate(NamedTuple):
 
 
 class LeafQueue:
-    """The open leaves of one tree. Bounded: void entries are swept when they are most of it."""
+    """The evictable leaves of one tree. Void entries are removed when they are the majority."""
 
     def __init__(self, tree: RadixTree, policy: EvictionPolicy) -> None:
         self._tree, self._policy = tree, policy
@@ -39,7 +39,7 @@ class LeafQueue:
         return len(self._heap)
 
     def offer(self, node: RadixNode, now_s: float) -> None:
-        """This leaf may go from now on; an older entry of it is void."""
+        """This leaf is evictable from now on; an older entry of it is void."""
         self._stamp += 1
         node.stamp = self._stamp
         score = self._policy.score(node.usage, now_s)
@@ -49,12 +49,12 @@ class LeafQueue:
             heapq.heapify(self._heap)
 
     def _leaf(self, entry: _Entry) -> RadixNode | None:
-        """The leaf of an entry that still counts."""
+        """The leaf of a valid entry, else None."""
         node = self._tree.nodes[entry[3]]
         return node if node is not None and node.stamp == entry[2] and node.is_open else None
 
     def first(self, now_s: float) -> RadixNode:
-        """The leaf that goes first; it stays in line. The caller knows that there is one."""
+        """The leaf to evict from first; it stays queued. The caller knows that there is one."""
         if self._policy.num_revisions != self._num_revisions:
             self._rescore(now_s)
         heap, nodes = self._heap, self._tree.nodes
@@ -66,14 +66,14 @@ class LeafQueue:
             heapq.heappop(heap)
 
     def _rescore(self, now_s: float) -> None:
-        """The policy has changed its mind: ask again for every leaf in line."""
+        """The policy has revised its scores: ask again for every queued leaf."""
         self._num_revisions = self._policy.num_revisions
         leaves = [(entry, leaf) for entry in self._heap if (leaf := self._leaf(entry)) is not None]
         self._heap = [(entry[0], self._policy.score(leaf.usage, now_s), entry[2], entry[3]) for entry, leaf in leaves]
         heapq.heapify(self._heap)
 
     def in_order(self) -> Iterator[RadixNode]:
-        """Leaves in the order in which they would go, looking no further than is asked for."""
+        """Leaves in eviction order, lazily."""
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []
         while frontier:
@@ -85,23 +85,23 @@ class LeafQueue:
                 yield leaf
 
     def members(self) -> set[int]:
-        """Indices of the nodes in line."""
+        """Indices of the queued nodes."""
         return {entry[3] for entry in self._heap if self._leaf(entry) is not None}
 
     def candidates(self) -> Iterator[EvictionCandidate]:
-        """Blocks about in the order in which they would go: leaves from their ends, and what becomes a leaf by that."""
-        num_gone: dict[int, int] = {}  # by node: children that would have gone by then
+        """Blocks roughly in eviction order: leaves from their ends, then the nodes that become leaves."""
+        num_evicted: dict[int, int] = {}  # by node: children evicted by then
         for leaf in self.in_order():
             here: RadixNode | None = leaf
-            while here is not None and here.parent is not None and num_gone.get(here.index, 0) == len(here.children):
+            while here is not None and here.parent is not None and num_evicted.get(here.index, 0) == len(here.children):
                 for at in range(len(here.blocks) - 1, here.held - 1, -1):
                     yield self._describe(here, at)
                 here = here.parent if not here.held else None
                 if here is not None:
-                    num_gone[here.index] = num_gone.get(here.index, 0) + 1
+                    num_evicted[here.index] = num_evicted.get(here.index, 0) + 1
 
     def _describe(self, node: RadixNode, at: int) -> EvictionCandidate:
-        """The block `at` of this node: as a tier below asks for it."""
+        """Block number `at` of this node."""
         tree, end = self._tree, at * HASH_BYTES
         before = node if at else node.parent
         above = before.digests[end - HASH_BYTES : end or None] if before is not None else b""

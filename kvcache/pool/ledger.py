@@ -1,7 +1,7 @@
-"""What is known of each block: its references, how often it was handed out, the node of the index that names it. Pure.
+"""The state of each block: its references, its generation, and the node of the prefix index that holds it. Pure.
 
-Flat arrays, and the operations that touch many blocks at once. Where a compiler is these are single calls into C
-(native/ledger.c); the class has the same in Python, a few blocks one by one and many as arrays.
+Flat arrays, and operations on many blocks at once: single calls into C (native/pool.c) where there is a compiler, else the
+same in Python, block by block for few and with numpy for many.
 """
 
 from array import array
@@ -14,33 +14,33 @@ from numpy.typing import NDArray
 from kvrelay.hashing import HASH_BYTES
 from kvrelay.kvcache.pool import ledger_native
 
-BlockIds: TypeAlias = "array[int]"  # "i": block ids in order; as quick to cut and join as bytes
+BlockIds: TypeAlias = "array[int]"  # "i": a block id array, as fast to slice and join as bytes
 Ints = NDArray[np.int32]
-Run = bytes | bytearray  # hashes, one after another
+Run = bytes | bytearray  # concatenated hashes
 
 _FEW = 64  # up to here a loop is faster than array operations
 
 
 class BlockLedger:
-    """Three numbers for each block. Nodes are indices; -1 is none."""
+    """References, generation and node index (-1: not indexed) of each block."""
 
     take: Callable[[BlockIds], None]
-    """These blocks have one reference from now on, and one generation more."""
+    """Set one reference on each block, and advance its generation."""
     acquire: Callable[[BlockIds], tuple[int, list[int]]]
-    """A reference more for each: (how many had none, the nodes of those, some perhaps twice). A free block: AssertionError."""
+    """Add a reference to each: (how many had none, their nodes, perhaps repeated). AssertionError: a free block."""
     release: Callable[[BlockIds], tuple[int, list[int], bytes]]
-    """A reference less for each: (how many named ones have none left, the nodes of those, packed ids of the unnamed ones)."""
+    """Drop a reference of each: (how many indexed ones have none left, their nodes, packed ids of the freed ones)."""
     held: Callable[[BlockIds], int]
-    """How many blocks of the table there are up to the last one with a reference."""
+    """The number of blocks up to the last one with a reference."""
     assign: Callable[[BlockIds, int], None]
-    """These blocks are named in this node from now on."""
+    """These blocks are in this node of the index from now on; -1: in none."""
     common: Callable[[Run, int, Run, int, int], int]
-    """(run, first, other, position, most): how many hashes run[first:] and other[position:] have in common, up to `most`."""
+    """(run, first, other, position, limit): the common leading hashes of run[first:] and other[position:], up to `limit`."""
 
     def __init__(self, num_blocks: int) -> None:
         self.refs, self.generations = array("i", [0]) * num_blocks, array("I", [0]) * num_blocks
         self.owners = array("i", [-1]) * num_blocks
-        self.ref_array: Ints = np.frombuffer(self.refs, dtype=np.int32)  # the same memory
+        self.ref_array: Ints = np.frombuffer(self.refs, dtype=np.int32)  # views of the same memory
         self.owner_array: Ints = np.frombuffer(self.owners, dtype=np.int32)
         bind = ledger_native.binder()
         own = (self._take, self._acquire, self._release, self._held, self._assign, _common)
@@ -61,14 +61,14 @@ class BlockLedger:
         if len(table) <= _FEW:
             refs = self.refs
             nodes = [self.owners[block] for block in table if not refs[block]]
-            assert -1 not in nodes, "a free block: nobody can acquire it"
+            assert -1 not in nodes, "a free block cannot be acquired"
             for block in table:
                 refs[block] += 1
             return len(nodes), list(dict.fromkeys(nodes))
         ids = np.frombuffer(table, np.int32)
         known = self.ref_array.take(ids)
         owners = self.owner_array.take(ids[known == 0])
-        assert (owners >= 0).all(), "a free block: nobody can acquire it"
+        assert (owners >= 0).all(), "a free block cannot be acquired"
         self.ref_array[ids] = known + 1
         return len(owners), _without_repeats(owners)
 
@@ -77,7 +77,7 @@ class BlockLedger:
             return self._release_few(table)
         ids = np.frombuffer(table, np.int32)
         refs = self.ref_array.take(ids) - 1
-        assert not (refs < 0).any(), "a block is released more often than held"
+        assert not (refs < 0).any(), "a block is released more often than acquired"
         self.ref_array[ids] = refs
         idle = ids[refs == 0]
         owners = self.owner_array.take(idle)
@@ -89,7 +89,7 @@ class BlockLedger:
         freed = array("i")
         for block in table:
             left = self.refs[block] - 1
-            assert left >= 0, f"block {block} is released more often than held"
+            assert left >= 0, f"block {block} is released more often than acquired"
             self.refs[block] = left
             if left:
                 continue
@@ -117,7 +117,7 @@ class BlockLedger:
 
 
 def _without_repeats(owners: Ints) -> list[int]:
-    """Nodes in this list, in which equal ones mostly stand together."""
+    """The nodes without adjacent repeats; equal ones are mostly adjacent."""
     if not len(owners):
         return []
     edges = np.flatnonzero(owners[1:] != owners[:-1])

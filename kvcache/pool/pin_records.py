@@ -1,7 +1,7 @@
-"""What has been pinned for whom, so that the pins of one session can end while those of others stay. Pure.
+"""Which prompts are pinned for which session, so that a session's pins can end while those of others stay. Pure.
 
-A record outlives neither its pin's time nor `max_hashes`: a pin whose record was dropped for room ends when its time is
-over, not before. Times are the caller's clock, in seconds.
+A record lasts until its pin expires or `max_hashes` is exceeded; a pin whose record was dropped ends when it expires, not
+before. Times are the caller's clock, in seconds.
 """
 
 from dataclasses import dataclass, replace
@@ -12,11 +12,11 @@ from kvrelay.types import BlockHash
 
 @dataclass(frozen=True, slots=True)
 class PinRecord:
-    """The blocks of a prompt, pinned until a time. `session` is "" for pins that belong to none."""
+    """The blocks of a prompt, pinned until a time. `session`: "" for pins outside sessions."""
 
     session: str
     root: BlockHash
-    digests: bytes  # of its blocks, first to last
+    digests: bytes  # concatenated hashes of its blocks
     until_s: float
 
     def __len__(self) -> int:
@@ -27,11 +27,11 @@ class PinRecord:
         return [BlockHash(data[i : i + HASH_BYTES]) for i in range(0, len(data), HASH_BYTES)]
 
     def first(self, count: int) -> "PinRecord":
-        """Of its first blocks alone."""
+        """This record for the first `count` blocks alone."""
         return replace(self, digests=self.digests[: count * HASH_BYTES])
 
     def num_common(self, other: "PinRecord") -> int:
-        """How many blocks both begin with. Hashes are chained: what is alike at one place is alike before."""
+        """The number of common leading blocks. Hashes are chained, so equal hashes have equal prefixes."""
         if self.root != other.root:
             return 0
         low, high = 0, min(len(self), len(other))
@@ -45,7 +45,7 @@ class PinRecord:
         return low
 
     def covers(self, other: "PinRecord") -> bool:
-        """Whether nothing of `other` is lost when only this one is known."""
+        """Whether this record makes `other` redundant."""
         is_same = (self.session, self.root) == (other.session, other.root)
         return is_same and self.until_s >= other.until_s and self.digests.startswith(other.digests)
 
@@ -62,13 +62,13 @@ class PinRecords:
         return len(self._records)
 
     def add(self, record: PinRecord, now_s: float) -> None:
-        """A pin was made. Those that it covers and those whose time is over are forgotten."""
+        """Add a pin, and forget those that it covers or that have expired."""
         self._keep([old for old in self._records if old.until_s > now_s and not record.covers(old)] + [record])
         while self.num_hashes > self._max_hashes:
             self.num_hashes -= len(self._records.pop(0))
 
     def end(self, session: str, now_s: float) -> tuple[list[PinRecord], list[PinRecord]]:
-        """Forget a session's pins: (those, what others that go on have of the same blocks)."""
+        """Forget a session's pins: (its records, the parts of other records that cover the same blocks)."""
         ended = [record for record in self._records if record.session == session]
         self._keep([record for record in self._records if record.session != session and record.until_s > now_s])
         shared = [record.first(max((record.num_common(one) for one in ended), default=0)) for record in self._records]

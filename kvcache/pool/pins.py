@@ -1,6 +1,6 @@
-"""Blocks that must stay for a time, whoever uses them: which, until when, and how many of each tenant's. Pure.
+"""Pinned blocks: which, until when, and how many of each tenant. Pure.
 
-A pin is one reference that this ledger holds, however often a block is pinned; the block pool counts it.
+A pin is one reference held by this ledger, however often a block is pinned; the block pool counts it.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from kvrelay.types import BlockHash
 
 
 class PinLedger:
-    """Pins by block. `quota` blocks at most for each tenant, a tenant being the root of its tree."""
+    """Pins by block; at most `quota` blocks per tenant, which is identified by its root hash."""
 
     def __init__(self, quota: int) -> None:
         self.quota = quota
@@ -19,7 +19,7 @@ class PinLedger:
         self._num_of: dict[BlockHash, int] = {}
         self._ends: list[tuple[float, int, array[int]]] = []
         self._order = 0
-        self._num_ends = 0  # blocks in the above, those that were pinned again later included
+        self._num_ends = 0  # blocks in `_ends`, including those pinned again later
 
     def __len__(self) -> int:
         return len(self._until_s)
@@ -34,9 +34,9 @@ class PinLedger:
         return self._num_of.get(tenant, 0)
 
     def add(self, tenant: BlockHash, blocks: Iterable[int], until_s: float) -> tuple["array[int]", int]:
-        """Pin blocks from the first on, as far as the quota goes: (newly pinned ones, how many are pinned now).
+        """Pin blocks from the first on, within the quota: (newly pinned ones, number of these blocks pinned now).
 
-        A block that is pinned already stays for the longer of the two times.
+        A pinned block keeps the later of the two times.
         """
         fresh, all_of = array("i"), array("i")
         left = self.quota - self.num_of(tenant)
@@ -61,31 +61,31 @@ class PinLedger:
         return fresh, len(all_of)
 
     def remove(self, blocks: Iterable[int]) -> "array[int]":
-        """End these pins before their time; which of the blocks had one."""
-        over = array("i")
+        """End the pins of these blocks; returns those that had one."""
+        ended = array("i")
         for block in blocks:
             known = self._until_s.pop(block, None)
             if known is not None:
                 self._uncount(known[1])
-                over.append(block)
-        return over
+                ended.append(block)
+        return ended
 
     def expired(self, now_s: float) -> "array[int]":
-        """Blocks whose time is over; they are pinned no longer."""
-        over = array("i")
+        """End and return the pins whose time has come."""
+        ended = array("i")
         while self._ends and self._ends[0][0] <= now_s:
-            over.extend(self._end(self._ends[0][0]))
-        return over
+            ended.extend(self._end(self._ends[0][0]))
+        return ended
 
     def next_to_expire(self) -> "array[int]":
-        """End the pins that would end next, before their time: the worker has no other room. Empty: there are none."""
-        over = array("i")
-        while self._ends and not over:
-            over.extend(self._end(self._ends[0][0]))
-        return over
+        """End and return the pins that expire next, to make room. Empty: there are none."""
+        ended = array("i")
+        while self._ends and not ended:
+            ended.extend(self._end(self._ends[0][0]))
+        return ended
 
     def _rebuild(self) -> None:
-        """Leave out of the queue what was pinned again."""
+        """Drop the stale ends of blocks that were pinned again."""
         groups: dict[float, array[int]] = {}
         for block, (until_s, _) in self._until_s.items():
             groups.setdefault(until_s, array("i")).append(block)

@@ -1,9 +1,9 @@
-"""The prefix index: a radix tree over blocks, keyed by chained hashes. Pure: no clock; knows no reference counts.
+"""The prefix index: a radix tree over blocks, keyed by chained hashes. Pure: no clock, no reference counts.
 
-A node is a run of blocks that follow each other: their hashes in one run of bytes, their ids in one array, their tokens
-packed (for tails that are shared in part). Nodes split where chains part and merge when they part no longer. There is one
-root for every root hash (tenant and adapter): nothing is shared between roots. What is held is told by the block pool,
-as `held` (leading blocks of a node that must stay); the tree adds up what follows from it for the nodes above.
+A node is a run of consecutive blocks: concatenated hashes, an id array, and packed tokens (for partial blocks). Nodes split
+where chains diverge and merge when they no longer do. There is one root per root hash (tenant and adapter): roots share
+nothing. The block pool reports how many leading blocks of a node are referenced (`held`); the tree counts what that
+means for the nodes above.
 """
 
 from array import array
@@ -18,13 +18,14 @@ from kvrelay.kvcache.eviction.registry import EntryUsage
 from kvrelay.kvcache.pool.ledger import BlockIds, BlockLedger
 from kvrelay.types import BlockHash
 
-__all__ = ["BlockIds", "Match", "RadixNode", "RadixTree"]
-
-_NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: no prompt has it
+_NO_TOKEN = b"\xff" * TOKEN_BYTES  # -1: in no prompt
 
 
 class RadixNode:
-    """A run of blocks. The root of a tree has none. Owned by the RadixTree."""
+    """A run of blocks; a root has none. Owned by the RadixTree.
+
+    More than 12 attributes: a record of one node, whose fields change together.
+    """
 
     __slots__ = (
         "blocks", "children", "digests", "heads", "held", "index", "num_locked", "parent", "priority", "stamp", "start",
@@ -43,16 +44,16 @@ class RadixNode:
     ) -> None:
         self.index = index  # in the tree's list of nodes
         self.parent = parent
-        self.start = start  # blocks of the chain before its first
+        self.start = start  # number of blocks of the chain before this node
         self.usage = usage
         self.digests, self.tokens = bytearray(digests), bytearray(tokens)
         self.blocks: BlockIds = array("i") if blocks is None else blocks
         self.children: dict[bytes, RadixNode] = {}  # by the first hash
-        self.heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not asked for yet
-        self.held = 0  # its first so many blocks must stay
-        self.num_locked = 0  # children under which something must stay
+        self.heads: list[bytes] | None = None  # children's first blocks, tokens + hash, sorted; None: not built yet
+        self.held = 0  # number of leading blocks that must stay
+        self.num_locked = 0  # children with blocks that must stay at or below them
         self.priority = 0
-        self.stamp = 0  # of its valid entry in the queue for eviction
+        self.stamp = 0  # of its valid entry in the eviction queue
 
     @property
     def is_locked(self) -> bool:
@@ -60,7 +61,7 @@ class RadixNode:
 
     @property
     def num_evictable(self) -> int:
-        """Blocks at its end that may go once what is below it is gone, and all of that may."""
+        """Blocks at its end that can be evicted after everything below it; 0 while something below must stay."""
         return 0 if self.num_locked else len(self.blocks) - self.held
 
     @property
@@ -69,16 +70,16 @@ class RadixNode:
 
     @property
     def is_open(self) -> bool:
-        """A leaf with blocks at its end that may go now."""
+        """Whether this is a leaf with evictable blocks."""
         return not self.children and len(self.blocks) > self.held
 
 
 @dataclass(slots=True, eq=False)
 class Match:
-    """The longest cached prefix of a chain: its blocks, and the place in the tree where it ends. Not to be changed."""
+    """The longest cached prefix of a chain: its block ids, and where it ends in the tree. Do not modify."""
 
     blocks: BlockIds
-    node: RadixNode | None  # None: not even a root
+    node: RadixNode | None  # None: the chain has no root here
     offset: int  # blocks of `node` that belong to it
 
     def __len__(self) -> int:
@@ -86,21 +87,21 @@ class Match:
 
 
 class RadixTree:
-    """Nodes by hash, and each block's node. Not thread-safe."""
+    """Nodes by hash, and the node of each block. Not thread-safe."""
 
     def __init__(self, ledger: BlockLedger, block_size: int, *, keeps_tokens: bool = True) -> None:
         self._ledger, self.block_size = ledger, block_size
-        self.width = TOKEN_BYTES * block_size if keeps_tokens else 0  # bytes that are kept of a block's tokens
+        self.width = TOKEN_BYTES * block_size if keeps_tokens else 0  # bytes of tokens kept per block
         self.roots: dict[bytes, RadixNode] = {}
         self.nodes: list[RadixNode | None] = []
         self.num_nodes = 0
-        self.num_evictable = 0  # blocks that could go, one after another, before a held one is in the way
+        self.num_evictable = 0  # blocks that can be evicted one after another
         self._unused: list[int] = []
 
     # ---- finding
 
     def node(self, block: int) -> RadixNode | None:
-        """The node in which this block is named."""
+        """The node of this block; None: not indexed."""
         index = self._ledger.owners[block]
         return None if index < 0 else self.nodes[index]
 
@@ -121,9 +122,9 @@ class RadixTree:
     def descend(
         self, node: RadixNode, offset: int, chain: HashChain, limit: int, blocks: "BlockIds | None" = None
     ) -> tuple[RadixNode, int]:
-        """From `offset` blocks into `node`, as far as the chain's first `limit` hashes go; gathers the blocks on the way.
+        """Follow the chain's first `limit` hashes from `offset` blocks into `node`; appends the block ids to `blocks`.
 
-        Compares whole runs at once; only where they part is the first difference looked for.
+        Compares whole runs at once.
         """
         data, position, common = chain.data, node.start + offset, self._ledger.common
         while position < limit:
@@ -144,7 +145,7 @@ class RadixTree:
         return node, offset
 
     def partial_match(self, match: Match, tokens: bytes) -> tuple[int, int]:
-        """(block, tokens) of the block after `match` that has the most leading tokens in common with these; (-1, 0): none."""
+        """(block, count): the block after `match` that shares the most leading tokens with these; (-1, 0): none does."""
         node, offset = match.node, match.offset
         if node is None or not tokens:
             return -1, 0
@@ -152,7 +153,7 @@ class RadixTree:
             count = _common_tokens(node.tokens[offset * self.width : (offset + 1) * self.width], tokens)
             return (node.blocks[offset], count) if count else (-1, 0)
         heads = self._heads(node)
-        at = bisect_left(heads, tokens)  # the longest common prefix is with a neighbour in sorted order
+        at = bisect_left(heads, tokens)  # the longest common prefix is with a neighbour
         best, count = b"", 0
         for head in heads[max(0, at - 1) : at + 1]:
             if (common := _common_tokens(head[: self.width], tokens)) > count:
@@ -170,7 +171,7 @@ class RadixTree:
     # ---- growing
 
     def root(self, digest: BlockHash, usage: EntryUsage) -> RadixNode:
-        """The root of this tenant's tree, made if it is not there."""
+        """The root with this hash, created if needed."""
         node = self.roots.get(digest)
         if node is None:
             node = self.roots[digest] = self._new(None, 0, usage)
@@ -197,7 +198,7 @@ class RadixTree:
     def add_child(
         self, parent: RadixNode, digests: bytes, blocks: BlockIds, tokens: bytes, now_s: float, above: EntryUsage | None
     ) -> RadixNode:
-        """A new leaf under the end of `parent`; the tree keeps `blocks`. above: the usage of the entry that it continues."""
+        """A new leaf below `parent`, which keeps `blocks`. `above`: the usage of the entry that it continues."""
         start, size = parent.start + len(parent.blocks), len(blocks)
         end_tokens = (start + size) * self.block_size
         usage = EntryUsage(BlockHash(digests[-HASH_BYTES:]), size, end_tokens, now_s, now_s, above=above)
@@ -220,11 +221,11 @@ class RadixTree:
         self.num_evictable += len(blocks)
 
     def _no_tokens(self, num_blocks: int) -> bytes:
-        """For blocks that were named without them."""
+        """For blocks that are indexed without their tokens."""
         return _NO_TOKEN * (num_blocks * self.width // TOKEN_BYTES)
 
     def _describe(self, node: RadixNode, digests: bytes | bytearray) -> None:
-        """Bring its usage in line with its blocks. digests: a run that ends as the node's does."""
+        """Update its usage to its blocks. `digests`: a run that ends with the node's last hash."""
         usage, size = node.usage, len(node.blocks)
         usage.num_blocks = size
         usage.digest = BlockHash(bytes(digests[-HASH_BYTES:]))
@@ -239,7 +240,7 @@ class RadixTree:
             del parent.heads[at]
 
     def split(self, node: RadixNode, offset: int) -> RadixNode:
-        """Cut `node` after `offset` blocks: it keeps the first ones; the rest is returned as its child."""
+        """Split `node` after `offset` blocks; returns the rest, which becomes its child."""
         digests, tokens = node.digests[offset * HASH_BYTES :], node.tokens[offset * self.width :]
         rest = self._new(node, node.start + offset, node.usage, digests, node.blocks[offset:], tokens)
         rest.children, rest.heads, rest.priority = node.children, node.heads, node.priority
@@ -255,7 +256,7 @@ class RadixTree:
         return rest
 
     def merge(self, node: RadixNode) -> None:
-        """Append the only child of `node` to it; the child's usage stands for both."""
+        """Append the only child of `node` to it, with the child's usage."""
         [child] = node.children.values()
         if child.held:
             node.held = len(node.blocks) + child.held
@@ -273,7 +274,7 @@ class RadixTree:
     # ---- what must stay
 
     def hold(self, node: RadixNode, held: int) -> None:
-        """The first `held` blocks of `node` must stay from now on, and no more than these."""
+        """Exactly the first `held` blocks of `node` must stay from now on."""
         was_held, node.held = node.held, held
         if node.num_locked:
             return
@@ -281,7 +282,7 @@ class RadixTree:
         if bool(held) == bool(was_held):
             return
         change, parent = 1 if held else -1, node.parent
-        while parent is not None:  # it has one locked child more, or less
+        while parent is not None:  # its number of locked children changes
             num_locked = parent.num_locked
             parent.num_locked = num_locked + change
             if num_locked and parent.num_locked:
@@ -294,7 +295,7 @@ class RadixTree:
     # ---- shrinking
 
     def cut(self, leaf: RadixNode, count: int) -> tuple[BlockIds, bytes]:
-        """Forget the last `count` blocks of a leaf, none of them held; returns (blocks, their hashes)."""
+        """Remove the last `count` blocks of a leaf, none of which must stay; returns (block ids, concatenated hashes)."""
         assert not leaf.children and count <= len(leaf.blocks) - leaf.held
         self.num_evictable -= count
         keep = len(leaf.blocks) - count
@@ -311,7 +312,7 @@ class RadixTree:
         return blocks, digests
 
     def drop_root(self, digest: BlockHash) -> None:
-        """Forget a root without children."""
+        """Remove a root without children."""
         self._drop(self.roots.pop(digest))
 
     def _drop(self, node: RadixNode) -> None:
@@ -327,7 +328,7 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError unless nodes, links, blocks' nodes and counts agree."""
-        num_named = num_evictable = 0
+        num_indexed = num_evictable = 0
         for node in self.live():
             size = len(node.blocks)
             assert (size > 0) == (node.parent is not None), f"node {node.index} is empty"
@@ -343,9 +344,9 @@ class RadixTree:
                 assert node.children and self.roots[node.usage.digest] is node, "a root without children"
             assert node.num_locked == sum(child.is_locked for child in node.children.values()), "locks do not add up"
             assert node.heads is None or node.heads == sorted(map(self._head, node.children.values()))
-            num_named += size
+            num_indexed += size
             num_evictable += node.num_evictable
-        assert num_named == int((self._ledger.owner_array >= 0).sum()), "a named block is in no node, or in two"
+        assert num_indexed == int((self._ledger.owner_array >= 0).sum()), "an indexed block is in no node, or in two"
         assert num_evictable == self.num_evictable, "evictable blocks are miscounted"
 
     def hashes(self) -> Iterator[BlockHash]:
@@ -356,7 +357,7 @@ class RadixTree:
 
 
 def _common_tokens(one: bytes | bytearray, other: bytes) -> int:
-    """Leading int32 that both have."""
+    """The number of common leading int32 tokens."""
     length = min(len(one), len(other))
     unlike = int.from_bytes(one[:length], "little") ^ int.from_bytes(other[:length], "little")
     if not unlike:

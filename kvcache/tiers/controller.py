@@ -1,4 +1,4 @@
-"""The tier controller of one worker: which blocks move down a tier, which move up, and who holds them meanwhile.
+"""The tier controller of one worker: which blocks move down a tier, and which move up.
 
 Lives on the engine's thread, which owns the pool and the host tier; I/O threads copy the bytes, between rows and blocks
 that are held for them, and report through `poll`. Copies within memory and calls of the stores have threads of their own,
