@@ -38,7 +38,7 @@ def make_service(node_id: str, settings: Settings, secret: bytes, host: str) -> 
 
 
 def _policy(settings: Settings) -> Callable[[int], EvictionPolicy]:
-    return lambda num_slots: make_policy(settings.cache.eviction_policy, num_slots)
+    return lambda num_rows: make_policy(settings.cache.eviction_policy, num_rows)
 
 
 def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | None:
@@ -51,9 +51,9 @@ def _disk(settings: Settings, node_id: str) -> Callable[[int], BlockStore] | Non
         is_admission_on=False, policy=_policy(settings), quota_bytes=settings.store.tenant_quota_bytes
     )
 
-    def make(slot_bytes: int) -> BlockStore:
-        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": slot_bytes})
-        return DiskStore(folder, limit_bytes, slot_bytes, namespace, options=options)
+    def make(row_bytes: int) -> BlockStore:
+        namespace = Namespace.of({"store": STORE_ROLE, "block_bytes": row_bytes})
+        return DiskStore(folder, limit_bytes, row_bytes, namespace, options=options)
 
     return make
 

@@ -83,7 +83,7 @@ class RemoteStore:
         self._stager: BlockStager | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kv-remote", daemon=True)
-        self._sums = StoreCounters()
+        self._counters = StoreCounters()
         self._is_open = False
         self.shared_keys = SharedKeys(self.key)
         self._peer_blocks: PeerBlocks | None = None
@@ -160,7 +160,7 @@ class RemoteStore:
         ]
         loaded = self._wait(self._load(buffers))
         num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self._sums.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=time.monotonic() - began)
+        self._counters.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=time.monotonic() - began)
         return loaded
 
     def store(
@@ -179,7 +179,7 @@ class RemoteStore:
         }
         taken = self._wait(self._store(list(new.values())))
         stored = {key for key, is_kept in zip(new, taken, strict=True) if is_kept}
-        self._sums.add(
+        self._counters.add(
             stored_blocks=len(stored), stored_bytes=sum(new[key].view.nbytes for key in stored),
             store_s=time.monotonic() - began, rejected_blocks=len(new) - len(stored),
         )  # fmt: skip
@@ -201,7 +201,7 @@ class RemoteStore:
         return sum(self._wait(self._links.everywhere(lambda peer: peer.replicate(keys, within_s=_PUT_S))))
 
     def stats(self) -> StoreStats:
-        return replace(self._sums.read(), corrupt_blocks=self._links.num_corrupt)
+        return replace(self._counters.read(), corrupt_blocks=self._links.num_corrupt)
 
     def speed(self) -> tuple[float, float]:
         """(bytes per second of loads so far, seconds until the first byte); (0, 0): not measured. For the cost model."""

@@ -1,4 +1,4 @@
-"""A store's sums, counted from several threads."""
+"""A store's counters, incremented by several threads."""
 
 import threading
 from dataclasses import replace
@@ -7,14 +7,14 @@ from kvrelay.kvcache.stores.store import StoreStats
 
 
 class StoreCounters:
-    """Adds up what StoreStats tells."""
+    """The totals of a StoreStats. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._stats = StoreStats()
 
     def add(self, **amounts: float) -> None:
-        """By fields of StoreStats."""
+        """Increment fields of StoreStats, by name."""
         with self._lock:
             now = {name: getattr(self._stats, name) + amount for name, amount in amounts.items()}
             self._stats = replace(self._stats, **now)

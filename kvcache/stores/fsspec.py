@@ -62,7 +62,7 @@ class FsspecStore:
         self._threads: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._back_off = BackOff()  # under the lock
-        self._sums = StoreCounters()
+        self._counters = StoreCounters()
 
     # ---- life
 
@@ -101,7 +101,7 @@ class FsspecStore:
         began = self._clock()
         loaded = self._each(self._load_one, hashes, into)
         num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self._sums.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
+        self._counters.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
         return loaded
 
     def store(
@@ -112,7 +112,7 @@ class FsspecStore:
         new = {digest: block for digest, block in zip(hashes, blocks, strict=True) if digest not in kept}
         done = self._each(self._store_one, list(new), list(new.values()))
         stored = {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
-        self._sums.add(
+        self._counters.add(
             stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
             store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
         )  # fmt: skip
@@ -122,7 +122,7 @@ class FsspecStore:
         self._each(self._delete_one, hashes)
 
     def stats(self) -> StoreStats:
-        return self._sums.read()
+        return self._counters.read()
 
     # ---- one block, on a thread
 
@@ -143,7 +143,7 @@ class FsspecStore:
             self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
         except (BadEnvelope, CodecError) as error:
             logger.warning("a block at %s is discarded: %s", self._url, error)
-            self._sums.add(corrupt_blocks=1)
+            self._counters.add(corrupt_blocks=1)
             self._delete_one(digest)
             return False
         return True
@@ -200,7 +200,7 @@ class FsspecStore:
     def _failed(self, error: Exception) -> None:
         with self._lock:
             back_off_s = self._back_off.failed(self._clock())
-        self._sums.add(failures=1)
+        self._counters.add(failures=1)
         logger.warning("backing off from %s for %.0f s: %s", self._url, back_off_s, error)
 
 

@@ -51,7 +51,7 @@ class RedisStore:
         self._errors: tuple[type[Exception], ...] = ()
         self._lock = threading.Lock()
         self._back_off = BackOff()  # under the lock
-        self._sums = StoreCounters()
+        self._counters = StoreCounters()
         self.name, self.keeps_checksums = "redis", False  # its envelopes have checksums of their own
 
     # ---- life
@@ -92,7 +92,7 @@ class RedisStore:
             for digest, view, value in zip(hashes[some], into[some], values, strict=True):
                 loaded.append(value is not None and self._open(digest, view, value))
         num_bytes = sum(view.nbytes for view, good in zip(into, loaded, strict=True) if good)
-        self._sums.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
+        self._counters.add(loaded_blocks=sum(loaded), loaded_bytes=num_bytes, load_s=self._clock() - began)
         return loaded
 
     def _open(self, digest: BlockHash, view: memoryview, value: bytes) -> bool:
@@ -101,7 +101,7 @@ class RedisStore:
             self._codec.decode(unseal(value, self._namespace, digest, most_bytes), view.cast("B"))
         except (BadEnvelope, CodecError) as error:
             logger.warning("a block in %s is discarded: %s", self.name, error)
-            self._sums.add(corrupt_blocks=1)
+            self._counters.add(corrupt_blocks=1)
             self._run([("DEL", self._key(digest))])
             return False
         return True
@@ -115,7 +115,7 @@ class RedisStore:
         if self._ttl_s:
             self._run([("PEXPIRE", self._key(digest), self._ttl_ms) for digest in kept])
         stored = self._set(list(new), list(new.values()))
-        self._sums.add(
+        self._counters.add(
             stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
             store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
         )  # fmt: skip
@@ -156,7 +156,7 @@ class RedisStore:
             self._run([("DEL", *(self._key(digest) for digest in hashes))])
 
     def stats(self) -> StoreStats:
-        return self._sums.read()
+        return self._counters.read()
 
     # ---- inside
 
@@ -193,7 +193,7 @@ class RedisStore:
     def _failed(self, error: Exception) -> None:
         with self._lock:
             back_off_s = self._back_off.failed(self._clock())
-        self._sums.add(failures=1)
+        self._counters.add(failures=1)
         logger.warning("backing off from %s for %.0f s: %s", self.name, back_off_s, error)
 
 

@@ -1,6 +1,6 @@
-"""The disk tier's folder: a subfolder for each worker, claimed by a file lock, with a manifest of whose blocks it has.
+"""The disk tier's folder: a subfolder per worker, claimed by a file lock, with a manifest that names its namespace.
 
-Owns locks, manifests and what to do about subfolders of other models. Segments are disk_io.py's.
+Owns locks, manifests, and the treatment of subfolders of other namespaces. Segments are io.py's.
 """
 
 import contextlib
@@ -28,17 +28,17 @@ _LOCK, _MANIFEST = "lock", "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a subfolder says of itself. `slot_bytes` is 0 while its slots have no size yet."""
+class FolderManifest:
+    """The manifest of a subfolder. `record_bytes` is 0 until the size of records is known."""
 
     fields: dict[str, str]
-    slot_bytes: int = 0
-    slots_per_segment: int = 0
+    record_bytes: int = 0
+    rows_per_segment: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class FolderReport:
-    """One subfolder, as found: for messages and tools."""
+    """One subfolder, for messages and tools."""
 
     path: Path
     num_bytes: int
@@ -47,14 +47,14 @@ class FolderReport:
 
 
 class WorkerFolder:
-    """One subfolder, ours until close(). Nobody else writes in it."""
+    """A claimed subfolder: no other process writes to it until close()."""
 
     def __init__(self, path: Path, lock_fd: int) -> None:
         self.path, self._lock_fd = path, lock_fd
         self.manifest = _read_manifest(path)
 
     def is_gone(self) -> bool:
-        """Whether somebody removed or replaced it while we held it."""
+        """Whether it was removed or replaced while claimed."""
         try:
             return not os.path.samestat(os.stat(self.path / _LOCK), os.fstat(self._lock_fd))
         except OSError:
@@ -64,19 +64,19 @@ class WorkerFolder:
         """Remove all but the lock. Raises OSError."""
         self.manifest = None
         with contextlib.suppress(FileNotFoundError):
-            (self.path / _MANIFEST).unlink()  # first: what is left without it is nobody's
+            (self.path / _MANIFEST).unlink()  # first: files without a manifest belong to no namespace
         for path in self.path.iterdir():
             if path.name != _LOCK:
                 path.unlink()
 
     def write_manifest(self, namespace: Namespace, geometry: Geometry | None) -> None:
-        """In place of what there is, at once or not at all. Raises OSError."""
-        sizes = (geometry.slot_bytes, geometry.slots_per_segment) if geometry else (0, 0)
-        manifest = Manifest(dict(namespace.fields), *sizes)
+        """Replace the manifest atomically. Raises OSError."""
+        sizes = (geometry.record_bytes, geometry.rows_per_segment) if geometry else (0, 0)
+        manifest = FolderManifest(dict(namespace.fields), *sizes)
         new = self.path / f"{_MANIFEST}.new"
         with open(new, "w") as file:
             json.dump(
-                {"fields": manifest.fields, "slot_bytes": sizes[0], "slots_per_segment": sizes[1]}, file, indent=1
+                {"fields": manifest.fields, "record_bytes": sizes[0], "rows_per_segment": sizes[1]}, file, indent=1
             )
             file.flush()
             os.fsync(file.fileno())
@@ -84,24 +84,24 @@ class WorkerFolder:
         self.manifest = manifest
 
     def close(self) -> None:
-        """Let it go: another worker may claim it."""
+        """Release the claim."""
         os.close(self._lock_fd)
 
 
 def claim(root: Path, namespace: Namespace, foreign: Foreign = "keep") -> WorkerFolder:
-    """The first subfolder that nobody uses and that holds this namespace's blocks, else a new one.
+    """Claim the first unused subfolder with this namespace's blocks, else a new one.
 
-    `foreign`: what to do about unused subfolders of other namespaces. They are never read from: "keep" leaves them (and
-    says so in the log), "clear" deletes them, "refuse" raises.
+    `foreign`: what to do with unused subfolders of other namespaces, which are never read: "keep" leaves and logs them,
+    "clear" deletes them, "refuse" raises.
 
     Raises:
-        StoreError: not writable; or a foreign subfolder is there and `foreign` is "refuse". The text says what to do.
+        StoreError: not writable, or a foreign subfolder with "refuse". The message has a remedy.
     """
     try:
         root.mkdir(parents=True, exist_ok=True)
         return _claim(root, namespace, foreign)
     except OSError as error:
-        raise StoreError(str(root), _remedy_of(error, root)) from error
+        raise StoreError(str(root), _remedy(error, root)) from error
 
 
 def _claim(root: Path, namespace: Namespace, foreign: Foreign) -> WorkerFolder:
@@ -116,7 +116,7 @@ def _claim(root: Path, namespace: Namespace, foreign: Foreign) -> WorkerFolder:
             continue
         try:
             if fields is not None and (difference := namespace.difference(fields)) is not None:
-                _meet_foreign(path, difference, foreign)
+                _handle_foreign(path, difference, foreign)
         except BaseException:
             if mine is not None:
                 mine.close()
@@ -126,9 +126,9 @@ def _claim(root: Path, namespace: Namespace, foreign: Foreign) -> WorkerFolder:
     return mine or _new_folder(root)
 
 
-def _meet_foreign(path: Path, difference: FieldDifference, foreign: Foreign) -> None:
-    """Somebody else's blocks, locked by us for now."""
-    told = f"{path} holds KV of another namespace ({difference}), which is never used"
+def _handle_foreign(path: Path, difference: FieldDifference, foreign: Foreign) -> None:
+    """A subfolder of another namespace, which this process has locked for now."""
+    found = f"{path} holds KV of another namespace ({difference}), which is never used"
     if foreign == "refuse":
         raise StoreError(
             str(path),
@@ -138,9 +138,9 @@ def _meet_foreign(path: Path, difference: FieldDifference, foreign: Foreign) -> 
     num_bytes = _bytes_in(path)
     if foreign == "clear":
         shutil.rmtree(path)
-        logger.warning("%s; deleted its %d bytes", told, num_bytes)
+        logger.warning("%s; deleted its %d bytes", found, num_bytes)
     else:
-        logger.warning("%s; its %d bytes stay on the disk until somebody deletes it: rm -r %s", told, num_bytes, path)
+        logger.warning("%s; its %d bytes stay on the disk until you delete it: rm -r %s", found, num_bytes, path)
 
 
 def _new_folder(root: Path) -> WorkerFolder:
@@ -157,7 +157,7 @@ def _new_folder(root: Path) -> WorkerFolder:
 
 
 def _lock(path: Path) -> WorkerFolder | None:
-    """This subfolder when nobody uses it; None otherwise. Raises OSError where locks cannot be made."""
+    """Claim this subfolder; None when it is in use. Raises OSError: file locks are not supported."""
     try:
         fd = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except FileNotFoundError:  # deleted since it was listed
@@ -181,12 +181,12 @@ def _subfolders(root: Path) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def _read_manifest(path: Path) -> Manifest | None:
-    """None: there is none, or it cannot be understood; what lies beside it is then nobody's."""
+def _read_manifest(path: Path) -> FolderManifest | None:
+    """None: missing or unreadable; the files beside it then belong to no namespace."""
     try:
         data = json.loads((path / _MANIFEST).read_text())
         fields = {str(name): str(value) for name, value in data["fields"].items()}
-        return Manifest(fields, int(data["slot_bytes"]), int(data["slots_per_segment"]))
+        return FolderManifest(fields, int(data["record_bytes"]), int(data["rows_per_segment"]))
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -195,7 +195,7 @@ def _read_manifest(path: Path) -> Manifest | None:
 
 
 def survey(root: Path) -> list[FolderReport]:
-    """All subfolders, without claiming any for longer than a look. Raises OSError."""
+    """Reports on all subfolders, each claimed only briefly. Raises OSError."""
     reports = []
     for path in _subfolders(root):
         folder = _lock(path)
@@ -209,7 +209,7 @@ def survey(root: Path) -> list[FolderReport]:
 
 
 def _bytes_in(path: Path) -> int:
-    """Bytes on disk of the files in one folder, which may vanish meanwhile."""
+    """Bytes on disk of the files in one folder; files that vanish meanwhile are skipped."""
     total = 0
     with contextlib.suppress(FileNotFoundError):
         for file in path.iterdir():
@@ -218,7 +218,7 @@ def _bytes_in(path: Path) -> int:
     return total
 
 
-def _remedy_of(error: OSError, root: Path) -> str:
+def _remedy(error: OSError, root: Path) -> str:
     why = f"{error.strerror} ({error.filename or root})"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"not writable: {why}; make it writable for the worker's user, or set cache.disk_path to another folder"

@@ -1,6 +1,6 @@
-"""The disk tier's reads and writes: segment files, direct I/O where the file system has it, aligned buffers.
+"""The disk tier's reads and writes: segment files, direct I/O where the file system supports it, aligned buffers.
 
-Owns file descriptors and the bounded set of buffers. Knows nothing of blocks.
+Owns file descriptors and a bounded set of buffers. Knows nothing of blocks.
 """
 
 import contextlib
@@ -20,13 +20,13 @@ _Vectored = Callable[[int, Sequence[memoryview], int], int]
 
 
 def is_aligned(view: memoryview) -> bool:
-    """Whether direct I/O can go straight to or from this memory."""
+    """Whether direct I/O can use this memory."""
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address % PAGE_BYTES == 0 and view.nbytes % PAGE_BYTES == 0
 
 
 class Buffers:
-    """A fixed number of page-aligned buffers; who wants one while all are lent waits."""
+    """A fixed number of page-aligned buffers."""
 
     def __init__(self, count: int, num_bytes: int) -> None:
         self._maps = [mmap.mmap(-1, num_bytes) for _ in range(count)]
@@ -35,7 +35,8 @@ class Buffers:
             self._free.put(memoryview(mapping))
 
     @contextlib.contextmanager
-    def lend(self) -> Iterator[memoryview]:
+    def borrow(self) -> Iterator[memoryview]:
+        """One buffer, waiting until one is free."""
         view = self._free.get()
         try:
             yield view
@@ -54,14 +55,14 @@ class Segments:
 
     @property
     def is_direct(self) -> bool:
-        """Whether the files that are open bypass the page cache."""
+        """Whether the open files bypass the page cache."""
         return bool(self._is_direct)
 
     def path(self, segment: int) -> Path:
         return self._folder / f"segment-{segment:06d}.kv"
 
     def open_all(self) -> list[int]:
-        """Open the segments that are there and within the geometry; delete the others. Raises OSError."""
+        """Open the existing segments within the geometry, and delete the others. Raises OSError."""
         found: list[int] = []
         for path in sorted(self._folder.glob("segment-*.kv")):
             number = path.stem.removeprefix("segment-")
@@ -74,13 +75,13 @@ class Segments:
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                path.unlink(missing_ok=True)  # was being made when the disk had become full
+                path.unlink(missing_ok=True)  # was being created when the disk was full
                 continue
             found.append(segment)
         return found
 
     def ensure(self, segment: int) -> None:
-        """Have this segment, with all of its bytes reserved on the disk. Raises OSError, and leaves none half-made."""
+        """Create or open this segment, with all of its bytes allocated. Raises OSError; then no partial file is left."""
         with self._lock:
             if segment in self._fds:
                 return
@@ -117,11 +118,11 @@ class Segments:
         return segment in self._fds
 
     def read(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Fill the buffers, one after the other. Raises OSError, at the end of the file too."""
+        """Fill the buffers in order. Raises OSError, also at the end of the file."""
         self._move(os.preadv, segment, offset, buffers)
 
     def write(self, segment: int, offset: int, buffers: Sequence[memoryview]) -> None:
-        """Raises OSError; any part may have been written then."""
+        """Write the buffers in order. Raises OSError; any part may have been written then."""
         self._move(os.pwritev, segment, offset, buffers)
 
     def _move(self, call: _Vectored, segment: int, offset: int, buffers: Sequence[memoryview]) -> None:
@@ -137,7 +138,7 @@ class Segments:
                 left[0] = left[0][count:]
 
     def sync(self) -> None:
-        """Have on the disk what was written. Raises OSError."""
+        """Flush all writes to the disk. Raises OSError."""
         for fd in list(self._fds.values()):
             os.fdatasync(fd)
 

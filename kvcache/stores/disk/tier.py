@@ -29,7 +29,7 @@ from kvrelay.kvcache.stores.disk.format import (
     smallest_limit,
 )
 from kvrelay.kvcache.stores.disk.io import Segments
-from kvrelay.kvcache.stores.disk.records import SlotIo
+from kvrelay.kvcache.stores.disk.records import RecordIo
 from kvrelay.kvcache.stores.disk.volume import Outcome, Volume, is_disk_full
 from kvrelay.kvcache.stores.namespace import Namespace
 from kvrelay.kvcache.stores.store import BlockMeta, StoreStats
@@ -39,16 +39,16 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S = 60.0  # between two log lines of one kind, and between attempts to get a lost folder back
 _SEGMENT_BYTES = 128 << 20
-_SAMPLE_BLOCKS = 16  # whose encoded size decides on the slots' size
+_SAMPLE_BLOCKS = 16  # whose encoded size decides on the rows' size
 _SAMPLE_MARGIN = 1.04
-_UNFIT_LIMIT = 64  # blocks that do not fit until slots are made anew, unless eight times as many did
+_UNFIT_LIMIT = 64  # blocks that do not fit until rows are made anew, unless eight times as many did
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
     """What may be chosen of a disk store."""
 
-    policy: Callable[[int], EvictionPolicy] = lambda num_slots: Lru()  # called with how many slots there are
+    policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru()  # called with how many rows there are
     is_admission_on: bool = (
         True  # a block is written when it is offered for the second time, is pinned or has a priority
     )
@@ -86,7 +86,7 @@ class DiskStore:
         self._quiet = threading.Condition(self._lock)  # nobody is inside the volume
         self._executor: ThreadPoolExecutor | None = None
         self._folder: WorkerFolder | None = None
-        self._volume: Volume | None = None  # None: no folder, or its slots have no size yet
+        self._volume: Volume | None = None  # None: no folder, or its rows have no size yet
         self._inside = 0
         self._is_changing = False  # somebody waits to replace the volume
         self._is_closed = False
@@ -126,8 +126,8 @@ class DiskStore:
             if manifest is None:
                 folder.wipe()
                 folder.write_manifest(self._namespace, None)
-            elif manifest.slot_bytes:
-                self._open_volume(manifest.slot_bytes - PAGE_BYTES, manifest.slots_per_segment)
+            elif manifest.record_bytes:
+                self._open_volume(manifest.record_bytes - PAGE_BYTES, manifest.rows_per_segment)
                 return
             size = self._codec.encoded_bytes(self.block_bytes)
             if size is not None:
@@ -136,34 +136,34 @@ class DiskStore:
             self._close_folder()
             raise StoreError(str(folder.path), f"{error.strerror}: {self._remedy(error)}") from error
 
-    def _open_volume(self, payload_bytes: int, slots_per_segment: int | None) -> None:
+    def _open_volume(self, payload_bytes: int, rows_per_segment: int | None) -> None:
         """Raises OSError."""
         assert self._folder is not None and self._executor is not None
         geometry = fit_geometry(
             self.limit_bytes, payload_bytes,
-            slots_per_segment=slots_per_segment, segment_bytes=self._options.segment_bytes or min(_SEGMENT_BYTES, self.limit_bytes // 8),
+            rows_per_segment=rows_per_segment, segment_bytes=self._options.segment_bytes or min(_SEGMENT_BYTES, self.limit_bytes // 8),
         )  # fmt: skip
         self._folder.write_manifest(self._namespace, geometry)
         segments = Segments(self._folder.path, geometry, is_direct=self._options.is_direct)
-        slots = SlotIo(segments, geometry, self._namespace.digest, self._codec, self._executor, self._options.io_depth)
-        volume = Volume(segments, slots, geometry, self._index(geometry), self._clock)
+        rows = RecordIo(segments, geometry, self._namespace.digest, self._codec, self._executor, self._options.io_depth)
+        volume = Volume(segments, rows, geometry, self._index(geometry), self._clock)
         try:
             volume.open()
         except BaseException:
             segments.close()
             raise
         self._volume = volume
-        logger.info("disk tier in %s: %d of %d blocks found", self._folder.path, volume.usage()[0], geometry.num_slots)
+        logger.info("disk tier in %s: %d of %d blocks found", self._folder.path, volume.usage()[0], geometry.num_rows)
 
     def _index(self, geometry: Geometry) -> TierIndex:
         options = self._options
-        quota = None if options.quota_bytes is None else options.quota_bytes // geometry.slot_bytes
+        quota = None if options.quota_bytes is None else options.quota_bytes // geometry.record_bytes
         return TierIndex(
-            geometry.num_slots,
-            options.policy(geometry.num_slots),
+            geometry.num_rows,
+            options.policy(geometry.num_rows),
             quotas={"": None},
             default_quota=quota,
-            admission=FrequencySketch(geometry.num_slots) if options.is_admission_on else None,
+            admission=FrequencySketch(geometry.num_rows) if options.is_admission_on else None,
             keep_changes=True,
         )
 
@@ -205,7 +205,7 @@ class DiskStore:
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
         """Keep copies of blocks; see BlockStore. False also for those that the admission filter does not want yet."""
-        self._fit_slots(blocks)
+        self._fit_records(blocks)
         with self._visit() as volume, self._timed("store"):
             outcome = Outcome(num_rejected=len(hashes)) if volume is None else volume.store(hashes, blocks, metas)
             self._count(outcome)
@@ -224,7 +224,7 @@ class DiskStore:
     def stats(self) -> StoreStats:
         with self._visit() as volume:
             num_blocks, num_evicted, num_bytes = (0, 0, 0) if volume is None else volume.usage()
-            capacity = 0 if volume is None else volume.geometry.num_slots * volume.geometry.slot_bytes
+            capacity = 0 if volume is None else volume.geometry.num_rows * volume.geometry.record_bytes
         with self._lock:
             sums = self._sums
             return StoreStats(
@@ -244,7 +244,7 @@ class DiskStore:
             )
 
     def check(self) -> None:
-        """Raise AssertionError unless every slot is in exactly one state."""
+        """Raise AssertionError unless every row is in exactly one state."""
         with self._visit() as volume:
             if volume is not None:
                 volume.check()
@@ -291,8 +291,8 @@ class DiskStore:
         self._close_folder()
         self._is_changing = False
 
-    def _fit_slots(self, blocks: Sequence[memoryview]) -> None:
-        """Decide on the slots' size from a sample, where it depends on the blocks; again when it no longer fits."""
+    def _fit_records(self, blocks: Sequence[memoryview]) -> None:
+        """Decide on the rows' size from a sample, where it depends on the blocks; again when it no longer fits."""
         if self._codec.encoded_bytes(self.block_bytes) is not None or not blocks:
             return
         with self._lock:
@@ -313,7 +313,7 @@ class DiskStore:
     def _resize(self, payload_bytes: int) -> None:
         """Slots of this size, none of them in use. Raises OSError or StoreError."""
         if self._volume is not None:
-            logger.warning("blocks no longer fit the disk tier's slots of %d bytes: making it anew with %d bytes each",
+            logger.warning("blocks no longer fit the disk tier's rows of %d bytes: making it anew with %d bytes each",
                            self._volume.geometry.payload_bytes, payload_bytes)  # fmt: skip
             self._drop()
             if self._is_closed:

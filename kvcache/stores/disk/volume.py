@@ -1,7 +1,7 @@
-"""One claimed folder's blocks: which slot holds which, what may go, and what was found again after a restart.
+"""One claimed folder's blocks: which row holds which, what may go, and what was found again after a restart.
 
-Owns the index and the slots' headers. Every slot that is read is held, every slot that is written is reserved, so no two
-threads touch one slot's bytes at once. Methods are thread-safe but for open() and close(). Trouble with the disk is
+Owns the index and the rows' headers. Every row that is read is held, every row that is written is reserved, so no two
+threads touch one row's bytes at once. Methods are thread-safe but for open() and close(). Trouble with the disk is
 told in the result, not raised.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvrelay.kvcache.index.tier_index import TierIndex
-from kvrelay.kvcache.stores.disk.format import Geometry, SlotHeader
+from kvrelay.kvcache.stores.disk.format import Geometry, RecordHeader
 from kvrelay.kvcache.stores.disk.io import Segments
-from kvrelay.kvcache.stores.disk.records import ReadItem, SlotIo, WriteItem
+from kvrelay.kvcache.stores.disk.records import ReadItem, RecordIo, WriteItem
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
@@ -36,16 +36,16 @@ class Volume:
     """Blocks of one namespace in one folder."""
 
     def __init__(
-        self, segments: Segments, slots: SlotIo, geometry: Geometry, index: TierIndex, clock: Callable[[], float]
+        self, segments: Segments, rows: RecordIo, geometry: Geometry, index: TierIndex, clock: Callable[[], float]
     ) -> None:
         self.geometry = geometry
-        self._segments, self._slots, self._index, self._clock = segments, slots, index, clock
+        self._segments, self._records, self._index, self._clock = segments, rows, index, clock
         self._lock = threading.Lock()
         self._landed = threading.Condition(self._lock)  # a write ended
-        self._headers: dict[BlockHash, SlotHeader] = {}  # of the index's entries
-        self._stale: dict[int, BlockHash] = {}  # slot -> what an evicted block's header there still claims
-        self._writing: dict[BlockHash, int] = {}  # -> its slot
-        self._blocked: list[int] = []  # slots of segments that could not be made
+        self._headers: dict[BlockHash, RecordHeader] = {}  # of the index's entries
+        self._stale: dict[int, BlockHash] = {}  # row -> what an evicted block's header there still claims
+        self._writing: dict[BlockHash, int] = {}  # -> its row
+        self._blocked: list[int] = []  # rows of segments that could not be made
         self._blocked_until_s = 0.0
         self._sequence = 0
 
@@ -53,23 +53,23 @@ class Volume:
 
     def open(self) -> None:
         """Find the blocks that an earlier process left. Raises OSError."""
-        newest: dict[BlockHash, SlotHeader] = {}
-        for header in sorted(self._slots.scan(self._segments.open_all()), key=lambda header: header.sequence):
+        newest: dict[BlockHash, RecordHeader] = {}
+        for header in sorted(self._records.scan(self._segments.open_all()), key=lambda header: header.sequence):
             older = newest.pop(header.digest, None)
             if older is not None:
-                self._stale[older.slot] = older.digest
+                self._stale[older.row] = older.digest
             newest[header.digest] = header
         now_s = self._clock()
         for header in newest.values():
-            self._index.take(header.slot, tenant=header.meta.tenant)
+            self._index.take(header.row, tenant=header.meta.tenant)
             self._put(header, now_s)
             self._sequence = header.sequence
         self._index.drain_changes()
 
-    def _put(self, header: SlotHeader, now_s: float) -> None:
+    def _put(self, header: RecordHeader, now_s: float) -> None:
         meta = header.meta
         is_new = self._index.put(
-            header.digest, header.slot, now_s,
+            header.digest, header.row, now_s,
             parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority,
         )  # fmt: skip
         if is_new:
@@ -89,9 +89,9 @@ class Volume:
             return [digest in self._index for digest in hashes]
 
     def usage(self) -> tuple[int, int, int]:
-        """Blocks here, blocks evicted since it was opened, bytes of the slots in use."""
+        """Blocks here, blocks evicted since it was opened, bytes of the rows in use."""
         with self._lock:
-            return len(self._index), self._index.num_evicted, len(self._index) * self.geometry.slot_bytes
+            return len(self._index), self._index.num_evicted, len(self._index) * self.geometry.record_bytes
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
         """Keep those that are here for so long, 0 ends it; how many are pinned."""
@@ -106,7 +106,7 @@ class Volume:
         with self._lock:
             self._index.check()
             for digest in self._index.hashes():
-                assert self._headers[digest].slot == self._index.row(digest), "a header names another slot"
+                assert self._headers[digest].row == self._index.row(digest), "a header names another row"
 
     # ---- loading
 
@@ -117,8 +117,8 @@ class Volume:
             items = [ReadItem(index, self._headers[hashes[index]], into[index]) for index in here]
             held = self._index.hold([item.header.digest for item in items])
         try:
-            self._slots.read(items)
-            bad = {item.header.digest: item.header.slot for item in items if not item.is_done}
+            self._records.read(items)
+            bad = {item.header.digest: item.header.row for item in items if not item.is_done}
             self._discard(bad)
         finally:
             with self._lock:
@@ -129,14 +129,14 @@ class Volume:
         outcome.num_corrupt = len(bad) - len({item.header.digest for item in items if item.error is not None})
         return outcome
 
-    def _discard(self, slots: dict[BlockHash, int]) -> None:
+    def _discard(self, rows: dict[BlockHash, int]) -> None:
         """Forget entries that we hold, here and for later processes."""
-        if not slots:
+        if not rows:
             return
         with self._lock:
-            mine = [digest for digest, slot in slots.items() if self._index.row(digest) == slot]
+            mine = [digest for digest, row in rows.items() if self._index.row(digest) == row]
             self._forget(mine)
-        self._erase(slots.values())
+        self._erase(rows.values())
 
     def _forget(self, hashes: Iterable[BlockHash]) -> None:
         self._index.discard(hashes, self._clock())
@@ -144,9 +144,9 @@ class Volume:
             del self._headers[digest]
         self._index.drain_changes()
 
-    def _erase(self, slots: Iterable[int]) -> OSError | None:
+    def _erase(self, rows: Iterable[int]) -> OSError | None:
         try:
-            self._slots.erase(list(slots))
+            self._records.erase(list(rows))
         except OSError as error:
             return error
         return None
@@ -159,10 +159,10 @@ class Volume:
             here = [digest for digest in unwanted if digest in self._index]
             held = self._index.hold(here)
             self._forget(here)
-            stale = [slot for slot, digest in self._stale.items() if digest in unwanted]
-            for slot in stale:
-                self._index.take(slot)
-                del self._stale[slot]
+            stale = [row for row, digest in self._stale.items() if digest in unwanted]
+            for row in stale:
+                self._index.take(row)
+                del self._stale[row]
         error = self._erase([*held, *stale])
         with self._lock:
             self._index.unhold(held)
@@ -170,8 +170,8 @@ class Volume:
         return Outcome(errors=[error] if error is not None else [])
 
     def _overwritten(self) -> set[BlockHash]:
-        """Evicted blocks whose slots are being written."""
-        return {self._stale[slot] for slot in self._writing.values() if slot in self._stale}
+        """Evicted blocks whose rows are being written."""
+        return {self._stale[row] for row in self._writing.values() if row in self._stale}
 
     def _wait_for_writes(self, concern: Callable[[], object]) -> None:
         """Until `concern()` is empty. Other threads' writes, which always end."""
@@ -190,9 +190,9 @@ class Volume:
                 wanted, hashes, blocks, metas, outcome
             )  # not at the cost of the same prompt's beginning
             self._index.unhold(held)
-            self._writing.update((item.digest, item.slot) for item in items)
+            self._writing.update((item.digest, item.row) for item in items)
         try:
-            self._slots.write(items)
+            self._records.write(items)
         finally:
             with self._lock:
                 self._settle(items, outcome)
@@ -224,42 +224,42 @@ class Volume:
         items: list[WriteItem] = []
         for tenant in dict.fromkeys(metas[index].tenant for index in wanted):
             mine = [index for index in wanted if metas[index].tenant == tenant]
-            slots = self._reserve(len(mine), tenant, outcome)
-            outcome.num_rejected += len(mine) - len(slots)
-            for index, slot in zip(mine, sorted(slots), strict=False):
+            rows = self._reserve(len(mine), tenant, outcome)
+            outcome.num_rejected += len(mine) - len(rows)
+            for index, row in zip(mine, sorted(rows), strict=False):
                 self._sequence += 1
-                items.append(WriteItem(index, slot, self._sequence, hashes[index], metas[index], blocks[index]))
+                items.append(WriteItem(index, row, self._sequence, hashes[index], metas[index], blocks[index]))
         return items
 
     def _reserve(self, count: int, tenant: str, outcome: Outcome) -> list[int]:
-        """Up to `count` slots whose segments are there."""
+        """Up to `count` rows whose segments are there."""
         now_s = self._clock()
         if self._blocked and now_s >= self._blocked_until_s:
             self._index.cancel(self._blocked)
             self._blocked = []
         while count:
-            slots = self._index.reserve(count, now_s, tenant=tenant)
-            if slots is None:
+            rows = self._index.reserve(count, now_s, tenant=tenant)
+            if rows is None:
                 count //= 2
                 continue
             self._note_evicted()
-            error = self._ensure(slots)
+            error = self._ensure(rows)
             if error is None:
-                return slots
+                return rows
             outcome.errors.append(error)
-            self._index.cancel(slots)
+            self._index.cancel(rows)
             self._block(now_s)
         return []
 
     def _note_evicted(self) -> None:
-        """An evicted block's header stays on the disk until its slot is written again."""
+        """An evicted block's header stays on the disk until its row is written again."""
         change = self._index.drain_changes()
         for digest in change.removed if change is not None else ():
             header = self._headers.pop(digest)
-            self._stale[header.slot] = digest
+            self._stale[header.row] = digest
 
-    def _ensure(self, slots: Iterable[int]) -> OSError | None:
-        for segment in sorted({self.geometry.place(slot)[0] for slot in slots}):
+    def _ensure(self, rows: Iterable[int]) -> OSError | None:
+        for segment in sorted({self.geometry.place(row)[0] for row in rows}):
             try:
                 self._segments.ensure(segment)
             except OSError as error:
@@ -267,14 +267,14 @@ class Volume:
         return None
 
     def _block(self, now_s: float) -> None:
-        """Take every slot of the segments that are missing, none of which was ever in use, out of the game for a while."""
+        """Take every row of the segments that are missing, none of which was ever in use, out of the game for a while."""
         for segment in range(self.geometry.num_segments):
             if not self._segments.has(segment):
-                first = segment * self.geometry.slots_per_segment
-                stop = min(first + self.geometry.slots_per_segment, self.geometry.num_slots)
+                first = segment * self.geometry.rows_per_segment
+                stop = min(first + self.geometry.rows_per_segment, self.geometry.num_rows)
                 self._blocked += range(first, stop)
-        for slot in self._blocked:
-            self._index.take(slot)
+        for row in self._blocked:
+            self._index.take(row)
         self._blocked_until_s = now_s + _RETRY_S
 
     def _settle(self, items: Sequence[WriteItem], outcome: Outcome) -> None:
@@ -283,11 +283,11 @@ class Volume:
         for item in items:
             del self._writing[item.digest]
             if item.header is not None:
-                self._stale.pop(item.slot, None)
+                self._stale.pop(item.row, None)
                 self._put(item.header, now_s)
                 outcome.num_written += 1
                 continue
-            self._index.cancel((item.slot,))
+            self._index.cancel((item.row,))
             outcome.num_unfit += item.is_unfit
             outcome.num_rejected += item.is_unfit or item.is_rejected
             if item.error is not None and item.error not in outcome.errors:

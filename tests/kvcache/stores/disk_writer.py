@@ -1,6 +1,6 @@
 """A process that stores blocks until it is killed: `python disk_writer.py <folder> <first number>`.
 
-Prints a line after each batch. Its store holds few blocks, so that slots are written over and over.
+Prints a line after each batch. Its store holds few blocks, so that rows are written over and over.
 """
 
 import sys

@@ -30,7 +30,7 @@ SLOT_BYTES = BLOCK_BYTES + PAGE_BYTES
 
 @pytest.fixture
 def open_disk(tmp_path):
-    """Opens started stores in one folder, closes them at the end, and holds their ledgers against their slots."""
+    """Opens started stores in one folder, closes them at the end, and holds their ledgers against their rows."""
     stores = []
 
     def open_disk(

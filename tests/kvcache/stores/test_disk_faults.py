@@ -124,7 +124,7 @@ def test_a_slot_that_lies_in_anothers_place_is_not_believed(open_disk, tmp_path)
 
 
 def test_a_write_torn_at_any_sector_leaves_the_old_block_the_new_one_or_a_miss(open_disk, tmp_path):
-    """Both orders of arrival, over a slot that held another block."""
+    """Both orders of arrival, over a row that held another block."""
     store, (old, old_metas), (new, new_metas) = open_disk(1), chain(1, salt="old"), chain(1, salt="new")
     keep(store, old, old_metas)
     before = segment(tmp_path).read_bytes()
@@ -259,7 +259,7 @@ def test_an_older_copy_whose_slot_was_never_written_again_does_not_come_back_fro
         failing(patch, "pwritev", errno.EIO)
         keep(store, *chain(2, salt="lost"))
     assert store.contains(unwanted) == [False]
-    assert keep(store, unwanted, metas) == [True]  # in the other slot
+    assert keep(store, unwanted, metas) == [True]  # in the other row
     store.delete(unwanted)
     store.close()
     assert open_disk(4).contains(unwanted) == [False]
@@ -304,7 +304,7 @@ def test_a_block_that_is_deleted_while_it_is_read_is_read_to_the_end_and_gone(op
         loading = pool.submit(fetch, store, hashes)
         assert began.wait(30)
         store.delete(hashes)
-        assert keep(store, *chain(1, salt="no room yet")) == [False]  # its slot is not free before the read is over
+        assert keep(store, *chain(1, salt="no room yet")) == [False]  # its row is not free before the read is over
         go.set()
         assert loading.result() in ([content(hashes[0])], [None])
     assert store.contains(hashes) == [False]

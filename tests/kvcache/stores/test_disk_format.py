@@ -10,7 +10,7 @@ from kvrelay.kvcache.stores.disk.format import (
     HEADER_BYTES,
     PAGE_BYTES,
     Geometry,
-    SlotHeader,
+    RecordHeader,
     fit_geometry,
     runs,
     smallest_limit,
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.pure
 
 
 SPACE = bytes(range(16))
-HEADER = SlotHeader(
+HEADER = RecordHeader(
     SPACE, 7, 1 << 40, BlockHash(b"h" * 16), BlockMeta(BlockHash(b"p" * 16), 640, -3, "tenant"), 368_640, 1 << 63
 )
 
@@ -56,25 +56,25 @@ def test_what_does_not_fit_a_header_is_refused(change):
 @given(limit=st.integers(0, 1 << 24), payload=st.integers(1, 1 << 20), segment=st.integers(1, 1 << 23))
 def test_all_segments_fit_the_limit_and_no_slot_is_wasted(limit, payload, segment):
     geometry = fit_geometry(limit, payload, segment_bytes=segment)
-    assert geometry.slot_bytes % PAGE_BYTES == 0 and 0 <= geometry.payload_bytes - payload < PAGE_BYTES
+    assert geometry.record_bytes % PAGE_BYTES == 0 and 0 <= geometry.payload_bytes - payload < PAGE_BYTES
     total = sum(geometry.segment_bytes(index) for index in range(geometry.num_segments))
-    assert total == geometry.num_slots * geometry.slot_bytes <= max(0, limit - smallest_limit(0))
-    assert (geometry.num_slots > 0) == (limit >= smallest_limit(payload))
-    if geometry.num_slots:
-        last, offset = geometry.place(geometry.num_slots - 1)
-        assert offset + geometry.slot_bytes == geometry.segment_bytes(last)
+    assert total == geometry.num_rows * geometry.record_bytes <= max(0, limit - smallest_limit(0))
+    assert (geometry.num_rows > 0) == (limit >= smallest_limit(payload))
+    if geometry.num_rows:
+        last, offset = geometry.place(geometry.num_rows - 1)
+        assert offset + geometry.record_bytes == geometry.segment_bytes(last)
 
 
-@given(slots=st.sets(st.integers(0, 60)), per_segment=st.integers(1, 20), most=st.integers(1, 9))
-def test_runs_are_neighbours_in_one_segment_and_leave_nothing_out(slots, per_segment, most):
-    ordered = sorted(slots)
-    found = runs(ordered, Geometry(2 * PAGE_BYTES, per_segment, 61), most_slots=most)
+@given(rows=st.sets(st.integers(0, 60)), per_segment=st.integers(1, 20), most=st.integers(1, 9))
+def test_runs_are_neighbours_in_one_segment_and_leave_nothing_out(rows, per_segment, most):
+    ordered = sorted(rows)
+    found = runs(ordered, Geometry(2 * PAGE_BYTES, per_segment, 61), max_rows=most)
     assert [index for run in found for index in run] == list(range(len(ordered)))
     for run in found:
         here = ordered[run.start : run.stop]
         assert 1 <= len(here) <= most
         assert here == list(range(here[0], here[0] + len(here)))
-        assert len({slot // per_segment for slot in here}) == 1
+        assert len({row // per_segment for row in here}) == 1
 
 
 # ---- namespaces
