@@ -1,6 +1,6 @@
-"""The codecs' arithmetic on blocks of numbers: compiled C where there is a compiler, the same in numpy where not.
+"""The codecs' arithmetic: C where there is a compiler, else numpy. Both give the same bytes.
 
-Numbers are named by their dtype, a key of `types.ITEM_BYTES`. Both ways give the same bytes.
+Dtypes are keys of `types.ITEM_BYTES`.
 """
 
 import ctypes
@@ -31,19 +31,19 @@ def _native() -> ctypes.CDLL | None:
     try:
         return load_native("kvrelay_codecs", [Path(__file__).parent / "native" / "codecs.c"])
     except BackendUnavailable as error:
-        logger.info("KV codecs run in numpy, several times slower: %s", error)
+        logger.info("no C compiler: KV codecs run in numpy, several times slower: %s", error)
         return None
 
 
 def quantise(block: Bytes, dtype: str, group: int, target: str) -> tuple[Scales, Bytes] | None:
-    """A scale for every `group` neighbouring numbers and a byte for each number.
+    """Quantise to one byte per number, with a scale per `group` of adjacent numbers.
 
     Args:
         block: contiguous, a multiple of `group` numbers of `dtype`.
         target: "int8", or "fp8" for e4m3.
 
     Returns:
-        Scales as the upper halves of float32s, and codes; None when a number is not finite.
+        ([groups] upper halves of float32 scales, [numbers] codes); None when a number is not finite.
     """
     count = block.nbytes // ITEM_BYTES[dtype]
     library = _native()
@@ -51,26 +51,36 @@ def quantise(block: Bytes, dtype: str, group: int, target: str) -> tuple[Scales,
         return _quantise_numpy(block, dtype, group, target)
     scales, codes = np.empty(count // group, np.uint16), np.empty(count, np.uint8)
     failed = library.kvrelay_quantise(
-        _at(block), _KINDS[dtype], int(target == "fp8"), ctypes.c_long(len(scales)), ctypes.c_long(group),
-        _at(scales), _at(codes),
-    )  # fmt: skip
+        _at(block),
+        _KINDS[dtype],
+        int(target == "fp8"),
+        ctypes.c_long(len(scales)),
+        ctypes.c_long(group),
+        _at(scales),
+        _at(codes),
+    )
     return None if failed else (scales, codes)
 
 
 def dequantise(scales: Scales, codes: Bytes, dtype: str, group: int, source: str, into: Bytes) -> None:
-    """The numbers that `quantise` was given, near enough, as `dtype` into `into`."""
+    """Approximately invert `quantise`, as `dtype` into `into`."""
     library = _native()
     if library is None or group > _MOST_GROUP:
         _dequantise_numpy(scales, codes, dtype, group, source, into)
         return
     library.kvrelay_dequantise(
-        _at(scales), _at(codes), int(source == "fp8"), ctypes.c_long(len(scales)), ctypes.c_long(group),
-        _at(into), _KINDS[dtype],
-    )  # fmt: skip
+        _at(scales),
+        _at(codes),
+        int(source == "fp8"),
+        ctypes.c_long(len(scales)),
+        ctypes.c_long(group),
+        _at(into),
+        _KINDS[dtype],
+    )
 
 
 def split_planes(block: Bytes, width: int) -> tuple[Bytes, Bytes]:
-    """Of numbers of `width` bytes: the byte with the exponent's upper 8 bits, which repeat, and the others, which do not."""
+    """Split numbers of `width` bytes: ([numbers] bytes with the upper 8 bits of exponents, the other bytes)."""
     if width == 1:
         return block, block[:0]
     count = block.nbytes // width
@@ -87,7 +97,7 @@ def split_planes(block: Bytes, width: int) -> tuple[Bytes, Bytes]:
 
 
 def merge_planes(top: Bytes, rest: Bytes, width: int, into: Bytes) -> None:
-    """What `split_planes` was given, into `into`."""
+    """Invert `split_planes`, into `into`."""
     if width == 1:
         into[:] = top
         return
@@ -152,11 +162,11 @@ def _scale_values(scales: Scales) -> NDArray[np.float32]:
 
 
 def _to_e4m3(numbers: NDArray[np.float32]) -> Bytes:
-    """Nearest, ties to even; what is too large becomes 448."""
+    """Round to nearest, ties to even; saturates at 448."""
     bits = np.ascontiguousarray(numbers).view(np.uint32)
     sign, size = (bits >> 31) << 7, bits & np.uint32(0x7FFFFFFF)
     normal = ((size + np.uint32(0x7FFFF) + ((size >> 20) & 1)) >> 20) - np.uint32(120 << 3)
-    is_small = size < np.uint32(121 << 23)  # below 2**-6 steps are 2**-9 each
+    is_small = size < np.uint32(121 << 23)  # subnormal: below 2**-6 the step is 2**-9
     small = np.rint(np.where(is_small, size.view(np.float32), 0) * np.float32(512)).astype(np.uint32)
     code = np.minimum(np.where(is_small, small, normal), np.uint32(0x7E))
     return (sign | code).astype(np.uint8)

@@ -1,7 +1,7 @@
-"""How blocks are made smaller on their way to disk and remote stores, and what that costs in exactness. Pure.
+"""Codecs that compress blocks for disk and remote stores. Pure.
 
-A codec is bound to one pool's layout. `none` and `lossless` give back every bit; `int8` and `fp8` do not: each run of
-neighbouring numbers of one token's head shares a scale, so an outlier costs its own neighbours only.
+A codec is bound to one pool's layout. `none` and `lossless` are exact; `int8` and `fp8` are not: each group of adjacent numbers
+of one token and head shares a scale, so an outlier affects only its own group.
 """
 
 import struct
@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("<I")
 
 
 class CodecError(KvrelayError):
-    """A block that cannot be encoded (numbers that are not finite), or bytes that are no encoded block."""
+    """A block cannot be encoded (it has non-finite numbers), or bytes are not an encoded block."""
 
 
 class Codec(Protocol):
@@ -29,16 +29,16 @@ class Codec(Protocol):
     is_exact: bool
 
     def encoded_bytes(self, block_bytes: int) -> int | None:
-        """What every block of so many bytes becomes; None: it depends on the block."""
+        """The encoded size of a block of `block_bytes`; None: it depends on the content."""
 
     def most_bytes(self, block_bytes: int) -> int:
-        """No encoded block is larger."""
+        """The largest encoded size of a block of `block_bytes`."""
 
     def encode(self, block: memoryview) -> memoryview:
-        """May be `block` itself. Raises CodecError."""
+        """Encode a block; may return `block` itself. Raises CodecError."""
 
     def decode(self, data: memoryview, into: memoryview) -> None:
-        """Exactly one encoded block into the memory of one. Raises CodecError; `into` means nothing then."""
+        """Decode one block into `into`. Raises CodecError; then the content of `into` is undefined."""
 
 
 class NoCodec:
@@ -80,7 +80,7 @@ class LosslessCodec:
 
     def most_bytes(self, block_bytes: int) -> int:
         plane = block_bytes // self._width
-        return _LENGTH.size + block_bytes + plane // 1000 + 64  # deflate keeps what it cannot compress, in pieces
+        return _LENGTH.size + block_bytes + plane // 1000 + 64  # deflate stores incompressible data, with some overhead
 
     def encode(self, block: memoryview) -> memoryview:
         top, rest = split_planes(np.frombuffer(block, np.uint8), self._width)
@@ -103,7 +103,7 @@ class LosslessCodec:
 
 
 class QuantisingCodec:
-    """A byte for each number and a 16-bit scale for each group of them."""
+    """One byte per number and a 16-bit scale per group."""
 
     is_exact = False
 
@@ -143,12 +143,12 @@ def _array(view: memoryview) -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 
 def _group_of(head_dim: int) -> int:
-    """The largest divisor of a head's numbers that is small enough for one scale."""
+    """The largest divisor of head_dim within the limit of a group."""
     return max(size for size in range(1, _MOST_GROUP + 1) if head_dim % size == 0)
 
 
 def make_codec(name: str, layout: KvLayout) -> Codec:
-    """The codec of a `cache.compression` for a pool's blocks. Numbers of one byte are not quantised once more."""
+    """The codec for `cache.compression` and a pool's layout; one-byte dtypes are not quantised again. Raises ValueError."""
     if name == "lossless":
         return LosslessCodec(layout.dtype)
     if name in ("int8", "fp8") and layout.itemsize > 1:

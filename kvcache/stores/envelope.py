@@ -1,25 +1,24 @@
-"""How a block lies in a store that others run (Redis, S3): a header that tells whose it is, a checksum, its bytes. Pure.
+"""The format of a block in an external store (Redis, S3): a header with namespace and hash, a checksum, the bytes. Pure.
 
-Whatever such a store gives back is told by it: a block of another model, cut short, or changed, is not served.
+Everything read back is verified: a block of another model, truncated or changed, is not served.
 """
 
 import struct
 
 import xxhash
 
-_HEADER = struct.Struct(
-    "<4sHH16s16sQQ"
-)  # magic, version, 0, namespace, hash, length, xxh3-64 of all before and the bytes
+# magic, version, 0, namespace, hash, length, XXH3-64 of all of these and the bytes
+_HEADER = struct.Struct("<4sHH16s16sQQ")
 _MAGIC, _VERSION = b"kvrB", 1
 HEADER_BYTES = _HEADER.size
 
 
 class BadEnvelope(ValueError):
-    """What came is not the block that was asked for; the text says how."""
+    """The value is not the requested block; the message says why."""
 
 
 def seal(namespace: bytes, digest: bytes, data: memoryview) -> bytes:
-    """One value to keep, copied once."""
+    """The envelope of a block, in one copy."""
     bare = _HEADER.pack(_MAGIC, _VERSION, 0, namespace, digest, data.nbytes, 0)
     checksum = _checksum(bare, data)
     return b"".join((_HEADER.pack(_MAGIC, _VERSION, 0, namespace, digest, data.nbytes, checksum), data))
@@ -32,7 +31,7 @@ def _checksum(bare: bytes, data: memoryview) -> int:
 
 
 def unseal(value: bytes | memoryview, namespace: bytes, digest: bytes, max_bytes: int) -> memoryview:
-    """The block's bytes, verified. Raises BadEnvelope."""
+    """The block's bytes, verified, without a copy. Raises BadEnvelope."""
     view = memoryview(value)
     if view.nbytes < HEADER_BYTES:
         raise BadEnvelope(f"{view.nbytes} bytes are no block")

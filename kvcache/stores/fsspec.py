@@ -1,8 +1,8 @@
-"""Blocks at any fsspec URL (S3, GCS, Azure, a shared folder): one object each, in an envelope that tells whose it is.
+"""Blocks at any fsspec URL (S3, GCS, Azure, a shared folder): one object each, in an envelope that verifies it.
 
-Object stores answer in tens of milliseconds and take many requests at once, so calls of several blocks run side by side on a
-bounded number of threads. Room and age are the bucket's to keep (lifecycle rules). What fails is a miss; after several
-failures in a row the store back_off.
+Object stores answer in tens of milliseconds and serve many requests at once, so blocks of one call are moved in parallel on a
+bounded number of threads. Capacity and age are the bucket's to manage (lifecycle rules). A failure is a miss, after which the
+store backs off.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from kvrelay.types import BlockHash
 logger = logging.getLogger(__name__)
 
 _EXTRAS = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-_OURS = {"s3": "s3", "s3a": "s3"}  # packages that an extra of kvrelay's brings
+_OURS = {"s3": "s3", "s3a": "s3"}  # packages of kvrelay's own extras
 
 
 class FsspecStore:
@@ -45,12 +45,12 @@ class FsspecStore:
     ) -> None:
         """`url`: what follows `?` goes to the file system as options, e.g. s3://bucket/kv?endpoint_url=http://host:9000.
 
-        `options`: the same, of any type. Raises ConfigError: a URL that cannot be.
+        `options`: the same, of any type. Raises ConfigError: an invalid URL.
         """
         parts = urlsplit(url)
         self._scheme = parts.scheme
         if not parts.scheme or not (parts.netloc or parts.path.strip("/")):
-            raise ConfigError(f"cache.remote: {url!r} names no place; write for example s3://bucket/kv")
+            raise ConfigError(f"cache.remote: {url!r} is not a location; write for example s3://bucket/kv")
         self.name, self.keeps_checksums = parts.scheme, False  # its envelopes have checksums of their own
         self._url = url.partition("?")[0].rstrip("/")
         self._options = dict(parse_qsl(parts.query)) | options
@@ -67,14 +67,14 @@ class FsspecStore:
     # ---- life
 
     def start(self) -> None:
-        """Raises StoreError: no package, or the place cannot be written."""
+        """Open the location and test a write. Raises StoreError: the package is missing, or it cannot be written."""
         try:
             fsspec: Any = importlib.import_module("fsspec")
             self._fs, root = fsspec.core.url_to_fs(self._url, **self._options)
         except ImportError as error:
             raise StoreError(self._url, f"{error}; {_remedy(self._scheme)}") from error
         except Exception as error:  # each file system has errors of its own
-            raise StoreError(self._url, f"{error}; see whether cache.remote is right") from error
+            raise StoreError(self._url, f"{error}; check that cache.remote is right") from error
         self._root = f"{root.rstrip('/')}/{self._namespace.hex()}"
         self._threads = ThreadPoolExecutor(self._num_threads, thread_name_prefix="kv-fsspec")
         try:
@@ -84,7 +84,9 @@ class FsspecStore:
             self._fs.rm_file(probe)
         except Exception as error:
             self.close()
-            raise StoreError(self._url, f"it cannot be written: {error}; see its address, rights and quota") from error
+            raise StoreError(
+                self._url, f"it cannot be written: {error}; check its address, permissions and quota"
+            ) from error
 
     def close(self) -> None:
         threads, self._threads = self._threads, None
@@ -113,9 +115,11 @@ class FsspecStore:
         done = self._each(self._store_one, list(new), list(new.values()))
         stored = {digest for digest, is_stored in zip(new, done, strict=True) if is_stored}
         self._counters.add(
-            stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
-            store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
-        )  # fmt: skip
+            stored_blocks=len(stored),
+            stored_bytes=sum(new[digest].nbytes for digest in stored),
+            store_s=self._clock() - began,
+            rejected_blocks=len(new) - len(stored),
+        )
         return [digest in kept or digest in stored for digest in hashes]
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
@@ -157,7 +161,7 @@ class FsspecStore:
             return False
         if self._scheme in ("file", "local"):  # only there folders must be made, and a torn file could be found
             self._fs.makedirs(path.rpartition("/")[0], exist_ok=True)
-            new = f"{path}.{uuid.uuid4().hex}.new"  # others may write the same block
+            new = f"{path}.{uuid.uuid4().hex}.new"  # others may write the same block at once
             self._fs.pipe_file(new, value)
             self._fs.mv(new, path)
         else:
@@ -171,17 +175,17 @@ class FsspecStore:
             return False
         return True
 
-    # ---- many
+    # ---- many blocks
 
     def _each(self, call: Callable[..., bool], *arguments: Sequence[Any]) -> list[bool]:
-        """`call` for each, side by side; False where it fails. All of them are over when this returns."""
+        """`call` for each item, in parallel; False where it fails. All calls have ended when this returns."""
         threads, count = self._threads, len(arguments[0])
         if threads is None or self._back_off.is_backing_off(self._clock()):
             return [False] * count
         is_failing = threading.Event()
 
         def one(*these: Any) -> bool:
-            if is_failing.is_set():  # the others would wait as long for nothing
+            if is_failing.is_set():  # the others would only run into the same timeout
                 return False
             try:
                 return call(*these)

@@ -1,4 +1,4 @@
-"""Whose blocks a store holds: everything that must be equal before a kept block may be used again. Pure."""
+"""Which blocks a store may reuse: everything that must be equal before a stored block may be used again. Pure."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class FieldDifference:
-    """One field in which two namespaces differ, with what would make them equal."""
+    """A field in which two namespaces differ, with the setting to change."""
 
     field: str
     ours: str
@@ -41,7 +41,7 @@ class FieldDifference:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Named facts, in order, as (field, value). `digest` stands for all of them."""
+    """Ordered (field, value) pairs, identified by `digest`."""
 
     fields: tuple[tuple[str, str], ...]
 
@@ -51,12 +51,12 @@ class Namespace:
 
     @property
     def digest(self) -> bytes:
-        """16 bytes, equal in every process, whatever the order of the fields."""
+        """[16] bytes, the same in every process and for any order of the fields."""
         text = json.dumps(sorted(self.fields), ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=16).digest()
 
     def with_fields(self, **more: object) -> "Namespace":
-        """With further facts, say a store's own format and codec."""
+        """With more fields, such as a store's format and codec."""
         return Namespace.of({**dict(self.fields), **more})
 
     def difference(self, theirs: Mapping[str, str]) -> FieldDifference | None:
@@ -69,7 +69,7 @@ class Namespace:
 
 
 def namespace_of(fingerprint: Fingerprint, layout: KvLayout) -> Namespace:
-    """The namespace of one worker's blocks: its fingerprint, and which share of the model its pool holds."""
+    """The namespace of one worker's blocks: its fingerprint, and its pool's share of the model."""
     return Namespace.of(
         {
             "model": fingerprint.model,

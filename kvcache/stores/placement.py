@@ -1,7 +1,7 @@
-"""Which nodes of the cluster's store keep which block: rendezvous hashing. Pure.
+"""Placement of blocks on the nodes of the cluster's store: rendezvous hashing. Pure.
 
-Every client and node computes the same answer from the list of live nodes alone. A node that joins or goes moves only
-the blocks that it gains or had.
+Every client and node computes the same answer from the list of live nodes. A node that joins or leaves moves only the blocks
+that it gains or had.
 
 Source: Thaler and Ravishankar, "Using name-based mappings to increase hit rates" (1998); weights: Schindelhauer and
 Schomaker, "Weighted distributed hash tables" (2005).
@@ -20,7 +20,7 @@ _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)  #
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """One node of the store. `epoch` is new at every start: another one holds nothing of what the former did."""
+    """One node of the store. `epoch` changes at every start, which empties the node's memory."""
 
     node_id: str
     host: str
@@ -41,12 +41,12 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def ranked(keys: Sequence[bytes], nodes: Sequence[StoreAddress]) -> NDArray[np.int64]:
-    """[keys, nodes] indices of the nodes, the best place for each key first.
+    """[keys, nodes] indices of the nodes, the best one for each key first.
 
     Args:
         keys: hashes of at least 8 bytes.
 
-    A node's share of the first places is its share of the capacity.
+    A node is first for a share of the keys equal to its share of the capacity.
     """
     if not keys or not nodes:
         return np.zeros((len(keys), len(nodes)), dtype=np.int64)
@@ -54,11 +54,11 @@ def ranked(keys: Sequence[bytes], nodes: Sequence[StoreAddress]) -> NDArray[np.i
     seeds = np.array([_seed(node.node_id) for node in nodes], np.uint64)
     capacities = np.array([max(node.capacity_bytes, 1) for node in nodes], np.float64)
     uniform = ((_mixed(words[:, None] ^ seeds) >> np.uint64(11)).astype(np.float64) + 0.5) / 2.0**53
-    scores = np.log(uniform) / capacities  # the greatest is the nearest to 0
+    scores = np.log(uniform) / capacities  # the greatest is nearest to 0
     order: NDArray[np.int64] = np.argsort(-scores, axis=1, kind="stable")
     return order
 
 
 def places(keys: Sequence[bytes], nodes: Sequence[StoreAddress], num_replicas: int) -> list[list[StoreAddress]]:
-    """For each key the nodes that should hold it, best first; fewer where there are not so many."""
+    """For each key the nodes that should hold it, best first; fewer if there are not enough nodes."""
     return [[nodes[i] for i in row[:num_replicas]] for row in ranked(keys, nodes).tolist()]

@@ -1,7 +1,8 @@
-"""Blocks in a Redis or Valkey server: pipelined, in an envelope that tells whose they are and whether they are whole.
+"""Blocks in a Redis or Valkey server: pipelined, in envelopes that verify namespace and content.
 
-What the server does not hold or cannot answer in time is a miss. A server that fails back_off for a while, so that a dead one
-costs its timeout once and not for every request. Room is the server's to keep (maxmemory and its policy), or a TTL's.
+A block that the server does not have, or does not return in time, is a miss. After a failure the client backs off, so that a
+dead server costs its timeout once and not per request. Capacity is the server's to manage (maxmemory and its policy), or a
+TTL's.
 """
 
 import importlib
@@ -22,7 +23,7 @@ from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
 
-_BATCH_BYTES = 16 << 20  # of one pipeline: the server answers nobody else meanwhile
+_BATCH_BYTES = 16 << 20  # of one pipeline, during which the server answers no other client
 _PREFIX = b"kvrelay/1/"
 
 
@@ -41,7 +42,7 @@ class RedisStore:
     ) -> None:
         """`url`: redis://, rediss:// (TLS), valkey://, valkeys:// or unix://; `?ttl_s=3600` lets blocks expire.
 
-        Raises ConfigError: a URL that cannot be.
+        Raises ConfigError: an invalid URL.
         """
         self._url, self._ttl_s = _without_ttl(url)
         self._block_bytes, self._namespace = block_bytes, namespace
@@ -57,19 +58,21 @@ class RedisStore:
     # ---- life
 
     def start(self) -> None:
-        """Raises StoreError: no package, or no server that answers."""
+        """Connect. Raises StoreError: the package is missing, or the server does not answer."""
         library = _library()
         self._errors = (library.exceptions.RedisError, OSError)
         try:
             self._client = library.Redis.from_url(
-                self._url, socket_timeout=self._timeout_s, socket_connect_timeout=self._timeout_s,
+                self._url,
+                socket_timeout=self._timeout_s,
+                socket_connect_timeout=self._timeout_s,
                 health_check_interval=30,
-            )  # fmt: skip
+            )
             self._client.ping()
         except (*self._errors, ValueError) as error:
             self.close()
             raise StoreError(
-                self.name, f"{_shown(self._url)}: {error}; see whether it runs and cache.remote is right"
+                self.name, f"{_without_password(self._url)}: {error}; check that it runs and that cache.remote is right"
             ) from error
 
     def close(self) -> None:
@@ -116,13 +119,15 @@ class RedisStore:
             self._run([("PEXPIRE", self._key(digest), self._ttl_ms) for digest in kept])
         stored = self._set(list(new), list(new.values()))
         self._counters.add(
-            stored_blocks=len(stored), stored_bytes=sum(new[digest].nbytes for digest in stored),
-            store_s=self._clock() - began, rejected_blocks=len(new) - len(stored),
-        )  # fmt: skip
+            stored_blocks=len(stored),
+            stored_bytes=sum(new[digest].nbytes for digest in stored),
+            store_s=self._clock() - began,
+            rejected_blocks=len(new) - len(stored),
+        )
         return [digest in kept or digest in stored for digest in hashes]
 
     def _set(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview]) -> set[BlockHash]:
-        """Which of them the server took."""
+        """The blocks that the server stored."""
         expiry = ("PX", self._ttl_ms) if self._ttl_s else ()
         stored: set[BlockHash] = set()
         for some in self._batches(len(hashes)):
@@ -158,7 +163,7 @@ class RedisStore:
     def stats(self) -> StoreStats:
         return self._counters.read()
 
-    # ---- inside
+    # ---- internals
 
     def _key(self, digest: BlockHash) -> bytes:
         return _PREFIX + self._namespace + digest
@@ -169,7 +174,7 @@ class RedisStore:
             yield slice(first, min(first + step, count))
 
     def _run(self, commands: Sequence[tuple[Any, ...]]) -> list[Any] | None:
-        """The answers of one pipeline, an exception in place of one that the server refused; None: it cannot be reached."""
+        """The answers of one pipeline, an exception for each refused command; None: the server cannot be reached."""
         if not commands:
             return []
         client = self._client
@@ -198,7 +203,7 @@ class RedisStore:
 
 
 def _library() -> Any:
-    """The client's package, redis-py or its fork. Raises StoreError."""
+    """The client package, redis-py or its fork. Raises StoreError."""
     for name in ("redis", "valkey"):
         try:
             found: Any = importlib.import_module(name)
@@ -213,21 +218,21 @@ def _library() -> Any:
 
 
 def _without_ttl(url: str) -> tuple[str, float]:
-    """The URL as the client wants it, and the seconds that blocks live; 0: for ever. Raises ConfigError."""
+    """(URL for the client, TTL of blocks in seconds or 0). Raises ConfigError."""
     parts = urlsplit(url)
     query = parse_qs(parts.query)
     try:
         ttl_s = float(query.pop("ttl_s", ["0"])[0])
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"cache.remote: {_shown(url)}: {error}") from error
+        raise ConfigError(f"cache.remote: {_without_password(url)}: {error}") from error
     if ttl_s < 0 or not (parts.hostname or (parts.scheme == "unix" and parts.path)) or port == 0:
-        raise ConfigError(f"cache.remote: {_shown(url)}: write for example redis://host:6379/0?ttl_s=3600")
+        raise ConfigError(f"cache.remote: {_without_password(url)}: write for example redis://host:6379/0?ttl_s=3600")
     scheme = parts.scheme.replace("valkey", "redis")
     return urlunsplit((scheme, parts.netloc, parts.path, urlencode(query, doseq=True), "")), ttl_s
 
 
-def _shown(url: str) -> str:
-    """Without its password."""
+def _without_password(url: str) -> str:
+    """The URL without its password."""
     parts = urlsplit(url)
     return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

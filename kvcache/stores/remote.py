@@ -1,4 +1,4 @@
-"""Which store lies below the others, by `cache.remote`: the cluster's own, Redis, or any fsspec URL."""
+"""The store below all others, by `cache.remote`: the cluster's own, Redis, or any fsspec URL."""
 
 from typing import Protocol
 
@@ -13,10 +13,10 @@ _REDIS = ("redis", "rediss", "valkey", "valkeys", "unix")
 
 
 class ClusterStore(Protocol):
-    """How this worker's process makes its client of the cluster's store, where there is one."""
+    """Makes this worker process's client of the cluster's store."""
 
     def __call__(self, block_bytes: int, namespace: bytes, codec: Codec, memory: KvMemory | None) -> BlockStore:
-        """`memory`: the slab in which the worker's blocks lie while they travel."""
+        """`memory`: the host tier's slab, which the store reads and writes without a copy."""
 
 
 def make_store(
@@ -28,21 +28,21 @@ def make_store(
     memory: KvMemory | None = None,
     cluster: ClusterStore | None = None,
 ) -> BlockStore:
-    """The store, not started.
+    """A store that is not started.
 
     Args:
-        namespace: all that a block's bytes depend on besides its hash; the codec is added here.
-        codec: what blocks become on their way there; None: they go as they are.
-        memory: the host tier's.
+        namespace: everything a block's bytes depend on besides its hash; the codec is added here.
+        codec: compresses blocks in transit; None: no compression.
+        memory: the host tier's slab.
 
-    Raises ConfigError: there is no such store. That it can be reached, and that its package is there, start() finds out.
+    Raises ConfigError: unknown store. Whether it can be reached, and its package is installed, start() checks.
     """
     codec = codec or NoCodec()
-    whose = namespace.with_fields(codec=codec.name).digest
+    store_namespace = namespace.with_fields(codec=codec.name).digest
     if url == CLUSTER:
         if cluster is None:
             raise ConfigError("cache.remote: cluster needs a cluster: start one with kvrelay serve")
-        return cluster(block_bytes, whose, codec, memory)
+        return cluster(block_bytes, store_namespace, codec, memory)
     scheme = url.partition("://")[0] if "://" in url else ""
     if not scheme:
         raise ConfigError(
@@ -51,7 +51,7 @@ def make_store(
     if scheme in _REDIS:
         from kvrelay.kvcache.stores.redis import RedisStore
 
-        return RedisStore(url, block_bytes, whose, codec=codec)
+        return RedisStore(url, block_bytes, store_namespace, codec=codec)
     from kvrelay.kvcache.stores.fsspec import FsspecStore
 
-    return FsspecStore(url, block_bytes, whose, codec=codec)
+    return FsspecStore(url, block_bytes, store_namespace, codec=codec)

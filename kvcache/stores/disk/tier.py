@@ -1,14 +1,13 @@
 """The disk tier: blocks in a folder with a byte limit, found again after a restart.
 
-Owns the store's life: claiming a folder, losing it, counting and telling what goes wrong. Where blocks lie is
-disk_volume.py's, how their bytes look disk_format.py's.
+Owns the store's life: claiming a folder, losing it, and replacing a volume whose records have become too small. Where blocks
+are is volume.py's, what their bytes look like format.py's.
 """
 
 import contextlib
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from kvrelay.kvcache.stores.disk.format import (
     smallest_limit,
 )
 from kvrelay.kvcache.stores.disk.io import Segments
+from kvrelay.kvcache.stores.disk.journal import DiskJournal
 from kvrelay.kvcache.stores.disk.records import RecordIo
 from kvrelay.kvcache.stores.disk.volume import Outcome, Volume, is_disk_full
 from kvrelay.kvcache.stores.namespace import Namespace
@@ -37,30 +37,31 @@ from kvrelay.types import BlockHash
 
 logger = logging.getLogger(__name__)
 
-_AGAIN_S = 60.0  # between two log lines of one kind, and between attempts to get a lost folder back
+_RECLAIM_S = 60.0  # between two attempts to claim a folder
 _SEGMENT_BYTES = 128 << 20
-_SAMPLE_BLOCKS = 16  # whose encoded size decides on the rows' size
+_SAMPLE_BLOCKS = 16  # whose encoded size determines the size of records
 _SAMPLE_MARGIN = 1.04
-_UNFIT_LIMIT = 64  # blocks that do not fit until rows are made anew, unless eight times as many did
+_UNFIT_LIMIT = 64  # blocks that do not fit before records are resized, unless eight times as many did
 
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """What may be chosen of a disk store."""
+    """The options of a disk store."""
 
-    policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru()  # called with how many rows there are
-    is_admission_on: bool = (
-        True  # a block is written when it is offered for the second time, is pinned or has a priority
-    )
-    quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: as much as there is
-    foreign: Foreign = "keep"  # what to do about unused subfolders of other namespaces: see disk_folder.claim
+    policy: Callable[[int], EvictionPolicy] = lambda num_rows: Lru()  # from the number of rows
+    is_admission_on: bool = True  # write a block at its second offer, or if it is pinned or has a priority
+    quota_bytes: int | None = None  # of each tenant (not of blocks without one); None: unlimited
+    foreign: Foreign = "keep"  # unused subfolders of other namespaces: see folder.claim
     io_depth: int = 8  # requests under way at once
     is_direct: bool | None = None  # None: direct I/O where the file system has it
     segment_bytes: int | None = None  # of one file; None: an eighth of the limit, 128 MiB at most
 
 
 class DiskStore:
-    """A BlockStore on a local disk."""
+    """A BlockStore on a local disk.
+
+    More than 12 attributes: eight parameters, and the state that one lock protects while the volume is replaced.
+    """
 
     name = "disk"
 
@@ -75,7 +76,7 @@ class DiskStore:
         options: DiskOptions | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limit_bytes`: of everything in this worker's subfolder of `path`. `namespace`: whose blocks these are."""
+        """`limit_bytes`: of all files in this worker's subfolder of `path`; `block_bytes`: before compression."""
         self.path, self.limit_bytes, self.block_bytes = Path(path), limit_bytes, block_bytes
         self._codec: Codec = codec or NoCodec()
         self.keeps_checksums = self._codec.name == "none"
@@ -83,17 +84,15 @@ class DiskStore:
         self._namespace = namespace.with_fields(block_bytes=block_bytes, codec=self._codec.name, format=FORMAT_VERSION)
         self._clock = clock
         self._lock = threading.Lock()
-        self._quiet = threading.Condition(self._lock)  # nobody is inside the volume
+        self._quiet = threading.Condition(self._lock)  # no call is using the volume
         self._executor: ThreadPoolExecutor | None = None
         self._folder: WorkerFolder | None = None
-        self._volume: Volume | None = None  # None: no folder, or its rows have no size yet
+        self._volume: Volume | None = None  # None: no folder, or the size of records is not known yet
         self._inside = 0
-        self._is_changing = False  # somebody waits to replace the volume
+        self._is_changing = False  # a thread waits to replace the volume
         self._is_closed = False
         self._retry_at_s = 0.0
-        self._told: dict[str, float] = {}
-        self._sums: Counter[str] = Counter()
-        self._seconds = {"store": 0.0, "load": 0.0}
+        self._journal = DiskJournal(block_bytes, self._remedy, clock)
         self._num_unfit = self._num_fit = 0
 
     # ---- life
@@ -102,13 +101,13 @@ class DiskStore:
         """Claim a subfolder and find its blocks.
 
         Raises:
-            StoreError: not writable, too small for a block, or (with foreign="refuse") somebody else's.
+            StoreError: not writable, too small for a block, or (with foreign="refuse") of another namespace.
         """
         least = smallest_limit(self._codec.encoded_bytes(self.block_bytes) or self.block_bytes)
         if self.limit_bytes < least:
             raise StoreError(
                 str(self.path),
-                f"{self.limit_bytes} bytes do not hold one block; set cache.disk_size to {least} or more",
+                f"{self.limit_bytes} bytes do not hold a single block; set cache.disk_size to {least} or more",
             )
         self._executor = ThreadPoolExecutor(self._options.io_depth, thread_name_prefix="kvrelay-disk")
         try:
@@ -140,9 +139,11 @@ class DiskStore:
         """Raises OSError."""
         assert self._folder is not None and self._executor is not None
         geometry = fit_geometry(
-            self.limit_bytes, payload_bytes,
-            rows_per_segment=rows_per_segment, segment_bytes=self._options.segment_bytes or min(_SEGMENT_BYTES, self.limit_bytes // 8),
-        )  # fmt: skip
+            self.limit_bytes,
+            payload_bytes,
+            rows_per_segment=rows_per_segment,
+            segment_bytes=self._options.segment_bytes or min(_SEGMENT_BYTES, self.limit_bytes // 8),
+        )
         self._folder.write_manifest(self._namespace, geometry)
         segments = Segments(self._folder.path, geometry, is_direct=self._options.is_direct)
         rows = RecordIo(segments, geometry, self._namespace.digest, self._codec, self._executor, self._options.io_depth)
@@ -168,7 +169,7 @@ class DiskStore:
         )
 
     def close(self) -> None:
-        """Finish what is being written and let go. Blocks stay."""
+        """Finish writes under way and release the folder. Blocks stay."""
         with self._lock:
             self._is_closed = True
             self._quiet.wait_for(lambda: self._inside == 0)
@@ -183,41 +184,44 @@ class DiskStore:
             if volume is not None:
                 volume.close()
         except OSError as error:
-            self._complain("close", error)
+            self._journal.complain("close", error)
         finally:
             if folder is not None:
                 folder.close()
 
-    # ---- what callers do
+    # ---- BlockStore
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         with self._visit() as volume:
             return [False] * len(hashes) if volume is None else volume.contains(hashes)
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> list[bool]:
-        """Bring blocks, each verified; see BlockStore."""
-        with self._visit() as volume, self._timed("load"):
+        """Read and verify blocks: see BlockStore."""
+        with self._visit() as volume, self._journal.timed("load"):
             outcome = Outcome() if volume is None else volume.load(hashes, into)
-            self._count(outcome, loaded=len(outcome.done))
+            self._journal.count(outcome, self.path, len(outcome.done))
             return [index in outcome.done for index in range(len(hashes))]
 
     def store(
         self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]
     ) -> list[bool]:
-        """Keep copies of blocks; see BlockStore. False also for those that the admission filter does not want yet."""
+        """Store copies: see BlockStore. False also for blocks that the admission filter refuses."""
         self._fit_records(blocks)
-        with self._visit() as volume, self._timed("store"):
+        with self._visit() as volume, self._journal.timed("store"):
             outcome = Outcome(num_rejected=len(hashes)) if volume is None else volume.store(hashes, blocks, metas)
-            self._count(outcome)
+            self._journal.count(outcome, self.path)
+            with self._lock:
+                self._num_unfit += outcome.num_unfit
+                self._num_fit += outcome.num_written
             return [index in outcome.done for index in range(len(hashes))]
 
     def delete(self, hashes: Sequence[BlockHash]) -> None:
         with self._visit() as volume:
             if volume is not None:
-                self._count(volume.delete(hashes))
+                self._journal.count(volume.delete(hashes), self.path)
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
-        """Keep those that are here for so long, half the store at most; how many are pinned. Ends with the process, or with 0."""
+        """Pin the stored ones of these until `ttl_s`, or the process, ends; half the store at most. Returns how many."""
         with self._visit() as volume:
             return 0 if volume is None else volume.pin(hashes, ttl_s)
 
@@ -225,23 +229,9 @@ class DiskStore:
         with self._visit() as volume:
             num_blocks, num_evicted, num_bytes = (0, 0, 0) if volume is None else volume.usage()
             capacity = 0 if volume is None else volume.geometry.num_rows * volume.geometry.record_bytes
-        with self._lock:
-            sums = self._sums
-            return StoreStats(
-                num_blocks=num_blocks,
-                num_bytes=num_bytes,
-                capacity_bytes=capacity,
-                stored_blocks=sums["stored"],
-                stored_bytes=sums["stored"] * self.block_bytes,
-                loaded_blocks=sums["loaded"],
-                loaded_bytes=sums["loaded"] * self.block_bytes,
-                store_s=self._seconds["store"],
-                load_s=self._seconds["load"],
-                rejected_blocks=sums["rejected"],
-                evicted_blocks=sums["evicted"] + num_evicted,
-                corrupt_blocks=sums["corrupt"],
-                failures=sums["failures"],
-            )
+        return self._journal.stats(
+            num_blocks=num_blocks, num_bytes=num_bytes, capacity_bytes=capacity, num_evicted=num_evicted
+        )
 
     def check(self) -> None:
         """Raise AssertionError unless every row is in exactly one state."""
@@ -249,13 +239,13 @@ class DiskStore:
             if volume is not None:
                 volume.check()
 
-    # ---- coming and going
+    # ---- the volume in use, and its replacement
 
     @contextlib.contextmanager
     def _visit(self) -> Iterator[Volume | None]:
-        """The volume, which stays open meanwhile; None when there is none."""
+        """The volume, open until the end of the block; None when there is none."""
         with self._lock:
-            self._look_after_folder()
+            self._check_folder()
             volume = None if self._is_changing or self._is_closed else self._volume
             self._inside += 1
         try:
@@ -266,33 +256,32 @@ class DiskStore:
                 if self._inside == 0:
                     self._quiet.notify_all()
 
-    def _look_after_folder(self) -> None:
-        """A folder that was removed is let go, so that its space comes back, and a new one is claimed now and then."""
+    def _check_folder(self) -> None:
+        """Close a folder that was removed, so that its space is freed, and try to claim a new one now and then."""
         if self._is_changing or self._is_closed or self._executor is None:
             return
         if self._folder is not None and self._folder.is_gone():
-            self._complain("lost", f"{self._folder.path} was removed or replaced while in use; its blocks are lost")
-            self._sums["failures"] += 1
+            self._journal.lost_folder(f"{self._folder.path} was removed or replaced while in use; its blocks are lost")
             self._drop()
         now_s = self._clock()
         if self._folder is None and not self._is_closed and now_s >= self._retry_at_s:
-            self._retry_at_s = now_s + _AGAIN_S
+            self._retry_at_s = now_s + _RECLAIM_S
             try:
                 self._open()
             except StoreError as error:
-                self._complain("open", error)
+                self._journal.complain("open", error)
 
     def _drop(self) -> None:
-        """Close volume and folder once all are out. Called with the lock, which waiting lets go of."""
+        """Close volume and folder when no call uses them. Called with the lock, which is released while waiting."""
         self._is_changing = True
         self._quiet.wait_for(lambda: self._inside == 0)
         if self._volume is not None:
-            self._sums["evicted"] += self._volume.usage()[1]
+            self._journal.closed_volume(self._volume.usage()[1])
         self._close_folder()
         self._is_changing = False
 
     def _fit_records(self, blocks: Sequence[memoryview]) -> None:
-        """Decide on the rows' size from a sample, where it depends on the blocks; again when it no longer fits."""
+        """Where encoded sizes vary, choose the size of records from a sample; again when too many blocks do not fit."""
         if self._codec.encoded_bytes(self.block_bytes) is not None or not blocks:
             return
         with self._lock:
@@ -308,13 +297,16 @@ class DiskStore:
             try:
                 self._resize(pages(min(int(sample * _SAMPLE_MARGIN), self._codec.most_bytes(self.block_bytes))))
             except (OSError, StoreError) as error:
-                self._complain("resize", error)
+                self._journal.complain("resize", error)
 
     def _resize(self, payload_bytes: int) -> None:
-        """Slots of this size, none of them in use. Raises OSError or StoreError."""
+        """Start over with records of this size. Raises OSError or StoreError."""
         if self._volume is not None:
-            logger.warning("blocks no longer fit the disk tier's rows of %d bytes: making it anew with %d bytes each",
-                           self._volume.geometry.payload_bytes, payload_bytes)  # fmt: skip
+            logger.warning(
+                "blocks no longer fit the disk tier's records of %d bytes: starting over with %d bytes each",
+                self._volume.geometry.payload_bytes,
+                payload_bytes,
+            )
             self._drop()
             if self._is_closed:
                 return
@@ -324,48 +316,12 @@ class DiskStore:
         self._folder.wipe()
         self._open_volume(payload_bytes, None)
 
-    # ---- accounts
-
-    @contextlib.contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._seconds[what] += time.perf_counter() - began
-
-    def _count(self, outcome: Outcome, loaded: int = 0) -> None:
-        with self._lock:
-            self._sums["loaded"] += loaded
-            self._sums["stored"] += outcome.num_written
-            self._sums["rejected"] += outcome.num_rejected
-            self._sums["corrupt"] += outcome.num_corrupt
-            self._num_unfit += outcome.num_unfit
-            self._num_fit += outcome.num_written
-            if outcome.num_corrupt:
-                self._complain(
-                    "corrupt", f"{outcome.num_corrupt} blocks in {self.path} failed their checksums: discarded"
-                )
-            if outcome.errors:
-                self._sums["failures"] += 1
-                self._complain(outcome.errors[0].strerror or "failed", outcome.errors[0])
-
-    def _complain(self, kind: str, what: object) -> None:
-        """Log it, unless that kind was logged within the last minute."""
-        now_s = self._clock()
-        if now_s < self._told.get(kind, -_AGAIN_S) + _AGAIN_S:
-            return
-        self._told[kind] = now_s
-        remedy = f"; {self._remedy(what)}" if isinstance(what, OSError) else ""
-        logger.error("disk tier: %s%s", what, remedy)
-
     def _remedy(self, error: OSError) -> str:
         if not is_disk_full(error):
-            return "goes on without; see whether the disk is healthy and mounted for writing"
+            return "continuing without it; check that the disk is healthy and mounted for writing"
         unused = []
         with contextlib.suppress(OSError):
             unused = [report for report in survey(self.path) if not report.is_in_use]
-        told = f"; {sum(report.num_bytes for report in unused)} bytes are in unused subfolders: " if unused else ""
+        hint = f"; {sum(report.num_bytes for report in unused)} bytes are in unused subfolders: " if unused else ""
         names = ", ".join(str(report.path) for report in unused)
-        return f"keeps the blocks it has room for; free some space or lower cache.disk_size{told}{names}"
+        return f"only blocks that fit are stored; free some space or lower cache.disk_size{hint}{names}"

@@ -1,8 +1,8 @@
-"""One claimed folder's blocks: which row holds which, what may go, and what was found again after a restart.
+"""The blocks of one claimed folder: which row holds which, what is evicted, and what was found after a restart.
 
-Owns the index and the rows' headers. Every row that is read is held, every row that is written is reserved, so no two
-threads touch one row's bytes at once. Methods are thread-safe but for open() and close(). Trouble with the disk is
-told in the result, not raised.
+Owns the index and the records' headers. Every row that is read is held, every row that is written is reserved, so no two
+threads use one row's bytes at once. Methods are thread-safe, except open() and close(). Disk errors are returned in the
+outcome, not raised.
 """
 
 import errno
@@ -13,22 +13,21 @@ from dataclasses import dataclass, field
 from kvrelay.kvcache.index.tier_index import TierIndex
 from kvrelay.kvcache.stores.disk.format import Geometry, RecordHeader
 from kvrelay.kvcache.stores.disk.io import Segments
+from kvrelay.kvcache.stores.disk.missing_segments import MissingSegments
 from kvrelay.kvcache.stores.disk.records import ReadItem, RecordIo, WriteItem
 from kvrelay.kvcache.stores.store import BlockMeta
 from kvrelay.types import BlockHash
 
-_RETRY_S = 60.0  # until segments that the disk had no room for are tried again
-
 
 @dataclass(slots=True)
 class Outcome:
-    """What a call brought about; indices are the caller's."""
+    """The result of a call; indices are the caller's."""
 
     done: set[int] = field(default_factory=set)
     num_written: int = 0
     num_corrupt: int = 0
-    num_rejected: int = 0  # not admitted, no room, or too large as encoded
-    num_unfit: int = 0  # of those, too large as encoded
+    num_rejected: int = 0  # not admitted, no room, or too large once encoded
+    num_unfit: int = 0  # of those, too large once encoded
     errors: list[OSError] = field(default_factory=list)
 
 
@@ -41,18 +40,17 @@ class Volume:
         self.geometry = geometry
         self._segments, self._records, self._index, self._clock = segments, rows, index, clock
         self._lock = threading.Lock()
-        self._landed = threading.Condition(self._lock)  # a write ended
+        self._write_ended = threading.Condition(self._lock)  # a write ended
         self._headers: dict[BlockHash, RecordHeader] = {}  # of the index's entries
-        self._stale: dict[int, BlockHash] = {}  # row -> what an evicted block's header there still claims
+        self._stale: dict[int, BlockHash] = {}  # row -> the evicted block whose header is still there
         self._writing: dict[BlockHash, int] = {}  # -> its row
-        self._blocked: list[int] = []  # rows of segments that could not be made
-        self._blocked_until_s = 0.0
+        self._missing = MissingSegments(segments, geometry, index, clock)
         self._sequence = 0
 
     # ---- life
 
     def open(self) -> None:
-        """Find the blocks that an earlier process left. Raises OSError."""
+        """Find the blocks of an earlier process. Raises OSError."""
         newest: dict[BlockHash, RecordHeader] = {}
         for header in sorted(self._records.scan(self._segments.open_all()), key=lambda header: header.sequence):
             older = newest.pop(header.digest, None)
@@ -69,32 +67,36 @@ class Volume:
     def _put(self, header: RecordHeader, now_s: float) -> None:
         meta = header.meta
         is_new = self._index.put(
-            header.digest, header.row, now_s,
-            parent=meta.parent, end_tokens=meta.end_tokens, priority=meta.priority,
-        )  # fmt: skip
+            header.digest,
+            header.row,
+            now_s,
+            parent=meta.parent,
+            end_tokens=meta.end_tokens,
+            priority=meta.priority,
+        )
         if is_new:
             self._headers[header.digest] = header
 
     def close(self) -> None:
-        """Flush and close, when nobody is inside any more. Raises OSError."""
+        """Flush and close; no other call may be under way. Raises OSError."""
         try:
             self._segments.sync()
         finally:
             self._segments.close()
 
-    # ---- looking
+    # ---- lookups
 
     def contains(self, hashes: Sequence[BlockHash]) -> list[bool]:
         with self._lock:
             return [digest in self._index for digest in hashes]
 
     def usage(self) -> tuple[int, int, int]:
-        """Blocks here, blocks evicted since it was opened, bytes of the rows in use."""
+        """(blocks, blocks evicted since open(), bytes of the rows in use)."""
         with self._lock:
             return len(self._index), self._index.num_evicted, len(self._index) * self.geometry.record_bytes
 
     def pin(self, hashes: Sequence[BlockHash], ttl_s: float) -> int:
-        """Keep those that are here for so long, 0 ends it; how many are pinned."""
+        """Pin the stored ones of these for `ttl_s` seconds (0: end their pins); returns how many."""
         with self._lock:
             if ttl_s <= 0:
                 self._index.unpin(hashes)
@@ -102,7 +104,7 @@ class Volume:
             return self._index.pin(hashes, self._clock() + ttl_s)
 
     def check(self) -> None:
-        """Raise AssertionError unless the ledger adds up."""
+        """Raise AssertionError unless index and headers agree."""
         with self._lock:
             self._index.check()
             for digest in self._index.hashes():
@@ -111,7 +113,7 @@ class Volume:
     # ---- loading
 
     def load(self, hashes: Sequence[BlockHash], into: Sequence[memoryview]) -> Outcome:
-        """Bring those that are here."""
+        """Read and verify the blocks that are here."""
         with self._lock:
             here = [index for index, digest in enumerate(hashes) if digest in self._index]
             items = [ReadItem(index, self._headers[hashes[index]], into[index]) for index in here]
@@ -130,7 +132,7 @@ class Volume:
         return outcome
 
     def _discard(self, rows: dict[BlockHash, int]) -> None:
-        """Forget entries that we hold, here and for later processes."""
+        """Forget these entries, whose rows are held, here and for later processes."""
         if not rows:
             return
         with self._lock:
@@ -152,7 +154,7 @@ class Volume:
         return None
 
     def delete(self, hashes: Sequence[BlockHash]) -> Outcome:
-        """Forget these, here and for later processes."""
+        """Delete these blocks, here and for later processes."""
         with self._lock:
             unwanted = set(hashes)
             self._wait_for_writes(lambda: unwanted & (self._writing.keys() | self._overwritten()))
@@ -174,21 +176,19 @@ class Volume:
         return {self._stale[row] for row in self._writing.values() if row in self._stale}
 
     def _wait_for_writes(self, concern: Callable[[], object]) -> None:
-        """Until `concern()` is empty. Other threads' writes, which always end."""
+        """Wait until `concern()` is empty: other threads' writes, which always end."""
         while concern():
-            self._landed.wait()
+            self._write_ended.wait()
 
     # ---- storing
 
     def store(self, hashes: Sequence[BlockHash], blocks: Sequence[memoryview], metas: Sequence[BlockMeta]) -> Outcome:
-        """Keep those that are wanted and find room."""
+        """Store the blocks that are admitted and find room."""
         outcome = Outcome()
         with self._lock:
             held = self._index.hold([digest for digest in hashes if digest in self._index])
             wanted = self._wanted(hashes, metas, outcome)
-            items = self._items(
-                wanted, hashes, blocks, metas, outcome
-            )  # not at the cost of the same prompt's beginning
+            items = self._items(wanted, hashes, blocks, metas, outcome)  # not evicting the prompt's own prefix
             self._index.unhold(held)
             self._writing.update((item.digest, item.row) for item in items)
         try:
@@ -201,7 +201,7 @@ class Volume:
         return outcome
 
     def _wanted(self, hashes: Sequence[BlockHash], metas: Sequence[BlockMeta], outcome: Outcome) -> list[int]:
-        """Indices of the blocks to write. Each offer of a block counts with the admission filter once."""
+        """Indices of the blocks to write. Each offer of a block is counted once by the admission filter."""
         wanted: dict[BlockHash, int] = {}
         for index, (digest, meta) in enumerate(zip(hashes, metas, strict=True)):
             if digest in self._index or digest in self._writing or digest in wanted:
@@ -220,7 +220,7 @@ class Volume:
         metas: Sequence[BlockMeta],
         outcome: Outcome,
     ) -> list[WriteItem]:
-        """Slots for as many as find room, from the beginning of the prompt on."""
+        """Reserve rows for as many as find room, from the start of the prompt on."""
         items: list[WriteItem] = []
         for tenant in dict.fromkeys(metas[index].tenant for index in wanted):
             mine = [index for index in wanted if metas[index].tenant == tenant]
@@ -232,53 +232,32 @@ class Volume:
         return items
 
     def _reserve(self, count: int, tenant: str, outcome: Outcome) -> list[int]:
-        """Up to `count` rows whose segments are there."""
+        """Up to `count` rows of existing segments."""
         now_s = self._clock()
-        if self._blocked and now_s >= self._blocked_until_s:
-            self._index.cancel(self._blocked)
-            self._blocked = []
+        self._missing.retry()
         while count:
             rows = self._index.reserve(count, now_s, tenant=tenant)
             if rows is None:
                 count //= 2
                 continue
             self._note_evicted()
-            error = self._ensure(rows)
+            error = self._missing.ensure(rows)
             if error is None:
                 return rows
             outcome.errors.append(error)
             self._index.cancel(rows)
-            self._block(now_s)
+            self._missing.block()
         return []
 
     def _note_evicted(self) -> None:
-        """An evicted block's header stays on the disk until its row is written again."""
+        """Remember that the evicted blocks' headers stay on disk until their rows are overwritten."""
         change = self._index.drain_changes()
         for digest in change.removed if change is not None else ():
             header = self._headers.pop(digest)
             self._stale[header.row] = digest
 
-    def _ensure(self, rows: Iterable[int]) -> OSError | None:
-        for segment in sorted({self.geometry.place(row)[0] for row in rows}):
-            try:
-                self._segments.ensure(segment)
-            except OSError as error:
-                return error
-        return None
-
-    def _block(self, now_s: float) -> None:
-        """Take every row of the segments that are missing, none of which was ever in use, out of the game for a while."""
-        for segment in range(self.geometry.num_segments):
-            if not self._segments.has(segment):
-                first = segment * self.geometry.rows_per_segment
-                stop = min(first + self.geometry.rows_per_segment, self.geometry.num_rows)
-                self._blocked += range(first, stop)
-        for row in self._blocked:
-            self._index.take(row)
-        self._blocked_until_s = now_s + _RETRY_S
-
     def _settle(self, items: Sequence[WriteItem], outcome: Outcome) -> None:
-        """Publish what was written, free what was not."""
+        """Index what was written, and free the other rows."""
         now_s = self._clock()
         for item in items:
             del self._writing[item.digest]
@@ -292,7 +271,7 @@ class Volume:
             outcome.num_rejected += item.is_unfit or item.is_rejected
             if item.error is not None and item.error not in outcome.errors:
                 outcome.errors.append(item.error)
-        self._landed.notify_all()
+        self._write_ended.notify_all()
 
 
 def is_disk_full(error: OSError) -> bool:
