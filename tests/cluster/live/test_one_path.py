@@ -1,10 +1,13 @@
-"""How many files of ours one streamed chat request executes, from its arrival at the ingress to its last token.
+"""One request's way through the code: how many files it executes, and that architecture.md names functions that exist.
 
-`pytest -s tests/cluster/live/test_one_path.py` prints them with the number of functions that ran in each.
+`pytest -s tests/cluster/live/test_one_path.py` prints the files that one streamed chat request executes, from its arrival at
+the ingress to its last token, with the number of functions that ran in each.
 """
 
+import ast
 import asyncio
 import contextlib
+import re
 import secrets
 import sys
 import threading
@@ -27,7 +30,7 @@ from kvrelay.types import Role
 pytestmark = pytest.mark.alone
 
 ROOT = Path(__file__).resolve().parents[3]
-MAX_FILES = 108
+MAX_FILES = 118
 SETTINGS = {
     "model": {"dtype": "float32", "max_model_len": 1024},
     "engine": {"kv_memory": "4MiB", "num_threads": 1, "backend": "reference"},
@@ -121,3 +124,33 @@ async def test_one_streamed_chat_request_runs_through_few_files(tmp_path):
     assert len(tracer.functions) <= MAX_FILES
     assert any(path.parts[0] == "prefill" for path in tracer.functions)
     assert any(path.parts[0] == "decode" for path in tracer.functions)
+
+
+def names_in(path):
+    """Functions, classes and methods (Class.method) of a file."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            found.add(node.name)
+            found |= {f"{node.name}.{one.name}" for one in node.body if hasattr(one, "name")}
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.add(node.name)
+    return found
+
+
+def missing(section):
+    """The `file: name` references of a text that do not exist."""
+    references = re.findall(r"`([a-z_/]+\.py): ([A-Za-z_.]+)`", section)
+    assert len(references) > 20
+    return [
+        f"{file}: {name}"
+        for file, name in references
+        if not (ROOT / file).is_file() or name not in names_in(ROOT / file)
+    ]
+
+
+def test_the_way_of_a_request_is_described_with_names_that_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text[text.index("## One request") :].split("\n## ")[0]
+    assert missing(section) == []
+    assert missing(section.replace("RequestDriver.tokens", "RequestDriver.nothing")) != []
