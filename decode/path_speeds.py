@@ -31,4 +31,4 @@ class PathSpeeds:
         paths = [path for pair in pairs if pair.ok for path in pair.paths if path.is_chosen and path.bytes_per_s > 0]
         if paths:
             speed, latency_s = min(path.bytes_per_s for path in paths), max(path.latency_s for path in paths)
-            self._thread.post(lambda engine: engine.note_transfer_speed(speed, latency_s))
+            self._thread.post(lambda engine: engine.requests.note_transfer_speed(speed, latency_s))

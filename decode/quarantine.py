@@ -15,7 +15,7 @@ class Quarantine:
         """End the sequence, but keep its blocks until `release`."""
 
         def hold(engine: Engine) -> None:
-            key = engine.quarantine(request_id)
+            key = engine.requests.quarantine(request_id)
             if key is not None:
                 self._keys[request_id] = key
 
@@ -27,6 +27,6 @@ class Quarantine:
         def release(engine: Engine) -> None:
             key = self._keys.pop(request_id, None)
             if key is not None:
-                engine.unquarantine(key)
+                engine.requests.unquarantine(key)
 
         self._thread.post(release)

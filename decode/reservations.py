@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvrelay.engine.step.engine import Reservation
+from kvrelay.engine.step.config import Reservation
 from kvrelay.engine.worker.requests import IngressLink
 from kvrelay.errors import TransferError
 from kvrelay.kvtransfer.protocol.types import TransferResult

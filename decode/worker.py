@@ -11,7 +11,8 @@ from kvrelay.decode.path_speeds import PathSpeeds
 from kvrelay.decode.quarantine import Quarantine
 from kvrelay.decode.reservations import Commit, Incoming, manifest_in
 from kvrelay.decode.target import KvTarget
-from kvrelay.engine.step.engine import Engine, Reservation
+from kvrelay.engine.step.config import Reservation
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.probe_buffers import BlockLender
 from kvrelay.engine.worker.requests import IngressLink, RequestTable
@@ -74,7 +75,7 @@ class DecodeRole:
     ) -> None:
         transfer = options.settings.transfer
         self.target = KvTarget(
-            engine.memory, options.worker_id, epoch, engine.fingerprint, options.secret, transfer,
+            engine.cache.memory, options.worker_id, epoch, engine.cache.fingerprint, options.secret, transfer,
             host=options.host, generation_of=engine.pool.generation,
             on_commit=self._on_commit, on_failed=self._on_failed, on_released=self._on_released,
             lender=BlockLender(thread), tls=tls, transports=transports_for(transfer.tcp_streams, tls),

@@ -4,11 +4,9 @@ The engine then launches a step before it has the previous step's tokens: see en
 """
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from torch import Tensor
-
-from kvrelay.kernels.backend import Backend
 
 
 class PendingTokens(Protocol):
@@ -36,9 +34,8 @@ class TokenFeed:
     tokens: Tensor
 
 
-@runtime_checkable
-class AsyncBackend(Backend, Protocol):
-    """A backend that runs work in launch order while the host continues."""
+class AsyncDevice(Protocol):
+    """A device that runs work in launch order while the host continues."""
 
     def pending(self, tokens: Tensor) -> PendingTokens:
         """Start copying the tokens of `sample_on_device` to the host."""

@@ -8,13 +8,14 @@ The cache of latent attention (MLA) is [num_blocks, 1, block_size, 1, head_dim]:
 rotary part, which all query heads share.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kernels.common.expert_choice import ExpertChoice
 from kvrelay.kernels.common.quant_scheme import Scheme, WeightError
 
@@ -128,6 +129,83 @@ class Experts(Protocol):
     ) -> Tensor: ...
 
 
+ModelForward = Callable[[Tensor, AttentionBatch, Any], Tensor]
+"""(token ids, batch, attention plan) -> hidden states."""
+AttentionVariant = tuple[float, int | None, float | None]
+"""Scale, window, softcap."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSpec:
+    """A model whose steps may be captured.
+
+    Args:
+        shape, dtype: of its attention layers and its activations.
+        variants: of attention that its layers ask for; num_full_layers: layers without a window.
+        expert_sizes: (hidden size, size of an expert's MLP) of a model with experts, else None.
+        max_blocks, max_running, max_tokens: of a sequence, of a step's sequences, and of a step's tokens.
+        head: logits of hidden states.
+        reserve_positions: grows the table of rotary positions, which captures read, to so many tokens at once.
+    """
+
+    shape: AttentionShape
+    dtype: torch.dtype
+    variants: Collection[AttentionVariant]
+    num_full_layers: int
+    expert_sizes: tuple[int, int] | None
+    max_blocks: int
+    max_running: int
+    max_tokens: int
+    head: Callable[[Tensor], Tensor]
+    reserve_positions: Callable[[int], object]
+
+
+class DecodeGraphs(Protocol):
+    """Captured decode steps of one model."""
+
+    def fits(self, batch: AttentionBatch) -> bool:
+        """Whether this batch can be run so."""
+        ...
+
+    def run(self, token_ids: Tensor, batch: AttentionBatch, forward: ModelForward) -> Tensor:
+        """Hidden states of a batch that fits; captures at the first batch of its size. The next run overwrites them."""
+        ...
+
+    def logits_of(self, hidden: Tensor) -> Tensor | None:
+        """Logits of all rows of the last run's result, where the capture has computed them."""
+        ...
+
+    def warm_up(self, forward: ModelForward) -> None:
+        """Capture now what would be captured in the first requests. No block may be in use yet."""
+        ...
+
+    def reset(self) -> None:
+        """Drop all captures: something that they read has moved."""
+        ...
+
+
+class PieceGraphs(Protocol):
+    """Captured pieces, between the attention calls, of steps with prompts."""
+
+    def choose_kernels(self, variants: Collection[AttentionVariant]) -> None:
+        """Try attention kernels out for these variants."""
+        ...
+
+    def fits(self, batch: AttentionBatch) -> bool: ...
+
+    def run(
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        forward: ModelForward,
+        on_layer: Callable[[int], None] | None = None,
+    ) -> Tensor: ...
+
+    def warm_up(self, forward: ModelForward) -> None: ...
+
+    def reset(self) -> None: ...
+
+
 class Backend(Protocol):
     """Kernels of one device. Stateless but for workspaces; one per engine thread."""
 
@@ -135,6 +213,19 @@ class Backend(Protocol):
     device: torch.device
     kv_layouts: tuple[KvOrder, ...]  # cache layouts that its kernels support
     quantizes: bool  # whether it supports quantised weights
+
+    @property
+    def asynchronous(self) -> AsyncDevice | None:
+        """What a device offers whose calls return before they are computed; None: they return when they are."""
+        ...
+
+    def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
+        """Captures of this model's decode steps; None: they are not captured."""
+        ...
+
+    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
+        """Captures of this model's steps with prompts, where decode steps are captured; None: they are not."""
+        ...
 
     @property
     def cascade_saved_tokens(self) -> int:

@@ -84,9 +84,9 @@ def quantizes(name: Name = "auto", device: str = "auto") -> tuple[str, bool]:
 
 def _class_of(name: str) -> Any:
     if name == "cuda":
-        from kvrelay.kernels.cuda.backend import CudaBackend
+        from kvrelay.kernels.cuda.capturing import CapturingCudaBackend
 
-        return CudaBackend
+        return CapturingCudaBackend
     if name == "cpu":
         from kvrelay.kernels.cpu.backend import CpuBackend
 

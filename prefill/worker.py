@@ -10,7 +10,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from kvrelay.engine.step.engine import Engine, Reservation
+from kvrelay.engine.step.config import Reservation
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.layer_events import LayerHook
 from kvrelay.engine.worker.build import WorkerOptions
 from kvrelay.engine.worker.probe_buffers import BlockLender
@@ -56,7 +57,7 @@ class PrefillWorker(WorkerService):
     async def _start_role(self, engine: Engine) -> "PrefillRole":
         transfer = self.options.settings.transfer
         source = KvSource(
-            engine.memory, self.worker_id, self.epoch, engine.fingerprint, self.options.secret, transfer,
+            engine.cache.memory, self.worker_id, self.epoch, engine.cache.fingerprint, self.options.secret, transfer,
             host=self.options.host, generation_of=engine.pool.generation, lender=BlockLender(self.thread), tls=self.tls,
             transports=transports_for(transfer.tcp_streams, self.tls),
         )  # fmt: skip

@@ -11,7 +11,9 @@ from typing import Any
 import torch
 
 from kvrelay.engine.checkpoints.checkpoint import prepare_checkpoint
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.select import select_backend

@@ -47,7 +47,8 @@ class Ours:
     def __init__(self, num_blocks: int, draft_tokens: int = 0) -> None:
         import torch
 
-        from kvrelay.engine.step.engine import Engine, EngineConfig
+        from kvrelay.engine.step.build import make_engine
+        from kvrelay.engine.step.config import EngineConfig
         from kvrelay.hashing import block_hashes
         from kvrelay.plane.messages import Sampling, SequenceRequest
 
@@ -55,19 +56,24 @@ class Ours:
             dtype=torch.bfloat16, kv_dtype=torch.bfloat16, num_kv_heads=1, head_dim=1, latent_dim=None
         )
         spec = SimpleNamespace(
-            num_layers=1, max_position=MAX_MODEL_LEN, eos_ids=(2,), latent=(), experts=None, vocab_size=1 << 20
+            num_layers=1, max_position=MAX_MODEL_LEN, eos_ids=(2,), latent=(), experts=None, vocab_size=1 << 20,
+            query_scale=1.0, layer_windows=(None,), attention_softcap=None,
+        )  # fmt: skip
+        model = SimpleNamespace(
+            attention_shape=shape, spec=spec, dtype=torch.bfloat16, logits=None, reserve_positions=None
         )
-        model = SimpleNamespace(attention_shape=shape, spec=spec)
         backend = SimpleNamespace(
-            name="none", device=torch.device("cpu"), share_prefixes=lambda **_: None, cascade_saved_tokens=0
-        )
+            name="none", device=torch.device("cpu"), share_prefixes=lambda **_: None, cascade_saved_tokens=0,
+            asynchronous=None, decode_graphs=lambda spec: None,
+        )  # fmt: skip
         config = EngineConfig(
             block_size=BLOCK, kv_memory_bytes=num_blocks * BLOCK * 4, token_budget=BUDGET, max_running=MAX_RUNNING, max_waiting=MAX_RUNNING,
             draft_tokens=draft_tokens,
         )  # fmt: skip
-        self.engine: Any = Engine(model, backend, config)  # type: ignore[arg-type]
-        self._runner, self._sampler = self.engine._runner, self.engine._sampler
-        self.engine._runner = self.engine._sampler = self
+        self.engine: Any = make_engine(model, backend, config)  # type: ignore[arg-type]
+        runner, self._sampler = self.engine.runner, self.engine.sampling.sampler
+        self._batch = runner.batch
+        runner.run, runner.logits, self._sampler.sample = self.run, self.logits, self.sample
         self._hashes, self._request, self._sampling = block_hashes, SequenceRequest, Sampling
         self._batch_s = self._schedule_s = 0.0
         schedule = self.engine.scheduler.schedule
@@ -80,12 +86,13 @@ class Ours:
 
         self.engine.scheduler.schedule = timed
 
-    # what the engine asks of its runner and its sampler
+    # in place of the runner's and the sampler's methods
 
-    def run(self, plan: Any, *_: Any) -> None:
+    def run(self, plan: Any, *_: Any) -> Any:
         began = time.thread_time()
-        self._runner.batch(plan)
+        self._batch(plan)
         self._batch_s = time.thread_time() - began
+        return self
 
     def logits(self, hidden: Any, rows: list[int]) -> None:
         """Events are not read."""
@@ -95,9 +102,6 @@ class Ours:
         self._sampler._batch(seqs, ahead)
         self._batch_s += time.thread_time() - began
         return [7] * len(seqs), [None] * len(seqs)
-
-    def forget(self, seq: Any) -> None:
-        self._runner.forget(seq)
 
     def add(self, name: str, tokens: list[int], max_tokens: int) -> None:
         request = self._request(

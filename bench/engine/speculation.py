@@ -24,7 +24,9 @@ from bench.engine import inprocess
 from bench.figures import available_cores, show
 from kvrelay.config import settings_from
 from kvrelay.engine.speculation.draft_model import make_draft_model
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.kernels.select import select_backend
 
 STORY = (
@@ -50,7 +52,7 @@ def engine_of(folder: Path, options: argparse.Namespace, kind: str) -> Engine:
         kv_memory_bytes=1 << 29, prefix_caching=False, quantization=inprocess.scheme(options.quantization),
         draft_tokens=0 if kind == "plain" else options.draft_tokens, prompt_lookup=kind != "model",
     )  # fmt: skip
-    engine = load_engine(folder, backend, inprocess.DTYPES[options.dtype], config)
+    model = None
     if kind in ("model", "both"):
         settings = settings_from({
             "model": {"source": str(folder), "dtype": options.dtype, "quantization": options.quantization},
@@ -58,8 +60,7 @@ def engine_of(folder: Path, options: argparse.Namespace, kind: str) -> Engine:
         })  # fmt: skip
         model = make_draft_model(settings, folder, backend)
         assert model is not None
-        engine.attach_draft_model(model)
-    return engine
+    return load_engine(folder, backend, inprocess.DTYPES[options.dtype], config, Extensions(draft_model=model))
 
 
 def decode(

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 from bench.gpu.section import FA3_IS_BUILT, Context
-from kvrelay.engine.step.engine import Engine, EngineConfig, StepResult, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig, StepResult
+from kvrelay.engine.step.engine import Engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
@@ -26,8 +28,8 @@ def build(context: Context, folder: Path, *, kv_bytes: int, token_budget: int = 
     )  # fmt: skip
     engine = load_engine(folder, backend, torch.bfloat16, config)
     if (context.scratch / FA3_IS_BUILT).exists():
-        engine._runner.choose_kernels()
-    engine.storage.tensor.uniform_(-1.0, 1.0)  # noise in place of a computed context
+        engine.runner.choose_kernels()
+    engine.cache.storage.tensor.uniform_(-1.0, 1.0)  # noise in place of a computed context
     return engine
 
 

@@ -25,7 +25,7 @@ def run(context: Context) -> None:
     engine = build(
         context, folder, kv_bytes=(32 << 20) if context.tiny else (4 << 30), token_budget=64 if context.tiny else 8192
     )
-    if engine._runner._graphs is None:
+    if engine.runner._graphs is None:
         context.add(check="graphs", ok=False, note="this backend captures no graphs")
         return
     for batch in (1, 3) if context.tiny else (1, 2, 3, 8, 17, 64, 100, 128):
@@ -49,7 +49,7 @@ def compare(context: Context, engine: Engine, batch: int, length: int) -> None:
     """The same sequences twice: without graphs, with them. Steps are compared for as long as the tokens agree."""
     plain = run_steps(engine, batch, length, with_graphs=False)
     graphed = run_steps(engine, batch, length, with_graphs=True)
-    graphs: Any = engine._runner._graphs
+    graphs: Any = engine.runner._graphs
     if why := getattr(graphs, "why_not", None):
         context.add(check=f"batch {batch}", left_out=why)
         return
@@ -68,11 +68,16 @@ def compare(context: Context, engine: Engine, batch: int, length: int) -> None:
 
 def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
     """A step of two decoding sequences and a prompt of so many tokens, plain and in pieces: hidden states and the cache."""
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     if runner._pieces is None:
         context.add(check="a mixed step in pieces", left_out="this backend has none")
         return
-    model, shape, pieces, cache = engine.model, engine.model.attention_shape, runner._pieces, engine.storage.tensor
+    model, shape, pieces, cache = (
+        engine.model,
+        engine.model.attention_shape,
+        runner._pieces,
+        engine.cache.storage.tensor,
+    )
     step = KernelStep("", ((1, 33), (1, 500), (num_tokens - 2, 600 + num_tokens)))
     batch, num_blocks = batch_of(step, shape.block_size, torch.Generator().manual_seed(num_tokens))
     ids = torch.randint(3, model.spec.vocab_size, (num_tokens,), generator=torch.Generator().manual_seed(1))
@@ -80,7 +85,7 @@ def compare_mixed(context: Context, engine: Engine, num_tokens: int) -> None:
 
     def plain() -> Tensor:
         plan = engine.backend.plan(batch, shape)
-        return model.forward(ids, batch, plan, engine.storage.layers)
+        return model.forward(ids, batch, plan, engine.cache.storage.layers)
 
     with torch.inference_mode():
         expected, stored = plain().clone(), cache[:, :num_blocks].clone()
@@ -104,14 +109,14 @@ def error(found: Tensor, expected: Tensor) -> float:
 
 def run_steps(engine: Engine, batch: int, length: int, *, with_graphs: bool) -> Run:
     """Of sequences whose context is the same each time, in whatever blocks."""
-    cache = engine.storage.tensor
+    cache = engine.cache.storage.tensor
 
     def fill(blocks: list[BlockId]) -> None:
         generator = torch.Generator(cache.device).manual_seed(3)
         noise = torch.empty(cache.shape[0], len(blocks), *cache.shape[2:], dtype=cache.dtype, device=cache.device)
         cache[:, blocks] = noise.uniform_(-1.0, 1.0, generator=generator)
 
-    runner: Any = engine._runner
+    runner: Any = engine.runner
     graphs, pieces, run, seconds = runner._graphs, runner._pieces, runner.run, []
     tokens: list[list[int]] = []
     hidden: list[Tensor] = []

@@ -27,7 +27,7 @@ def run_decode(context: Context) -> None:
 
 
 def measure(context: Context, engine: Engine, batch: int, length: int) -> None:
-    layout = engine.memory.layout
+    layout = engine.cache.memory.layout
     token_bytes = layout.block_bytes // layout.block_size
     blocks = batch * -(-(length + _ROOM) // layout.block_size)
     if blocks > layout.num_blocks:

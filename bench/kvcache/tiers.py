@@ -33,7 +33,11 @@ from kvrelay.cluster.launch.local import HOST, LocalCluster, local_cluster
 from kvrelay.cluster.store.factory import ClusterStores
 from kvrelay.cluster.store.process import spawn_store
 from kvrelay.config import settings_from
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.kv_cache import KvCache
 from kvrelay.engine.worker.tier_setup import make_lower_tiers
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -127,7 +131,7 @@ class Driven:
     @property
     def tiers(self) -> Any:
         assert self.engine.tiers is not None
-        return self.engine.tiers.tiers
+        return self.engine.tiers.controller
 
     def first(self, prompt: list[int]) -> tuple[float, int]:
         """(seconds from the prompt's arrival to its first token, tokens that were found)."""
@@ -170,17 +174,18 @@ def driven(folder: Path, options: argparse.Namespace, cache: dict[str, Any], sto
     memory = 2 * (max(options.lengths) + 64) * count.kv_values_per_token * item
     config = EngineConfig(kv_memory_bytes=memory, token_budget=options.token_budget)
     backend = select_backend(options.backend, "auto", options.threads)
-    engine = load_engine(folder, backend, inprocess.DTYPES[options.dtype], config)
     woken = threading.Semaphore(0)
     settings = settings_from(
         {"cache": {"host_memory": str(memory), "prefetch": "wait", "write_policy": "selective", **cache}}
     )
-    namespace = namespace_of(engine.fingerprint, engine.memory.layout)
-    engine.attach(
-        make_lower_tiers(
-            engine.pool, engine.memory, settings.cache, settings.transfer.checks, namespace, woken.release, stores
+
+    def tiers(kv: KvCache) -> LowerTiers:
+        namespace = namespace_of(kv.fingerprint, kv.memory.layout)
+        return make_lower_tiers(
+            kv.pool, kv.memory, settings.cache, settings.transfer.checks, namespace, woken.release, stores
         )
-    )
+
+    engine = load_engine(folder, backend, inprocess.DTYPES[options.dtype], config, Extensions(tiers))
     try:
         yield Driven(engine, woken)
     finally:

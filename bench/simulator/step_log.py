@@ -46,7 +46,7 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
     """
     rows: list[Sequence[float]] = []
     plans: list[StepWork] = []
-    schedule, step, close, run = engine.scheduler.schedule, engine.step, engine.close, engine._runner.run
+    schedule, step, close, run = engine.scheduler.schedule, engine.step, engine.close, engine.runner.run
     times = {"began": 0.0, "computed": 0.0, "ended": 0.0, "tail": 0.0}  # tail: from the model's run to the next step
 
     def noting() -> Any:
@@ -63,13 +63,13 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
         times["computed"] = time.monotonic()
         return hidden
 
-    def timed() -> Any:
+    def timed(*on_reserved: Any) -> Any:
         plans.clear()
         cpu_s, began_s = time.thread_time(), time.monotonic()
         times["began"] = began_s
         if began_s - times["ended"] < AT_ONCE_S:
             times["tail"] = began_s - times["computed"]
-        result = step()
+        result = step(*on_reserved)
         ended_s, cpu_s = time.monotonic(), time.thread_time() - cpu_s
         if plans:
             work = plans[-1]
@@ -84,7 +84,7 @@ def watch(engine: Engine, file: Path, curve: SpeedCurve | None = None) -> None:
 
     engine.scheduler.schedule = noting  # type: ignore[method-assign]
     engine.step = timed  # type: ignore[method-assign]
-    engine._runner.run = drawn_out  # type: ignore[method-assign]
+    engine.runner.run = drawn_out  # type: ignore[method-assign]
     engine.close = written  # type: ignore[method-assign]
 
 

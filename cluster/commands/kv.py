@@ -102,7 +102,7 @@ def _export(settings: "Settings", text: str, fmt: "KvFormat | None", file: Path)
 
     engine, folder = _engine(settings)
     token_ids = Tokenizer(folder).encode(text)
-    default = KvFormat.KV_MLA_FMT if engine.memory.layout.is_latent else KvFormat.KV_2LTD
+    default = KvFormat.KV_MLA_FMT if engine.cache.memory.layout.is_latent else KvFormat.KV_2LTD
     kv = export_prompt(engine, token_ids, fmt or default)
     save(kv, file)
     first = next(iter(kv.tensors.values()))

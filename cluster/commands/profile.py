@@ -221,7 +221,7 @@ def _where(engine: "Engine", settings: "Settings") -> str:
 
     describe = getattr(engine.backend, "describe", None)
     facts = ", ".join(f"{name} {value}" for name, value in describe().items()) if describe else engine.backend.name
-    return f"{model_name(settings.model)}, {engine.fingerprint.compute_dtype}, {facts}"
+    return f"{model_name(settings.model)}, {engine.cache.fingerprint.compute_dtype}, {facts}"
 
 
 def _micro(seconds: float) -> str:

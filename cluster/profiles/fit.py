@@ -18,8 +18,9 @@ import torch
 
 from kvrelay.cluster.profiles.profile import ConstantSource, Fit, FitError, SimulatorProfile
 from kvrelay.engine.profiling.step_profile import add_prompt
-from kvrelay.engine.scheduling.scheduler import StepPlan
-from kvrelay.engine.step.engine import Engine, StepResult
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.step.config import StepResult
+from kvrelay.engine.step.engine import Engine
 from kvrelay.router.planning.speed_curve import StepWork
 from kvrelay.router.planning.speed_fit import Fitted, StepSample
 
@@ -103,7 +104,7 @@ class StepSampler:
         """One sample for each kind of work. The first steps are not counted: recordings, graphs, caches."""
         with self._watched(), suppress(_TimeIsOver):
             self._prompts(min(64, self._engine.config.token_budget), 2)
-            self._decode(16, min(4, self._engine.max_running))
+            self._decode(16, min(4, self._engine.config.max_running))
             self._cells.clear()
             for _ in range(PASSES):
                 for part in self._parts():
@@ -166,7 +167,7 @@ class StepSampler:
 
     def _decode(self, context: int, most: int | None = None) -> None:
         """As many sequences of `context` tokens as may be, a power of two, then half as many, down to one."""
-        most = min(self._engine.max_running, most or MOST_CONTEXT // context)
+        most = min(self._engine.config.max_running, most or MOST_CONTEXT // context)
         fits = self._pool_tokens // (context + self._output_tokens(most, context))
         count = 1 << (max(1, min(most, fits)).bit_length() - 1)
         with self._decoding(count, context) as names:
@@ -185,7 +186,7 @@ class StepSampler:
         """Prompts beside few and many sequences."""
         budget = self._engine.config.token_budget
         for count, context in ((4, 256), (16, 128)):
-            count = min(count, self._engine.max_running - 1)
+            count = min(count, self._engine.config.max_running - 1)
             grown = context + self._output_tokens(max(count, 1), context)
             if count < 1 or count * grown + budget > self._pool_tokens or grown >= self._engine.max_model_len:
                 continue
@@ -305,7 +306,7 @@ def profile_of(
     between_s: what a worker takes between two steps; it counts as part of each.
     """
     curve = replace(fitted.curve, overhead_s=fitted.curve.overhead_s + between_s)
-    compute_dtype, device = engine.fingerprint.compute_dtype, engine.backend.device.type
+    compute_dtype, device = engine.cache.fingerprint.compute_dtype, engine.backend.device.type
     copied = copy_bytes_per_s()
     measured = f"{model}, {compute_dtype}, {device}, {date}"
     return SimulatorProfile(
@@ -329,9 +330,9 @@ def profile_of(
         block_size=engine.config.block_size,
         num_blocks=engine.pool.num_blocks,
         token_budget=engine.config.token_budget,
-        max_running=engine.max_running,
+        max_running=engine.config.max_running,
         max_model_len=engine.max_model_len,
-        kv_bytes_per_token=round(engine.scheduler.preemptor.token_bytes),
+        kv_bytes_per_token=round(engine.cache.memory.layout.block_bytes / engine.config.block_size),
         link_bytes_per_s=LINK_BYTES_PER_S,
         local_bytes_per_s=copied,
         load_bytes_per_s={"host": copied},

@@ -14,7 +14,8 @@ from contextlib import suppress
 from itertools import pairwise
 
 from kvrelay.engine.profiling.step_profile import add_prompt
-from kvrelay.engine.step.engine import Engine, StepResult
+from kvrelay.engine.step.config import StepResult
+from kvrelay.engine.step.engine import Engine, OnReserved
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.plane.messages import Tokens, encode
 
@@ -34,7 +35,6 @@ def between_steps_s(engine: Engine) -> float:
         return asyncio.run(_between_steps_s(engine))
     finally:
         engine.step, engine.close = step, close  # type: ignore[method-assign]
-        engine.on_reserved = None
 
 
 async def _between_steps_s(engine: Engine) -> float:
@@ -70,7 +70,7 @@ async def _between_steps_s(engine: Engine) -> float:
 
 
 def _add_sequences(engine: Engine) -> None:
-    count, longest = min(NUM_SEQUENCES, engine.max_running), engine.max_model_len
+    count, longest = min(NUM_SEQUENCES, engine.config.max_running), engine.max_model_len
     tokens = min(PROMPT_TOKENS, longest // 4)
     for number in range(count):
         add_prompt(engine, _FIRST_NUMBER + number, tokens, max_tokens=min(NUM_STEPS, longest - tokens - 1))
@@ -79,11 +79,11 @@ def _add_sequences(engine: Engine) -> None:
 def _timed(engine: Engine) -> list[tuple[float, float]]:
     """Begins and ends of its steps, from now on."""
     spans: list[tuple[float, float]] = []
-    step: Callable[[], StepResult] = engine.step
+    step: Callable[..., StepResult] = engine.step
 
-    def timed() -> StepResult:
+    def timed(on_reserved: OnReserved | None = None) -> StepResult:
         begin_s = time.perf_counter()
-        result = step()
+        result = step(on_reserved)
         spans.append((begin_s, time.perf_counter()))
         return result
 

@@ -8,16 +8,18 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from kvrelay.cluster.profiles.profile import SimulatorProfile
-from kvrelay.cluster.simulator.fast_forward import FastForward
+from kvrelay.cluster.simulator.fast_forward import FairShareWithParked, FastForward, ParkedSequences, RefreshedHeadroom
 from kvrelay.cluster.simulator.requests import END_TOKEN, WORD_TOKEN, SimulatedSequenceRequest
 from kvrelay.cluster.simulator.resources.clock import Clock
 from kvrelay.cluster.simulator.stride import StepEvents, Stride
 from kvrelay.cluster.simulator.tiers import SimulatedTiers
 from kvrelay.config import Settings
 from kvrelay.engine.scheduling.fair_share import queue_rules
+from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.step.load_report import load_report
 from kvrelay.engine.step.outputs import OutputProcessor
@@ -33,7 +35,7 @@ from kvrelay.types import FinishReason, Role
 class SimulatedEngine:
     """Called between steps by its worker, which knows when they end.
 
-    Its 15 attributes are the parts of production's engine that exist here too, and its totals.
+    Its 17 attributes are the parts of production's engine that exist here too, and its totals.
     """
 
     def __init__(
@@ -49,22 +51,35 @@ class SimulatedEngine:
         )  # fmt: skip
         self.max_running = min(profile.max_running, profile.token_budget)
         self.max_model_len = min(profile.max_model_len, profile.num_blocks * profile.block_size)
-        limits = SchedulerLimits(profile.token_budget, self.max_running, own.max_waiting, own.headroom)
-        self.scheduler = Scheduler(self.pool, profile.block_size, limits, queue_rules(settings.scheduler))
         self.tiers = make_tiers(self.pool)
-        if self.tiers is not None:
-            self.scheduler.tiers = self.tiers.lower
-        self.scheduler.preemptor.token_bytes = float(profile.kv_bytes_per_token)
-        self.scheduler.preemptor.only = None if own.preemption == "auto" else PreemptionMode(own.preemption)
+        config = SchedulerConfig(
+            profile.token_budget,
+            self.max_running,
+            own.max_waiting,
+            own.headroom,
+            preemption=None if own.preemption == "auto" else PreemptionMode(own.preemption),
+            token_bytes=float(profile.kv_bytes_per_token),
+        )
+        parked = ParkedSequences(WORD_TOKEN)
+        fair_share = FairShareWithParked(queue_rules(settings.scheduler))
+        headroom = RefreshedHeadroom(own.headroom, profile.block_size, parked)
+        self._lengths, self._speeds = headroom.lengths, MeasuredSpeeds()
+        self.scheduler = Scheduler(
+            self.pool, config, fair_share=fair_share, headroom=headroom, speeds=self._speeds, tiers=self._lower_tiers
+        )
         self._output_processor = OutputProcessor(
             self.scheduler.finish, clock.time, eos_ids=(END_TOKEN,), max_model_len=self.max_model_len
         )
-        self._fast_forward = FastForward(self.scheduler, WORD_TOKEN)
+        self._fast_forward = FastForward(self.scheduler, parked, fair_share)
         self._events, self.speed = EventLog(), StepTiming()
         self._load_seq = 0
         self.num_steps = 0
         self.busy_s = 0.0
         self.output_tokens = 0
+
+    @property
+    def _lower_tiers(self) -> LowerTiers | None:
+        return None if self.tiers is None else self.tiers.lower
 
     # ---- requests
 
@@ -94,7 +109,7 @@ class SimulatedEngine:
         """What is due before a step is planned: who has a reservation from now on."""
         self.pool.tick(now_s)
         if self.tiers is not None:
-            self.tiers.lower.tiers.poll()
+            self.tiers.lower.poll()
         scheduler = self.scheduler
         if scheduler.waiting or scheduler.reserving:
             scheduler.reject_overdue(now_s)
@@ -106,8 +121,8 @@ class SimulatedEngine:
         count, wakes = fast_forward.look()
         if count:
             return self._quiet(now_s, count, factor, waking=count if wakes else 0)
-        num_parked = len(fast_forward.parked)
-        plan = self.scheduler.schedule_without(fast_forward.parked)
+        num_parked = fast_forward.num_parked
+        plan = fast_forward.plan()
         if not plan.work and not num_parked:
             self.scheduler.copied()
             return None
@@ -129,7 +144,7 @@ class SimulatedEngine:
         return self.tiers.copies.loaded_s - now_s
 
     def _quiet(self, now_s: float, count: int, factor: float, *, waking: int) -> Stride:
-        size, context = len(self._fast_forward.parked), self._fast_forward.context_tokens
+        size, context = self._fast_forward.num_parked, self._fast_forward.context_tokens
         first_s = self.curve.decode_step_s(size, context)
         more_s = self.curve.decode_step_s(size, context + size) - first_s
         return Stride(now_s, None, count, factor * first_s, factor * more_s, size, waking)
@@ -142,7 +157,7 @@ class SimulatedEngine:
         if plan is None:
             if count == stride.waking:
                 self._fast_forward.passed(count - 1)
-                plan = self.scheduler.schedule_without(self._fast_forward.parked)
+                plan = self._fast_forward.plan()
                 self._fast_forward.advance(plan)
                 self._sample(plan, events)
                 self.output_tokens -= len(plan.work)
@@ -158,16 +173,12 @@ class SimulatedEngine:
 
     def take_left(self) -> StepEvents | None:
         """Who left without an end: out of the line, or handed back to be prefilled elsewhere."""
-        scheduler = self.scheduler
-        if not scheduler.rejected and not scheduler.returned_to_prefill:
+        rejected, returned = self.scheduler.arrivals.take_rejected(), self.scheduler.preemption.take_returned()
+        if not rejected and not returned:
             return None
         events = StepEvents()
-        if scheduler.rejected:
-            events.refused += [(seq.request_id, reason) for seq, reason in scheduler.rejected]
-            scheduler.rejected = []
-        if scheduler.returned_to_prefill:
-            events.returned_to_prefill += [(seq.request_id, seq.num_output) for seq in scheduler.returned_to_prefill]
-            scheduler.returned_to_prefill.clear()
+        events.refused += [(seq.request_id, reason) for seq, reason in rejected]
+        events.returned_to_prefill += [(seq.request_id, seq.num_output) for seq in returned]
         return events
 
     def _sample(self, plan: StepPlan, events: StepEvents) -> None:
@@ -189,10 +200,9 @@ class SimulatedEngine:
     def _note(self, num_sequences: int, num_tokens: int, num_decode: int, seconds: float, num_steps: int = 1) -> None:
         self.speed.note_batch(num_sequences, num_tokens, num_steps)
         self.speed.observe(num_tokens, num_decode, seconds, num_steps)
-        self.scheduler.preemptor.measured.compute_tokens_per_s = self.speed.compute_tokens_per_s
+        self._speeds.compute_tokens_per_s = self.speed.compute_tokens_per_s
         if self.tiers is not None:
-            self.tiers.lower.tiers.observe_prefill_speed(self.speed.prefill_tokens_per_s)
-            self.tiers.lower.end_step(self.pool)
+            self.tiers.lower.end_step(self.pool, self.speed.prefill_tokens_per_s)
 
     # ---- what others may know
 
@@ -203,19 +213,24 @@ class SimulatedEngine:
     def drain_events(self) -> KvEvents | None:
         if self.tiers is None and not self.pool.has_changes:
             return None
-        return self._events.drain(self.pool, self.tiers.lower.tiers.drain_changes() if self.tiers is not None else ())
+        return self._events.drain(
+            self.pool, self.tiers.lower.controller.drain_changes() if self.tiers is not None else ()
+        )
 
     def snapshot(self) -> KvSnapshot:
         return self._events.snapshot()
 
     def next_deadline_s(self) -> float | None:
         """When a request in line stops waiting for a store, if any does."""
-        return None if self.tiers is None else self.tiers.lower.tiers.next_deadline_s()
+        return None if self.tiers is None else self.tiers.lower.next_deadline_s()
 
     def load(self, own: Mapping[str, Any]) -> LoadReport:
         """With these fields of its worker's."""
         self._load_seq += 1
-        return load_report(self._load_seq, self.scheduler, self.speed, own)
+        return load_report(
+            self._load_seq, self.scheduler, self.speed, own, tiers=self._lower_tiers,
+            output_tokens=self._lengths.mean_tokens,
+        )  # fmt: skip
 
     def tier_tokens(self, request_id: str) -> int:
         """Tokens of a request's prompt that were loaded from a lower tier."""
@@ -233,7 +248,7 @@ class SimulatedEngine:
         self._fast_forward.refresh()
         self.scheduler.check()
         if self.tiers is not None:
-            self.tiers.lower.tiers.check()
+            self.tiers.lower.controller.check()
 
 
 def target(seq: Sequence) -> int:

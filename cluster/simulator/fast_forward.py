@@ -1,152 +1,223 @@
-"""Decode steps without looking at every sequence each time, for whoever wants to know only what they lead to: the simulator. Pure.
+"""Decode steps that do not look at every sequence each time, where only their results matter: in the simulator. Pure.
 
-Most sequences of a decode batch just get a token in a step: no block is filled or needed, nothing ends. For those it is known
-how long that goes on, so they sleep until then; the scheduler plans and applies a step for the others alone, and a stretch in
-which all sleep is passed at once. What sleepers came to meanwhile is noted when somebody looks (`refresh`), or wakes them.
-All is left as single steps of everybody would leave it (tests/cluster/simulator/test_fast_forward.py).
+Most sequences of a decode batch just get a token in a step: no block is filled or needed, nothing ends. How long that
+continues is known, so they are parked until then: the scheduler plans and applies a step for the active ones alone, and a
+stretch of steps in which all are parked is passed at once. Parked sequences are brought up to date when something reads
+them (`refresh`) or wakes them. The result is that of single steps of all sequences (tests/cluster/simulator/test_fast_forward.py).
 """
 
 import heapq
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 
-from kvrelay.engine.scheduling.scheduler import Scheduler, StepPlan
+from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
+from kvrelay.engine.scheduling.headroom import Headroom
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence
 
 _BLOCKS_EACH = 2  # that one token of a sequence can take: the next block, and a copy of one that it shares
 
 
-class FastForward:
-    """The decode batch of one scheduler. `token`: what every sleeper gets, each step.
+class ParkedSequences:
+    """Running sequences that get one token in each step and nothing else. `token`: the one that all of them get."""
 
-    Whoever changes or reads a sequence beside the scheduler's planning calls `wake` or `refresh` before it.
+    def __init__(self, token: int) -> None:
+        self._token = token
+        self.step = 0
+        self.since: dict[Sequence, int] = {}  # the step up to which each has its tokens
+        self.tenants: Counter[str] = Counter()
+        self.context_tokens = 0  # that they attend to in the next step
+        self._ends: list[tuple[int, int, Sequence]] = []  # a heap: after which step, arrival, the one that wakes
+
+    def __len__(self) -> int:
+        return len(self.since)
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq in self.since
+
+    def park(self, seq: Sequence, steps: int) -> None:
+        """For so many steps."""
+        self.since[seq] = self.step
+        heapq.heappush(self._ends, (self.step + steps, seq.arrival, seq))
+        self.tenants[seq.request.tenant] += 1
+        self.context_tokens += len(seq.token_ids)
+
+    def steps_to_wake(self) -> int:
+        """Steps after which the first of them wakes."""
+        return self._ends[0][0] - self.step
+
+    def output_tokens(self, num_steps: int) -> dict[str, int]:
+        """Their tokens of output in so many steps, by tenant."""
+        return {tenant: num_steps * number for tenant, number in self.tenants.items()}
+
+    def advance(self, num_steps: int) -> None:
+        """So many steps are over: wake those that are due."""
+        ends, since = self._ends, self.since
+        self.step += num_steps
+        self.context_tokens += num_steps * len(since)
+        while ends and ends[0][0] <= self.step:
+            seq = heapq.heappop(ends)[2]
+            self._bring_up(seq, since.pop(seq))
+            self.context_tokens -= len(seq.token_ids)
+            tenant = seq.request.tenant
+            self.tenants[tenant] -= 1
+            if not self.tenants[tenant]:
+                del self.tenants[tenant]
+
+    def refresh(self) -> None:
+        """Bring all of them up to date."""
+        for seq, since in self.since.items():
+            if since != self.step:
+                self._bring_up(seq, since)
+                self.since[seq] = self.step
+
+    def wake_all(self) -> None:
+        """Bring all of them up to date; none is parked any more."""
+        if self.since:
+            self.refresh()
+            self.since.clear()
+            self._ends.clear()
+            self.tenants.clear()
+            self.context_tokens = 0
+
+    def _bring_up(self, seq: Sequence, since: int) -> None:
+        count = self.step - since
+        seq.token_ids += [self._token] * count
+        seq.num_computed += count
+        seq.num_charged += count
+
+
+class RefreshedHeadroom(Headroom):
+    """Headroom that brings parked sequences up to date before it looks at the lengths of their outputs."""
+
+    def __init__(self, share: float, block_size: int, parked: ParkedSequences) -> None:
+        super().__init__(share, block_size)
+        self._parked = parked
+
+    def expected_growth(self, seq: Sequence, num_own: int, others: list[Sequence]) -> float:
+        self._parked.refresh()
+        return super().expected_growth(seq, num_own, others)
+
+
+class FairShareWithParked(FairShare):
+    """Counters to which the tokens of parked sequences are added together with those of the step's other sequences."""
+
+    def __init__(self, rules: QueueRules) -> None:
+        super().__init__(rules)
+        self._parked_outputs: dict[str, int] = {}
+
+    def add_parked(self, num_outputs: dict[str, int]) -> None:
+        """The next `serve` is for these, too."""
+        self._parked_outputs = num_outputs
+
+    def serve(self, num_outputs: Mapping[str, int]) -> None:
+        served, self._parked_outputs = self._parked_outputs, {}
+        for tenant, count in num_outputs.items():
+            served[tenant] = served.get(tenant, 0) + count
+        super().serve(served)
+
+
+class FastForward:
+    """The decode batch of one scheduler, made with `parked`'s RefreshedHeadroom and with `fair_share`.
+
+    Call `wake` before a sequence is changed, and `refresh` before one is read, other than by the scheduler's planning.
     """
 
-    def __init__(self, scheduler: Scheduler, token: int) -> None:
-        self._scheduler, self._token = scheduler, token
-        scheduler.before_headroom = self.refresh
-        self._step = 0
-        self._parked: dict[Sequence, int] = {}  # up to which step it has its tokens
-        self._ends: list[tuple[int, int, Sequence]] = []  # a heap: after which step, arrival, who wakes
-        self._tenants: Counter[str] = Counter()  # of the sleepers
-        self._context = 0  # tokens that they attend to in the next step
+    def __init__(self, scheduler: Scheduler, parked: ParkedSequences, fair_share: FairShareWithParked) -> None:
+        self._scheduler, self._queues, self._planner = scheduler, scheduler.queues, scheduler.planner
+        self._parked, self._fair_share = parked, fair_share
 
     @property
-    def parked(self) -> Collection[Sequence]:
-        """Whom `Scheduler.schedule_without` need not look at."""
-        return self._parked
+    def num_parked(self) -> int:
+        return len(self._parked)
 
     @property
     def context_tokens(self) -> int:
-        """That the sleepers attend to in the next step."""
-        return self._context
+        """Tokens that the parked sequences attend to in the next step."""
+        return self._parked.context_tokens
 
     # ---- before a step
 
     def look(self) -> tuple[int, bool]:
-        """(steps, whether somebody wakes for the last of them): so many bring every sequence a token and, but for that, do no more.
+        """(steps, whether a sequence wakes for the last of them): so many bring every sequence a token and nothing else.
 
-        No steps: the next must be planned, for who does not sleep. A last step for which somebody wakes is planned when the
-        others have `passed`; nobody has to give way in it.
+        No steps: the next must be planned, for the active sequences. A last step for which one wakes is planned when the
+        others have `passed`; it preempts none.
         """
-        scheduler, parked = self._scheduler, self._parked
-        running = scheduler.running
+        parked, queues = self._parked, self._queues
+        running = queues.running
         if len(parked) < len(running):
             active = [seq for seq in running if seq not in parked]
-            assert len(parked) + len(active) == len(running), "a sleeper left the batch"
+            assert len(parked) + len(active) == len(running), "a parked sequence left the batch"
             if self._may_preempt(len(active)):
                 self.wake()
                 return 0, False
             num_active = len(active) - sum(map(self._parks, active))
-            if num_active or scheduler.waiting:
+            if num_active or queues.waiting:
                 return 0, False
-        elif not parked or scheduler.waiting:
+        elif not parked or queues.waiting:
             return 0, False
-        if scheduler.reserving:  # whoever is in line for a reservation is looked at between any two steps
+        if queues.reserving:  # queued reservations are looked at between any two steps
             return 1, False
         is_roomy = not self._may_preempt(len(running))
-        return self._ends[0][0] - self._step + is_roomy, is_roomy
+        return parked.steps_to_wake() + is_roomy, is_roomy
 
     def _may_preempt(self, num_active: int) -> bool:
-        """Whether somebody may have to give way in a step for which so many are active, or to stand back."""
-        scheduler = self._scheduler
+        """Whether a step with so many active sequences may preempt one, or leave one out."""
+        scheduler, queues = self._scheduler, self._queues
         return (
-            len(scheduler.running) > scheduler.limits.token_budget
+            len(queues.running) > scheduler.config.token_budget
             or num_active * _BLOCKS_EACH > scheduler.pool.num_available
-            or bool(scheduler.swapped or scheduler.groups.by_id)
+            or bool(queues.swapped or scheduler.groups.by_id)
         )
 
     def _parks(self, seq: Sequence) -> bool:
-        """Whether the next step just brings it a token. Who has a last token coming must have said so by its `plain_until`.
+        """Park `seq` if the next step just brings it a token. `plain_until` tells where its last token comes.
 
-        If the step needs a block, it gets that now, as it would when the step is planned.
+        If the step needs a block, `seq` gets it now, as it would when the step is planned.
         """
         computed, num_tokens = seq.num_computed, len(seq.token_ids)
         if num_tokens - computed != 1 or computed != seq.num_charged or computed < seq.num_given or not seq.is_pinned:
             return False
         if computed >= seq.writable_until:
-            self._scheduler.ensure_block(seq)
+            preempted: list[Sequence] = []
+            has_block = self._planner.ensure_block(seq, preempted)
+            assert has_block and not preempted, "there was no block left"
         steps = min(seq.writable_until - 1 - computed, seq.plain_until - num_tokens)
         if steps <= 0 or seq.num_hashed_blocks != computed // seq.block_size:
             return False
-        self._parked[seq] = self._step
-        heapq.heappush(self._ends, (self._step + steps, seq.arrival, seq))
-        self._tenants[seq.request.tenant] += 1
-        self._context += num_tokens
+        self._parked.park(seq, steps)
         return True
+
+    def plan(self) -> StepPlan:
+        """Plan a step of the active sequences."""
+        parked, running = self._parked, self._queues.running
+        plan = self._planner.plan_for([seq for seq in running if seq not in parked] if parked else running.copy())
+        assert not (parked and plan.preempted), "a step preempted while not all sequences were looked at"
+        return plan
 
     # ---- after it
 
     def passed(self, count: int) -> None:
-        """Of the steps that `look` told of, so many are over, not counting the one for which somebody wakes."""
+        """Of the steps that `look` reported, so many are over, not counting the one for which a sequence wakes."""
         self._scheduler.copied()
-        self._scheduler.shares.serve(self._served(count))
-        self._pass(count)
+        self._fair_share.serve(self._parked.output_tokens(count))
+        self._parked.advance(count)
 
     def advance(self, plan: StepPlan) -> None:
-        """A step is over: the sleepers have a token more, and the work of those that do not sleep is done."""
+        """A step is over: parked sequences have a token more, and the work of the active ones is done."""
         self._scheduler.copied()
-        self._scheduler.advance(*plan.work, others=self._served(1))
-        self._pass(1)
+        self._fair_share.add_parked(self._parked.output_tokens(1))
+        self._scheduler.advance(*plan.work)
+        self._parked.advance(1)
 
-    def _served(self, count: int) -> dict[str, int]:
-        """Tokens of output in so many steps, by tenant."""
-        return {tenant: count * number for tenant, number in self._tenants.items()}
-
-    def _pass(self, count: int) -> None:
-        ends, parked = self._ends, self._parked
-        self._step += count
-        self._context += count * len(parked)
-        while ends and ends[0][0] <= self._step:
-            seq = heapq.heappop(ends)[2]
-            self._bring_up(seq, parked.pop(seq))
-            self._context -= len(seq.token_ids)
-            tenant = seq.request.tenant
-            self._tenants[tenant] -= 1
-            if not self._tenants[tenant]:
-                del self._tenants[tenant]
-
-    # ---- for whoever looks
+    # ---- for reading and changing
 
     def refresh(self) -> None:
-        """Every sequence is what it has come to."""
-        parked = self._parked
-        for seq, since in parked.items():
-            if since != self._step:
-                self._bring_up(seq, since)
-                parked[seq] = self._step
+        """Bring every sequence up to date, so that it may be read."""
+        self._parked.refresh()
 
     def wake(self) -> None:
-        """The same, and none sleeps: they may be changed, or leave."""
-        if self._parked:
-            self.refresh()
-            self._parked.clear()
-            self._ends.clear()
-            self._tenants.clear()
-            self._context = 0
-
-    def _bring_up(self, seq: Sequence, since: int) -> None:
-        count = self._step - since
-        seq.token_ids += [self._token] * count
-        seq.num_computed += count
-        seq.num_charged += count
+        """Bring every sequence up to date, and park none: they may be changed, or leave."""
+        self._parked.wake_all()

@@ -116,5 +116,7 @@ def candidate(worker: SimulatedWorker) -> RetirementCandidate:
         sequences=float(len(scheduler.sequences)),
         context_tokens=float(counts.used * pool.block_size),
         cached_tokens=float(counts.cached * pool.block_size),
-        hit_share=scheduler.hit_tokens / scheduler.query_tokens if scheduler.query_tokens else 0.0,
+        hit_share=scheduler.admission.blocks.hit_tokens / scheduler.admission.blocks.query_tokens
+        if scheduler.admission.blocks.query_tokens
+        else 0.0,
     )

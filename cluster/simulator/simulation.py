@@ -173,8 +173,8 @@ class Simulation:
         if not below:
             return {}
         return {
-            "loaded_blocks": sum(one.lower.tiers.stats.loaded for one in below),
-            "saved_blocks": sum(one.lower.tiers.stats.saved for one in below),
+            "loaded_blocks": sum(one.lower.controller.stats.loaded for one in below),
+            "saved_blocks": sum(one.lower.controller.stats.saved for one in below),
             "fetched_blocks": sum(one.store.num_loaded for one in below if one.store is not None),
             "stored_blocks": sum(one.store.num_stored for one in below if one.store is not None),
         }
@@ -193,7 +193,7 @@ class Simulation:
             "least_utilisation": min(busy, default=0.0),
             "most_utilisation": max(busy, default=0.0),
             "steps": sum(worker.engine.num_steps for worker in workers),
-            "preemptions": sum(worker.engine.scheduler.num_preemptions for worker in workers),
+            "preemptions": sum(worker.engine.scheduler.preemption.num_preemptions for worker in workers),
         }
 
     def _cost(self) -> dict[str, float]:

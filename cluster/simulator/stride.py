@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from kvrelay.engine.scheduling.scheduler import StepPlan
+from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.plane.messages import TokenOutput
 
 

@@ -85,7 +85,7 @@ class ClusterStores:
         blocks = PeerBlocks(
             worker.worker_id,
             worker.epoch,
-            engine.tiers.tiers.host,
+            engine.tiers.controller.host,
             store.shared_keys,
             call=lambda work: worker.thread.call(lambda engine: work()),
             post=lambda work: worker.thread.post(lambda engine: work()),

@@ -115,7 +115,7 @@ def negate_entries(start: int, end: int) -> Change:
 
 def tiers_of(engine: Engine) -> TierController:
     assert engine.tiers is not None
-    return engine.tiers.tiers
+    return engine.tiers.controller
 
 
 def corrupt_host_tier(*, is_checked: bool) -> During:
@@ -154,7 +154,7 @@ async def tiers_idle(worker: WorkerService) -> None:
 
 def corrupt_swapped(engine: Engine) -> None:
     """Change bytes of every swapped block."""
-    area = engine.scheduler.preemptor.area
+    area = engine.scheduler.preemption.swapping.area
     assert area is not None
     for seq in engine.scheduler.swapped:
         for row in seq.swapped.rows if seq.swapped is not None else ():
@@ -171,4 +171,4 @@ def scale_block(engine: Engine, block: int) -> None:
     import torch
 
     with torch.inference_mode():
-        engine.storage.tensor[:, block].mul_(-4.0)
+        engine.cache.storage.tensor[:, block].mul_(-4.0)

@@ -12,7 +12,8 @@ from kvrelay.cluster.launch.local import LocalCluster
 from kvrelay.cluster.verify.damage import scale_block
 from kvrelay.cluster.verify.rows import During, Evidence
 from kvrelay.cluster.verify.verifier import ServedAnswer
-from kvrelay.engine.scheduling.scheduler import Scheduled, Scheduler, StepPlan
+from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Sequence as EngineSequence
 from kvrelay.engine.step.engine import Engine
 from kvrelay.plane.messages import LoadReport
@@ -218,7 +219,7 @@ def shares_prefixes(cluster: LocalCluster) -> bool:
 
 def has_native_cascade(cluster: LocalCluster) -> bool:
     """Whether it does so in the compiled CPU kernels, which `sharing_unlike_kv` can steer."""
-    return shares_prefixes(cluster) and getattr(engine_of(cluster).backend, "native", None) is not None
+    return shares_prefixes(cluster) and getattr(engine_of(cluster).backend, "compiled_kernels", None) is not None
 
 
 @asynccontextmanager
@@ -290,16 +291,16 @@ def _last_token_wrong(draft: Any, vocab_size: int) -> Any:
 async def accepting_every_draft(cluster: LocalCluster, evidence: Evidence) -> AsyncIterator[None]:
     """Every draft is taken to be right."""
     engine: Any = engine_of(cluster)
-    take_drafted = engine.take_drafted
+    take_drafted = engine.sampling.take_drafted
 
     def take(item: Any, tokens: Any, logprobs: Any, outputs: Any) -> None:
         take_drafted(item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    engine.take_drafted = take
+    engine.sampling.take_drafted = take
     try:
         yield
     finally:
-        engine.take_drafted = take_drafted
+        engine.sampling.take_drafted = take_drafted
 
 
 @asynccontextmanager

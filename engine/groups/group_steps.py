@@ -14,7 +14,7 @@ from kvrelay.plane.messages import TokenOutput
 from kvrelay.types import FinishReason
 
 
-class Ending(Protocol):
+class EndSequence(Protocol):
     """End a sequence, wherever it is."""
 
     def __call__(self, seq: Sequence, reason: FinishReason) -> None: ...
@@ -29,7 +29,7 @@ class Likeliest(Protocol):
 class GroupSteps:
     """Moves groups on, one step at a time."""
 
-    def __init__(self, scheduler: Scheduler, end: Ending, forget: Callable[[Sequence], None]) -> None:
+    def __init__(self, scheduler: Scheduler, end: EndSequence, forget: Callable[[Sequence], None]) -> None:
         self._scheduler, self._end, self._forget = scheduler, end, forget
 
     # ---- samples

@@ -1,38 +1,15 @@
-"""The groups of one engine: how a leader parts into members that share its blocks, and how they become a leader again. Pure.
-
-The scheduler owns queues and blocks; what is done to them for a group is done here, on its behalf.
-"""
+"""Forks and merges of groups: members continue from the blocks of their leader's prompt, and become one leader again. Pure."""
 
 from array import array
-from typing import Protocol
 
 import msgspec
 
-from kvrelay.engine.groups.beam import BeamRules, BeamSearch
+from kvrelay.engine.groups.group_table import GroupTable
+from kvrelay.engine.scheduling.blocks import Release
+from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.sequence import Group, Sequence, State
 from kvrelay.kvcache.pool.block_pool import BlockPool
-from kvrelay.plane.messages import SequenceRequest
 from kvrelay.types import FinishReason
-
-
-class Queues(Protocol):
-    """The scheduler, as far as it is used here."""
-
-    pool: BlockPool
-    sequences: dict[str, Sequence]
-
-    def join_batch(self, seq: Sequence) -> None: ...
-    def finish(self, seq: Sequence, reason: FinishReason) -> None: ...
-
-
-def search_of(request: SequenceRequest, eos_ids: tuple[int, ...]) -> BeamSearch | None:
-    """A new beam search, when the request asks for one."""
-    if request.group is None or (beams := request.group.beams) is None:
-        return None
-    params = request.sampling
-    end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_ids))
-    rules = BeamRules(beams.width, params.max_tokens, end_ids, beams.length_penalty, beams.early_stopping)
-    return BeamSearch(rules)
 
 
 def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
@@ -54,40 +31,20 @@ def member_of(group: Group, like: Sequence, choice: int) -> Sequence:
 
 
 class Groups:
-    """By request id. A group is here from its arrival until its last member has ended."""
+    """The groups of one engine, and what is done to queues and blocks for them."""
 
-    def __init__(self, queues: Queues) -> None:
-        self._queues = queues
-        self.by_id: dict[str, Group] = {}
-        self.eos_ids: tuple[int, ...] = ()  # of the model, for beam searches
-
-    @property
-    def num_reserved(self) -> int:
-        """Seats that members will take when their leaders fork, beside those of the leaders."""
-        return sum(
-            group.num_sequences - 1
-            for group in self.by_id.values()
-            if group.leader is not None and group.leader.state in (State.RUNNING, State.RECEIVING)
-        )
-
-    def begin(self, leader: Sequence) -> None:
-        """If the request is a group, its leader has arrived."""
-        request = leader.request
-        if (asked := request.group) is None:
-            return
-        group = leader.group = self.by_id[request.request_id] = Group(request, leader, search_of(request, self.eos_ids))
-        emitted = asked.emitted or [[] for _ in asked.seeds]
-        group.outputs = {k: list(tokens) for k, tokens in enumerate(emitted) if k not in asked.ended}
-        if asked.beams is not None:
-            group.outputs = {rank: [] for rank in range(asked.beams.width)}  # for the count of blocks
+    def __init__(self, table: GroupTable, pool: BlockPool, queues: Queues, release: Release) -> None:
+        self._pool, self._queues, self._release = pool, queues, release
+        self.table = table
+        self.by_id = table.by_id
 
     def fork(self, group: Group, members: list[Sequence]) -> None:
         """The leader's prompt is computed: these go on from its blocks, each with at least one token of output."""
-        leader, queues = group.leader, self._queues
+        leader = group.leader
         assert leader is not None and leader.num_computed == group.request.num_prompt_tokens
         for member in members:
             member.blocks = leader.blocks[: leader.blocks_for(leader.num_computed)]
-            queues.pool.acquire(member.blocks)
+            self._pool.acquire(member.blocks)
             member.num_computed, member.num_hashed_blocks = leader.num_computed, leader.num_hashed_blocks
             member.has_begun = True
             self._use_cached(member)
@@ -96,13 +53,13 @@ class Groups:
             self._enter(member)
         group.members, group.leader, group.outputs, group.num_paid = members, None, {}, {}
         leader.group = None
-        queues.finish(leader, FinishReason.LENGTH)
+        self._release.finish(leader, FinishReason.LENGTH)
         if not members:
             del self.by_id[group.request.request_id]
 
     def _use_cached(self, member: Sequence) -> None:
         """What it had computed before a pre-emption may be in the pool still."""
-        size, pool = member.block_size, self._queues.pool
+        size, pool = member.block_size, self._pool
         if member.num_tokens - 1 < (len(member.blocks) + 1) * size:
             return
         match = pool.match(member.block_chain(), (member.num_tokens - 1) // size)
@@ -130,23 +87,11 @@ class Groups:
         leader.has_begun, leader.num_paid = True, prompt
         leader.group, group.leader = group, leader
         for member in members:
-            self._queues.finish(member, FinishReason.ABORT)
+            self._release.finish(member, FinishReason.ABORT)
         group.outputs, group.num_paid = outputs, {member.choice: member.num_paid for member in members}
         group.candidates.clear()
         self._queues.sequences[leader.request_id] = leader
         return leader, members
-
-    def ended(self, seq: Sequence) -> None:
-        """A leader or a member has ended."""
-        group = seq.group
-        if group is None:
-            return
-        if seq is group.leader:
-            group.leader = None
-        elif seq in group.members:
-            group.members.remove(seq)
-        if group.leader is None and not group.members:
-            self.by_id.pop(group.request.request_id, None)
 
     # ---- beams
 
@@ -168,7 +113,7 @@ class Groups:
         group.members = [child for _, child in after]
         for beam in dropped:
             beam.group = None
-            self._queues.finish(beam, FinishReason.ABORT)
+            self._release.finish(beam, FinishReason.ABORT)
         return dropped
 
     def _fork(self, group: Group, parent: Sequence, rank: int) -> Sequence:
@@ -178,25 +123,6 @@ class Groups:
         child.has_begun, child.num_paid, child.num_charged = True, parent.num_computed, parent.num_computed
         child.blocks = parent.blocks[: parent.blocks_for(parent.num_computed)]
         parent.writable_until = 0
-        self._queues.pool.acquire(child.blocks)
+        self._pool.acquire(child.blocks)
         self._enter(child)
         return child
-
-
-def fault_of(request: SequenceRequest, *, block_size: int, num_blocks: int, max_running: int) -> tuple[str, str] | None:
-    """Why a group can never run here, as (reason, message), or None."""
-    if (asked := request.group) is None:
-        return None
-    if asked.num_sequences > max_running:
-        return "invalid", f"{asked.num_sequences} sequences in a group, but {max_running} run at once here"
-    if asked.beams is None:
-        return None
-    prompt = request.num_prompt_tokens
-    own = -(-(prompt + request.sampling.max_tokens) // block_size) - prompt // block_size
-    need = prompt // block_size + asked.beams.width * (own + 1)  # one each while a shared block is copied
-    if need > num_blocks:
-        return "too_long", (
-            f"a beam search of width {asked.beams.width} over up to {request.sampling.max_tokens} tokens may need {need} "
-            f"blocks, and there are {num_blocks}: ask for fewer tokens or beams"
-        )
-    return None

@@ -224,22 +224,22 @@ def _computes_in_torch(engine: Engine, *, has_library: bool) -> bool:
 @contextmanager
 def metered(engine: Engine, meter: Meter) -> Iterator[None]:
     """Charge the engine's phases to `meter`. Call it on the engine's thread, between two steps."""
-    scheduler, runner, model = engine.scheduler, engine._runner, engine.model
+    scheduler, runner, model = engine.scheduler, engine.runner, engine.model
     seams: list[tuple[Any, str, str]] = [
         (engine, "step", REST),
         (engine, "drain_events", EVENTS),
         (engine, "_advance", OUTPUTS),
-        (engine, "_sample", OUTPUTS),
-        (engine, "_take", OUTPUTS),
-        (engine, "_wait", SAMPLING),
+        (engine.sampling, "_sample", OUTPUTS),
+        (engine.sampling, "_take", OUTPUTS),
+        (engine.sampling, "_wait", SAMPLING),
         (scheduler, "reject_overdue", SCHEDULING),
         (scheduler, "grant_reservations", SCHEDULING),
         (scheduler, "schedule", SCHEDULING),
         (runner, "run", MODEL),
         (runner, "batch", METADATA),
         (runner, "logits", LOGITS),
-        (engine._sampler, "sample", SAMPLING),
-        (engine._sampler, "draw", SAMPLING),
+        (engine.sampling.sampler, "sample", SAMPLING),
+        (engine.sampling.sampler, "draw", SAMPLING),
     ]
 
     changes = [(owner, name, meter.phase(phase, getattr(owner, name))) for owner, name, phase in seams]

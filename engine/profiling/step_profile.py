@@ -15,7 +15,8 @@ import torch
 
 from kvrelay.engine.profiling.device_profile import DeviceTimes, profile_device
 from kvrelay.engine.profiling.instruments import ENCODING, PHASES, Meter, MeteredStep, metered, named_kernels
-from kvrelay.engine.step.engine import Engine, StepResult
+from kvrelay.engine.step.config import StepResult
+from kvrelay.engine.step.engine import Engine
 from kvrelay.errors import ConfigError
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest, Tokens, encode
@@ -97,8 +98,10 @@ class StepProfiler:
         """Raises ConfigError: the engine cannot run the workload as a step; the text names the limit."""
         engine = self._engine
         budget, longest = engine.config.token_budget, self._longest(workload, more_rounds)
-        if workload.num_decode + bool(workload.prompt_tokens) > engine.max_running:
-            raise ConfigError(f"--batch {workload.num_decode}: the engine runs up to {engine.max_running} sequences")
+        if workload.num_decode + bool(workload.prompt_tokens) > engine.config.max_running:
+            raise ConfigError(
+                f"--batch {workload.num_decode}: the engine runs up to {engine.config.max_running} sequences"
+            )
         if workload.num_decode + workload.prompt_tokens > budget:
             raise ConfigError(f"{workload.name}: a step takes up to {budget} tokens (engine.token_budget)")
         if max(longest * bool(workload.num_decode), workload.prompt_tokens + 1) > engine.max_model_len:

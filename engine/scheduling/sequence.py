@@ -60,7 +60,7 @@ class Sequence:
     arrived_s: float = 0.0
     scheduled_s: float | None = None
     num_chunks: int = 0
-    slot: int = -1  # row in the runner's block table
+    row: int = -1  # the runner's: in its block tables; below zero: none
     num_tabled_blocks: int = 0  # the runner's: that are in that row
     num_given: int = field(init=False)  # tokens that came with the request
     writable_until: int = 0  # up to this token, the block that is written next is known to be there, and nobody else's

@@ -1,13 +1,13 @@
-"""How sequences use the tiers below their engine's pool: what they ask for, bring up, and leave behind. Pure.
+"""How sequences use the tiers below their engine's pool: what they fetch, load, and leave behind. Pure.
 
 Between the scheduler, which knows sequences, and `kvcache.tiers`, which knows blocks. Lives on the engine's thread.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Container, Sequence
 
 from kvrelay.engine.scheduling.sequence import Sequence as Seq
 from kvrelay.hashing import HashChain, tenant_name
+from kvrelay.kvcache.eviction.sketch import FrequencySketch
 from kvrelay.kvcache.memory.loads import Load
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.stores.store import BlockMeta
@@ -16,35 +16,29 @@ from kvrelay.kvcache.tiers.rules import IndexedBlock
 from kvrelay.types import BlockHash, BlockId
 
 
-class Sketch(Protocol):
-    """Counts what was seen of late (kvcache/eviction/sketch.py)."""
-
-    def touch(self, digest: BlockHash) -> int: ...
-
-
 class LowerTiers:
-    """One engine's tiers, from the point of view of its sequences."""
+    """The lower tiers of one engine, for its sequences. matches: how often prefixes were matched recently."""
 
-    def __init__(self, tiers: TierController, block_size: int, matches: Sketch) -> None:
-        self.tiers, self._block_size, self._matches = tiers, block_size, matches
+    def __init__(self, controller: TierController, block_size: int, matches: FrequencySketch) -> None:
+        self.controller, self._block_size, self._matches = controller, block_size, matches
         self.hit_tokens = 0
 
-    # ---- in line
+    # ---- while a sequence is queued
 
     def arrived(self, seq: Seq, num_in_pool: int) -> None:
-        """It is in line; the first blocks are in the pool. Ask the stores for the rest."""
-        hashes = self._wanted(seq) if self.tiers.is_fetching else []
+        """`seq` is queued; its first blocks are in the pool. Fetch the rest from the stores."""
+        hashes = self._usable(seq) if self.controller.is_fetching else []
         if len(hashes) > num_in_pool:
             metas = [self._meta(seq, hashes, index) for index in range(len(hashes))]
-            self.tiers.fetch(seq.request_id, hashes, metas, num_in_pool)
+            self.controller.fetch(seq.request_id, hashes, metas, num_in_pool)
 
     def is_waiting(self, seq: Seq) -> bool:
-        """Whether it stands back until its blocks have come."""
-        return self.tiers.is_waiting(seq.request_id)
+        """Whether `seq` is skipped until its blocks have come."""
+        return self.controller.is_waiting(seq.request_id)
 
     @staticmethod
-    def _wanted(seq: Seq) -> Sequence[BlockHash]:
-        """Hashes of what a store could spare it; none where every prompt token's logits are asked for."""
+    def _usable(seq: Seq) -> Sequence[BlockHash]:
+        """Hashes of the blocks that `seq` could load; none where every prompt token's logits are asked for."""
         return [] if seq.request.sampling.prompt_logprobs is not None else seq.full_hashes()
 
     def _meta(self, seq: Seq, hashes: Sequence[BlockHash] | HashChain, index: int) -> BlockMeta:
@@ -52,79 +46,102 @@ class LowerTiers:
         end = (index + 1) * self._block_size
         return BlockMeta(parent, end, seq.request.hints.priority, tenant_name(seq.chain.root))
 
-    # ---- admitted
+    # ---- once it is admitted
 
     def num_below(self, seq: Seq, num_in_pool: int, most: int) -> int:
         """How many blocks after those in the pool the host tier has, `most` blocks in all."""
-        return self.tiers.match(seq.block_chain().hashes(num_in_pool, most), 0)
+        return self.controller.match(seq.block_chain().hashes(num_in_pool, most), 0)
 
     def bring_up(self, seq: Seq, num_in_pool: int, blocks: Sequence[int]) -> None:
-        """It holds these fresh blocks for what comes from the host tier."""
+        """Load blocks of `seq` from the host tier into these fresh blocks, which it holds."""
         hashes = seq.block_chain().hashes(num_in_pool, num_in_pool + len(blocks))
-        seq.load = self.tiers.load(hashes, [BlockId(block) for block in blocks])
+        seq.load = self.controller.load(hashes, [BlockId(block) for block in blocks])
         seq.num_loaded_blocks = len(blocks)
         self.hit_tokens += len(blocks) * self._block_size
 
     def admitted(self, seq: Seq, num_in_pool: int) -> None:
-        """It has its blocks; the first were in the pool, and are worth saving if that happens often."""
-        self.tiers.end_fetch(seq.request_id)
-        hashes = self._wanted(seq)
-        hints = seq.request.hints
-        self.tiers.used(hashes[: num_in_pool + seq.num_loaded_blocks], hints.priority, keep=hints.keep)
-        if not hints.keep or self.tiers.rules.write != "selective":
+        """`seq` has its blocks. The first were in the pool, and are saved if they are matched often."""
+        controller, rules, hints = self.controller, self.controller.rules, seq.request.hints
+        controller.end_fetch(seq.request_id)
+        hashes = self._usable(seq)
+        controller.used(hashes[: num_in_pool + seq.num_loaded_blocks], hints.priority, keep=hints.keep)
+        if not hints.keep or rules.write != "selective":
             return
-        often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= self.tiers.rules.write_after_hits]
-        self.tiers.save([IndexedBlock(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
+        often = [i for i in range(num_in_pool) if self._matches.touch(hashes[i]) >= rules.write_after_hits]
+        controller.save([IndexedBlock(hashes[i], BlockId(seq.blocks[i]), self._meta(seq, hashes, i)) for i in often])
 
     def filled(self, seq: Seq, first: int, end: int) -> None:
-        """Its blocks first .. end - 1 are full and named in the pool."""
-        if seq.request.hints.keep and self.tiers.rules.write == "write-through":
-            self.tiers.write_through(self._named(seq, first, end))
+        """Its blocks first .. end - 1 are full and registered in the prefix cache."""
+        if seq.request.hints.keep and self.controller.rules.write == "write-through":
+            self.controller.write_through(self._indexed(seq, first, end))
 
-    def _named(self, seq: Seq, first: int, end: int) -> list[IndexedBlock]:
+    def _indexed(self, seq: Seq, first: int, end: int) -> list[IndexedBlock]:
         chain = seq.block_chain()
         return [IndexedBlock(chain[i], BlockId(seq.blocks[i]), self._meta(seq, chain, i)) for i in range(first, end)]
 
-    def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
-        """Its first blocks, which it holds, stay in the host tier for so long; what is not there is saved."""
-        self.tiers.pin(self._named(seq, 0, count), self.tiers.now_s() + ttl_s)
+    # ---- pins
 
-    # ---- ahead of its request
+    def pin(self, seq: Seq, count: int, ttl_s: float) -> None:
+        """Keep its first blocks, which it holds, in the host tier for so long; missing ones are saved."""
+        self.controller.pin(self._indexed(seq, 0, count), self.controller.now_s() + ttl_s)
+
+    def pin_hashes(self, hashes: Sequence[BlockHash], ttl_s: float) -> None:
+        """Keep these blocks, where they are in the host tier, for so long."""
+        self.controller.pin_cached(hashes, self.controller.now_s() + ttl_s)
+
+    def unpin(self, hashes: Sequence[BlockHash], shared: Container[BlockHash] = ()) -> None:
+        """These may be evicted again. shared: stay pinned in the stores, for other requests."""
+        self.controller.unpin(hashes, shared)
+
+    # ---- ahead of a request
 
     def keep_ahead(self, seq: Seq, num_in_pool: int, ttl_s: float) -> int:
-        """Blocks after those in the pool that the host tier has; they stay there for so long."""
+        """The number of blocks after those in the pool that the host tier has; they stay there for so long."""
         hashes = seq.full_hashes()
-        count = self.tiers.match(hashes, num_in_pool)
-        self.tiers.pin_cached(hashes[num_in_pool : num_in_pool + count], self.tiers.now_s() + ttl_s)
+        count = self.controller.match(hashes, num_in_pool)
+        self.pin_hashes(hashes[num_in_pool : num_in_pool + count], ttl_s)
         return count
 
-    def prefetch(self, seq: Seq, num_here: int, ttl_s: float, told: Callable[[int], None]) -> bool:
-        """Have the stores bring its blocks after the first ones; what comes stays for so long. See Fetches.prefetch."""
+    def prefetch(self, seq: Seq, num_here: int, ttl_s: float, on_found: Callable[[int], None]) -> bool:
+        """Fetch its blocks after the first ones from the stores, and keep them for so long. See Fetches.prefetch."""
         hashes = seq.full_hashes()
         metas = [self._meta(seq, hashes, index) for index in range(num_here, len(hashes))]
-        until_s = self.tiers.now_s() + ttl_s
-        return self.tiers.prefetch(seq.request_id, hashes[num_here:], metas, until_s, told)
+        until_s = self.controller.now_s() + ttl_s
+        return self.controller.prefetch(seq.request_id, hashes[num_here:], metas, until_s, on_found)
 
     # ---- the end
 
+    def held_blocks(self) -> list[BlockId]:
+        """Blocks of the pool that are held while they are saved: each once for every copy."""
+        return self.controller.held_blocks()
+
     @staticmethod
     def settle(seq: Seq) -> Load | None:
-        """Nothing is written into its blocks any more, on return; what was being brought up, if anything."""
+        """Wait until nothing is written into its blocks any more; returns what was being loaded, if anything."""
         load, seq.load = seq.load, None
         if load is not None:
             load.wait_over()
         return load
 
+    def give_up(self, load: Load) -> None:
+        """What was loaded is corrupt: forget it."""
+        self.controller.discard_load(load)
+
     def gone(self, seq: Seq) -> None:
-        """It gives its blocks back, or is in line no more."""
+        """`seq` releases its blocks, or left its queue."""
         self.settle(seq)
         seq.num_loaded_blocks = 0
-        self.tiers.end_fetch(seq.request_id)
+        self.controller.end_fetch(seq.request_id)
 
     # ---- for the engine
 
-    def end_step(self, pool: BlockPool) -> None:
-        """Under write-back: save what would be evicted next."""
+    def poll(self) -> None:
+        """Take note of copies and fetches that have ended. Before each step."""
+        self.controller.poll()
+
+    def end_step(self, pool: BlockPool, prefill_tokens_per_s: float) -> None:
+        """Under write-back: save what would be evicted next. prefill_tokens_per_s: measured."""
+        self.controller.observe_prefill_speed(prefill_tokens_per_s)
 
         def coldest(count: int) -> list[IndexedBlock]:
             return [
@@ -134,4 +151,8 @@ class LowerTiers:
                 for cold in pool.eviction_candidates(count)
             ]
 
-        self.tiers.write_back(coldest)
+        self.controller.write_back(coldest)
+
+    def next_deadline_s(self) -> float | None:
+        """When the next queued sequence stops waiting for a store; None: none waits."""
+        return self.controller.next_deadline_s()

@@ -18,7 +18,7 @@ import torch
 from kvrelay.config import Settings
 from kvrelay.engine.models.decoder import DecoderModel, load_model
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
+from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.speculation.draft_cache import DraftCache, Shadow
 from kvrelay.engine.speculation.draft_choice import Pass

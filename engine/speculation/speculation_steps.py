@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvrelay.engine.scheduling.headroom import OutputLengths
-from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
+from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.speculation.draft_choice import DraftCandidate, Pass
 from kvrelay.engine.speculation.prompt_lookup import PromptLookup
@@ -55,25 +55,29 @@ class DraftModelProtocol(Protocol):
 
 
 class DraftSteps:
-    """One engine's drafts. most: tokens per sequence and step. lookup: whether prompt lookup is on."""
+    """One engine's drafts. most: tokens per sequence and step. lookup: whether prompt lookup is on.
+
+    model: the draft model, if there is one. lengths: of recent outputs.
+    """
 
     def __init__(
-        self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int, lookup: bool = True
-    ) -> None:
+        self, pool: BlockPool, *, most: int, token_budget: int, max_model_len: int, lookup: bool = True,
+        model: DraftModelProtocol | None = None, lengths: OutputLengths | None = None,
+    ) -> None:  # fmt: skip
         self._pool, self._token_budget, self._max_model_len = pool, token_budget, max_model_len
         self._lookup = lookup
         self.speculation = Speculation(most)
         self._num_in_vain = 0  # consecutive steps for which no draft was found
         self._num_to_pass = 0  # steps to skip before drafts are considered again
-        self.model: DraftModelProtocol | None = None
-        self.by_model: ModelSpeculation | None = None  # with a draft model
-        self._lengths = OutputLengths()
+        self.model = model
+        self.by_model = None if model is None else ModelSpeculation(self.speculation, model.share)
+        self._lengths = lengths or OutputLengths()
         self._model_s = 0.0  # of the draft model's passes for the last plan
 
-    def attach(self, model: DraftModelProtocol, lengths: OutputLengths) -> None:
-        """Add a draft model. lengths: of recent outputs."""
-        self.model, self.by_model = model, ModelSpeculation(self.speculation, model.share)
-        self._lengths = lengths
+    @property
+    def is_enabled(self) -> bool:
+        """Whether any step may have drafts."""
+        return self.speculation.most > 0
 
     def comes_next(self, running: list[Sequence]) -> bool:
         """Whether to call `widen` for a step of these sequences. If not, the step counts as one without drafts.

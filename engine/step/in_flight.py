@@ -1,11 +1,11 @@
 """A step that was launched and is not collected yet. No torch of its own.
 
-Where the device computes by itself (kernels/async_backend.py), the next step is planned and launched while it works on this
-one; then this one's tokens are taken, which is the one wait of a step. To the scheduler, while it plans that next step, each
-sequence that a token is being drawn for has one more token (`shown`): how many there are decides everything that it decides.
-Outside of that, sequences hold tokens that are known, and nothing else.
+Where the device computes asynchronously (kernels/async_backend.py), the next step is planned and launched while it works on
+this one; then this one's tokens are collected, which is the one wait of a step. While the scheduler plans that next step, each
+sequence whose token is being drawn has a placeholder token: the number of tokens decides everything that the scheduler decides.
+At any other time sequences hold only tokens that are known.
 
-What a flight may still write or read goes to nobody before it is collected: see `InFlightStep.keep`.
+Blocks that the step may still write or read are not reused before it is collected: see `InFlightStep.keep`.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,19 +14,20 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from kvrelay.engine.scheduling.scheduler import Scheduler, StepPlan
+from kvrelay.engine.scheduling.blocks import BlocksAside
+from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence, State
-from kvrelay.engine.step.runner import Drawn
+from kvrelay.engine.step.runner import DrawnTokens
 from kvrelay.kernels.async_backend import PendingTokens
-from kvrelay.types import BlockId
 
-_UNKNOWN = 0  # stands for a token that is being drawn; the device replaces it, and it is gone before anybody else looks
+_PLACEHOLDER = 0  # for a token that is being drawn; the device replaces it, and it is gone before it is read here
 
 
 @dataclass(slots=True, eq=False)
 class InFlightStep:
-    """One launched step. rows: of `hidden`, those that tokens are drawn from; seqs: whose they are, one for each.
+    """One launched step.
 
+    rows: of `hidden`, from which tokens are drawn; seqs: the sequence of each row.
     pending: the tokens; None: they are drawn when the step is collected, from `hidden`.
     """
 
@@ -34,60 +35,63 @@ class InFlightStep:
     rows: list[int]
     seqs: list[Sequence]
     launched_s: float
+    aside: BlocksAside
     hidden: Tensor | None = None
     pending: PendingTokens | None = None
-    wants_prompt_logprobs: bool = False  # somebody wants log-probabilities of the prompt
-    _kept: list[int] = field(default_factory=list)  # keys for Scheduler.unquarantine
-    _shown: dict[int, int] = field(default_factory=dict)  # row by id, of sequences that show a token more
+    wants_prompt_logprobs: bool = False
+    _kept: list[int] = field(default_factory=list)  # keys for BlocksAside.unquarantine
+    _placeholders: dict[int, int] = field(default_factory=dict)  # row by id(), of sequences with a placeholder token
 
     @property
     def is_wanted(self) -> bool:
-        """Whether any of its sequences is still here to go on."""
+        """Whether any of its sequences still runs."""
         return any(item.seq.state is State.RUNNING for item in self.plan.work)
 
     # ---- the blocks
 
-    def keep(self, seq: Sequence, scheduler: Scheduler) -> None:
-        """`seq` is about to give its blocks back: if the step computes it, they stay taken until `let_go`."""
+    def keep(self, seq: Sequence) -> None:
+        """`seq` is about to release its blocks: if the step computes it, they stay taken until `release_kept`."""
         if any(item.seq is seq for item in self.plan.work):
-            self._kept.append(scheduler.keep(seq.blocks))
+            self._kept.append(self.aside.keep(seq.blocks))
 
-    def keep_blocks(self, blocks: Iterable[BlockId], scheduler: Scheduler) -> None:
-        """The step reads these, which nobody else may hold."""
-        self._kept += [scheduler.keep((block,)) for block in blocks]
+    def keep_blocks(self, blocks: Iterable[int]) -> None:
+        """The step reads these blocks, which may have no other holder."""
+        self._kept += [self.aside.keep((block,)) for block in blocks]
 
-    def let_go(self, scheduler: Scheduler) -> None:
+    def release_kept(self) -> None:
         """The device has done the step."""
         while self._kept:
-            scheduler.unquarantine(self._kept.pop())
+            self.aside.unquarantine(self._kept.pop())
 
     # ---- the tokens
 
     @contextmanager
-    def shown(self, is_last: Callable[[Sequence], bool]) -> Iterator[None]:
-        """Meanwhile its sequences have the tokens that are being drawn, but for those that end with them for certain.
+    def with_placeholders(self, is_last: Callable[[Sequence], bool]) -> Iterator[None]:
+        """Meanwhile its sequences have a placeholder for the token that is being drawn, unless they end with it for certain.
 
-        Such a sequence has nothing to compute then, so that it is passed over.
+        A sequence that ends with it has nothing to compute then, so the scheduler passes over it.
         """
         for row, seq in enumerate(self.seqs):
             if seq.state is State.RUNNING and not is_last(seq):
-                self._shown[id(seq)] = row
-                seq.token_ids.append(_UNKNOWN)
+                self._placeholders[id(seq)] = row
+                seq.token_ids.append(_PLACEHOLDER)
         try:
             yield
         finally:
-            self.hide()
+            self.remove_placeholders()
 
-    def hide(self) -> None:
-        """The end of `shown`, which may come early."""
+    def remove_placeholders(self) -> None:
+        """The end of `with_placeholders`, which may come early."""
         for seq in self.seqs:
-            if id(seq) in self._shown:
+            if id(seq) in self._placeholders:
                 seq.token_ids.pop()
-        self._shown.clear()
+        self._placeholders.clear()
 
-    def drawn(self) -> Drawn | None:
-        """Where a step that is launched now finds the tokens that are `shown`."""
-        return None if self.pending is None or not self._shown else Drawn(self.pending.tokens, dict(self._shown))
+    def drawn(self) -> DrawnTokens | None:
+        """Where a step that is launched now finds the tokens of the placeholders."""
+        if self.pending is None or not self._placeholders:
+            return None
+        return DrawnTokens(self.pending.tokens, dict(self._placeholders))
 
 
 def sampled(plan: StepPlan) -> tuple[list[int], list[Sequence]]:

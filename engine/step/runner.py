@@ -3,28 +3,21 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kvrelay.engine.models.decoder import DecoderModel
-from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
+from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.kernels.async_backend import AsyncBackend, TokenFeed
-from kvrelay.kernels.backend import AttentionBatch, Backend
-from kvrelay.kernels.cpu.backend import CpuBackend
-from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
-
-if TYPE_CHECKING:
-    from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs
-    from kvrelay.kernels.cuda.graph_pieces import StepPieces
-    from kvrelay.kernels.cuda.plan import Variant
+from kvrelay.kernels.async_backend import TokenFeed
+from kvrelay.kernels.backend import AttentionBatch, Backend, GraphSpec
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnTokens:
     """Last tokens of some sequences that only the device knows. rows: of `tokens`, by the sequence's id()."""
 
     tokens: Tensor
@@ -46,48 +39,48 @@ class Runner:
         max_tokens: int = 512,
     ) -> None:
         self._model, self._backend, self._kv_layers = model, backend, kv_layers
-        self._ahead = backend if isinstance(backend, AsyncBackend) else None
+        self._device = backend.asynchronous
         self._block_size = block_size
         self._tables = np.zeros((max_running, max_blocks), dtype=np.int32)
-        self._each = np.arange(max_running + 1, dtype=np.int32)  # nobody writes into it
-        self._free_slots = list(range(max_running - 1, -1, -1))
-        self._graphs = _decode_graphs(
-            model, backend, block_size=block_size, max_blocks=max_blocks, max_running=max_running
-        )
-        self._pieces = None if self._graphs is None else _step_pieces(model, backend, max_tokens)
+        self._each = np.arange(max_running + 1, dtype=np.int32)  # read only
+        self._free_rows = list(range(max_running - 1, -1, -1))
+        self._spec = _graph_spec(model, max_blocks=max_blocks, max_running=max_running, max_tokens=max_tokens)
+        self._graphs = backend.decode_graphs(self._spec)
+        self._pieces = None if self._graphs is None else backend.piece_graphs(self._spec)
 
     def choose_kernels(self) -> None:
         """On a GPU, try attention kernels out for this model."""
         if self._pieces is not None:
-            self._pieces.choose_kernels(_variants(self._model))
+            self._pieces.choose_kernels(self._spec.variants)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
         """On a GPU, choose kernels and capture steps now rather than in the first requests. No block may be in use yet."""
         self.choose_kernels()
+        if self._graphs is not None:
+            self._graphs.warm_up(self._forward)
         if self._pieces is not None:
-            cast("CudaGraphs", self._graphs).warm_up(self._forward)
             self._pieces.warm_up(self._forward)
 
     def forget(self, seq: Sequence) -> None:
         """Give back the sequence's row of the block table (it ended or was preempted)."""
-        if seq.slot >= 0:
-            self._free_slots.append(seq.slot)
-            seq.slot, seq.num_tabled_blocks = -1, 0
+        if seq.row >= 0:
+            self._free_rows.append(seq.row)
+            seq.row, seq.num_tabled_blocks = -1, 0
 
     def _rows(self, work: Rows[Scheduled]) -> list[int]:
         for item in work:
             seq = item.seq
             if seq.num_tabled_blocks != len(seq.blocks):
                 self._table(seq)
-        return [item.seq.slot for item in work]
+        return [item.seq.row for item in work]
 
     def _table(self, seq: Sequence) -> None:
         """Write the blocks that it has come by into its row, which it has from now on."""
-        if seq.slot < 0:
-            seq.slot = self._free_slots.pop()
+        if seq.row < 0:
+            seq.row = self._free_rows.pop()
         written, seq.num_tabled_blocks = seq.num_tabled_blocks, len(seq.blocks)
-        self._tables[seq.slot, written : len(seq.blocks)] = seq.blocks[written:]
+        self._tables[seq.row, written : len(seq.blocks)] = seq.blocks[written:]
 
     def batch(self, plan: StepPlan) -> tuple[Tensor, AttentionBatch]:
         """Token ids [T] int64 and the attention metadata of a plan."""
@@ -158,7 +151,7 @@ class Runner:
         plan: StepPlan,
         on_layer: Callable[[int], None] | None = None,
         before_layer: Callable[[int], None] | None = None,
-        drawn: Drawn | None = None,
+        drawn: DrawnTokens | None = None,
     ) -> Tensor:
         """Compute the plan's tokens, writing their KV; returns hidden states [T, hidden]. drawn: tokens not known here.
 
@@ -168,8 +161,8 @@ class Runner:
             before_layer(0)
             on_layer = _then(on_layer, before_layer, len(self._kv_layers))
         token_ids, batch = self.batch(plan)
-        if self._ahead is not None:
-            token_ids = self._ahead.place(token_ids, None if drawn is None else _feed(plan, drawn))
+        if self._device is not None:
+            token_ids = self._device.place(token_ids, None if drawn is None else _feed(plan, drawn))
         if self._model.reserve_positions(batch.max_context_len) and self._graphs is not None:
             self._graphs.reset()
             if self._pieces is not None:
@@ -188,12 +181,12 @@ class Runner:
     def logits(self, hidden: Tensor, rows: Rows[int]) -> Tensor:
         """Float32 logits [R, vocab] of some rows of the step's hidden states."""
         if len(rows) == hidden.shape[0]:
-            known = self._graphs.logits_of(hidden) if isinstance(self._graphs, RecordedSteps) else None
+            known = self._graphs.logits_of(hidden) if self._graphs is not None else None
             return self._model.logits(hidden) if known is None else known
         return self._model.logits(hidden[torch.tensor(rows, dtype=torch.int64, device=hidden.device)])
 
 
-def _feed(plan: StepPlan, drawn: Drawn) -> TokenFeed:
+def _feed(plan: StepPlan, drawn: DrawnTokens) -> TokenFeed:
     """Whose last token is not known lacks no other one, and comes first in the step."""
     sources = torch.full((plan.num_tokens,), -1, dtype=torch.int64)
     rows = [drawn.rows.get(id(item.seq), -1) for item in plan.work[: plan.num_single]]
@@ -215,53 +208,17 @@ def _then(
     return at_seam
 
 
-def _decode_graphs(
-    model: DecoderModel, backend: Backend, *, block_size: int, max_blocks: int, max_running: int
-) -> "RecordedSteps | CudaGraphs | None":
-    """The decode step captured once and replayed, where the backend can. Unverified on a GPU.
-
-    FlashInfer plans latent attention by another wrapper. Experts chosen on a GPU are captured where their products are
-    grouped: another way waits for the device.
-    """
-    if model.spec.latent is not None:
-        return None
-    if isinstance(backend, CpuBackend) and (native := backend.native_for(model.attention_shape)) is not None:
-        return RecordedSteps(native, model.attention_shape, max_blocks=max_blocks, head=model.logits)
-    if backend.name != "cuda":
-        return None
-    from kvrelay.kernels.cuda import backend as cuda
-    from kvrelay.kernels.cuda import cuda_graphs
-    from kvrelay.kernels.cuda.experts import has_grouped_products
-
-    assert isinstance(backend, cuda.CudaBackend)
+def _graph_spec(model: DecoderModel, *, max_blocks: int, max_running: int, max_tokens: int) -> GraphSpec:
     spec = model.spec
-    if spec.experts is not None and not has_grouped_products(
-        backend.device, model.dtype, spec.hidden_size, spec.experts.ffn_size
-    ):
-        return None
-    model.reserve_positions(max_blocks * block_size)  # all at once, so that no capture is lost
-    num_layers = sum(window is None for window in model.spec.layer_windows)
-    return cuda_graphs.CudaGraphs(
-        backend,
-        model.attention_shape,
+    return GraphSpec(
+        shape=model.attention_shape,
+        dtype=model.dtype,
+        variants={(spec.query_scale, window, spec.attention_softcap) for window in spec.layer_windows},
+        num_full_layers=sum(window is None for window in spec.layer_windows),
+        expert_sizes=None if spec.experts is None else (spec.hidden_size, spec.experts.ffn_size),
         max_blocks=max_blocks,
-        sizes=cuda_graphs.ladder(max_running),
-        num_layers=num_layers,
+        max_running=max_running,
+        max_tokens=max_tokens,
+        head=model.logits,
+        reserve_positions=model.reserve_positions,
     )
-
-
-def _step_pieces(model: DecoderModel, backend: Backend, max_tokens: int) -> "StepPieces | None":
-    """Steps with prompts captured in pieces, on a GPU, of models whose decode steps are captured. Unverified on a GPU."""
-    if backend.name != "cuda":
-        return None
-    from kvrelay.kernels.cuda import backend as cuda
-    from kvrelay.kernels.cuda import graph_pieces as cuda_pieces
-
-    assert isinstance(backend, cuda.CudaBackend)
-    return cuda_pieces.StepPieces(backend, model.attention_shape, sizes=cuda_pieces.sizes_up_to(max_tokens))
-
-
-def _variants(model: DecoderModel) -> "set[Variant]":
-    """Which attention the layers ask for."""
-    spec = model.spec
-    return {(spec.query_scale, window, spec.attention_softcap) for window in spec.layer_windows}

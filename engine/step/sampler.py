@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.kernels.async_backend import AsyncBackend
 from kvrelay.kernels.backend import Backend, SamplingBatch
 from kvrelay.kernels.common.logit_changes import LogitChanges
 from kvrelay.kernels.common.logprobs import LogProbabilities, packed_log_probabilities, unpacked
@@ -45,7 +44,7 @@ def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
 class _Batch:
     """What these requests ask for, which is the same in every step of a batch.
 
-    random, changed, told: rows that draw, whose logits are changed first, and that want log-probabilities.
+    random, changed, logprobs: rows that draw, whose logits are changed first, and that want log-probabilities.
     short: rows that must not end early, each with the ids that would end it.
     tokens_alone: nothing but the tokens is wanted, and which tokens came before does not matter to any row.
     """
@@ -59,7 +58,7 @@ class _Batch:
     random: list[int]
     changed: list[int]
     short: list[tuple[int, np.ndarray]]
-    told: list[int]
+    logprobs: list[int]
     tokens_alone: bool
 
 
@@ -74,7 +73,7 @@ def _batch_of(params: list[Sampling], eos_ids: tuple[int, ...]) -> _Batch:
         random=[row for row, p in enumerate(params) if p.temperature > 0],
         changed=[row for row, p in enumerate(params) if _changes_every_row(p)],
         short=[(row, _ends(p, eos_ids)) for row, p in enumerate(params) if p.min_tokens > 0],
-        told=[row for row, p in enumerate(params) if p.logprobs is not None],
+        logprobs=[row for row, p in enumerate(params) if p.logprobs is not None],
         tokens_alone=not any(p.logprobs is not None or p.has_penalties for p in params),
     )
 
@@ -92,7 +91,7 @@ class Sampler:
 
     def __init__(self, backend: Backend, eos_ids: tuple[int, ...]) -> None:
         self._backend, self._eos_ids = backend, eos_ids
-        self._is_immediate = not isinstance(backend, AsyncBackend)
+        self._is_immediate = backend.asynchronous is None
         self._last = _batch_of([], eos_ids)  # for the next step, which most often has the same rows
 
     def sample(
@@ -108,7 +107,7 @@ class Sampler:
             tokens = self._draw_without(self._bans(seqs), logits, batch)
         else:
             tokens = self._backend.sample_on_device(self._adjusted(logits, seqs), batch)
-        if not self._last.told:
+        if not self._last.logprobs:
             return tokens.tolist(), [None] * len(seqs)
         return self._with_logprobs(logits, tokens)
 
@@ -191,7 +190,7 @@ class Sampler:
 
     def _with_logprobs(self, raw: Tensor, tokens: Tensor) -> tuple[list[int], list[TokenLogprob | None]]:
         """tokens: [R] on the device. They come to the host together with the log-probabilities that are asked for."""
-        rows = self._last.told
+        rows = self._last.logprobs
         counts = [self._last.params[row].logprobs or 0 for row in rows]
         at = to_device(torch.tensor(rows), raw.device)
         packed = packed_log_probabilities(raw[at], tokens[at], max(counts))

@@ -1,4 +1,4 @@
-"""What an engine's steps have taken of late. Pure."""
+"""How long an engine's recent steps took. Pure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ PREFILL_KEEP = 0.95  # of what was measured, at each further step with prompts
 
 @dataclass(slots=True)
 class StepTiming:
-    """Moving averages of what steps took, for the router's predictions; 0: not known yet."""
+    """Moving averages of step times and speeds, for the router's predictions; 0: not known yet."""
 
     step_s: float = 0.0
     decode_step_s: float = 0.0
@@ -20,7 +20,7 @@ class StepTiming:
     batch_tokens: int = 0
     num_observed: int = 0  # steps
     num_decode_steps: int = 0  # of those, that only decoded
-    num_prefill_steps: int = 0  # with enough of prompts to tell their speed
+    num_prefill_steps: int = 0  # with enough prompt tokens to measure their speed
     _prefill_tokens: float = 0.0
     _prefill_s: float = 0.0
 

@@ -10,8 +10,12 @@ import torch
 from kvrelay.config import Settings
 from kvrelay.engine.models.spec import ModelSpec
 from kvrelay.engine.scheduling.fair_share import queue_rules
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.speculation.draft_model import make_draft_model
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.kv_cache import KvCache
 from kvrelay.engine.step.layer_events import LayerHook
 from kvrelay.engine.worker.preflight import check_fit, check_kv_layout, check_quantization, scheme_of
 from kvrelay.engine.worker.tier_setup import make_lower_tiers, make_swap_area
@@ -61,21 +65,23 @@ def build_engine(options: WorkerOptions, role: Role, layer_hook: LayerHook | Non
     check_kv_layout(backend.name, backend.kv_layouts, settings, role)
     check_quantization(backend.name, settings, quantizes=backend.quantizes)
     draft_model = make_draft_model(own, model_dir, backend) if role is Role.DECODE else None
-    engine = load_engine(
-        model_dir, backend, DTYPES[own.model.compute_dtype], _engine_config(options, own),
-        layer_hook=layer_hook, layers_per_hook=settings.transfer.layers_per_announce,
-    )  # fmt: skip
-    if draft_model is not None:
-        engine.attach_draft_model(draft_model)
     checks = settings.transfer.checks
-    if settings.cache.host_bytes:
-        namespace = namespace_of(engine.fingerprint, engine.memory.layout)
-        engine.attach(
-            make_lower_tiers(engine.pool, engine.memory, settings.cache, checks, namespace, wake, options.cluster_store)
-        )
-    if (area := make_swap_area(engine.memory, own.engine.swap_bytes, checks, wake)) is not None:
-        engine.attach_swap(area)
-    return engine
+
+    def tiers(kv: KvCache) -> LowerTiers | None:
+        if not settings.cache.host_bytes:
+            return None
+        namespace = namespace_of(kv.fingerprint, kv.memory.layout)
+        return make_lower_tiers(kv.pool, kv.memory, settings.cache, checks, namespace, wake, options.cluster_store)
+
+    extensions = Extensions(
+        tiers=tiers,
+        swap_area=lambda kv: make_swap_area(kv.memory, own.engine.swap_bytes, checks, wake),
+        draft_model=draft_model,
+        layer_hook=layer_hook,
+        layers_per_hook=settings.transfer.layers_per_announce,
+    )
+    config = _engine_config(options, own)
+    return load_engine(model_dir, backend, DTYPES[own.model.compute_dtype], config, extensions)
 
 
 def _engine_config(options: WorkerOptions, own: Settings) -> EngineConfig:

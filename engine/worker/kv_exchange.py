@@ -46,7 +46,7 @@ def export_prompt(engine: Engine, token_ids: Sequence[int], fmt: KvFormat, *, sa
             raise InvalidRequest(f"{len(token_ids)} tokens; the longest prompt here is {engine.max_model_len - 2}")
         blocks = engine.scheduler.held[_REQUEST_ID].blocks
         tensors = {
-            name: export_kv(engine.storage, blocks, len(token_ids), fmt, layer=layer)
+            name: export_kv(engine.cache.storage, blocks, len(token_ids), fmt, layer=layer)
             for name, layer in _tensors(engine, fmt)
         }
     finally:
@@ -73,9 +73,9 @@ def import_prompt(engine: Engine, kv: PromptKv, *, salt: str = "") -> int:
         for name, layer in _tensors(engine, kv.fmt):
             if (tensor := kv.tensors.get(name)) is None:
                 raise LayoutMismatch("tensors", f"there is no {name}")
-            if tuple(tensor.shape) != (expected := shape_of(engine.memory.layout, len(kv.token_ids), kv.fmt)):
+            if tuple(tensor.shape) != (expected := shape_of(engine.cache.memory.layout, len(kv.token_ids), kv.fmt)):
                 raise LayoutMismatch("shape", f"{name} is {list(tensor.shape)}, not {list(expected)}")
-            import_kv(engine.storage, blocks, tensor, kv.fmt, layer=layer, first=reservations[0].held_tokens)
+            import_kv(engine.cache.storage, blocks, tensor, kv.fmt, layer=layer, first=reservations[0].held_tokens)
         engine.activate(_REQUEST_ID, [])
     finally:
         engine.abort(_REQUEST_ID)
@@ -110,12 +110,12 @@ def _tensors(engine: Engine, fmt: KvFormat) -> Iterator[tuple[str, int | None]]:
     if not fmt.is_layerwise:
         yield "kv", None
         return
-    for layer in range(engine.memory.layout.num_layers):
+    for layer in range(engine.cache.memory.layout.num_layers):
         yield f"kv.{layer}", layer
 
 
 def _origin(engine: Engine) -> dict[str, str]:
-    return {name: str(value) for name, value in asdict(engine.fingerprint).items()}
+    return {name: str(value) for name, value in asdict(engine.cache.fingerprint).items()}
 
 
 def _request(engine: Engine, token_ids: Sequence[int], salt: str) -> SequenceRequest:

@@ -3,9 +3,9 @@
 import math
 from collections.abc import Callable
 
-from kvrelay.engine.scheduling.request_checks import request_fault
 from kvrelay.engine.scheduling.sequence import Sequence
 from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.request_checks import request_fault
 from kvrelay.plane.messages import Prefetch, Prefetched
 
 
@@ -25,7 +25,7 @@ def prefetch(engine: Engine, message: Prefetch, told: Callable[[Prefetched], Non
     seq = Sequence(request, size, arrival=0)
     num_in_pool = len(engine.pool.match(seq.block_chain()))
     num_in_host = 0
-    engine.pin_ahead(seq, num_in_pool, message.hold_s)
+    engine.requests.pin_ahead(seq, num_in_pool, message.hold_s)
 
     def tell(num_coming: int) -> None:
         told(

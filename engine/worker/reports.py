@@ -5,7 +5,8 @@ from collections.abc import Callable
 
 import msgspec
 
-from kvrelay.engine.step.engine import Engine, StepResult
+from kvrelay.engine.step.config import StepResult
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.load_sharing import AssignedShares
 from kvrelay.engine.worker.requests import IngressLink
 from kvrelay.engine.worker.thread import EngineThread
@@ -81,7 +82,7 @@ class EngineReports:
                 self._share.request()
 
         def snap(engine: Engine) -> None:
-            snapshot = engine.snapshot()
+            snapshot = engine.reports.snapshot()
             self._loop.call_soon_threadsafe(begin, snapshot)
 
         self._subscribers.discard(link)

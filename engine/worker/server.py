@@ -118,7 +118,7 @@ class WorkerServer:
                     self._requests.begin_span(request.request_id, "prefill")
             case Abort(request_id=request_id, choice=int(choice)):
                 if request_id in link.requests:
-                    self._thread.post(lambda engine: engine.abort_choice(request_id, choice))
+                    self._thread.post(lambda engine: engine.requests.abort_choice(request_id, choice))
             case Abort(request_id=request_id, reason=reason):
                 if request_id in link.requests:
                     self._requests.remove(request_id)
@@ -135,7 +135,7 @@ class WorkerServer:
             case Audit():
                 self._audit(link, message)
             case EndPins(session=session):
-                self._thread.post(lambda engine: engine.end_pins(session))
+                self._thread.post(lambda engine: engine.requests.end_pins(session))
             case CacheReset(query_id=query_id):
                 self._thread.post(lambda engine: engine.reset_cache())
                 link.send(Status(query_id=query_id, json=b"{}"))
@@ -150,7 +150,7 @@ class WorkerServer:
         hashes = message.hashes[:MAX_AUDITED]
 
         def look_up(engine: Engine) -> None:
-            seq, tiers = engine.audit(hashes)
+            seq, tiers = engine.reports.audit(hashes)
             self._send_soon(link, Audited(query_id=message.query_id, seq=seq, tiers=tiers))
 
         self._thread.post(look_up)

@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import msgspec
 
 from kvrelay.engine.speculation.draft_model import DraftModel
-from kvrelay.engine.step.engine import Engine, Reservation, StepResult
+from kvrelay.engine.step.config import Reservation, StepResult
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.layer_events import LayerHook
 from kvrelay.engine.worker.build import WorkerOptions, build_engine
 from kvrelay.engine.worker.reports import EngineReports
@@ -205,7 +206,7 @@ class WorkerService:
         return facts
 
     def _describe(self, engine: Engine, role: WorkerRole, port: int) -> WorkerInfo:
-        layout, options = engine.memory.layout, self.options
+        layout, options = engine.cache.memory.layout, self.options
         return WorkerInfo(
             worker_id=options.worker_id,
             role=str(self.role),
@@ -214,11 +215,11 @@ class WorkerService:
             port=port,
             node_id=options.node_id,
             model=options.model_name,
-            fingerprint=engine.fingerprint,
+            fingerprint=engine.cache.fingerprint,
             block_size=layout.block_size,
             num_blocks=layout.num_blocks,
             max_model_len=engine.max_model_len,
-            max_running=engine.max_running,
+            max_running=engine.config.max_running,
             kv_bytes_per_token=layout.block_bytes // layout.block_size,
             device=str(engine.backend.device),
             transports=role.transports,

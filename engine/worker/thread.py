@@ -11,7 +11,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TypeVar
 
-from kvrelay.engine.step.engine import Engine, Reservation, StepResult
+from kvrelay.engine.step.config import Reservation, StepResult
+from kvrelay.engine.step.engine import Engine
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -142,7 +143,7 @@ class EngineThread:
 
     def _serve(self, engine: Engine, loop: asyncio.AbstractEventLoop) -> None:
         reported_s, is_stuck, is_checked = 0.0, False, False
-        engine.on_reserved = partial(self._tell_reserved, loop)
+        on_reserved = partial(self._tell_reserved, loop)
         while True:
             with self._wake:
                 while not self._inbox and not self._stopping and (is_stuck or not engine.scheduler.has_work):
@@ -160,7 +161,7 @@ class EngineThread:
             is_checked = False
             for action in actions:
                 action()
-            result = engine.step()
+            result = engine.step(on_reserved)
             is_stuck = result.is_stuck
             result.reservations = []  # told already
             if self._send is not None and result.outputs:

@@ -13,15 +13,19 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
+from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
+    DecodeGraphs,
     Experts,
+    GraphSpec,
     HeadInputs,
     HeadLinears,
     KvOrder,
     Linear,
+    PieceGraphs,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -32,6 +36,7 @@ from kvrelay.kernels.cpu.linear import Pack, choose_linear
 from kvrelay.kernels.cpu.native_experts import NativeExperts, choose_experts
 from kvrelay.kernels.cpu.native_kernels import KV_KINDS, SUPPORTED, NativeKernels, NativeLinear, NativePlan, places
 from kvrelay.kernels.cpu.native_quant import NativeQuantLinear
+from kvrelay.kernels.cpu.recorded_steps import RecordedSteps
 from kvrelay.kernels.cpu.selfcheck import first_wrong_kernel
 from kvrelay.kernels.cpu.torch_fallback import TorchCpuBackend
 from kvrelay.kernels.norm_rope_store import norm_rope_store
@@ -83,6 +88,19 @@ class CpuBackend:
 
     def is_batch_invariant(self, dtype: torch.dtype) -> bool:
         return isinstance(self.pack_linear(torch.zeros(16, 16, dtype=dtype)), NativeLinear)
+
+    @property
+    def asynchronous(self) -> AsyncDevice | None:
+        return None
+
+    def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
+        native = self.native_for(spec.shape)
+        if native is None or spec.shape.latent_dim is not None:
+            return None
+        return RecordedSteps(native, spec.shape, max_blocks=spec.max_blocks, head=spec.head)
+
+    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
+        return None
 
     @property
     def cascade_saved_tokens(self) -> int:

@@ -226,6 +226,9 @@ class RecordedSteps:
         self._graphs.clear()
         self._last = None
 
+    def warm_up(self, forward: Forward) -> None:
+        """Nothing: a step is recorded at once when it comes first."""
+
     def logits_of(self, hidden: Tensor) -> Tensor | None:
         """Logits of all rows of the last run's result, if the recording computes them. The next run overwrites them."""
         last = self._last

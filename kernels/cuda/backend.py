@@ -19,16 +19,19 @@ import torch
 from torch import Tensor
 
 from kvrelay.errors import BackendUnavailable
-from kvrelay.kernels.async_backend import TokenFeed
+from kvrelay.kernels.async_backend import AsyncDevice, TokenFeed
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
+    DecodeGraphs,
     Experts,
+    GraphSpec,
     HeadInputs,
     HeadLinears,
     KvOrder,
     Linear,
+    PieceGraphs,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -106,6 +109,18 @@ class CudaBackend:
             "attention": self.paged.describe(),
             "sampling": self._sampler.kernels,
         }
+
+    @property
+    def asynchronous(self) -> AsyncDevice:
+        return self
+
+    def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
+        """None: see CapturingCudaBackend."""
+        return None
+
+    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
+        """None: see CapturingCudaBackend."""
+        return None
 
     @property
     def cascade_saved_tokens(self) -> int:

@@ -183,6 +183,10 @@ class CudaGraphs:
         captured.graph.replay()
         return captured.hidden[:num_rows]
 
+    def logits_of(self, hidden: Tensor) -> Tensor | None:
+        """The head is not captured."""
+        return None
+
     def warm_up(self, forward: Forward) -> None:
         """Capture every size before the first request. Writes the cache's first slot, which must be unused."""
         if is_unpacked(self._shape) or not has_attention(self._shape):

@@ -49,7 +49,7 @@ class DeviceStaging:
         event.record()
 
     def place(self, token_ids: Tensor, feed: TokenFeed | None) -> Tensor:
-        """See AsyncBackend.place."""
+        """See AsyncDevice.place."""
         placed = self.put(token_ids)
         if feed is None:
             return placed

@@ -11,15 +11,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kvrelay import fp8
+from kvrelay.kernels.async_backend import AsyncDevice
 from kvrelay.kernels.backend import (
     Activation,
     AttentionBatch,
     AttentionShape,
+    DecodeGraphs,
     Experts,
+    GraphSpec,
     HeadInputs,
     HeadLinears,
     KvOrder,
     Linear,
+    PieceGraphs,
     QuantizedLinear,
     SamplingBatch,
 )
@@ -126,6 +130,16 @@ class ReferenceBackend:
     @property
     def cascade_saved_tokens(self) -> int:
         return 0
+
+    @property
+    def asynchronous(self) -> AsyncDevice | None:
+        return None
+
+    def decode_graphs(self, spec: GraphSpec) -> DecodeGraphs | None:
+        return None
+
+    def piece_graphs(self, spec: GraphSpec) -> PieceGraphs | None:
+        return None
 
     def share_prefixes(self, *, enabled: bool) -> None:
         """No effect: every row reads its own KV here."""

@@ -105,8 +105,8 @@ def fitted(folder):
         config = engine.config
         return profile(
             prefill=curve, decode=curve, num_blocks=engine.pool.num_blocks, token_budget=config.token_budget,
-            max_running=engine.max_running, max_model_len=engine.max_model_len,
-            kv_bytes_per_token=round(engine.scheduler.preemptor.token_bytes),
+            max_running=engine.config.max_running, max_model_len=engine.max_model_len,
+            kv_bytes_per_token=round(engine.cache.memory.layout.block_bytes / engine.config.block_size),
         )  # fmt: skip
     finally:
         engine.close()

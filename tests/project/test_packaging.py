@@ -134,7 +134,8 @@ print(len(generate(tiny_checkpoint("llama", pathlib.Path(sys.argv[1]) / "model")
 """
     helper = """
 import torch
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest
 

@@ -71,14 +71,16 @@ async def generate(connection, name, *, tokens_per_hash, count=8):
 async def test_each_role_runs_with_its_own_section(folder):
     sections = {"prefill": {"block_size": 32, "kv_memory": "2MiB", "max_running": 3}, "decode": {"kv_layout": "HND"}}
     async with started(folder, Role.PREFILL, **sections) as (worker, info, _):
-        layout = worker.thread.engine.memory.layout
+        layout = worker.thread.engine.cache.memory.layout
         assert (info.block_size, info.max_running, layout.order) == (32, 3, "NHD")
         assert layout.num_bytes <= 2 << 20
     async with started(folder, Role.DECODE, **sections) as (worker, info, _):
-        layout = worker.thread.engine.memory.layout
+        layout = worker.thread.engine.cache.memory.layout
         assert (info.block_size, info.max_running, layout.order) == (16, 64, "HND")
         assert 2 << 20 < layout.num_bytes <= 4 << 20
-        assert info.fingerprint == worker.thread.engine.fingerprint and worker.status()["info"]["block_size"] == 16
+        assert (
+            info.fingerprint == worker.thread.engine.cache.fingerprint and worker.status()["info"]["block_size"] == 16
+        )
 
 
 async def test_larger_blocks_and_another_order_give_the_same_tokens_and_hit_the_same_prefix(folder):
@@ -88,7 +90,7 @@ async def test_larger_blocks_and_another_order_give_the_same_tokens_and_hit_the_
     async with started(folder, Role.DECODE, decode=own) as (worker, _, connection):
         assert await generate(connection, "cold", tokens_per_hash=16) == (expected, 0)
         assert await generate(connection, "warm", tokens_per_hash=16) == (expected, 64)
-        snapshot = await worker.thread.call(lambda engine: engine.snapshot())
+        snapshot = await worker.thread.call(lambda engine: engine.reports.snapshot())
         assert set(snapshot.hashes) == set(block_hashes(PROMPT, 16)[1::2])
         await worker.thread.call(lambda engine: engine.check())
 

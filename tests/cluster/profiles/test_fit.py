@@ -20,7 +20,8 @@ from kvrelay.cluster.profiles.fit import (
 from kvrelay.cluster.profiles.profile import parse_profile
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.profiling.step_profile import add_prompt
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
 from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
@@ -193,9 +194,9 @@ def test_what_comes_between_steps_counts_what_is_done_there_and_not_the_steps(en
     clock, step, drain = SimpleNamespace(now_s=0.0), engine.step, engine.drain_events
     monkeypatch.setattr(profile_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now_s))
 
-    def long_step():
+    def long_step(*on_reserved):
         clock.now_s += 1.0
-        return step()
+        return step(*on_reserved)
 
     def long_news():
         clock.now_s += 0.25

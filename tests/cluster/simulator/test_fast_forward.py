@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.cluster.simulator.fast_forward import FastForward
+from kvrelay.cluster.simulator.fast_forward import FairShareWithParked, FastForward, ParkedSequences, RefreshedHeadroom
 from kvrelay.engine.scheduling.fair_share import QueueRules
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -23,11 +23,12 @@ class Bench:
     """An engine's scheduler, and tokens that are all the same."""
 
     def __init__(self, *, blocks=96, budget=32, running=8, headroom=1.0) -> None:
+        parked, fair_share = ParkedSequences(WORD), FairShareWithParked(QueueRules(tenant_weights={"gold": 2.0}))
         self.sched = Scheduler(
-            BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(budget, running, 64, headroom),
-            QueueRules(tenant_weights={"gold": 2.0}),
+            BlockPool(blocks, block_size=BLOCK), SchedulerConfig(budget, running, 64, headroom),
+            fair_share=fair_share, headroom=RefreshedHeadroom(headroom, BLOCK, parked),
         )  # fmt: skip
-        self.fast_forward = FastForward(self.sched, WORD)
+        self.fast_forward = FastForward(self.sched, parked, fair_share)
         self.appender = OutputProcessor(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
         self.ended, self.planned = [], []
 
@@ -69,8 +70,8 @@ class Bench:
             if not wakes:
                 return count
         before = count - wakes
-        plan = self.sched.schedule_without(self.fast_forward.parked)
-        if not plan.work and not self.fast_forward.parked:
+        plan = self.fast_forward.plan()
+        if not plan.work and not self.fast_forward.num_parked:
             return 0
         self.planned.append(len(plan.work))
         self.fast_forward.advance(plan)
@@ -93,8 +94,8 @@ class Bench:
                 (seq.request_id, list(seq.token_ids), seq.num_computed, seq.num_charged, list(seq.blocks), seq.num_hashed_blocks)
                 for seq in sched.running
             ],
-            sched.shares._counters, sched.shares._credits, sched.shares.computed_tokens, sched.shares.other_tokens,
-            sched.pool.counts(), sched.pool.cached_hashes(), self.ended, sched.num_preemptions, sched.hit_tokens,
+            sched.fair_share._counters, sched.fair_share._credits, sched.fair_share.computed_tokens, sched.fair_share.other_tokens,
+            sched.pool.counts(), sched.pool.cached_hashes(), self.ended, sched.preemption.num_preemptions, sched.admission.blocks.hit_tokens,
         )  # fmt: skip
 
 
@@ -207,10 +208,10 @@ def test_where_somebody_may_have_to_give_way_nobody_sleeps():
     for name, prompt in (("a", 4), ("b", 7)):
         bench.add(name, prompt, 80)
     slept = False
-    while not bench.sched.num_preemptions:
+    while not bench.sched.preemption.num_preemptions:
         assert bench.leap(1000)
-        slept |= bool(bench.fast_forward.parked)
-    assert slept and not bench.fast_forward.parked
+        slept |= bool(bench.fast_forward.num_parked)
+    assert slept and not bench.fast_forward.num_parked
     while bench.sched.has_work:
         assert bench.leap(1000)
     assert sorted(bench.ended) == ["a", "b"]

@@ -93,7 +93,7 @@ def test_a_conversation_goes_on_where_it_was_decoded_with_what_was_said_there():
     goes_on = replace(entry(10.0, 400, 4, ids[:25]), session="s")
     another = replace(goes_on, session="t")
     held = [
-        simulate([first, later], prefill=1, decode=1).workers[1].engine.scheduler.hit_tokens
+        simulate([first, later], prefill=1, decode=1).workers[1].engine.scheduler.admission.blocks.hit_tokens
         for later in (goes_on, another)
     ]
     assert held == [20 * BLOCK, 12 * BLOCK]
@@ -113,7 +113,7 @@ def test_pools_that_are_too_small_for_all_pre_empt_and_still_serve():
     sim = simulate(
         chats(150, every_s=0.01, output=150), workers=profile(num_blocks=64), settings={"engine": {"headroom": 0.0}}
     )
-    assert sum(worker.engine.scheduler.num_preemptions for worker in sim.workers) > 0
+    assert sum(worker.engine.scheduler.preemption.num_preemptions for worker in sim.workers) > 0
     assert sum(sim.tally.outcomes.values()) == 150 and sim.tally.outcomes["done"] > 50
     everything_is_given_back(sim)
 

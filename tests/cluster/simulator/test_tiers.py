@@ -129,4 +129,4 @@ def test_a_busy_cluster_with_tiers_gives_everything_back_and_is_the_same_each_ti
 def test_tiers_are_production_s():
     engine = simulate([entry(0.0)], settings=cached()).workers[0].engine
     assert isinstance(engine, SimulatedEngine) and engine.tiers is not None
-    assert type(engine.tiers.lower.tiers).__module__ == "kvrelay.kvcache.tiers.controller"
+    assert type(engine.tiers.lower.controller).__module__ == "kvrelay.kvcache.tiers.controller"

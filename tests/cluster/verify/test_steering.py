@@ -31,11 +31,13 @@ class FakeEngine:
     def __init__(self, *, shares=True, **figures):
         self.figures = figures
         self.scheduler = SimpleNamespace(schedule=self.plain, grant_reservations=self.plain, running=[])
-        self.backend = SimpleNamespace(native=SimpleNamespace(share=self.plain), shares_prefixes=lambda shape: shares)
+        self.backend = SimpleNamespace(
+            compiled_kernels=SimpleNamespace(share=self.plain), shares_prefixes=lambda shape: shares
+        )
         speculation = SimpleNamespace(begins=self.plain, lengths=self.plain, most=3)
         self.drafts = SimpleNamespace(speculation=speculation, by_model=None, model=None)
         self.model = SimpleNamespace(attention_shape=None)
-        self.take_drafted = self.plain
+        self.sampling = SimpleNamespace(take_drafted=self.plain)
 
     def plain(self, *_):
         """Never called."""
@@ -141,7 +143,7 @@ async def test_every_steered_engine_is_afterwards_as_it_was():
         async with during(cluster_of(engine), evidence):
             pass
     plain = (
-        engine.scheduler.schedule, engine.scheduler.grant_reservations, engine.backend.compiled_kernels.share, engine.take_drafted,
+        engine.scheduler.schedule, engine.scheduler.grant_reservations, engine.backend.compiled_kernels.share, engine.sampling.take_drafted,
         engine.drafts.speculation.begins, engine.drafts.speculation.lengths,
     )  # fmt: skip
     assert all(one == engine.plain for one in plain)

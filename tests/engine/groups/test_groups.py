@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest, TokenOutput
@@ -130,7 +132,7 @@ def test_a_preempted_group_gives_way_and_comes_back_as_one(make):
         assert all(seq is seq.group.leader and not seq.group.members for seq in waiting)
 
     outputs = drain(engine, look)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.preemption.num_preemptions > 0
     assert streams(outputs) == expected
 
 
@@ -140,7 +142,7 @@ def test_a_group_that_does_not_fit_at_once_is_decoded_part_by_part(make):
     engine = make(16)
     engine.add(request("g", prompt, Group(seeds=SEEDS), max_tokens=40, ignore_eos=True, **PARAMS))
     assert streams(drain(engine)) == expected
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.preemption.num_preemptions > 0
 
 
 def test_a_group_is_continued_on_another_worker(make):
@@ -175,9 +177,9 @@ def test_a_group_goes_over_the_hop_as_one_and_a_corrupt_block_changes_it(make, l
         [reservation] = target.step().reservations
         held = source.scheduler.held["g"].blocks
         for index, block in zip(range(reservation.num_blocks), reservation.target_blocks, strict=False):
-            target.storage.tensor[:, block] = source.storage.tensor[:, held[index]]
+            target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
         if is_corrupt:
-            target.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
+            target.cache.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
         source.abort("g")
         source.check()
         assert source.pool.counts().used == 0 and not source.scheduler.groups.by_id
@@ -200,10 +202,10 @@ def test_an_aborted_group_or_choice_leaves_nothing(make):
         assert drain(engine) == []
     engine = make()
     engine.add(request("g", prompt_of(30), Group(seeds=SEEDS), max_tokens=9, ignore_eos=True, **PARAMS))
-    engine.abort_choice("g", 2)  # before its members are there
+    engine.requests.abort_choice("g", 2)  # before its members are there
     for _ in range(4):
         engine.step()
-    engine.abort_choice("g", 0)
+    engine.requests.abort_choice("g", 0)
     ends = [output for output in drain(engine) if output.finish_reason]
     assert sorted(output.choice for output in ends) == [1, 3]
 
@@ -240,7 +242,7 @@ def test_preempted_beams_find_the_same(make, hugging_face):
     engine.add(request("first", prompt_of(80), max_tokens=60, temperature=0.0, ignore_eos=True))
     engine.add(request("g", prompt, Group(beams=beams), max_tokens=24, min_tokens=20))
     outputs = drain(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.preemption.num_preemptions > 0
     assert list(streams(outputs).values()) == hugging_face(prompt, 4, 4, 24, min_new_tokens=20)
 
 

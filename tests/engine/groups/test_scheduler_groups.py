@@ -3,8 +3,8 @@
 import pytest
 
 from kvrelay.engine.groups.group_steps import GroupSteps
-from kvrelay.engine.scheduling.fair_share import QueueRules
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import State
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import Group, Sampling, SequenceRequest
@@ -20,8 +20,10 @@ class Run:
     """A scheduler whose steps are computed at once."""
 
     def __init__(self, *, blocks=64, running=8, budget=32) -> None:
-        limits = SchedulerLimits(budget, running, 64)
-        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, limits, QueueRules(output_weight=3.0))
+        limits = SchedulerConfig(budget, running, 64)
+        self.sched = Scheduler(
+            BlockPool(blocks, block_size=BLOCK), limits, fair_share=FairShare(QueueRules(output_weight=3.0))
+        )
         self.groups = GroupSteps(self.sched, self.sched.finish, lambda seq: None)
         self.count = 0
 
@@ -85,9 +87,9 @@ def test_what_a_group_said_is_not_charged_again_when_it_comes_back():
     leader, _ = run.sched.groups.merge(members[0].group)
     run.sched.waiting.push(leader)
     run.sched.pool.reset_cache()
-    paid = run.sched.shares.counter("a")
+    paid = run.sched.fair_share.counter("a")
     assert paid == 5 + 2 * 3 * 3
     run.step()  # the prompt
     run.step()  # what both had said
     assert [seq.num_computed for seq in run.sched.running] == [9, 9]
-    assert run.sched.shares.counter("a") == paid + 2 * 3 * 1
+    assert run.sched.fair_share.counter("a") == paid + 2 * 3 * 1

@@ -8,7 +8,8 @@ from kvrelay.engine.checkpoints.experts import parts_of, plain_name, stored_name
 from kvrelay.engine.checkpoints.shapes import expected_shapes
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.errors import CheckpointCorrupt, UnsupportedModel
 from kvrelay.kernels.common.quant_scheme import Scheme
 from kvrelay.kernels.select import select_backend
@@ -64,11 +65,11 @@ def test_greedy_equals_hugging_face_batched_and_chunked(folder, oracle, backend)
 def test_decode_steps_with_experts_are_recorded(folder, quantization):
     """Which experts run is no part of a recording: the tokens of recorded steps are those of steps that are not."""
     engine = engine_of(folder, quantization=quantization)
-    graphs = engine._runner._graphs
+    graphs = engine.runner._graphs
     if graphs is None:
         pytest.skip("no compiled kernels here")
     plain = engine_of(folder, quantization=quantization)
-    plain._runner._graphs = None
+    plain.runner._graphs = None
     outputs = []
     for each in (engine, plain):
         for index in range(3):

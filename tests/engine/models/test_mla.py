@@ -12,7 +12,8 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.decoder import load_model
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.kv_exchange import export_prompt, import_prompt
 from kvrelay.engine.worker.preflight import check_fit
 from kvrelay.errors import CheckpointCorrupt, ConfigError, LayoutMismatch, UnsupportedModel
@@ -53,10 +54,10 @@ def make(request, folder):
 def test_a_pool_of_latents_has_one_part_and_says_so(folder, kv_layout):
     config = EngineConfig(block_size=8, kv_memory_bytes=64 * BLOCK_BYTES, kv_layout=kv_layout)
     engine = load_engine(folder, select_backend("reference", "cpu", 1), torch.float32, config)
-    layout, found = engine.memory.layout, engine.fingerprint
+    layout, found = engine.cache.memory.layout, engine.cache.fingerprint
     assert (layout.is_latent, layout.num_parts, layout.num_kv_heads, layout.head_dim) == (True, 1, 1, WIDTH)
     assert (layout.num_blocks, layout.block_bytes) == (64, BLOCK_BYTES)  # half of what keys and values would take
-    assert [tuple(layer.shape) for layer in engine.storage.layers] == [(64, 1, 8, 1, WIDTH)] * 4
+    assert [tuple(layer.shape) for layer in engine.cache.storage.layers] == [(64, 1, 8, 1, WIDTH)] * 4
     assert (found.num_parts, found.num_kv_heads, found.head_dim) == (1, 1, WIDTH)
     assert found.incompatibility(dataclasses.replace(found, num_parts=2), convert_dtype=False).field == "num_parts"
 
@@ -89,10 +90,10 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
     [reservation] = target.step().reservations
     held = source.scheduler.held["a"].blocks
     for index, block in enumerate(reservation.target_blocks, start=reservation.first_block):
-        target.storage.tensor[:, block] = source.storage.tensor[:, held[index]]
+        target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
         if part != "none":
             of_part = slice(0, RANK) if part == "latents" else slice(RANK, WIDTH)
-            target.storage.tensor[:, block, ..., of_part] *= -1
+            target.cache.storage.tensor[:, block, ..., of_part] *= -1
     source.abort("a")
     assert target.activate("a", first.token_ids)
     stream = first.token_ids + [token for output in drain(target)["a"] for token in output.token_ids]
@@ -113,7 +114,7 @@ def test_a_prompts_latents_leave_and_come_back_in_the_interchange_format(make, o
 
 def test_a_pool_of_fp8_latents_has_a_scale_for_each_entry_and_serves(make):
     engine, prompt = make(kv_dtype="fp8_e4m3"), prompt_of(40)
-    layout = engine.memory.layout
+    layout = engine.cache.memory.layout
     assert (layout.dtype, layout.num_parts, layout.block_bytes) == ("fp8_e4m3", 1, 4 * 8 * (WIDTH + 4))
     streams = []
     for name in ("cold", "warm"):
@@ -123,7 +124,7 @@ def test_a_pool_of_fp8_latents_has_a_scale_for_each_entry_and_serves(make):
 
 
 def test_decode_steps_with_latent_attention_are_not_recorded(make):
-    assert make()._runner._graphs is None
+    assert make().runner._graphs is None
 
 
 def test_latents_need_half_the_memory_of_keys_and_values():

@@ -10,7 +10,8 @@ from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.models.decoder import load_model
 from kvrelay.engine.models.mlp import ExpertMlp
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.kv_exchange import export_prompt, import_prompt
 from kvrelay.engine.worker.preflight import check_quantization, scheme_of
 from kvrelay.errors import BackendUnavailable, ConfigError, LayoutMismatch
@@ -85,7 +86,7 @@ def handed_over(source, target, prompt):
     [reservation] = target.step().reservations
     held = source.scheduler.held["a"].blocks
     for index, block in enumerate(reservation.target_blocks, start=reservation.first_block):
-        target.storage.tensor[:, block] = source.storage.tensor[:, held[index]]
+        target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
     assert target.activate("a", first.token_ids)
     return first.token_ids + [token for output in drain(target)["a"] for token in output.token_ids]
 
@@ -125,9 +126,9 @@ def test_decode_steps_are_recorded_with_quantised_products(make, backend, dtype)
         pytest.skip("no compiled kernels here")
     engine = make(dtype=dtype)
     streams = run(engine, PROMPTS)
-    assert engine._runner._graphs.why_not is None and len(PROMPTS) in engine._runner._graphs.sizes
+    assert engine.runner._graphs.why_not is None and len(PROMPTS) in engine.runner._graphs.sizes
     plain = make(dtype=dtype)
-    plain._runner._graphs = None
+    plain.runner._graphs = None
     assert run(plain, PROMPTS) == streams
 
 
@@ -151,8 +152,8 @@ def test_the_error_is_told_at_start(make, caplog):
 
 def test_kv_of_other_weights_is_refused_everywhere(make):
     engines = {scheme: make(quantization=scheme) for scheme in (None, INT8, INT4, Scheme(4, 64))}
-    prints = {scheme: engine.fingerprint for scheme, engine in engines.items()}
-    layout = engines[None].memory.layout
+    prints = {scheme: engine.cache.fingerprint for scheme, engine in engines.items()}
+    layout = engines[None].cache.memory.layout
     assert len({namespace_of(found, layout).digest for found in prints.values()}) == len(prints)
     for scheme, found in prints.items():
         for other, theirs in prints.items():

@@ -7,7 +7,8 @@ from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.profiling.device_profile import covered, device_times, is_wait
 from kvrelay.engine.profiling.instruments import PHASES, Meter, metered, named_kernels
 from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.errors import ConfigError
 from kvrelay.kernels.select import select_backend
 
@@ -103,7 +104,7 @@ def test_torch_operators_are_kernels_but_for_views():
 
 
 def test_every_phase_of_every_kind_of_step_is_seen_and_the_engine_is_left_clean(engine):
-    before = vars(engine).keys() | vars(engine.scheduler).keys() | vars(engine._runner).keys()
+    before = vars(engine).keys() | vars(engine.scheduler).keys() | vars(engine.runner).keys()
     profiler = StepProfiler(engine, context_tokens=20, num_steps=3)
     for workload in (StepWorkload(1, 0), StepWorkload(3, 0), StepWorkload(0, 40), StepWorkload(2, 24)):
         profile = profiler.run(workload)
@@ -113,7 +114,7 @@ def test_every_phase_of_every_kind_of_step_is_seen_and_the_engine_is_left_clean(
         assert profile.outside_s == sum(phase.outside_s for phase in profile.phases)
     assert not engine.scheduler.has_work and not engine.scheduler.sequences
     assert engine.pool.counts().used == 0
-    assert vars(engine).keys() | vars(engine.scheduler).keys() | vars(engine._runner).keys() == before
+    assert vars(engine).keys() | vars(engine.scheduler).keys() | vars(engine.runner).keys() == before
 
 
 def test_compiled_kernels_are_counted_and_put_back(engine):
@@ -132,9 +133,9 @@ def test_steps_to_sample_run_kernels_in_frames_of_their_names(engine):
         library = engine.backend.compiled_kernels.lib if engine.backend.compiled_kernels else None
         if library is not None:
             seen.append(library.kr_sample.__code__.co_name)
-        steps = engine._speed.num_steps
+        steps = engine.reports.timing.num_steps
         run_rounds()
-        seen.append(engine._speed.num_steps - steps)
+        seen.append(engine.reports.timing.num_steps - steps)
 
     StepProfiler(engine, context_tokens=20, num_steps=2).sample(StepWorkload(2, 0), 5, watch)
     assert seen in (["kr_sample", 5], [5])

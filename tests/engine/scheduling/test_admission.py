@@ -5,9 +5,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 
-from kvrelay.engine.scheduling.fair_share import QueueRules
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.engine.step.load_report import load_report
 from kvrelay.engine.step.step_timing import StepTiming
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -24,8 +26,11 @@ class Run:
     """A scheduler, and requests that have nothing in common."""
 
     def __init__(self, blocks=64, *, budget=16, running=8, waiting=64, rules: QueueRules | None = None) -> None:
-        limits = SchedulerLimits(budget, running, waiting)
-        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, limits, rules)
+        limits = SchedulerConfig(budget, running, waiting)
+        self.speeds = MeasuredSpeeds()
+        self.sched = Scheduler(
+            BlockPool(blocks, block_size=BLOCK), limits, fair_share=FairShare(rules or QueueRules()), speeds=self.speeds
+        )
         self.count = 0
 
     def request(self, tenant="", *, tokens=4, max_tokens=8, **facts) -> SequenceRequest:
@@ -152,21 +157,21 @@ def test_service_is_charged_once_for_each_computed_token_also_over_a_preemption(
     for _ in range(3):
         run.step()
     assert seq.num_computed == 11
-    assert run.sched.shares.counter("a") == 7 + 3 * 4
-    assert run.sched.shares.computed_tokens == {"a": 8 + 11}  # the work that was done
+    assert run.sched.fair_share.counter("a") == 7 + 3 * 4
+    assert run.sched.fair_share.computed_tokens == {"a": 8 + 11}  # the work that was done
 
 
 def test_what_an_aborted_or_failed_sequence_did_not_use_is_not_charged_to_its_tenant():
     run = Run()
     seq = run.reserve("a", tokens=12)
     run.sched.grant_reservations()
-    assert run.sched.shares.counter("a") == 12
-    run.sched.unquarantine(run.sched.quarantine(seq, FinishReason.ERROR))
+    assert run.sched.fair_share.counter("a") == 12
+    run.sched.aside.unquarantine(run.sched.quarantine(seq, FinishReason.ERROR))
     again = run.reserve("a", tokens=12)
     run.sched.grant_reservations()
     run.sched.activate(again.request_id, [99])
     run.step()
-    assert run.sched.shares.counter("a") == 12 + 2
+    assert run.sched.fair_share.counter("a") == 12 + 2
 
 
 def test_one_tenant_does_not_get_every_seat_of_one_step():
@@ -185,10 +190,10 @@ def test_who_is_too_late_and_was_never_begun_is_turned_away():
     begun = run.add(deadline_s=1.0)
     run.step()
     late, fine, late_too = run.add(deadline_s=2.0), run.add(deadline_s=9.0), run.reserve(deadline_s=0.5, now_s=1.0)
-    assert run.sched.next_deadline_s() == 1.5
+    assert run.sched.queues.next_deadline_s() == 1.5
     run.sched.reject_overdue(5.0)
-    assert [reason for _, reason in run.sched.rejected] == ["deadline", "deadline"]
-    assert {seq for seq, _ in run.sched.rejected} == {late, late_too} and run.sched.num_overdue == 2
+    assert [reason for _, reason in run.sched.arrivals.rejected] == ["deadline", "deadline"]
+    assert {seq for seq, _ in run.sched.arrivals.rejected} == {late, late_too} and run.sched.arrivals.num_overdue == 2
     assert begun.state is State.RUNNING and fine.state is State.WAITING and late.state is State.FINISHED
     run.sched.check()
 
@@ -199,7 +204,7 @@ def test_who_was_preempted_is_never_too_late():
     run.step()
     run.sched.rewind(seq)
     run.sched.reject_overdue(100.0)
-    assert not run.sched.rejected and seq.state is State.WAITING
+    assert not run.sched.arrivals.rejected and seq.state is State.WAITING
 
 
 # ---- a full line
@@ -212,7 +217,7 @@ def test_a_tenant_with_few_places_displaces_one_with_many_from_a_full_line():
     wanted = run.request("modest")
     assert run.sched.refusal(wanted) is None
     modest = run.sched.add(wanted, 0.0)
-    assert run.sched.rejected == [(greedy[-1], "full")] and run.sched.num_displaced == 1
+    assert run.sched.arrivals.rejected == [(greedy[-1], "full")] and run.sched.arrivals.num_displaced == 1
     assert len(run.sched.waiting) == 4 and modest in run.sched.waiting
     run.sched.add(run.request("modest"), 0.0)  # three places against one: one more
     assert run.sched.refusal(run.request("modest"))[0] == "full"
@@ -295,7 +300,7 @@ def in_order(run: Run, now_s: float) -> list[str]:
 def wanting(ttft_target_s=1.0, *, speed=100.0) -> Run:
     """A worker of 100 tokens/s; somebody who asks for no time, and three prompts, the second of them long."""
     run = Run(running=1, budget=10)
-    run.sched.preemptor.measured.compute_tokens_per_s = speed
+    run.speeds.compute_tokens_per_s = speed
     run.add(tokens=8)
     for num_tokens in (40, 90, 10):
         run.add(tokens=num_tokens, ttft_target_s=ttft_target_s)
@@ -352,7 +357,7 @@ def test_who_wants_nothing_or_has_a_deadline_is_never_late():
 
 def test_what_is_cached_takes_no_time():
     run = Run(running=1, budget=10)
-    run.sched.preemptor.measured.compute_tokens_per_s = 100.0
+    run.speeds.compute_tokens_per_s = 100.0
     prompt = run.request(tokens=80)
     run.sched.add(prompt, 0.0)
     for _ in range(8):
@@ -374,14 +379,14 @@ def test_a_report_tells_what_stands_behind_whoever_comes():
         run.step()
         for seq in list(run.sched.running):
             run.sched.finish(seq, FinishReason.ABORT)
-    assert run.sched.overdue() == (1, 90)
+    assert run.sched.queues.overdue() == (1, 90)
     assert load_report(1, run.sched, StepTiming(), {}).overdue_tokens == 90
 
 
 def with_decoding(*tpot_target_s: float | None, speed=1000.0) -> Run:
     """A worker of `speed` tokens/s on which sequences decode, and a long prompt comes."""
     run = Run(blocks=400, budget=512, running=16)
-    run.sched.preemptor.measured.compute_tokens_per_s = speed
+    run.speeds.compute_tokens_per_s = speed
     for wanted in tpot_target_s:
         seq = run.reserve(tokens=3, max_tokens=64, tpot_target_s=wanted)
         run.sched.grant_reservations()

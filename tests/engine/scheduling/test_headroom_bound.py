@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.headroom import Headroom
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -18,17 +19,26 @@ pytestmark = pytest.mark.pure
 BLOCK, WORD = 8, 7
 
 
+class CountedHeadroom(Headroom):
+    num_looks = 0
+
+    def expected_growth(self, *args):
+        self.num_looks += 1
+        return super().expected_growth(*args)
+
+
 class Bench:
     def __init__(self, blocks, *, always_looks):
-        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(32, 6, 64, 1.0))
+        headroom = CountedHeadroom(1.0, BLOCK)
+        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), SchedulerConfig(32, 6, 64, 1.0), headroom=headroom)
         self.appender = OutputProcessor(self.sched.finish, lambda: 0.0, eos_ids=(2,), max_model_len=1 << 20)
-        self.num_looks, self.admitted = 0, []
-        self.sched.before_headroom = self._look
+        self.headroom, self.admitted = headroom, []
         if always_looks:
-            self.sched._most_headroom = lambda: math.inf
+            headroom.at_most = lambda num_others: math.inf
 
-    def _look(self):
-        self.num_looks += 1
+    @property
+    def num_looks(self):
+        return self.headroom.num_looks
 
     def add(self, name, prompt, output, *, reserve):
         tokens = [hash(name) % 1000 + 10] * prompt

@@ -6,7 +6,9 @@ import msgspec
 import pytest
 import torch
 
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker.tier_setup import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -39,11 +41,11 @@ def make(folder):
             preemption=mode,
             prefix_caching=caches,
         )
-        engine = load_engine(folder, select_backend("cpu", "cpu", 1), torch.float32, config)
+        extensions = Extensions(
+            swap_area=lambda kv: make_swap_area(kv.memory, swap_blocks * BLOCK_BYTES, checks, lambda: None)
+        )
+        engine = load_engine(folder, select_backend("cpu", "cpu", 1), torch.float32, config, extensions)
         engines.append(engine)
-        area = make_swap_area(engine.memory, swap_blocks * BLOCK_BYTES, checks, lambda: None)
-        if area is not None:
-            engine.attach_swap(area)
         return engine
 
     yield build
@@ -109,7 +111,7 @@ def test_tokens_are_those_of_an_undisturbed_run(make, mode, sampling, caches, mo
 
 def rot(engine: Engine) -> int:
     """Change what is swapped out now; how many blocks."""
-    slab = engine.scheduler.preemptor.area.slab
+    slab = engine.scheduler.preemption.swapping.area.slab
     slots = [slot for seq in engine.scheduler.swapped for slot in seq.swapped.rows]
     for slot in slots:
         view = slab.row(slot)
@@ -147,7 +149,7 @@ def test_prompt_logprobs_survive_a_swap_and_come_once(make):
         engine.step()
         if swaps:
             engine.scheduler.preempt_group((engine.scheduler.sequences["a"],))
-            engine._runner.forget(engine.scheduler.swapped[0])
+            engine.runner.forget(engine.scheduler.swapped[0])
         outputs = [output for _ in range(4) for output in engine.step().outputs]
         return [(one.token_id, round(one.logprob, 4)) for one in outputs[0].prompt_logprobs]
 

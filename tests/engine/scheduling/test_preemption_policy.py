@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from kvrelay.engine.scheduling.headroom import OutputLengths, growth_blocks
+from kvrelay.engine.scheduling.plan import StepPlan
 from kvrelay.engine.scheduling.preemption_policy import (
     PreemptionMode,
     PreemptionRates,
@@ -15,7 +16,7 @@ from kvrelay.engine.scheduling.preemption_policy import (
     costs,
     crossover_tokens,
 )
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.memory.swap import SwapArea, SwapLoad
@@ -192,7 +193,6 @@ class Swapping:
         **limits,
     ):
         chosen = {"token_budget": 64, "max_running": 32, "max_waiting": 256, **limits}
-        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(headroom=headroom, **chosen))
         self.slab = FakeSlab(slots)
         self.threads: list[ByHand] = []
 
@@ -203,7 +203,8 @@ class Swapping:
         self.area = SwapArea(
             self.slab, is_checked=True, wake=lambda: None, clock=lambda: 0.0, make_threads=make_threads
         )
-        self.sched.preemptor.area, self.sched.preemptor.only = self.area, only
+        config = SchedulerConfig(headroom=headroom, preemption=only, **chosen)
+        self.sched = Scheduler(BlockPool(blocks, block_size=BLOCK), config, area=self.area)
         self.done: dict[str, list[int]] = {}
 
     def add(self, name: str, tokens: int | list[int], *, max_tokens: int = 8) -> Sequence:
@@ -302,7 +303,7 @@ def test_a_swap_for_which_there_is_no_room_is_a_recompute():
         if young.state is State.WAITING:
             break
     assert young.state is State.WAITING and world.area.num_held == 0
-    assert world.sched.preemptor.num_by_mode == {PreemptionMode.RECOMPUTE: 1}
+    assert world.sched.preemption.num_by_mode == {PreemptionMode.RECOMPUTE: 1}
 
 
 def test_a_group_goes_all_together_or_not_at_all():
@@ -370,7 +371,7 @@ def test_blocks_that_others_hold_are_not_copied_and_when_they_are_gone_all_is_co
             world.sched.finish(first, FinishReason.STOP)
             world.sched.pool.reset_cache()
         world.step()
-        assert second.num_computed > 8 and (world.sched.preemptor.recomputed_tokens == 0) is keep
+        assert second.num_computed > 8 and (world.sched.preemption.recomputed_tokens == 0) is keep
 
 
 def test_a_handed_back_sequence_ends_here_and_only_so_often():
@@ -379,7 +380,7 @@ def test_a_handed_back_sequence_ends_here_and_only_so_often():
     seq.prefill_tokens_per_s = 1.0
     world.step()
     assert world.sched.preempt_group((seq,)) is PreemptionMode.RETURN_TO_PREFILL
-    assert seq.state is State.FINISHED and world.sched.returned_to_prefill == [seq] and not world.sched.sequences
+    assert seq.state is State.FINISHED and world.sched.preemption.returned == [seq] and not world.sched.sequences
     again = world.add("b", 7)
     world.step()
     assert world.sched.preempt_group((again,)) is PreemptionMode.RECOMPUTE  # no prefill worker computed it
@@ -421,7 +422,7 @@ def test_headroom_makes_pre_emption_rare():
         while world.sched.has_work:
             world.step()
         assert len(world.done) == 30
-        return world.sched.num_preemptions
+        return world.sched.preemption.num_preemptions
 
     without, with_it = preemptions(0.0), preemptions(1.0)
     assert with_it == 0 < 10 < without
@@ -496,7 +497,7 @@ def test_nothing_is_lent_while_a_sequence_is_swapped():
     world.until_swapped(young)
     world.sched.preempt_group((old,))
     world.sched.pool.reset_cache()
-    assert world.sched.pool.counts().free > 2 and world.sched.take_probe_blocks(1) == []
+    assert world.sched.pool.counts().free > 2 and world.sched.aside.take_probe_blocks(1) == []
 
 
 def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is():
@@ -505,7 +506,7 @@ def test_a_block_whose_copy_is_not_made_yet_is_saved_from_where_its_content_is()
     world.step()
     world.sched.pool.acquire(shared := list(seq.blocks))  # as a second sample would
     before = world.content(seq)
-    assert world.sched._own_next(seq, []) and seq.blocks[1] != shared[1]
+    assert world.sched.planner.copies.try_own(seq) and seq.blocks[1] != shared[1]
     world.sched.preempt_group((seq,))
     assert seq.swapped is not None and [world.slab.content[slot] for slot in seq.swapped.rows] == before[-1:]
     world.sched.copied()

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from kvrelay.engine.scheduling.prefix_sharing import is_spared, least_blocks
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import KvHints, Sampling, SequenceRequest
@@ -24,7 +24,7 @@ def request(name, ids, *, salt="", **fields):
 
 
 def scheduler(*requests, budget=64, **pool):
-    made = Scheduler(BlockPool(64, block_size=BLOCK, **pool), BLOCK, SchedulerLimits(budget, 8, 8))
+    made = Scheduler(BlockPool(64, block_size=BLOCK, **pool), SchedulerConfig(budget, 8, 8))
     for one in requests:
         made.add(one, 0.0)
     return made

@@ -9,7 +9,8 @@ from kvrelay.cluster.launch.local import local_cluster
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.scheduling.fair_share import QueueRules, queue_rules
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.errors import DeadlinePassed
 from kvrelay.hashing import block_hashes, tenant_of
@@ -101,7 +102,7 @@ async def test_a_worker_refuses_what_is_too_late_and_goes_on(folder):
     async with local_cluster(settings, folder, num_prefill=0, num_inside=1) as cluster:
         busy = cluster.dispatcher.generate(request(0, max_tokens=100))
         await anext(busy)
-        with pytest.raises(DeadlinePassed, match=r"not begun within 0\.02 s"):
+        with pytest.raises(DeadlinePassed, match=r"not started within 0\.02 s"):
             await anext(cluster.dispatcher.generate(request(1, deadline_s=0.02)))
         await busy.aclose()
         said = [output async for output in cluster.dispatcher.generate(request(2, deadline_s=60.0))]

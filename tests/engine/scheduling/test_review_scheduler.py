@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import State
 from kvrelay.hashing import block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -27,7 +28,7 @@ def request(name: str, tokens: int, *, first: int = 0, max_tokens: int = 8) -> S
 
 
 def scheduler(blocks: int, *, budget: int = 16, running: int = 8) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(budget, running, 64))
+    return Scheduler(BlockPool(blocks, block_size=BLOCK), SchedulerConfig(budget, running, 64))
 
 
 def run(sched: Scheduler) -> StepPlan:
@@ -96,7 +97,7 @@ def test_a_long_prompt_that_came_earlier_does_not_stop_the_ones_that_are_decodin
     sched = scheduler(64, budget=8)
     early = sched.add(request("early", 60), 0.0)
     late = sched.add_reservation(request("late", 6, first=1000), 0.0)
-    sched.limits = SchedulerLimits(8, 8, 64)
+    sched.config = SchedulerConfig(8, 8, 64)
     sched.waiting.remove(early)  # it waits for room while the later one is served
     assert [seq.request_id for seq in sched.grant_reservations()] == ["late"]
     sched.activate("late", [99])

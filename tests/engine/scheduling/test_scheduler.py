@@ -5,7 +5,8 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits, StepPlan
+from kvrelay.engine.scheduling.plan import StepPlan
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -30,7 +31,7 @@ def request(name: str, tokens: int | list[int], *, max_tokens: int = 8) -> Seque
 
 
 def scheduler(blocks: int = 16, *, budget: int = 16, running: int = 8, waiting: int = 8) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(budget, running, waiting))
+    return Scheduler(BlockPool(blocks, block_size=BLOCK), SchedulerConfig(budget, running, waiting))
 
 
 def run(sched: Scheduler, plan: StepPlan | None = None) -> StepPlan:
@@ -76,7 +77,7 @@ def test_output_extends_the_chain_by_the_hashes_own_step():
 
 def test_a_block_that_is_yet_to_be_copied_goes_to_nobody_in_the_same_step():
     """Who gets it may have it written at once, by a load from below the pool."""
-    sched = Scheduler(BlockPool(9, block_size=8), 8, SchedulerLimits(99, 8, 8))
+    sched = Scheduler(BlockPool(9, block_size=8), SchedulerConfig(99, 8, 8))
 
     def add(name: str, ids: list[int], *, priority: int = 0) -> None:
         one = SequenceRequest(
@@ -194,7 +195,7 @@ def test_blocks_in_quarantine_are_not_handed_out():
     key = sched.quarantine(seq, FinishReason.ERROR)
     assert sched.pool.num_available == 0 and "a" not in sched.sequences
     sched.check()
-    sched.unquarantine(key)
+    sched.aside.unquarantine(key)
     assert sched.pool.num_available == 4
     sched.check()
 
@@ -208,31 +209,31 @@ def test_only_free_blocks_are_lent_and_one_is_left_for_each_running_sequence():
     run(sched)
     before = sched.pool.counts()
     assert (before.cached, before.free) == (2, 4)
-    lent = sched.take_probe_blocks(100)
+    lent = sched.aside.take_probe_blocks(100)
     assert len(lent) == 3 and sched.pool.counts().cached == 2
     sched.check()
     for _ in range(5):
         run(sched)  # "a" grows into the block that was left
-    assert sched.num_preemptions == 0
-    sched.return_probe_blocks(lent)
+    assert sched.preemption.num_preemptions == 0
+    sched.aside.return_probe_blocks(lent)
     assert sched.pool.counts().free == 3
     sched.check()
 
 
 def test_nothing_is_lent_while_a_sequence_is_in_line_and_what_is_back_admits_it():
     sched = scheduler(blocks=4)
-    lent = sched.take_probe_blocks(2)
+    lent = sched.aside.take_probe_blocks(2)
     sched.add_reservation(request("a", 12), 0.0)
-    assert sched.grant_reservations() == [] and sched.take_probe_blocks(1) == []
-    sched.return_probe_blocks(lent)
+    assert sched.grant_reservations() == [] and sched.aside.take_probe_blocks(1) == []
+    sched.aside.return_probe_blocks(lent)
     assert [seq.request_id for seq in sched.grant_reservations()] == ["a"]
 
 
 def test_a_lent_block_that_is_lost_is_noticed():
     sched = scheduler(blocks=4)
-    sched.take_probe_blocks(2)
+    sched.aside.take_probe_blocks(2)
     sched.check()
-    sched.probe_blocks.pop()
+    sched.aside.probe_blocks.pop()
     with pytest.raises(AssertionError):
         sched.check()
 
@@ -284,18 +285,18 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.keys)
     @rule()
     def transport_lets_go(self):
-        self.sched.unquarantine(self.keys.pop())
+        self.sched.aside.unquarantine(self.keys.pop())
 
     @rule(count=st.integers(1, 4))
     def lend(self, count):
         before = self.sched.pool.counts()
-        self.lent.append(self.sched.take_probe_blocks(count))
+        self.lent.append(self.sched.aside.take_probe_blocks(count))
         assert self.sched.pool.counts().cached == before.cached
 
     @precondition(lambda self: self.lent)
     @rule()
     def take_back(self):
-        self.sched.return_probe_blocks(self.lent.pop())
+        self.sched.aside.return_probe_blocks(self.lent.pop())
 
     @precondition(lambda self: self.sched.sequences)
     @rule(data=st.data())
@@ -309,9 +310,9 @@ class Life(RuleBasedStateMachine):
 
     def teardown(self):
         for key in self.keys:
-            self.sched.unquarantine(key)
+            self.sched.aside.unquarantine(key)
         for blocks in self.lent:
-            self.sched.return_probe_blocks(blocks)
+            self.sched.aside.return_probe_blocks(blocks)
         for _ in range(400):
             if not self.sched.sequences:
                 break
@@ -335,7 +336,7 @@ TAIL = 8  # a block of these tests: long enough for a tail that is worth copying
 
 def tail_scheduler(blocks: int, **options) -> Scheduler:
     pool = BlockPool(blocks, block_size=TAIL, **options)
-    return Scheduler(pool, TAIL, SchedulerLimits(token_budget=64, max_running=8, max_waiting=8))
+    return Scheduler(pool, SchedulerConfig(token_budget=64, max_running=8, max_waiting=8))
 
 
 def tail_request(name: str, ids: list[int], *, salt: str = "", **hints) -> SequenceRequest:

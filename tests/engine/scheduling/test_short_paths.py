@@ -8,7 +8,8 @@ from hypothesis import given, settings
 
 from kvrelay.engine.groups.groups import Groups
 from kvrelay.engine.scheduling.fair_share import FairShare, QueueRules
-from kvrelay.engine.scheduling.scheduler import Scheduled, Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.plan import Scheduled
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.kvcache.index.changes import CacheChange, ChangeLog
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -33,7 +34,9 @@ def request(name: str, tenant: str = "", *, tokens: int = 6, num_prompt: int | N
 
 def scheduler(kind: type[Scheduler] = Scheduler, *, blocks: int = 24) -> Scheduler:
     return kind(
-        BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(16, 6, 64), QueueRules(tenant_weights=WEIGHTS)
+        BlockPool(blocks, block_size=BLOCK),
+        SchedulerConfig(16, 6, 64),
+        fair_share=FairShare(QueueRules(tenant_weights=WEIGHTS)),
     )
 
 
@@ -44,10 +47,9 @@ class TokenByToken(Scheduler):
         for item in work:
             seq = item.seq
             seq.num_computed += item.num_tokens
-            self.shares.advance(seq)
-            self.shares.computed(seq.request.tenant, item.num_tokens)
-            self._cache_full_blocks(seq)
-            self._pin(seq)
+            self.fair_share.advance(seq)
+            self.fair_share.computed(seq.request.tenant, item.num_tokens)
+            self.registration.register(seq)
 
 
 class PaysNothing(FairShare):
@@ -58,7 +60,7 @@ class PaysNothing(FairShare):
 
 
 def accounts(sched: Scheduler) -> tuple[object, ...]:
-    shares, running = sched.shares, [(seq.request_id, seq.num_charged, seq.num_paid) for seq in sched.running]
+    shares, running = sched.fair_share, [(seq.request_id, seq.num_charged, seq.num_paid) for seq in sched.running]
     return shares._counters, shares._credits, shares.computed_tokens, shares.other_tokens, running
 
 
@@ -101,7 +103,7 @@ def test_tenants_that_pay_once_a_step_have_paid_the_same_after_every_step(acts):
 def test_accounts_that_forget_what_is_told_together_are_found_out():
     acts = [("add", "a", 6), *[("step", "a", 1)] * 6]
     wrong, right = scheduler(), scheduler(TokenByToken)
-    wrong.shares.__class__ = PaysNothing
+    wrong.fair_share.__class__ = PaysNothing
     assert list(live(wrong, acts)) != list(live(right, acts))
 
 
@@ -110,10 +112,10 @@ def test_a_one_token_chunk_of_a_prompt_is_not_paid_as_output():
     seq = sched.add(request("1", "a", tokens=6), 0.0)
     sched.schedule()
     seq.num_charged = 5  # as after a swap in the middle of the prompt
-    counter = sched.shares.counter("a")
+    counter = sched.fair_share.counter("a")
     seq.num_computed = 5
     sched.advance(Scheduled(seq, 5, 1))
-    assert sched.shares.counter("a") == counter + 1
+    assert sched.fair_share.counter("a") == counter + 1
 
 
 # ---- whose block it is
@@ -135,7 +137,7 @@ def decoding(count: int) -> tuple[Scheduler, list[Sequence]]:
 def test_the_pool_is_asked_once_for_each_block(monkeypatch):
     sched, [seq] = decoding(1)
     asked = []
-    monkeypatch.setattr(sched, "_has_room", lambda seq, preempted: asked.append(seq.num_computed) or True)
+    monkeypatch.setattr(sched.planner, "_has_room", lambda seq, preempted: asked.append(seq.num_computed) or True)
     for _ in range(7):
         seq.blocks.append(seq.blocks[-1])  # there is always room
         plan = sched.schedule()

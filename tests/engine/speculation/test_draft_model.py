@@ -11,8 +11,10 @@ from kvrelay.engine.models.decoder import load_model
 from kvrelay.engine.speculation.draft_model import DraftConfig, DraftModel
 from kvrelay.engine.speculation.speculation import Speculation
 from kvrelay.engine.speculation.speculation_model import ModelSpeculation
-from kvrelay.engine.step import engine as engine_module
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.sampling import StepSampling
 from kvrelay.engine.worker.tier_setup import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -75,16 +77,18 @@ def make(folders, monkeypatch):
             draft_tokens=tokens if draft else 0,
             prompt_lookup=lookup,
         )
-        engine = load_engine(folders["itself"], backend, torch.float32, config)
+        draft_model = None
         if draft is not None:
             model = load_model(folders[draft], backend, torch.float32, block_size=BLOCK)
             block_bytes = BLOCK_BYTES * model.spec.num_layers // 2
             own = DraftConfig(BLOCK, draft_blocks * block_bytes, 64, 256, VOCAB)
-            engine.attach_draft_model(DraftModel(model, backend, own))
+            draft_model = DraftModel(model, backend, own)
+        extensions = Extensions(
+            swap_area=lambda cache: make_swap_area(cache.memory, 64 * BLOCK_BYTES, "full", lambda: None),
+            draft_model=draft_model,
+        )
+        engine = load_engine(folders["itself"], backend, torch.float32, config, extensions)
         engines.append(engine)
-        area = make_swap_area(engine.memory, 64 * BLOCK_BYTES, "full", lambda: None)
-        assert area is not None
-        engine.attach_swap(area)
         return engine
 
     yield build
@@ -165,12 +169,12 @@ def test_a_text_with_tokens_that_the_draft_model_lacks_is_left_alone(make):
 
 def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatch):
     expected, _ = serve(make(), temperature=0.0)
-    take = engine_module.Engine.take_drafted
+    take = StepSampling.take_drafted
 
     def believe(self, item, tokens, logprobs, outputs):
         take(self, item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    monkeypatch.setattr(engine_module.Engine, "take_drafted", believe)
+    monkeypatch.setattr(StepSampling, "take_drafted", believe)
     assert serve(make("another"), temperature=0.0)[0] != expected
 
 

@@ -7,8 +7,10 @@ import torch
 
 from kvrelay.engine.speculation.prompt_lookup import PromptLookup
 from kvrelay.engine.speculation.speculation import Speculation
-from kvrelay.engine.step import engine as engine_module
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
+from kvrelay.engine.step.sampling import StepSampling
 from kvrelay.engine.worker.tier_setup import make_swap_area
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -43,11 +45,11 @@ def make(folder, monkeypatch):
         config = EngineConfig(
             block_size=BLOCK, kv_memory_bytes=blocks * BLOCK_BYTES, token_budget=budget, draft_tokens=draft_tokens
         )
-        engine = load_engine(folder, select_backend("cpu", "cpu", 1), torch.float32, config)
+        extensions = Extensions(
+            swap_area=lambda cache: make_swap_area(cache.memory, 64 * BLOCK_BYTES, "full", lambda: None)
+        )
+        engine = load_engine(folder, select_backend("cpu", "cpu", 1), torch.float32, config, extensions)
         engines.append(engine)
-        area = make_swap_area(engine.memory, 64 * BLOCK_BYTES, "full", lambda: None)
-        assert area is not None
-        engine.attach_swap(area)
         return engine
 
     yield build
@@ -127,12 +129,12 @@ def test_control_a_draft_that_is_kept_unseen_changes_the_tokens(make, monkeypatc
     monkeypatch.setattr(
         PromptLookup, "draft", lambda self, tokens, most: [(tokens[-1] + 1 + i) % VOCAB for i in range(most)]
     )
-    append = engine_module.Engine.take_drafted
+    append = StepSampling.take_drafted
 
     def believe(self, item, tokens, logprobs, outputs):
         append(self, item, [*item.drafts, tokens[-1]], logprobs, outputs)
 
-    monkeypatch.setattr(engine_module.Engine, "take_drafted", believe)
+    monkeypatch.setattr(StepSampling, "take_drafted", believe)
     assert serve(make(draft_tokens=4), temperature=0.0)[0] != expected
 
 

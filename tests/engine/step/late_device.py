@@ -79,12 +79,16 @@ class LateTokens:
 
 
 class LateBackend(ReferenceBackend):
-    """An AsyncBackend over the reference's kernels; see `late`."""
+    """An asynchronous device over the reference's kernels; see `late`."""
 
     def __init__(self) -> None:
         super().__init__("cpu")
         self.stream = Stream()
         self.num_fed = 0  # launches that took tokens which the host did not know
+
+    @property
+    def asynchronous(self) -> "LateBackend":
+        return self
 
     def sample(self, logits: Tensor, batch: SamplingBatch) -> Tensor:
         self.stream.finish()
@@ -111,7 +115,7 @@ class LateBackend(ReferenceBackend):
 
 def late(engine: Engine) -> Engine:
     """The same engine, its model and its pool's copies launched on its backend's stream."""
-    model, runner, storage, stream = engine.model, engine._runner, engine.storage, engine.backend.stream
+    model, runner, storage, stream = engine.model, engine.runner, engine.cache.storage, engine.backend.stream
     forward, logits, copy = model.forward, runner.logits, storage.copy_blocks
     hidden_size, vocab = model.spec.hidden_size, model.spec.vocab_size
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.cpu.backend import CpuBackend
 from kvrelay.plane.messages import Beams, Group, Sampling, SequenceRequest

@@ -5,7 +5,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
 from kvrelay.plane.messages import Sampling, SequenceRequest, TokenOutput
@@ -100,7 +102,7 @@ def test_preempted_sequences_give_the_same_tokens(make, oracle):
     for index, prompt in enumerate(prompts):
         engine.add(request(str(index), prompt, max_tokens=24))
     outputs = drain(engine)
-    assert engine.scheduler.num_preemptions > 0
+    assert engine.scheduler.preemption.num_preemptions > 0
     assert [tokens(outputs[str(i)]) for i in range(4)] == [oracle(prompt, 24) for prompt in prompts]
     assert engine.pool.counts().used == 0
 
@@ -120,9 +122,9 @@ def test_blocks_handed_over_continue_the_same_stream_and_corrupt_ones_do_not(mak
         for index, block in zip(
             range(reservation.first_block, reservation.num_blocks), reservation.target_blocks, strict=True
         ):
-            target.storage.tensor[:, block] = source.storage.tensor[:, held[index]]
+            target.cache.storage.tensor[:, block] = source.cache.storage.tensor[:, held[index]]
         if corrupt:
-            target.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
+            target.cache.storage.tensor[:, reservation.target_blocks[0], 1, 0] *= -3.0
         source.abort("a")
         assert target.activate("a", first.token_ids)
         rest = drain(target)["a"]
@@ -238,7 +240,7 @@ def test_heads_before_tokens_in_memory_give_the_same_tokens(folder, oracle):
     backend = select_backend("reference", "cpu", 1)
     config = EngineConfig(block_size=8, kv_layout="HND", kv_memory_bytes=64 * 8 * 3 * 2 * 2 * 16 * 4, token_budget=24)
     engine = load_engine(folder, backend, torch.float32, config)
-    assert engine.memory.layout.order == engine.fingerprint.order == "HND"
+    assert engine.cache.memory.layout.order == engine.cache.fingerprint.order == "HND"
     prompt = prompt_of(50)
     for name in ("cold", "cached"):
         engine.add(request(name, prompt))
@@ -292,7 +294,7 @@ def test_without_the_copy_the_tokens_are_others(make, oracle, monkeypatch):
     engine, first = make(), prompt_of(29)
     engine.add(request("a", first))
     drain(engine)
-    monkeypatch.setattr(engine.storage, "copy_blocks", lambda copies: None)
+    monkeypatch.setattr(engine.cache.storage, "copy_blocks", lambda copies: None)
     prompt = [*first[:22], *prompt_of(5, 7)]
     engine.add(request("b", prompt))
     assert [token for output in drain(engine)["b"] for token in output.token_ids] != oracle(prompt, 12)

@@ -6,7 +6,8 @@ import time
 import pytest
 import torch
 
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import Extensions, load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.tier_setup import make_lower_tiers
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -35,17 +36,19 @@ class Driven:
     def __init__(self, folder, tmp_path, *, pool_blocks=24, host_blocks=64, checks="full", hook=None, **cache):
         config = EngineConfig(block_size=BLOCK, kv_memory_bytes=pool_blocks * BLOCK_BYTES, token_budget=24)
         backend = select_backend("cpu", "cpu", 1)
-        self.engine = load_engine(folder, backend, torch.float32, config, layer_hook=hook, layers_per_hook=1)
         self.woken = threading.Semaphore(0)
         settings = CacheSettings(host_memory=host_blocks * BLOCK_BYTES, **cache)
-        namespace = namespace_of(self.engine.fingerprint, self.engine.memory.layout)
-        self.engine.attach(
-            make_lower_tiers(self.engine.pool, self.engine.memory, settings, checks, namespace, self.woken.release)
-        )
+
+        def lower_tiers(kv):
+            namespace = namespace_of(kv.fingerprint, kv.memory.layout)
+            return make_lower_tiers(kv.pool, kv.memory, settings, checks, namespace, self.woken.release)
+
+        extensions = Extensions(lower_tiers, layer_hook=hook, layers_per_hook=1)
+        self.engine = load_engine(folder, backend, torch.float32, config, extensions)
 
     @property
     def tiers(self):
-        return self.engine.tiers.tiers
+        return self.engine.tiers.controller
 
     def run(self, prompt, name="r", *, count=10, **fields):
         """(tokens, cached tokens) of one request."""

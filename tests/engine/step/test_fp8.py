@@ -10,7 +10,8 @@ from kvrelay import fp8
 from kvrelay.config import settings_from
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
 from kvrelay.engine.models.spec import ModelSpec
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker import memory
 from kvrelay.engine.worker.preflight import check_fit
 from kvrelay.errors import ConfigError
@@ -68,10 +69,10 @@ def test_over_fp8_alone_batched_cached_preempted_and_in_heads_order_give_the_sam
     alone = [run(engine, [prompt])[0][0] for prompt in PROMPTS]
     assert run(engine, PROMPTS)[0] == alone  # cached
     assert run(make(kv_dtype="fp8_e4m3"), PROMPTS)[0] == alone  # batched
-    block_bytes = engine.memory.layout.block_bytes
+    block_bytes = engine.cache.memory.layout.block_bytes
     short = make(kv_dtype="fp8_e4m3", kv_memory_bytes=15 * block_bytes)
     assert run(short, PROMPTS, 40)[0] == run(make(kv_dtype="fp8_e4m3"), PROMPTS, 40)[0]
-    assert short.scheduler.num_preemptions > 0
+    assert short.scheduler.preemption.num_preemptions > 0
     for order in ("NHD", "HND"):
         assert run(make("reference", kv_dtype="fp8_e4m3", kv_layout=order), PROMPTS)[0] == alone
 
@@ -90,11 +91,11 @@ def test_a_float16_model_runs_on_the_cpu_backend(make):
 
 def test_fp8_holds_more_blocks_and_says_so_in_layout_and_fingerprint(make):
     wide, small = make(dtype=torch.bfloat16), make(dtype=torch.bfloat16, kv_dtype="fp8_e4m3")
-    assert small.memory.layout.row_bytes == 32 + 4  # a head, and its scale
+    assert small.cache.memory.layout.row_bytes == 32 + 4  # a head, and its scale
     assert small.pool.num_blocks == pytest.approx(wide.pool.num_blocks * 64 / 36, abs=1)
-    assert (small.fingerprint.dtype, small.fingerprint.compute_dtype) == ("fp8_e4m3", "bfloat16")
+    assert (small.cache.fingerprint.dtype, small.cache.fingerprint.compute_dtype) == ("fp8_e4m3", "bfloat16")
     assert (
-        small.fingerprint.incompatibility(make(kv_dtype="fp8_e4m3").fingerprint, convert_dtype=False).field
+        small.cache.fingerprint.incompatibility(make(kv_dtype="fp8_e4m3").cache.fingerprint, convert_dtype=False).field
         == "compute_dtype"
     )
 
@@ -133,7 +134,7 @@ def test_a_share_is_of_what_is_free_among_the_machines_workers(make, monkeypatch
     assert memory.pool_bytes(0.5, torch.device("cpu"), 3) == 8 << 20
     engine = make(kv_memory_share=0.5, num_workers=3)
     assert engine.config.kv_memory_bytes == 8 << 20
-    assert engine.memory.layout.num_bytes == pytest.approx(8 << 20, rel=0.01)
+    assert engine.cache.memory.layout.num_bytes == pytest.approx(8 << 20, rel=0.01)
 
 
 def test_too_small_a_share_is_told(make, monkeypatch):

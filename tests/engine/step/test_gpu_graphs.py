@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.plane.messages import Sampling, SequenceRequest
 from tests.kernels.cuda.fake_gpu import fake_gpu  # noqa: F401
@@ -53,7 +54,7 @@ def test_an_engine_that_warmed_up_captures_nothing_later_and_gives_the_same_toke
     assert num_captures == fake_gpu.gpu.num_captures > 0 and fake_gpu.gpu.num_replays > replays
     warm.close()
     plain = load_engine(folder, fake_gpu, torch.bfloat16, CONFIG)
-    plain._runner._graphs = plain._runner._pieces = None
+    plain.runner._graphs = plain.runner._pieces = None
     replays = fake_gpu.gpu.num_replays
     assert tokens_of(plain) == found and len(found) == 3 and all(len(tokens) == 8 for tokens in found.values())
     assert fake_gpu.gpu.num_replays == replays

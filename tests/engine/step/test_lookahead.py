@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrelay.engine.profiling.step_profile import StepProfiler, StepWorkload
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.in_flight import InFlightStep
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.oracle.reference import ReferenceBackend
@@ -92,8 +94,8 @@ def drain(
 
 
 def assert_clean(engine: Engine) -> None:
-    assert not engine.scheduler.sequences and not engine.scheduler.quarantined and engine._in_flight is None
-    assert engine.pool.counts().used == 0 and len(engine._runner._free_slots) == engine.max_running
+    assert not engine.scheduler.sequences and not engine.scheduler.aside.quarantined and engine.batch.in_flight is None
+    assert engine.pool.counts().used == 0 and len(engine.runner._free_rows) == engine.config.max_running
 
 
 ASKED = [
@@ -137,7 +139,7 @@ def test_rows_that_need_more_than_tokens_are_collected_at_once_beside_others(mak
     engine = make(True)
     assert serve(engine, asked, 2) == serve(make(False), asked, 2)
     assert_clean(engine)
-    assert 0 < engine.backend.num_fed < engine._speed.num_steps
+    assert 0 < engine.backend.num_fed < engine.reports.timing.num_steps
 
 
 def test_the_host_waits_once_for_each_step_and_only_when_the_next_one_is_launched(make):
@@ -158,7 +160,7 @@ def test_preempted_sequences_and_short_memory(make):
     asked = [request(str(seed), prompt_of(20, seed), max_tokens=24) for seed in range(4)]
     engine, loop = make(True, blocks=13), make(False, blocks=13)
     assert serve(engine, asked, 0) == serve(loop, asked, 0)
-    assert engine.scheduler.num_preemptions > 0 and engine.backend.num_fed > 0
+    assert engine.scheduler.preemption.num_preemptions > 0 and engine.backend.num_fed > 0
     assert_clean(engine)
 
 
@@ -168,7 +170,7 @@ def test_cached_prefixes_and_copied_tails(make):
     for blocks in (60, 16):
         engine = make(True, blocks=blocks)
         assert serve(engine, asked, 2) == serve(make(False, blocks=blocks), asked, 2)
-        assert engine.scheduler.hit_tokens > 0
+        assert engine.scheduler.admission.blocks.hit_tokens > 0
         assert_clean(engine)
 
 
@@ -203,7 +205,7 @@ def test_text_that_does_not_repeat_itself_is_seldom_waited_for(make):
         engine.add(request(str(n), prompt_of(10, 70 + n), max_tokens=70, temperature=3.0, seed=n))
     drain(engine)
     assert engine.drafts.speculation.num_drafted < 20
-    assert engine.backend.num_fed > 0.75 * engine._speed.num_steps
+    assert engine.backend.num_fed > 0.75 * engine.reports.timing.num_steps
     assert_clean(engine)
 
 
@@ -219,7 +221,7 @@ def running(make, *, blocks: int = 20) -> Engine:
     engine.add(request("other", prompt_of(12, 41), max_tokens=40))
     for _ in range(3):
         engine.step()
-    assert engine._in_flight is not None and engine.scheduler.sequences["ends"].num_output == 2
+    assert engine.batch.in_flight is not None and engine.scheduler.sequences["ends"].num_output == 2
     return engine
 
 
@@ -233,7 +235,7 @@ def write_into_what_is_free(engine: Engine) -> tuple[list[int], torch.Tensor]:
     """As a transfer does it, beside the device's stream: every block that nobody holds."""
     lent = engine.take_probe_blocks(99)
     assert lent
-    return lent, engine.storage.tensor[:, lent].clone()
+    return lent, engine.cache.storage.tensor[:, lent].clone()
 
 
 def leave(engine: Engine, how: str) -> None:
@@ -241,7 +243,7 @@ def leave(engine: Engine, how: str) -> None:
         assert engine.abort("ends")
     else:
         assert any(out.stop_token is not None for out in engine.step().outputs)
-    assert "ends" not in engine.scheduler.sequences and engine._in_flight is not None
+    assert "ends" not in engine.scheduler.sequences and engine.batch.in_flight is not None
     engine.check()
 
 
@@ -253,7 +255,7 @@ def test_blocks_of_who_has_gone_are_nobodys_until_the_step_is_collected(make, ho
     lent, written = write_into_what_is_free(engine)
     for _ in range(2):
         engine.step()
-    assert torch.equal(engine.storage.tensor[:, lent], written)
+    assert torch.equal(engine.cache.storage.tensor[:, lent], written)
     engine.return_probe_blocks(lent)
     drain(engine)
     assert_clean(engine)
@@ -261,13 +263,13 @@ def test_blocks_of_who_has_gone_are_nobodys_until_the_step_is_collected(make, ho
 
 @pytest.mark.parametrize("how", ["abort", "stop"])
 def test_blocks_that_are_given_away_at_once_are_written_by_the_late_step(make, how, monkeypatch):
-    monkeypatch.setattr(InFlightStep, "keep", lambda self, seq, scheduler: None)
+    monkeypatch.setattr(InFlightStep, "keep", lambda self, seq: None)
     engine = running(make)
     leave(engine, how)
     lent, written = write_into_what_is_free(engine)
     for _ in range(2):
         engine.step()
-    assert not torch.equal(engine.storage.tensor[:, lent], written)
+    assert not torch.equal(engine.cache.storage.tensor[:, lent], written)
 
 
 def test_a_copied_block_is_kept_until_it_was_copied(make):
@@ -278,9 +280,9 @@ def test_a_copied_block_is_kept_until_it_was_copied(make):
         if name == "first":
             drain(engine)
     engine.step()
-    [flight] = [engine._in_flight]
+    [flight] = [engine.batch.in_flight]
     [copy] = flight.plan.copies
-    assert [list(blocks) for blocks in engine.scheduler.quarantined.values()] == [[copy.source]]
+    assert [list(blocks) for blocks in engine.scheduler.aside.quarantined.values()] == [[copy.source]]
     drain(engine)
     assert_clean(engine)
 
@@ -295,7 +297,7 @@ def test_a_held_prompt_is_complete_when_its_first_token_is_told(make):
         for _ in range(20):
             for output in engine.step().outputs:
                 blocks = list(engine.scheduler.held[output.request_id].blocks)
-                kv = engine.storage.tensor[:, blocks].transpose(1, 2).flatten(2, 3)
+                kv = engine.cache.storage.tensor[:, blocks].transpose(1, 2).flatten(2, 3)
                 found[output.request_id] = told(output), kv[:, :, : 30 + int(output.request_id)].clone()
         contents.append(found)
         for name in list(found):
@@ -316,7 +318,7 @@ def test_who_is_taken_off_the_batch_between_steps_has_the_token_that_was_being_d
 
     engine = make(True)
     assert serve_with_preemption(engine) == serve_with_preemption(make(False))
-    assert engine.scheduler.num_preemptions == 2
+    assert engine.scheduler.preemption.num_preemptions == 2
     assert_clean(engine)
 
 
@@ -326,7 +328,7 @@ def test_who_is_taken_off_the_batch_between_steps_has_the_token_that_was_being_d
 @pytest.mark.parametrize("part", ["run", "draw", "wait"])
 def test_a_step_that_fails_leaves_nothing_behind(make, part, monkeypatch):
     engine = running(make)
-    owner = {"run": engine._runner, "draw": engine._sampler, "wait": LateTokens}[part]
+    owner = {"run": engine.runner, "draw": engine.sampling.sampler, "wait": LateTokens}[part]
 
     def fail(*args, **options):
         raise RuntimeError("the device is gone")
@@ -346,7 +348,7 @@ def test_a_step_that_fails_leaves_nothing_behind(make, part, monkeypatch):
 def test_closing_waits_for_the_step_under_way(make):
     engine = running(make)
     engine.close()
-    assert engine._in_flight is None and engine.backend.stream.num_done == engine.backend.stream.num_launched
+    assert engine.batch.in_flight is None and engine.backend.stream.num_done == engine.backend.stream.num_launched
     engine.check()
 
 
@@ -381,9 +383,9 @@ def live(engine: Engine, rng: random.Random, expected: dict[str, list[tuple]], n
             engine.preempt((rng.choice(engine.scheduler.running),))
         elif event == "lend" and not lent:
             lent = engine.take_probe_blocks(3)
-            written = engine.storage.tensor[:, lent].clone()
+            written = engine.cache.storage.tensor[:, lent].clone()
         elif event == "take back" and lent:
-            assert torch.equal(engine.storage.tensor[:, lent], written), "a late step wrote into lent blocks"
+            assert torch.equal(engine.cache.storage.tensor[:, lent], written), "a late step wrote into lent blocks"
             engine.return_probe_blocks(lent)
             lent = []
         elif event == "step":

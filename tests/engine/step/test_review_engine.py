@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.worker import thread as engine_thread
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.hashing import block_hashes
@@ -24,7 +26,7 @@ def make(tmp_path_factory):
 
     def build(num_blocks: int = 64, **changes) -> Engine:
         probe = load_engine(folder, backend, torch.float32, EngineConfig(kv_memory_bytes=4 << 20))
-        size = probe.memory.layout.block_bytes
+        size = probe.cache.memory.layout.block_bytes
         return load_engine(
             folder, backend, torch.float32, EngineConfig(**{"kv_memory_bytes": num_blocks * size, **changes})
         )
@@ -115,7 +117,7 @@ def test_a_prompt_preempted_halfway_reports_each_prompt_logprob_once(make):
     engine.step()
     young = engine.scheduler.sequences["young"]
     assert 0 < young.num_computed < len(long)
-    engine._runner.forget(young)
+    engine.runner.forget(young)
     engine.scheduler.preempt_group((young,))  # as when the older one needs its blocks
     outputs = drain(engine)["young"]
     found = outputs[0].prompt_logprobs
@@ -168,10 +170,10 @@ async def test_an_engine_that_can_only_wait_sleeps(make):
         steps = 0
         step = engine.step
 
-        def counted():
+        def counted(*on_reserved):
             nonlocal steps
             steps += 1
-            return step()
+            return step(*on_reserved)
 
         engine.step = counted
         await thread.call(lambda e: e.add(request("next", prompt_of(33, 1), max_tokens=2)))
@@ -237,6 +239,6 @@ async def test_an_engine_at_rest_counts_its_blocks_once(make, monkeypatch):
         async with asyncio.timeout(10):
             while not failures:
                 await asyncio.sleep(0.01)
-        assert "a used block has no sequence" in str(failures[0]) and not thread.is_alive
+        assert "1 leaked" in str(failures[0]) and not thread.is_alive
     finally:
         await thread.aclose()

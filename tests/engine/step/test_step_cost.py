@@ -5,7 +5,9 @@ import pytest
 import torch
 
 from kvrelay.engine.scheduling.sequence import Sequence
-from kvrelay.engine.step.engine import Engine, EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
+from kvrelay.engine.step.engine import Engine
 from kvrelay.engine.step.in_flight import sampled
 from kvrelay.engine.step.outputs import OutputProcessor
 from kvrelay.engine.step.sampler import Sampler, uniform, uniforms
@@ -75,7 +77,7 @@ def serve(engine: Engine) -> list[object]:
         engine.check()
         if not engine.scheduler.has_work:
             break
-    assert not engine.scheduler.sequences and len(engine._runner._free_slots) == engine.config.max_running
+    assert not engine.scheduler.sequences and len(engine.runner._free_rows) == engine.config.max_running
     return told
 
 
@@ -95,7 +97,7 @@ def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
         OutputProcessor, "_append", lambda self, seq, *rest: closer_looks.append("") or real(self, seq, *rest)
     )
     short, num_short = serve(make()), len(closer_looks)
-    monkeypatch.setattr(OutputProcessor, "_note_plain", lambda self, seq: None)
+    monkeypatch.setattr(OutputProcessor, "_set_plain_until", lambda self, seq: None)
     assert serve(make()) == short
     assert num_short < len(short) / 2, "the short way was not taken"
     assert len(closer_looks) - num_short == len(short)
@@ -103,7 +105,7 @@ def test_a_plain_streams_outputs_are_those_of_the_long_way(make, monkeypatch):
 
 def test_a_plain_stream_that_does_not_look_at_its_end_is_found_out(make, monkeypatch):
     right = serve(make())
-    monkeypatch.setattr(OutputProcessor, "_note_plain", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
+    monkeypatch.setattr(OutputProcessor, "_set_plain_until", lambda self, seq: setattr(seq, "plain_until", 1 << 30))
     engine = make()
     for number, sampling in enumerate(ASKED[:3]):
         engine.add(request(str(number), number, 5 + 7 * number, **sampling))

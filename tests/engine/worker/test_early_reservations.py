@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.thread import EngineThread
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.select import select_backend
@@ -37,7 +38,7 @@ async def test_who_reserves_does_not_wait_for_the_step_of_the_others(folder):
         if granted:
             is_told.set()
 
-    run = engine._runner.run
+    run = engine.runner.run
 
     def computing(*args):
         in_time.append(is_told.wait(10.0))  # as long as it takes somebody to hear of it, or far longer
@@ -46,7 +47,7 @@ async def test_who_reserves_does_not_wait_for_the_step_of_the_others(folder):
     thread = EngineThread(lambda: engine, on_step=on_step, on_failure=lambda error: None)
     await thread.start()
     try:
-        engine._runner.run = computing
+        engine.runner.run = computing
         await thread.call(lambda e: (e.add(request("first", 10), hold=False), e.reserve(request("next", 90))))
         async with asyncio.timeout(30):
             while not in_time:

@@ -7,7 +7,8 @@ import torch
 
 from kvrelay import fp8
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker.kv_exchange import PromptKv, export_prompt, import_prompt, load, save
 from kvrelay.errors import CheckpointCorrupt, InvalidRequest, LayoutMismatch
 from kvrelay.kernels.select import select_backend

@@ -48,7 +48,7 @@ def test_an_ended_session_pins_nowhere(drive):  # noqa: F811
     it.settle()
     assert it.engine.pool.counts().pinned > 0
     assert it.tiers.host.index.counts().pinned > 0
-    it.engine.end_pins("s")
+    it.engine.requests.end_pins("s")
     it.engine.check()
     assert it.engine.pool.counts().pinned == 0
     assert it.tiers.host.index.counts().pinned == 0

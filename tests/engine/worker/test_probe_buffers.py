@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvrelay.engine.checkpoints.tiny import tiny_checkpoint
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.engine.worker import probe_buffers as lending
 from kvrelay.engine.worker.probe_buffers import BlockLender
 from kvrelay.engine.worker.thread import EngineThread
@@ -49,7 +50,7 @@ class Busy:
 async def probe_blocks(thread):
     def look(engine):
         engine.check()
-        return len(engine.scheduler.probe_blocks), engine.pool.counts().used, engine.load().probe_blocks
+        return len(engine.scheduler.aside.probe_blocks), engine.pool.counts().used, engine.load().probe_blocks
 
     return await thread.call(look)
 
@@ -59,7 +60,7 @@ async def test_lent_blocks_hold_noise_and_show_as_lent_until_they_are_back(threa
     blocks = await lender.borrow(3)
     assert len(set(blocks)) == 3
     assert await probe_blocks(thread) == (3, 3, 3)
-    tensor = thread.engine.storage.tensor
+    tensor = thread.engine.cache.storage.tensor
     assert all(tensor[:, block].abs().sum() > 0 for block in blocks) and torch.isfinite(tensor).all()
     lender.give_back(blocks)
     assert await probe_blocks(thread) == (0, 0, 0)
@@ -92,7 +93,7 @@ async def test_blocks_that_cannot_be_filled_are_not_lent(thread, monkeypatch):
     def fail(blocks):
         raise MemoryError("no room for noise")
 
-    monkeypatch.setattr(thread.engine.storage, "fill_with_noise", fail)
+    monkeypatch.setattr(thread.engine.cache.storage, "fill_with_noise", fail)
     with pytest.raises(MemoryError):
         await BlockLender(thread).borrow(3)
     assert await probe_blocks(thread) == (0, 0, 0)

@@ -9,7 +9,8 @@ import torch
 
 from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.decoder import load_model
-from kvrelay.engine.step.engine import EngineConfig, load_engine
+from kvrelay.engine.step.build import load_engine
+from kvrelay.engine.step.config import EngineConfig
 from kvrelay.hashing import block_hashes
 from kvrelay.kernels.backend import AttentionBatch
 from kvrelay.kernels.cpu.backend import CpuBackend
@@ -269,7 +270,7 @@ def test_an_engine_keeps_its_tokens_when_the_rotary_tables_grow(compiled, tmp_pa
         engine = load_engine(folder, compiled, torch.float32, EngineConfig(kv_memory_bytes=8 << 20))
         engine.model._cos_sin = tuple(table[:16].clone() for table in engine.model._cos_sin)
         if not with_graphs:
-            engine._runner._graphs = None
+            engine.runner._graphs = None
         prompt = [5, 9, 17, 4, 8]
         engine.add(
             SequenceRequest(
@@ -285,5 +286,5 @@ def test_an_engine_keeps_its_tokens_when_the_rotary_tables_grow(compiled, tmp_pa
             tokens += [token for output in engine.step().outputs for token in output.token_ids]
         outputs.append(tokens)
         if with_graphs:
-            assert engine._runner._graphs.sizes == [1] and engine.model.num_positions >= 64
+            assert engine.runner._graphs.sizes == [1] and engine.model.num_positions >= 64
     assert outputs[0] == outputs[1] and len(outputs[0]) == 60

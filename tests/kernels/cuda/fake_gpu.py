@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten
 
 from kvrelay.kernels.backend import AttentionBatch
-from kvrelay.kernels.cuda.backend import CudaBackend
+from kvrelay.kernels.cuda.capturing import CapturingCudaBackend
 from kvrelay.kernels.oracle.reference import ReferenceBackend, attend, causal_mask
 
 HALF = [torch.float16, torch.bfloat16]
@@ -337,7 +337,7 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(OnHost, "num_waits", 0)
     monkeypatch.setattr(FakeEvent, "num_waits", 0)
     monkeypatch.setattr("kvrelay.kernels.cuda.paged_attention.WORKSPACE_BYTES", 1 << 10)
-    backend = CudaBackend("cpu:0")
+    backend = CapturingCudaBackend("cpu:0")
     backend.gpu = gpu
     return backend
 

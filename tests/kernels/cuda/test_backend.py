@@ -12,7 +12,7 @@ from kvrelay.engine.checkpoints.tiny import TINY_CONFIGS, tiny_checkpoint
 from kvrelay.engine.models.decoder import load_model
 from kvrelay.errors import BackendUnavailable
 from kvrelay.kernels.backend import AttentionShape, SamplingBatch
-from kvrelay.kernels.cuda.backend import CudaBackend
+from kvrelay.kernels.cuda.capturing import CapturingCudaBackend
 from kvrelay.kernels.cuda.cuda_graphs import CudaGraphs, ladder, padded
 from kvrelay.kernels.cuda.mla import has_latent_attention
 from kvrelay.kernels.cuda.plan import has_append, paged_index
@@ -26,7 +26,7 @@ from tests.kernels.oracle.kernel_cases import KernelCase, KernelStep, make_step,
 def cuda():
     if (why := why_no_cuda()) is not None:
         pytest.skip(why)
-    return CudaBackend("cuda")
+    return CapturingCudaBackend("cuda")
 
 
 def on_gpu(step: KernelStep) -> KernelStep:
@@ -41,7 +41,7 @@ def test_without_a_device_the_backend_says_why():
     if torch.cuda.is_available():
         pytest.skip("there is one")
     with pytest.raises(BackendUnavailable, match="no CUDA device"):
-        CudaBackend("cuda")
+        CapturingCudaBackend("cuda")
 
 
 def test_block_tables_flatten_to_the_blocks_in_use():

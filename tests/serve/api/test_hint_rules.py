@@ -3,7 +3,7 @@
 import pytest
 
 from kvrelay.engine.scheduling.pinning import Pinning
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.hashing import HashChain, block_hashes
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.kvcache.pool.pin_records import PinRecord, PinRecords
@@ -134,7 +134,7 @@ def test_pins_of_other_prompts_are_not_concerned():
 
 
 def scheduler(blocks: int = 64) -> Scheduler:
-    return Scheduler(BlockPool(blocks, block_size=BLOCK), BLOCK, SchedulerLimits(64, 8, 8))
+    return Scheduler(BlockPool(blocks, block_size=BLOCK), SchedulerConfig(64, 8, 8))
 
 
 def serve(sched: Scheduler, tokens: list[int], **hints: object) -> None:
@@ -154,16 +154,16 @@ def test_pins_end_with_their_session():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=60.0, session="s")
     assert sched.pool.counts().pinned == 4
-    sched.pinning.end("other")
+    sched.registration.pinning.end("other")
     assert sched.pool.counts().pinned == 4
-    sched.pinning.end("s")
+    sched.registration.pinning.end("s")
     sched.check()
     assert sched.pool.counts().pinned == 0
 
 
 def test_a_request_of_a_session_that_has_ended_pins_nothing():
     sched = scheduler()
-    sched.pinning.end("s")
+    sched.registration.pinning.end("s")
     serve(sched, list(range(16)), pin_s=60.0, session="s")
     assert sched.pool.counts().pinned == 0
     serve(sched, list(range(16)), pin_s=60.0, session="s, made anew")
@@ -174,7 +174,7 @@ def test_what_another_session_has_pinned_too_stays_as_long_as_that_wants():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=90.0, session="s")
     serve(sched, list(range(8)), pin_s=30.0, session="t")
-    sched.pinning.end("s")
+    sched.registration.pinning.end("s")
     sched.check()
     assert sched.pool.counts().pinned == 2
     sched.pool.tick(29.0)
@@ -187,8 +187,8 @@ def test_pins_without_a_session_outlive_every_session():
     sched = scheduler()
     serve(sched, list(range(16)), pin_s=60.0)
     serve(sched, list(range(16)), pin_s=90.0, session="s")
-    sched.pinning.end("")
-    sched.pinning.end("s")
+    sched.registration.pinning.end("")
+    sched.registration.pinning.end("s")
     assert sched.pool.counts().pinned == 4
 
 

@@ -4,7 +4,7 @@ import random
 
 from kvrelay.engine.groups.beam import BeamCandidates, Hypothesis
 from kvrelay.engine.groups.group_steps import GroupSteps
-from kvrelay.engine.groups.groups import search_of
+from kvrelay.engine.groups.group_table import search_of
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import Group, Sequence, State
 from kvrelay.plane.messages import SequenceRequest, TokenOutput
@@ -73,7 +73,7 @@ class GroupLife:
 
     def alone(self, request: SequenceRequest) -> list[Hypothesis]:
         """The same search without any scheduler."""
-        search = search_of(request, self.sched.groups.eos_ids)
+        search = search_of(request, ())
         assert search is not None and request.group is not None
         keys = keys_of("", request.token_ids)[-1:]
         while not search.is_done:

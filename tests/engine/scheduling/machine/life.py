@@ -10,7 +10,8 @@ from array import array
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from kvrelay.engine.scheduling.fair_share import FairShare
+from kvrelay.engine.scheduling.scheduler import Scheduler, SchedulerConfig
 from kvrelay.engine.scheduling.sequence import Sequence, State
 from kvrelay.kvcache.pool.block_pool import BlockPool
 from kvrelay.plane.messages import SequenceRequest
@@ -19,7 +20,7 @@ from tests.engine.scheduling.machine.groups import GroupLife
 from tests.engine.scheduling.machine.model import RESERVED, Record, Rules, by_classes, key_after, keys_of
 from tests.engine.scheduling.machine.order import Bills, Order
 from tests.engine.scheduling.machine.setup import BUDGET, LONGEST, SIZE, WAITING, Requests, Setup, draw, token_of
-from tests.engine.scheduling.machine.swap import Swaps
+from tests.engine.scheduling.machine.swap import Slab, Swaps
 
 GARBAGE = -1
 
@@ -44,10 +45,14 @@ class World:
         setup = self.setup = self.setup or draw(self.rng)
         self.rules = self.rules or (by_classes(setup.line.oldest_every) if setup.has_classes else Rules())
         self.pool = BlockPool(setup.num_blocks, block_size=SIZE, pin_share=0.3)
-        limits = SchedulerLimits(BUDGET, setup.num_sequences, WAITING, setup.headroom)
-        self.sched = Scheduler(self.pool, SIZE, limits, setup.line)
         self.content = [[GARBAGE] * SIZE for _ in range(setup.num_blocks)]
-        self.swaps = Swaps(self.sched, setup, self.content, self.rng)
+        self.swaps = Swaps(setup, self.content, self.rng)
+        config = SchedulerConfig(
+            BUDGET, setup.num_sequences, WAITING, setup.headroom, setup.only, token_bytes=Slab.block_bytes / 6
+        )
+        self.sched = Scheduler(
+            self.pool, config, fair_share=FairShare(setup.line), speeds=self.swaps.speeds, area=self.swaps.area
+        )
         self.order, self.bills = Order(self.sched, setup, self.rules), Bills(self.sched, setup)
         self.rows: set[Sequence] = set()  # of the batch that is being computed
         self.groups = GroupLife(self.sched, self.rng, self.end, self.rows.discard)
@@ -206,7 +211,7 @@ class World:
         if self.quarantined:
             key = self.rng.choice(list(self.quarantined))
             self.scribble(self.quarantined.pop(key))
-            self.sched.unquarantine(key)
+            self.sched.aside.unquarantine(key)
 
     # ---- tokens
 
@@ -253,7 +258,7 @@ class World:
 
     def take_probe_blocks(self) -> None:
         before = self.pool.counts()
-        blocks = self.sched.take_probe_blocks(self.rng.randint(0, 5))
+        blocks = self.sched.aside.take_probe_blocks(self.rng.randint(0, 5))
         assert not blocks or not (self.sched.waiting or self.sched.reserving or self.sched.swapped)
         assert self.pool.counts().cached == before.cached, "a cached block was used by a probe"
         self.probe_blocks.append(blocks)
@@ -262,14 +267,14 @@ class World:
         if self.probe_blocks:
             blocks = self.probe_blocks.pop(self.rng.randrange(len(self.probe_blocks)))
             self.scribble(blocks)
-            self.sched.return_probe_blocks(blocks)
+            self.sched.aside.return_probe_blocks(blocks)
 
     def tick(self) -> None:
         self.now_s += self.rng.randrange(4)
         self.pool.tick(self.now_s)
 
     def end_pins(self) -> None:
-        self.sched.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
+        self.sched.registration.pinning.end(f"s{self.rng.randrange(3)}" if self.rng.random() < 0.7 else "s")
 
     def rot(self) -> None:
         """Some of what was swapped out is not what was saved any more."""
@@ -291,7 +296,7 @@ class World:
         for record in self.records.values():
             in_state[record.state] -= 1
         assert not any(in_state.values()), "a line has somebody in another state"
-        seats = len(sched.running) + len(sched.receiving) + sched.groups.num_reserved
+        seats = len(sched.running) + len(sched.receiving) + sched.groups.table.num_reserved
         assert seats <= self.setup.num_sequences, "more seats than there are"
         assert self.rows <= set(sched.running), "a row has nobody"
         self.bills.never_fall()
@@ -305,8 +310,10 @@ class World:
         sched.check()
         self.bills.are_right(self.records.values())
         assert [seq.arrival for seq in sched.swapped] == sorted(seq.arrival for seq in sched.swapped)
-        held = [set(blocks) for blocks in self.probe_blocks] + [set(sched.quarantined[key]) for key in self.quarantined]
-        assert sched.probe_blocks == {block for blocks in self.probe_blocks for block in blocks}
+        held = [set(blocks) for blocks in self.probe_blocks] + [
+            set(sched.aside.quarantined[key]) for key in self.quarantined
+        ]
+        assert sched.aside.probe_blocks == {block for blocks in self.probe_blocks for block in blocks}
         for record in self.records.values():
             fresh = set(record.seq.blocks[record.seq.num_held_blocks :]) if record.state is V else set()
             assert not any(fresh & blocks for blocks in held), "a block has two writers"
@@ -315,9 +322,17 @@ class World:
         sched, counts = self.sched, self.pool.counts()
         self.looks_closer()
         assert not (sched.sequences or sched.waiting or sched.reserving or sched.running or sched.receiving)
-        assert not (sched.held or sched.swapped or sched.groups.by_id or sched.returned_to_prefill or sched.rejected)
-        assert not (sched.quarantined or sched.probe_blocks or sched.has_work or sched.queued_tokens or self.rows)
-        assert not sched.shares.num_waiting and sched.next_deadline_s() == float("inf")
+        assert not (
+            sched.held or sched.swapped or sched.groups.by_id or sched.preemption.returned or sched.arrivals.rejected
+        )
+        assert not (
+            sched.aside.quarantined
+            or sched.aside.probe_blocks
+            or sched.has_work
+            or sched.queues.queued_tokens
+            or self.rows
+        )
+        assert not sched.fair_share.num_waiting and sched.queues.next_deadline_s() == float("inf")
         assert counts.used == 0 and counts.free + counts.cached == self.setup.num_blocks
         self.swaps.nothing_is_left()
         self.pool.reset_cache()

@@ -43,7 +43,7 @@ class Order:
         request, arrival = record.seq.request, record.seq.arrival
         if record.was_admitted:
             return request.priority, 0, 0.0, 0.0, arrival
-        return request.priority, 1, record.seq.deadline_s, self.sched.shares.turn(request.tenant), arrival
+        return request.priority, 1, record.seq.deadline_s, self.sched.fair_share.turn(request.tenant), arrival
 
     def admitted(self, came: list[Record], heads: list[Record], records: Iterable[Record]) -> None:
         """These left their line for a place in the batch, or for their transfer, in one operation."""
@@ -79,16 +79,16 @@ class Order:
     def rejected(self, records: dict[str, Record], now_s: float) -> None:
         """Whoever is late and was never begun is gone, nobody else is."""
         late = {one for one in records.values() if one.state is W and is_late(one, now_s)}
-        before = self.sched.num_overdue
-        assert (self.sched.next_deadline_s() <= now_s) == bool(late)
+        before = self.sched.arrivals.num_overdue
+        assert (self.sched.queues.next_deadline_s() <= now_s) == bool(late)
         self.sched.reject_overdue(now_s)
-        told, self.sched.rejected = self.sched.rejected, []
+        told = self.sched.arrivals.take_rejected()
         assert {(records[seq.request_id], reason) for seq, reason in told} == {(one, "deadline") for one in late}
-        assert self.sched.num_overdue == before + len(late)
+        assert self.sched.arrivals.num_overdue == before + len(late)
 
     def displaced(self, records: dict[str, Record], newcomer: Sequence, *, was_full: bool) -> None:
         """A newcomer to a full line takes the place of the last one, of the lowest class, of who has far more places."""
-        told, self.sched.rejected = self.sched.rejected, []
+        told = self.sched.arrivals.take_rejected()
         assert len(told) == was_full, "a full line lets nobody in but for another"
         for seq, reason in told:
             tenant = seq.request.tenant
@@ -158,7 +158,7 @@ class Bills:
         return num_given + self.setup.line.output_weight * max(0, end - start - num_given)
 
     def never_fall(self) -> None:
-        shares = self.sched.shares
+        shares = self.sched.fair_share
         for tenant in "abc" if self.setup.has_classes else ("",):
             now = shares.counter(tenant)
             assert now >= self._seen.get(tenant, 0.0), "a tenant's counter fell"
@@ -166,7 +166,7 @@ class Bills:
 
     def are_right(self, records: Iterable[Record]) -> None:
         """Within a block for each sequence that runs: it may be charged when that is full; to the token when none runs."""
-        shares, slack, ahead = self.sched.shares, Counter(), Counter()
+        shares, slack, ahead = self.sched.fair_share, Counter(), Counter()
         for record in records:
             if record.state in (R, V, State.HELD):
                 tenant = record.seq.request.tenant

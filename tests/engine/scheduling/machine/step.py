@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvrelay.engine.scheduling.plan import Scheduled, StepPlan
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.preemptor import MAX_RETURNS
-from kvrelay.engine.scheduling.scheduler import Scheduled, StepPlan
 from kvrelay.engine.scheduling.sequence import Sequence
+from kvrelay.engine.scheduling.swapping import MAX_RETURNS
 from kvrelay.engine.scheduling.tier_requests import LowerTiers
 from kvrelay.engine.step.lookahead import Outlook, may_look_ahead
 from kvrelay.hashing import block_hashes
@@ -100,7 +100,7 @@ class Life(World):
         for record in list(self.records.values()):
             seq = record.seq
             if seq.state is F:
-                assert is_gathered(seq) or seq in self.sched.returned_to_prefill, (
+                assert is_gathered(seq) or seq in self.sched.preemption.returned, (
                     f"{seq.request_id} ended in the middle"
                 )
                 if is_gathered(seq):
@@ -136,7 +136,7 @@ class Life(World):
         for seq in gone:
             assert seq.state in (W, S, F) and not len(seq.blocks) and seq not in work
             assert seq.state is not S or seq.swapped is not None
-        is_held = is_held or bool(sched.receiving or sched.held or sched.quarantined or any(self.probe_blocks))
+        is_held = is_held or bool(sched.receiving or sched.held or sched.aside.quarantined or any(self.probe_blocks))
         self.order.victims(list(gone), was_others=is_held)
         for group in {seq.group for seq in gone if seq.group is not None}:
             staying = [seq for seq in sched.running if seq.group is group]
@@ -145,7 +145,7 @@ class Life(World):
 
     def take_handed_back(self) -> None:
         """The ingress has a prefill worker compute them again."""
-        for seq in self.sched.returned_to_prefill:
+        for seq in self.sched.preemption.returned:
             request = seq.request
             assert seq.prefill_tokens_per_s > 0 and request.num_prefill_returns < MAX_RETURNS and not seq.hold
             assert seq.num_tokens > len(request.token_ids), "handed back without a token more"
@@ -155,9 +155,9 @@ class Life(World):
                     request, token_ids=list(seq.token_ids), num_prefill_returns=request.num_prefill_returns + 1,
                     block_hashes=list(block_hashes(seq.token_ids, SIZE, request.salt)),
                 )  # fmt: skip
-                self.sched.returned_to_prefill = [one for one in self.sched.returned_to_prefill if one is not seq]
+                self.sched.preemption.returned = [one for one in self.sched.preemption.returned if one is not seq]
                 self.submit(again, 1.0)
-        self.sched.returned_to_prefill.clear()
+        self.sched.preemption.take_returned()
 
     def verified(self, plan: StepPlan) -> list[Scheduled]:
         """Without those that begin anew, since what was brought up for them, or back, is corrupt."""

@@ -2,7 +2,7 @@
 
 import random
 
-from kvrelay.engine.scheduling.scheduler import Scheduler
+from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
 from kvrelay.kvcache.memory.swap import SwapArea
 from tests.engine.scheduling.machine.setup import Setup
 
@@ -77,21 +77,18 @@ class ByHand:
 class Swaps:
     """A scheduler's swap area, if it is to have one, and the speeds by which it chooses."""
 
-    def __init__(self, sched: Scheduler, setup: Setup, content: Content, rng: random.Random) -> None:
+    def __init__(self, setup: Setup, content: Content, rng: random.Random) -> None:
         self.area: SwapArea | None = None
         self._rng, self._threads = rng, ByHand("", 1, None, None)
 
         def speed() -> float:
             return rng.choice((0.0, 10.0, 1e3, 1e5))
 
-        preemptor = sched.preemptor
-        preemptor.only, preemptor.token_bytes = setup.only, Slab.block_bytes / 6
-        preemptor.measured.compute_tokens_per_s = speed()
-        preemptor.measured.transfer_bytes_per_s = speed()
+        self.speeds = MeasuredSpeeds(speed(), speed())
         if setup.num_rows is None:
             return
         self.slab = Slab(setup.num_rows, content)
-        self.area = preemptor.area = SwapArea(
+        self.area = SwapArea(
             self.slab, is_checked=setup.is_checked, wake=lambda: None, clock=lambda: 0.0,
             make_threads=lambda *args: self._threads,
         )  # fmt: skip

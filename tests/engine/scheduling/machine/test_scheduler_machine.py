@@ -12,7 +12,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from kvrelay.engine.scheduling import scheduler
+from kvrelay.engine.scheduling import preempt
+from kvrelay.engine.scheduling.admit import Admission, Turns
+from kvrelay.engine.scheduling.blocks import BlocksAside, Release
+from kvrelay.engine.scheduling.plan import StepPlanner
+from kvrelay.engine.scheduling.preempt import Preemption
+from kvrelay.engine.scheduling.queues import Queues
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import State
 from kvrelay.kvcache.pool.block_pool import BlockPool
@@ -102,63 +107,68 @@ def test_a_few_lives_of_the_scheduler():
 
 
 def finish_forgets_to_release(monkeypatch):
-    real = Scheduler.finish
+    real = Release.finish
 
     def finish(self, seq, reason):
         if seq.state is State.HELD:
             seq.blocks = array("i")
         real(self, seq, reason)
 
-    monkeypatch.setattr(Scheduler, "finish", finish)
+    monkeypatch.setattr(Release, "finish", finish)
 
 
 def an_aborted_sequence_stays_in_line(monkeypatch):
-    real = Scheduler._unqueue
-    monkeypatch.setattr(Scheduler, "_unqueue", lambda self, seq: seq.state is State.WAITING or real(self, seq))
+    real = Queues.remove_parked
+    monkeypatch.setattr(Queues, "remove_parked", lambda self, seq: seq.state is State.WAITING or real(self, seq))
 
 
 def who_gives_way_is_forgotten(monkeypatch):
-    real = Scheduler.preempt_group
+    real = Preemption.preempt_group
 
     def preempt_group(self, group):
         way = real(self, group)
         for seq in group:
-            self.waiting.remove(seq)
+            self._queues.waiting.remove(seq)
         return way
 
-    monkeypatch.setattr(Scheduler, "preempt_group", preempt_group)
+    monkeypatch.setattr(Preemption, "preempt_group", preempt_group)
 
 
 def who_gives_way_keeps_its_blocks(monkeypatch):
-    real = Scheduler.preempt_group
+    real = Preemption.preempt_group
 
     def preempt_group(self, group):
         for seq in group:
-            self.pool.acquire(seq.blocks)
+            self._release._pool.acquire(seq.blocks)
         return real(self, group)
 
-    monkeypatch.setattr(Scheduler, "preempt_group", preempt_group)
+    monkeypatch.setattr(Preemption, "preempt_group", preempt_group)
 
 
 def the_oldest_gives_way(monkeypatch):
-    monkeypatch.setattr(scheduler, "victim", lambda running, for_seq: running[0])
+    monkeypatch.setattr(preempt, "victim", lambda running, for_seq: running[0])
 
 
 def admission_ignores_the_budget(monkeypatch):
-    real = Scheduler._admit
-    monkeypatch.setattr(Scheduler, "_admit", lambda self, budget, *rest: real(self, budget + 4, *rest))
+    real = StepPlanner._admit
+
+    def admit(self, draft, before=None):
+        draft.budget += 4
+        real(self, draft, before)
+
+    monkeypatch.setattr(StepPlanner, "_admit", admit)
 
 
 def admission_ignores_the_seats(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_fits_running", lambda self, owed, seq: True)
+    monkeypatch.setattr(Admission, "fits_running", lambda self, seq, num_reserved=0: True)
 
 
 def the_last_is_served_first(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_first", lambda self, line: max(line, key=lambda seq: seq.arrival, default=None))
+    monkeypatch.setattr(Turns, "head", lambda self, queue: max(queue, key=lambda seq: seq.arrival, default=None))
 
 
 def one_line_starves_the_other(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_reserved_for", lambda self, seq, line, other_line: (0, 0))
+    monkeypatch.setattr(Turns, "reserved_for_other", lambda self, seq, queue: (0, 0))
 
 
 def shared_blocks_are_written(monkeypatch):
@@ -166,15 +176,15 @@ def shared_blocks_are_written(monkeypatch):
 
 
 def a_decoding_sequence_is_left_out(monkeypatch):
-    real = Scheduler._schedule_decodes
+    real = StepPlanner._schedule_decodes
 
-    def schedule_decodes(self, awake, budget, singles, preempted):
-        others = real(self, awake, budget, singles, preempted)
-        if len(singles) == 3:
-            singles.pop()
+    def schedule_decodes(self, running, draft):
+        others = real(self, running, draft)
+        if len(draft.singles) == 3:
+            draft.singles.pop()
         return others
 
-    monkeypatch.setattr(Scheduler, "_schedule_decodes", schedule_decodes)
+    monkeypatch.setattr(StepPlanner, "_schedule_decodes", schedule_decodes)
 
 
 def blocks_in_quarantine_are_handed_out(monkeypatch):
@@ -184,7 +194,7 @@ def blocks_in_quarantine_are_handed_out(monkeypatch):
         blocks = array("i", seq.blocks)
         key = real(self, seq, reason)
         self.pool.release(blocks)
-        self.quarantined[key] = array("i")
+        self.aside.quarantined[key] = array("i")
         return key
 
     monkeypatch.setattr(Scheduler, "quarantine", quarantine)
@@ -192,7 +202,7 @@ def blocks_in_quarantine_are_handed_out(monkeypatch):
 
 def lent_blocks_stay_away(monkeypatch):
     monkeypatch.setattr(
-        Scheduler, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks)
+        BlocksAside, "return_probe_blocks", lambda self, blocks: self.probe_blocks.difference_update(blocks)
     )
 
 
@@ -202,20 +212,20 @@ def a_block_is_named_before_it_is_full(monkeypatch):
     def advance(self, item):
         real(self, item)
         item.seq.num_computed += 1
-        self._cache_full_blocks(item.seq)
+        self.registration.register(item.seq)
         item.seq.num_computed -= 1
 
     monkeypatch.setattr(Scheduler, "advance", advance)
 
 
 def a_transfer_is_not_waited_for(monkeypatch):
-    real = Scheduler.finish
+    real = Release.finish
 
     def finish(self, seq, reason):
         seq.hold = seq.hold and reason is not FinishReason.STOP
         real(self, seq, reason)
 
-    monkeypatch.setattr(Scheduler, "finish", finish)
+    monkeypatch.setattr(Release, "finish", finish)
 
 
 MUTATIONS = [

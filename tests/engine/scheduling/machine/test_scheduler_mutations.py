@@ -6,13 +6,18 @@ Those of scheduler and pool alone are in test_scheduler_machine.py. Where only s
 import pytest
 
 from kvrelay.engine.groups.group_steps import GroupSteps
+from kvrelay.engine.groups.group_table import GroupTable
 from kvrelay.engine.groups.groups import Groups
-from kvrelay.engine.scheduling import scheduler
+from kvrelay.engine.scheduling import preempt, scheduler
+from kvrelay.engine.scheduling.admit import Admission
+from kvrelay.engine.scheduling.blocks import Release
 from kvrelay.engine.scheduling.fair_share import FairShare
+from kvrelay.engine.scheduling.plan import StepPlanner
+from kvrelay.engine.scheduling.preempt import Preemption
 from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
-from kvrelay.engine.scheduling.preemptor import Preemptor
 from kvrelay.engine.scheduling.scheduler import Scheduler
 from kvrelay.engine.scheduling.sequence import State
+from kvrelay.engine.scheduling.swapping import Swapping
 from kvrelay.engine.scheduling.waiting_queue import WaitingQueue
 from kvrelay.kvcache.memory.swap import SwapArea
 from tests.engine.scheduling.machine import step as scheduler_step
@@ -96,48 +101,51 @@ def blocks_come_back_in_another_order(monkeypatch):
 
 
 def a_block_that_is_to_be_copied_is_saved_too_early(monkeypatch):
-    real = Preemptor.swap_out
-    monkeypatch.setattr(Preemptor, "swap_out", lambda self, group, sources: real(self, group, {}))
+    real = Swapping.swap_out
+    monkeypatch.setattr(Swapping, "swap_out", lambda self, group, sources: real(self, group, {}))
 
 
 def a_reservation_comes_before_who_is_swapped(monkeypatch):
-    real = Scheduler.grant_reservations
+    real = Admission.grant_reservations
 
     def grant_reservations(self):
-        swapped, self.swapped = self.swapped, type(self.swapped)()
+        queues = self._queues
+        swapped, queues.swapped = queues.swapped, type(queues.swapped)()
         granted = real(self)
-        self.swapped = swapped
+        queues.swapped = swapped
         return granted
 
-    monkeypatch.setattr(Scheduler, "grant_reservations", grant_reservations)
+    monkeypatch.setattr(Admission, "grant_reservations", grant_reservations)
 
 
 def those_that_are_swapped_come_back_last_first(monkeypatch):
-    def turned_round(self, budget, *rest):
-        self.swapped.reverse()
+    def turned_round(self, draft):
+        self._queues.swapped.reverse()
 
-    before(monkeypatch, Scheduler, "_bring_back", turned_round)
-    after(monkeypatch, Scheduler, "_bring_back", lambda self, budget, *args: (self.swapped.reverse(), budget)[1])
+    before(monkeypatch, StepPlanner, "_swap_in", turned_round)
+    after(monkeypatch, StepPlanner, "_swap_in", lambda self, result, draft: self._queues.swapped.reverse())
 
 
 def what_comes_back_ignores_the_budget(monkeypatch):
-    real = Scheduler._bring_back
-    monkeypatch.setattr(Scheduler, "_bring_back", lambda self, budget, *rest: real(self, budget + 4, *rest))
+    def widen(self, draft):
+        draft.budget += 4
+
+    before(monkeypatch, StepPlanner, "_swap_in", widen)
 
 
 # ---- who gives way
 
 
 def a_hand_back_is_not_told(monkeypatch):
-    after(monkeypatch, Scheduler, "preempt_group", lambda self, way, group: (self.returned_to_prefill.clear(), way)[1])
+    after(monkeypatch, Preemption, "preempt_group", lambda self, way, group: (self.returned.clear(), way)[1])
 
 
 def who_came_last_gives_way_whatever_its_class(monkeypatch):
-    monkeypatch.setattr(scheduler, "victim", lambda running, for_seq: max(running, key=lambda seq: seq.arrival))
+    monkeypatch.setattr(preempt, "victim", lambda running, for_seq: max(running, key=lambda seq: seq.arrival))
 
 
 def members_give_way_one_by_one(monkeypatch):
-    monkeypatch.setattr(Scheduler, "_runs_alone", lambda self, group: True)
+    monkeypatch.setattr(Preemption, "_runs_alone", lambda self, group: True)
 
 
 # ---- groups
@@ -151,7 +159,7 @@ def the_last_word_of_a_member_is_lost_when_they_gather(monkeypatch):
     after(
         monkeypatch,
         Groups,
-        "gather",
+        "merge",
         lambda self, result, group: ([one.pop() for one in group.outputs.values()], result)[1],
     )
 
@@ -161,15 +169,15 @@ def what_was_said_before_is_charged_again(monkeypatch):
 
 
 def beams_fork_without_a_reference(monkeypatch):
-    after(monkeypatch, Groups, "_fork", lambda self, child, *args: (self._queues.pool.release(child.blocks), child)[1])
+    after(monkeypatch, Groups, "_fork", lambda self, child, *args: (self._pool.release(child.blocks), child)[1])
 
 
 def a_beam_that_is_dropped_keeps_its_blocks(monkeypatch):
     def keep(self, seq, reason):
         if seq.group is None and "#" in seq.request_id:
-            self.pool.acquire(seq.blocks)
+            self._pool.acquire(seq.blocks)
 
-    before(monkeypatch, Scheduler, "finish", keep)
+    before(monkeypatch, Release, "finish", keep)
 
 
 def a_beam_goes_on_from_another_ones_parent(monkeypatch):
@@ -178,7 +186,7 @@ def a_beam_goes_on_from_another_ones_parent(monkeypatch):
 
 
 def seats_are_not_kept_for_members(monkeypatch):
-    monkeypatch.setattr(Groups, "num_reserved", 0)
+    monkeypatch.setattr(GroupTable, "num_reserved", 0)
 
 
 def a_choice_that_nobody_wants_goes_on(monkeypatch):
@@ -217,7 +225,7 @@ def classes_count_the_other_way_round(monkeypatch):
 def who_was_begun_is_refused_when_it_is_late(monkeypatch):
     def turn_away(self, now_s):
         for seq in [seq for seq in self.waiting if seq.has_begun and seq.deadline_s <= now_s]:
-            self._reject(seq, "deadline")
+            self.arrivals._reject(seq, "deadline")
 
     before(monkeypatch, Scheduler, "reject_overdue", turn_away)
 

@@ -1,0 +1,258 @@
+"""Admission: whose turn it is, whether there is room for it, and the blocks that it gets. Pure.
+
+A queued sequence is admitted when it is the head of its queue, the running-sequence limit allows it, and the pool has its
+blocks and headroom for what runs already. Neither queue starves the other: room for the other queue's head is reserved.
+"""
+
+from array import array
+from collections.abc import Iterable
+
+from kvrelay.engine.groups.group_table import GroupTable
+from kvrelay.engine.scheduling.blocks import BlocksAside
+from kvrelay.engine.scheduling.fair_share import FairShare
+from kvrelay.engine.scheduling.headroom import Headroom
+from kvrelay.engine.scheduling.prefix_sharing import PlannedChunk, finds_more_next_step
+from kvrelay.engine.scheduling.queues import Queues
+from kvrelay.engine.scheduling.sequence import Sequence, State
+from kvrelay.engine.scheduling.swapping import MeasuredSpeeds
+from kvrelay.engine.scheduling.tier_requests import LowerTiers
+from kvrelay.engine.scheduling.waiting_queue import WaitingQueue, goes_first
+from kvrelay.hashing import pack_tokens
+from kvrelay.kvcache.pool.block_pool import BlockPool
+from kvrelay.kvcache.pool.ledger import BlockIds
+from kvrelay.kvcache.pool.radix import Match
+
+
+class Turns:
+    """Whose turn it is in each of the two queues of an engine."""
+
+    def __init__(
+        self, queues: Queues, pool: BlockPool, fair_share: FairShare, speeds: MeasuredSpeeds, tiers: LowerTiers | None,
+        *, token_budget: int,
+    ) -> None:  # fmt: skip
+        self._queues, self._pool, self._fair_share = queues, pool, fair_share
+        self._speeds, self._tiers, self._token_budget = speeds, tiers, token_budget
+        self._now_s = 0.0  # as of the last `past_deadline`
+
+    def past_deadline(self, now_s: float) -> list[Sequence]:
+        """Queued sequences that were never begun and should have their first token by now."""
+        self._now_s = now_s
+        return self._queues.waiting.past_deadline(now_s) + self._queues.reserving.past_deadline(now_s)
+
+    def head(self, queue: WaitingQueue) -> Sequence | None:
+        """Whose turn it is. A sequence that waits for blocks from a store is skipped, for as long as the settings allow."""
+        if not len(queue):
+            return None
+        is_skipped = None if self._tiers is None else self._tiers.is_waiting
+        seq = queue.head(is_skipped)
+        while seq is not None and not queue.is_oldest_next:
+            num_uncached = (
+                self._overdue_tokens(seq) if queue is self._queues.waiting else self._overdue_reservation_tokens(seq)
+            )
+            if num_uncached is None:
+                break
+            queue.mark_overdue(seq, num_uncached)
+            seq = queue.head(is_skipped)
+        return seq
+
+    def _overdue_tokens(self, seq: Sequence) -> int | None:
+        """Its uncached tokens if it misses its TTFT target even when it begins now. Found once for each sequence."""
+        request = seq.request
+        if request.ttft_target_s is None or seq.overdue_tokens or seq.has_begun or request.deadline_s is not None:
+            return None
+        left_s = seq.arrived_s + request.ttft_target_s - self._now_s
+        speed = self._speeds.compute_tokens_per_s
+        if left_s > 0 and not speed:
+            return None
+        possible = left_s * speed - self._token_budget  # its last ones may share a step with others
+        if seq.num_tokens <= possible:
+            return None
+        num_uncached = seq.num_tokens - len(self._pool.match(seq.block_chain())) * seq.block_size
+        return num_uncached if num_uncached > possible else None
+
+    def _overdue_reservation_tokens(self, seq: Sequence) -> int | None:
+        """The tokens of a queued reservation whose TTFT target has passed. Found once for each sequence."""
+        request = seq.request
+        if request.ttft_target_s is None or seq.overdue_tokens or request.deadline_s is not None:
+            return None
+        return seq.num_tokens if seq.arrived_s + request.ttft_target_s <= self._now_s else None
+
+    def return_ready(self) -> None:
+        """Sequences whose blocks have come from a store are no longer skipped."""
+        if self._tiers is not None:
+            for queue in (self._queues.waiting, self._queues.reserving):
+                queue.return_ready(self._tiers.is_waiting)
+
+    def admitted(self, seq: Sequence, queue: WaitingQueue) -> None:
+        """`seq` leaves its queue, and its tenant pays."""
+        seq.queue_rank = queue.rank(seq)
+        queue.take(seq)
+        self._other(queue).count_admission()
+        seq.has_begun = True
+        self._fair_share.admit(seq)
+
+    def reserved_for_other(self, seq: Sequence, queue: WaitingQueue) -> tuple[int, int]:
+        """(running sequences, blocks) to leave for the head of the other queue, if that goes before `seq`."""
+        other_queue = self._other(queue)
+        other = self.head(other_queue)
+        if other is None or not goes_first(other_queue, other, queue, seq):
+            return 0, 0
+        for_members = other.group.blocks_to_fork() if other.group is not None and will_fork(other) else 0
+        return num_sequences_of(other), prompt_blocks(
+            other
+        ) + for_members + 1  # `seq` itself needs one spare block more
+
+    def _other(self, queue: WaitingQueue) -> WaitingQueue:
+        return self._queues.reserving if queue is self._queues.waiting else self._queues.waiting
+
+
+class PromptBlocks:
+    """Gives sequences their blocks: cached ones of their prefix, and fresh ones."""
+
+    def __init__(
+        self, pool: BlockPool, queues: Queues, headroom: Headroom, aside: BlocksAside, tiers: LowerTiers | None
+    ) -> None:
+        self._pool, self._queues, self._headroom = pool, queues, headroom
+        self._aside, self._tiers = aside, tiers
+        self.hit_tokens = 0
+        self.query_tokens = 0
+
+    def give(self, seq: Sequence, num_reserved: int, *, leave_one: bool) -> bool:
+        """Give `seq` the cached blocks of its prefix and fresh ones for the rest of its tokens. False: no room.
+
+        Args:
+            num_reserved: blocks to leave for the head of the other queue.
+            leave_one: at least the last token must be computed here, so the match stops before it.
+        """
+        wants_all_logits = seq.request.sampling.prompt_logprobs is not None
+        most = 0 if wants_all_logits else (seq.num_tokens - leave_one) // seq.block_size
+        match = self._pool.match(seq.block_chain(), most)
+        num_lower = self._num_lower(seq, match, most)
+        may_copy = leave_one and not wants_all_logits and not num_lower
+        partial, num_partial = self._partial_block(seq, match) if may_copy else (array("i"), 0)
+        blocks = self.take(seq, match.blocks + partial, num_reserved, num_to_copy=len(partial))
+        if blocks is None and partial:  # the copied block may be the one that is missing
+            num_partial, blocks = 0, self.take(seq, match.blocks, num_reserved)
+        if blocks is None:
+            return False
+        self._pool.use(match, seq.request.hints.priority)
+        seq.blocks = blocks
+        seq.num_computed = seq.num_cached = (len(match) + num_lower) * seq.block_size + num_partial
+        seq.num_hashed_blocks = len(match)
+        if self._tiers is not None:
+            if num_lower:
+                self._tiers.bring_up(seq, len(match), blocks[len(match) : len(match) + num_lower])
+            self._tiers.admitted(seq, len(match))
+        self.hit_tokens += seq.num_cached
+        self.query_tokens += seq.num_tokens
+        return True
+
+    def _num_lower(self, seq: Sequence, match: Match, most: int) -> int:
+        """Blocks after the match that the host tier has."""
+        return self._tiers.num_below(seq, len(match), most) if self._tiers is not None and most > len(match) else 0
+
+    def _partial_block(self, seq: Sequence, match: Match) -> tuple[BlockIds, int]:
+        """(a block that begins with the next tokens of `seq`, how many of them), never its last token; or (none, 0)."""
+        end = len(match) * seq.block_size
+        rest = pack_tokens(seq.token_ids, end, min(end + seq.block_size, seq.num_tokens - 1))
+        block, count = self._pool.partial_match(match, rest)
+        return array("i", [block] if count else []), count
+
+    def take(
+        self, seq: Sequence, cached: BlockIds, num_reserved: int = 0, *, num_to_copy: int = 0
+    ) -> "BlockIds | None":
+        """These cached blocks and fresh ones for the rest of `seq`, all with a reference; None: no room.
+
+        Leaves the headroom for running sequences free, so that admission rarely causes preemption.
+        """
+        pool, headroom, queues = self._pool, self._headroom, self._queues
+        pool.acquire(cached)
+        need = prompt_blocks(seq) - len(cached)
+        spare = num_to_copy + num_reserved
+        num_others = len(queues.running) + len(queues.receiving)
+        if seq.group is not None or need + spare + headroom.at_most(num_others) > pool.num_available:
+            spare += headroom.blocks(seq, need, [*queues.running, *queues.receiving.values()])
+        if seq.group is not None and will_fork(seq):
+            spare = max(spare, min(spare + seq.group.blocks_to_fork(), pool.num_blocks - need - len(cached)))
+        is_short = need + spare > pool.num_available
+        if is_short and not num_reserved and not self._may_come_back():  # only pins are in the way: end them early
+            is_short = not pool.unpin_for(need + spare)
+        fresh = None if is_short else pool.allocate(need)
+        if fresh is None:
+            pool.release(cached)
+            return None
+        return cached + fresh
+
+    def _may_come_back(self) -> bool:
+        """Whether used blocks will be released without anything being done about it."""
+        queues = self._queues
+        return bool(queues.running or queues.receiving or queues.held or self._aside)
+
+
+class Admission:
+    """Admits queued sequences, the head of each queue first."""
+
+    def __init__(
+        self, queues: Queues, pool: BlockPool, turns: Turns, blocks: PromptBlocks, groups: GroupTable,
+        *, token_budget: int, max_running: int,
+    ) -> None:  # fmt: skip
+        self._queues, self._pool, self._groups = queues, pool, groups
+        self._token_budget, self._max_running = token_budget, max_running
+        self.turns, self.blocks = turns, blocks
+
+    def grant_reservations(self) -> list[Sequence]:
+        """Reserve blocks for as many queued reservations as there is room for, in order; returns them, now RECEIVING."""
+        queues, granted = self._queues, list[Sequence]()
+        self.turns.return_ready()
+        while not queues.swapped and (seq := self.turns.head(queues.reserving)) is not None:
+            if not self._admit(seq, queues.reserving, leave_one=False):
+                break
+            seq.num_held_blocks = seq.num_cached // seq.block_size
+            seq.move_to(State.RECEIVING)
+            queues.receiving[seq.request_id] = seq
+            granted.append(seq)
+        return granted
+
+    def admit_waiting(self, chunks: Iterable[PlannedChunk], before: Sequence | None = None) -> Sequence | None:
+        """Admit the head of the waiting queue, which has its blocks then; None: there is none, or no room for it.
+
+        Args:
+            chunks: prompts that this step computes. A sequence that finds much of one cached in the next step waits for it.
+            before: only a sequence that goes before this one, whose prompt has begun.
+        """
+        waiting = self._queues.waiting
+        seq = self.turns.head(waiting)
+        if seq is None or (before is not None and not waiting.passes(seq, before)):
+            return None
+        return seq if self._admit(seq, waiting, leave_one=True, chunks=chunks) else None
+
+    def _admit(
+        self, seq: Sequence, queue: WaitingQueue, *, leave_one: bool, chunks: Iterable[PlannedChunk] = ()
+    ) -> bool:
+        num_sequences, num_blocks = self.turns.reserved_for_other(seq, queue)
+        if chunks and finds_more_next_step(seq, chunks, self._pool, self._token_budget):
+            return False
+        if not self.fits_running(seq, num_sequences) or not self.blocks.give(seq, num_blocks, leave_one=leave_one):
+            return False
+        self.turns.admitted(seq, queue)
+        return True
+
+    def fits_running(self, seq: Sequence, num_reserved: int = 0) -> bool:
+        """Whether `seq`, with its group, may run too, when so many running sequences are reserved for others."""
+        taken = len(self._queues.running) + len(self._queues.receiving) + self._groups.num_reserved
+        return taken + num_sequences_of(seq) + num_reserved <= self._max_running
+
+
+def num_sequences_of(seq: Sequence) -> int:
+    """How many sequences run once `seq` is admitted: those of its group, if it leads one."""
+    return seq.group.num_sequences if seq.group is not None and seq is seq.group.leader else 1
+
+
+def will_fork(seq: Sequence) -> bool:
+    """Whether `seq` leads a group whose members will continue here."""
+    return seq.group is not None and seq is seq.group.leader and seq.output_limit is None
+
+
+def prompt_blocks(seq: Sequence) -> int:
+    """Blocks that admitting `seq` takes when nothing of it is cached."""
+    return seq.blocks_for(seq.num_tokens + (seq.request.sampling.max_tokens > 1))

@@ -1,0 +1,111 @@
+"""Preemption: which running sequences lose their blocks when there are none left, and what becomes of them. Pure."""
+
+from collections import Counter
+
+from kvrelay.engine.groups.groups import Groups
+from kvrelay.engine.scheduling.blocks import CopyOnWrite, Release
+from kvrelay.engine.scheduling.preemption_policy import PreemptionMode
+from kvrelay.engine.scheduling.queues import Queues
+from kvrelay.engine.scheduling.sequence import Group, Sequence, State
+from kvrelay.engine.scheduling.swapping import PreemptionChoice, Swapping
+from kvrelay.engine.scheduling.waiting_queue import victim
+from kvrelay.types import FinishReason
+
+
+class Preemption:
+    """Takes running sequences off the batch, and brings swapped ones back."""
+
+    def __init__(
+        self, queues: Queues, release: Release, copies: CopyOnWrite, choice: PreemptionChoice, swapping: Swapping,
+        groups: Groups,
+    ) -> None:  # fmt: skip
+        self._queues, self._release, self._copies, self._groups = queues, release, copies, groups
+        self.choice, self.swapping = choice, swapping
+        self.num_preemptions = 0
+        self.num_by_mode: Counter[PreemptionMode] = Counter()  # sequences
+        self.recomputed_tokens = 0  # of sequences whose KV was dropped, or found corrupt
+        self.returned: list[Sequence] = []
+
+    def take_returned(self) -> list[Sequence]:
+        """Sequences that ended here since the last call, to be prefilled again by a prefill worker."""
+        returned, self.returned = self.returned, []
+        return returned
+
+    def make_room(self, seq: Sequence, preempted: list[Sequence]) -> bool:
+        """Preempt a running sequence, with its group. False if that was `seq` itself."""
+        gone = self._preempt(victim(self._queues.running, seq))
+        preempted += gone
+        return all(one is not seq for one in gone)
+
+    def _preempt(self, loser: Sequence) -> list[Sequence]:
+        """Preempt all members of a group at once, unless it runs alone: then one, which continues when the others have ended.
+
+        Beams are not swapped but merged: they move in step, and some might not come back while others hold blocks.
+        """
+        group = loser.group
+        if group is None or loser is group.leader or self._runs_alone(group):
+            self.preempt_group((loser,))
+            return [loser]
+        members = tuple(one for one in group.members if one.state is State.RUNNING)
+        if group.search is None and self._mode_for(members) is PreemptionMode.SWAP and self._swap_out(members):
+            return list(members)
+        leader, gone = self._groups.merge(group)
+        self._queues.waiting.push(leader)
+        self._count(PreemptionMode.RECOMPUTE, len(gone))
+        return gone
+
+    def _runs_alone(self, group: Group) -> bool:
+        """Whether no other sequence's end will make room for it. Beams were admitted because all of them fit at once."""
+        queues = self._queues
+        return group.search is None and not queues.receiving and all(seq.group is group for seq in queues.running)
+
+    def preempt_group(self, group: tuple[Sequence, ...]) -> PreemptionMode:
+        """Preempt these running sequences, all in the mode that costs the least; returns it."""
+        mode = self._mode_for(group)
+        if mode is PreemptionMode.SWAP:
+            if self._swap_out(group):
+                return mode
+            mode = PreemptionMode.RECOMPUTE
+        for seq in group:
+            if mode is PreemptionMode.RETURN_TO_PREFILL:
+                self._release.finish(seq, FinishReason.ABORT)
+                self.returned.append(seq)
+            else:
+                self._release.leave_batch(seq)
+                self.recompute(seq)
+        self._count(mode, len(group))
+        return mode
+
+    def _mode_for(self, group: tuple[Sequence, ...]) -> PreemptionMode:
+        return self.choice.mode_for(group, num_others=len(self._queues.running) - len(group))
+
+    def _swap_out(self, group: tuple[Sequence, ...]) -> bool:
+        """Save their KV and take them off the batch. False, and nothing changed: the swap area has no room."""
+        if not self.swapping.swap_out(group, self._copies.source_of()):
+            return False
+        for seq in group:
+            self._release.leave_batch(seq)
+            seq.num_hashed_blocks = 0
+            seq.move_to(State.SWAPPED)
+            self._queues.push_swapped(seq)
+        self._count(PreemptionMode.SWAP, len(group))
+        return True
+
+    def _count(self, mode: PreemptionMode, num_sequences: int) -> None:
+        self.num_by_mode[mode] += num_sequences
+        self.num_preemptions += num_sequences
+
+    def recompute(self, seq: Sequence) -> None:
+        """Queue `seq`, which holds no blocks, to be computed again, at the front. Cached blocks shorten that."""
+        self.recomputed_tokens += seq.num_computed
+        self.swapping.drop(seq)
+        seq.num_computed = seq.num_hashed_blocks = 0
+        seq.prompt_logprobs.clear()  # they are computed again with the prompt
+        seq.move_to(State.WAITING)
+        self._queues.waiting.push(seq)
+
+    def rewind(self, seq: Sequence) -> None:
+        """What is being loaded for `seq` is corrupt: compute it again, without that."""
+        self._release.leave_batch(seq)
+        self.recompute(seq)
+        self.num_preemptions += 1

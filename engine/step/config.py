@@ -1,0 +1,68 @@
+"""What an engine is configured with, and what its steps return. Pure."""
+
+from dataclasses import dataclass, field
+
+from kvrelay.engine.scheduling.fair_share import QueueRules
+from kvrelay.kernels.backend import KvOrder
+from kvrelay.kernels.common.quant_scheme import Scheme
+from kvrelay.plane.messages import KvEvents, LoadReport, TokenOutput
+from kvrelay.types import BlockId
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """What an engine needs to know. Memory is bytes, the rest tokens and sequences."""
+
+    block_size: int = 16
+    kv_layout: KvOrder = "NHD"
+    kv_memory_bytes: int = 256 << 20
+    kv_memory_share: float | None = None  # of what is free once the weights are loaded, instead of `kv_memory_bytes`
+    num_workers: int = 1  # of this machine, which share its memory
+    kv_dtype: str = "auto"  # the model's, or a key of KV_DTYPES
+    quantization: Scheme | None = None  # of the products' weights
+    token_budget: int = 512
+    max_running: int = 64
+    max_waiting: int = 256
+    max_model_len: int | None = None
+    prefix_caching: bool = True
+    policy: str = "lru"  # of eviction: see kvcache/eviction/registry.py
+    rules: QueueRules = field(default_factory=QueueRules)  # the order of the queues
+    preemption: str = "auto"  # the cheapest mode, or always this PreemptionMode where it is possible
+    headroom: float = 0.0  # see SchedulerConfig
+    cascade: bool = True  # decode rows read blocks that they share once, where that pays
+    draft_tokens: int = 0  # at most, behind a sequence's next token in a step; 0: no speculation
+    warm_up: bool = False  # on a GPU, choose kernels and capture graphs before the first request
+    prompt_lookup: bool = True  # drafts from a sequence's own text
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """Blocks reserved for a transfer. `target_blocks` are for blocks first_block .. num_blocks - 1 of the prompt."""
+
+    request_id: str
+    first_block: int
+    num_blocks: int
+    target_blocks: tuple[BlockId, ...]
+    held_tokens: int
+    waited_s: float
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a call of `step` has done. Tokens and seconds are those of the steps that were collected in it.
+
+    seconds: from a step's launch, or the end of the one before if that was later, until its tokens were here.
+    """
+
+    outputs: list[TokenOutput] = field(default_factory=list)
+    reservations: list[Reservation] = field(default_factory=list)
+    refused: list[tuple[str, str, str]] = field(default_factory=list)  # queued before: (request, reason, message)
+    returned_to_prefill: list[str] = field(default_factory=list)  # requests that end here, to be prefilled again
+    num_tokens: int = 0
+    num_decode: int = 0
+    seconds: float = 0.0
+    waited_s: float = 0.0  # the host's wait for a device that computes asynchronously
+    ahead_s: float = 0.0  # the host's work on the next step meanwhile
+    is_stuck: bool = False  # nothing was done, and nothing can be until the engine is called otherwise
+    events: KvEvents | None = None
+    load: LoadReport | None = None
