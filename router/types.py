@@ -42,9 +42,9 @@ class IndexState(enum.StrEnum):
 class RouteRequest:
     """What the router knows of a request: no token ids, no text.
 
-    `block_hashes` is the chain over its `num_tokens` tokens, one hash for every `tokens_per_hash` of the router's. `max_tokens` bounds the
-    output. `excluded` are workers that must not be chosen (again). `force` sets where the prompt is computed: "local" on the decode worker,
-    "remote" on a prefill worker.
+    `block_hashes` is the chain over its `num_tokens` tokens, one hash for every `tokens_per_hash` of the router's.
+    `max_tokens` bounds the output. `excluded` are workers that must not be chosen (again). `force` sets where the
+    prompt is computed: "local" on the decode worker, "remote" on a prefill worker.
     """
 
     request_id: str
@@ -138,8 +138,8 @@ class IncompatiblePair:
 class Decision:
     """The chosen workers, and why. The request counts as their load until `Router.on_end`.
 
-    `prefill` is None for the local path, `decode` is None for prefill_only. `terms` are of the common cost, whatever the policy; `score` and
-    `policy_terms` are the policy's own, as are the `candidates` that it ranked, best first.
+    `prefill` is None for the local path, `decode` is None for prefill_only. `terms` are of the common cost, whatever
+    the policy; `score` and `policy_terms` are the policy's own, as are the `candidates` that it ranked, best first.
     """
 
     request_id: str
@@ -171,7 +171,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
-    """The request waits at the router until `Router.take_ready` returns it: it will miss its TTFT target in any case. See overdue.py.
+    """The request waits at the router until `Router.take_ready` returns it: it will miss its TTFT target in any case.
+    See overdue.py.
 
     It counts as no worker's load, and no worker reserves anything for it.
     """

@@ -1,4 +1,7 @@
-"""Chooses one candidate: the policy's best, or under an SLO the cheapest that is predicted to meet it. Counts nothing. Pure."""
+"""Chooses one candidate: the policy's best, or under an SLO the cheapest that is predicted to meet it.
+
+Counts nothing. Pure.
+"""
 
 from dataclasses import replace
 

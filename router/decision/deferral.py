@@ -1,8 +1,9 @@
 """The queue of deferred requests: overdue ones, which wait at the router. Pure.
 
-Order: priorities, lower numbers first; within a priority, the tenant with the fewest tokens called; within a tenant, first come, first
-served. Every `OLDEST_EVERY`-th call takes the oldest request, so that none starves. While workers are busy, an overdue request has its
-turn after `OLDEST_EVERY` other requests, or proportionally more if its prompt is longer than theirs.
+Order: priorities, lower numbers first; within a priority, the tenant with the fewest tokens called; within a tenant,
+first come, first served. Every `OLDEST_EVERY`-th call takes the oldest request, so that none starves. While workers are
+busy, an overdue request has its turn after `OLDEST_EVERY` other requests, or proportionally more if its prompt is
+longer than theirs.
 """
 
 from collections.abc import Iterator

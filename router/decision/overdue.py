@@ -1,11 +1,12 @@
 """Where overdue requests go: those that will miss their TTFT target in any case. Pure.
 
-On a worker an overdue prompt yields to all others, during an overload for minutes, and the decode worker keeps blocks reserved for it
-all that time: new requests find none, become overdue in turn, and in the end no request meets its target. At the router it holds
-nothing, and its workers are chosen by what is cached when its turn comes. While overdue prompts hold less than `OVERDUE_SHARE` of the
-decode workers' blocks, they may queue at the workers, because the assumed target may be stricter than the client's. Beyond that an
-overdue request is placed
-- when a worker is about to be idle (`IDLE_S`) and has at most `OVERDUE_TOKENS` tokens of overdue prompts, or one prompt;
+On a worker an overdue prompt yields to all others, during an overload for minutes, and the decode worker keeps blocks
+reserved for it all that time: new requests find none, become overdue in turn, and in the end no request meets its
+target. At the router it holds nothing, and its workers are chosen by what is cached when its turn comes. While overdue
+prompts hold less than `OVERDUE_SHARE` of the decode workers' blocks, they may queue at the workers, because the assumed
+target may be stricter than the client's. Beyond that an overdue request is placed
+- when a worker is about to be idle (`IDLE_S`) and has at most `OVERDUE_TOKENS` tokens of overdue prompts, or one
+  prompt;
 - when enough other requests were placed since the last overdue one (see Deferral).
 """
 
@@ -39,10 +40,11 @@ class OverduePlacement:
         self._deferral, self._chooser, self._workers, self._ledger = deferral, chooser, workers, ledger
 
     def is_overdue(self, request: RouteRequest, decision: Decision) -> bool:
-        """Whether the request misses its TTFT target in any case. Only policies that set latency targets have overdue requests.
+        """Whether the request misses its TTFT target in any case. Only policies that set latency targets have overdue
+        requests.
 
-        The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where blocks are
-        scarce.
+        The predicted wait for blocks is left out: it does not know when outputs end, and is many times too long where
+        blocks are scarce.
         """
         if decision.ttft_target_s is None or not request.may_wait or not self._deferral.is_enabled:
             return False
@@ -58,7 +60,10 @@ class OverduePlacement:
     def place(
         self, request: RouteRequest, decision: Decision, now_s: float, *, is_called: bool
     ) -> Decision | Refusal | Deferred:
-        """Place an overdue request where it delays no other, or defer it. `is_called`: its turn has come; then it is placed."""
+        """Place an overdue request where it delays no other, or defer it.
+
+        `is_called`: its turn has come; then it is placed.
+        """
         if self._has_room() and (is_called or not self._deferral):
             return decision
         role = self._compute_role()
@@ -106,7 +111,7 @@ class OverduePlacement:
         return Role.PREFILL if len(self._workers.columns(Role.PREFILL)) else Role.DECODE
 
     def _queued_s(self, role: Role) -> Floats:
-        """By row: seconds of prompts that an overdue one would delay; infinite if the worker has enough overdue ones."""
+        """By row: seconds of prompts that an overdue one would delay; infinite where there are enough overdue ones."""
         workers = self._workers
         seconds = workers.columns(role).queued_s(workers.prefill_rate)
         for account in self._ledger.with_overdue:

@@ -1,8 +1,8 @@
 """The router: one synchronous call chooses workers for a request and counts it as their load.
 
-Owns the prefix index and the ledger of assigned requests; the choice is the policy's (see policies/) and, under an SLO, admission's
-(see slo/). Pure: the caller passes the time. Never imports torch, Ray, sockets, a clock or a random source. Not thread-safe. The
-caller limits how many requests are in flight (settings.max_inflight).
+Owns the prefix index and the ledger of assigned requests; the choice is the policy's (see policies/) and, under an SLO,
+admission's (see slo/). Pure: the caller passes the time. Never imports torch, Ray, sockets, a clock or a random source.
+Not thread-safe. The caller limits how many requests are in flight (settings.max_inflight).
 """
 
 from dataclasses import replace
@@ -126,7 +126,10 @@ class Router:
         )
 
     def apply_snapshot(self, worker_id: str, snapshot: KvSnapshot) -> bool:
-        """All blocks that a worker has cached, or a part of them: heals its index. False: it does not, request another."""
+        """All blocks that a worker has cached, or a part of them: heals its index.
+
+        False: it does not, request another.
+        """
         return self._index.apply_snapshot(
             worker_id, snapshot.seq, snapshot.hashes, snapshot.lowered, part=snapshot.part, is_last=snapshot.is_last
         )
@@ -138,7 +141,8 @@ class Router:
     # ---- requests
 
     def select_and_reserve(self, request: RouteRequest, now_s: float) -> Decision | Refusal | Deferred:
-        """Choose workers, and count the request as their load from now on. An earlier attempt of the same id ends first.
+        """Choose workers, and count the request as their load from now on. An earlier attempt of the same id ends
+        first.
 
         Deferred: it waits, where the request allows it, until `take_ready` returns it, or until its `on_end`.
         """
@@ -181,16 +185,21 @@ class Router:
         )
 
     def take_ready(self) -> str | None:
-        """A deferred request whose turn has come: call `select_and_reserve` for it again soon, or end it. None: none is ready.
+        """A deferred request whose turn has come: call `select_and_reserve` for it again soon, or end it. None: none is
+        ready.
 
-        Poll it whenever a request was placed, got its first token, or ended, and when a worker reports, connects or leaves.
+        Poll it whenever a request was placed, got its first token, or ended, and when a worker reports, connects or
+        leaves.
         """
         return self._overdue.take_ready()
 
     def on_first_token(
         self, request_id: str, now_s: float, *, timings: Timings | None = None, cached_tokens: int = 0
     ) -> None:
-        """The prompt is computed: its tokens are no longer queued. Idempotent. `timings`: as the worker reports them."""
+        """The prompt is computed: its tokens are no longer queued.
+
+        Idempotent. `timings`: as the worker reports them.
+        """
         if (computed := self._ledger.computing(request_id)) is not None:
             for account in (computed.compute, computed.decode):
                 if account is not None and self._workers.accounts.get(account.info.worker_id) is account:

@@ -2,8 +2,8 @@
 
 Never imports torch, Ray, sockets, a clock or a random source. Rules, whatever the policy:
 - A worker that can never hold the request, is excluded, or whose queue is full, is not shown to the policy.
-- While some pairs of workers are incompatible, the policy ranks one compatible set at a time (see compatibility.py); the lowest
-  scores of all sets win. A worker that is compatible with none is not shown at all.
+- While some pairs of workers are incompatible, the policy ranks one compatible set at a time (see compatibility.py);
+  the lowest scores of all sets win. A worker that is compatible with none is not shown at all.
 - The terms of a decision are those of the common cost, so that decisions of different policies can be compared.
 """
 
@@ -110,7 +110,7 @@ class RoutingSnapshot:
         )
 
     def _prefix_source(self, table: WorkerTable, row: int) -> tuple[int, int]:
-        """Tokens of the prompt that a worker will have in its pool when it computes it, and tokens that it will load."""
+        """(tokens of the prompt that a worker will have in its pool, tokens that it will load)."""
         expected, size = int(table.expected[row]), int(table.block_size[row])
         if not self.context.stored_tokens and table.in_any_tier[row] <= expected:
             return min(expected, (self.request.num_tokens - 1) // size * size), 0
@@ -137,7 +137,10 @@ class RoutingSnapshot:
         return Regret(holder, best - chosen, (best - chosen) / float(table.prefill_tokens_per_s[row]))
 
     def refusal(self, role: Role, live: Columns, unpaired: frozenset[str], prefill_rate: float) -> Refusal:
-        """Why no worker of `role` is usable. One that could hold the request, but is busy or excluded, makes it "full"."""
+        """Why no worker of `role` is usable.
+
+        One that could hold the request, but is busy or excluded, makes it "full".
+        """
         rows = np.array([row for row, name in enumerate(live.names) if name not in unpaired], np.int64)
         if not len(rows):
             reason: RefusalReason = "no_prefill_worker" if role is Role.PREFILL else "no_decode_worker"

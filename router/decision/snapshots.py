@@ -1,4 +1,6 @@
-"""Takes the snapshot that one decision is made from: usable workers, their load, and what they hold of the prompt. Pure."""
+"""Takes the snapshot that one decision is made from: usable workers, their load, and what they hold of the prompt.
+Pure.
+"""
 
 from hashlib import blake2b
 

@@ -1,9 +1,9 @@
 """One worker's load: its last report, and what this router has assigned since.
 
-Never imports torch, Ray, sockets or a clock. What a report shows beyond our own assignments is other routers' work ("foreign"):
-own and foreign work are added, so nothing counts twice. Where the other routers report their assignments (messages.Assigned),
-foreign work is what they report, without a load report's delay. Each change is written into the worker's row of its role's
-columns at once.
+Never imports torch, Ray, sockets or a clock. What a report shows beyond our own assignments is other routers' work
+("foreign"): own and foreign work are added, so nothing counts twice. Where the other routers report their assignments
+(messages.Assigned), foreign work is what they report, without a load report's delay. Each change is written into the
+worker's row of its role's columns at once.
 """
 
 from dataclasses import dataclass
@@ -98,7 +98,9 @@ class WorkerAccount:
         self._write_load()
 
     def _count_foreign(self) -> None:
-        """As the other routers report; while one of them has not, at least what the last report shows beyond our own load."""
+        """As the other routers report; while one of them has not, at least what the last report shows beyond our own
+        load.
+        """
         others, report, own = self._others or _NO_OTHERS, self.report or _UNREPORTED, self.own
         tokens, prefills, sequences = others.tokens, others.prompts, others.sequences
         if not others.is_complete:
@@ -122,7 +124,9 @@ class WorkerAccount:
 
     @property
     def unreported_overdue_tokens(self) -> int:
-        """Tokens of our own overdue prompts that the worker does not report as overdue (yet): it queues them last all the same."""
+        """Tokens of our own overdue prompts that the worker does not report as overdue (yet): it queues them last all
+        the same.
+        """
         return max(0, self.own.overdue_tokens - (self.report or _UNREPORTED).overdue_tokens)
 
     def add(

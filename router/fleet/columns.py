@@ -1,8 +1,9 @@
 """The loads of one role's workers as columns: row i is the worker `names[i]`, in the order of their ids.
 
-Owns the arrays. A worker's account writes its row whenever it changes, so that a decision reads all workers in a few numpy calls.
-A column that never changes and has one value is stored once (see `only`), so that arithmetic on it is done once. Rows are laid out
-anew when a worker comes or goes. Pure: never imports torch, Ray, sockets, a clock or a random source.
+Owns the arrays. A worker's account writes its row whenever it changes, so that a decision reads all workers in a few
+numpy calls. A column that never changes and has one value is stored once (see `only`), so that arithmetic on it is done
+once. Rows are laid out anew when a worker comes or goes. Pure: never imports torch, Ray, sockets, a clock or a random
+source.
 """
 
 from collections.abc import Collection, Sequence
@@ -76,7 +77,9 @@ class Columns:
     )
 
     def __init__(self, infos: Sequence[WorkerInfo], nodes: Sequence[int], index_rows: Sequence[int]) -> None:
-        """`infos` in the order of their ids; each has the machine of that number in `nodes` and that row of the prefix index."""
+        """`infos` in the order of their ids; each has the machine of that number in `nodes` and that row of the prefix
+        index.
+        """
         self.num_unreported = 0  # sequences that other routers assigned without reporting them
         self.num_sequences = 0  # all
         self._unreported, self._sequences = [0] * len(infos), [0] * len(infos)  # by row, as counted in those two
@@ -130,12 +133,16 @@ class Columns:
         return self._speeds
 
     def queued_s(self, assumed: float) -> Floats:
-        """Seconds of queued prompts at each worker, overdue ones left out; `assumed`: prompt tokens/s of workers that have not measured."""
+        """Seconds of queued prompts at each worker, overdue ones left out; `assumed`: prompt tokens/s of workers that
+        have not measured.
+        """
         seconds: Floats = self.ints[QUEUED_TOKENS] / self._rates(assumed)
         return seconds
 
     def fitting(self, request: RouteRequest, *, needs_output: bool) -> Ints | None:
-        """Rows of the workers that could hold the request if they were empty; None: all. Workers cut output beyond their context."""
+        """Rows of the workers that could hold the request if they were empty; None: all. Workers cut output beyond
+        their context.
+        """
         least = request.num_tokens + (request.max_tokens > 1)
         most = request.num_tokens + (request.max_tokens if needs_output and request.needs_decode else 1)
         if least <= self._least_longest and most <= self._least_room:

@@ -26,7 +26,8 @@ def unpaired_workers(
 def compatible_sets(
     prefills: Sequence[str], decodes: Sequence[str], incompatible: IncompatiblePairs
 ) -> list[tuple[list[int], list[int]]]:
-    """(rows of prefill workers, rows of decode workers) within which every pair is compatible; together all compatible pairs.
+    """(rows of prefill workers, rows of decode workers) within which every pair is compatible; together all compatible
+    pairs.
 
     Each decode worker is in exactly one set, with all others that are compatible with the same prefill workers.
     """

@@ -1,7 +1,7 @@
 """Requests that this router has assigned and that have not ended: their share of each worker's load.
 
-Never imports torch, Ray, sockets or a clock. A request counts from the moment it is assigned, before any report can show it, so
-that a burst spreads over workers.
+Never imports torch, Ray, sockets or a clock. A request counts from the moment it is assigned, before any report can
+show it, so that a burst spreads over workers.
 """
 
 from dataclasses import dataclass
@@ -37,7 +37,9 @@ class Assignment:
 
 
 def common_prefix(one: tuple[bytes, ...], other: tuple[bytes, ...], known: int = 0) -> int:
-    """Number of leading hashes that two chains share; `known` of them for certain. Chained hashes are nested, so bisection is exact."""
+    """Number of leading hashes that two chains share; `known` of them for certain. Chained hashes are nested, so
+    bisection is exact.
+    """
     low, high = known, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -141,7 +143,9 @@ class Ledger:
             self._queued.pop(tenant, None)
 
     def excess(self, tenant: str) -> float:
-        """The tenant's queued tokens over an equal share of all queued tokens, minus 1; 0 if it has no more, or is alone."""
+        """The tenant's queued tokens over an equal share of all queued tokens, minus 1; 0 if it has no more, or is
+        alone.
+        """
         own = self._queued.get(tenant, 0)
         if not own or len(self._queued) < 2:
             return 0.0

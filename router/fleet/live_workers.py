@@ -1,7 +1,7 @@
 """All live workers: their accounts, and per role the same as columns.
 
-Owns both, and the mean prefill speed that is assumed of a worker before its own first measurement. Pure: never imports torch, Ray,
-sockets, a clock or a random source.
+Owns both, and the mean prefill speed that is assumed of a worker before its own first measurement. Pure: never imports
+torch, Ray, sockets, a clock or a random source.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,9 @@ class LiveWorkers:
 
     @property
     def prefill_rate(self) -> float:
-        """Prompt tokens/s: the mean of all workers' last measurements, so that a router that has just connected assumes the same."""
+        """Prompt tokens/s: the mean of all workers' last measurements, so that a router that has just connected assumes
+        the same.
+        """
         if self._prefill_rate is None:
             rates = [self.columns(role).floats[PREFILL_RATE] for role in Role]
             count = sum(int(np.count_nonzero(one)) for one in rates)
@@ -67,7 +69,10 @@ class LiveWorkers:
         self._changed.pop(account, None)
 
     def apply_others(self, worker_id: str, others: AssignedByOthers) -> None:
-        """What the other routers have assigned to a worker; from now on ours is shared with them. Unknown workers are ignored."""
+        """What the other routers have assigned to a worker; from now on ours is shared with them.
+
+        Unknown workers are ignored.
+        """
         account = self.accounts.get(worker_id)
         if account is None:
             return
@@ -117,7 +122,9 @@ class LiveWorkers:
         return self._columns[role]
 
     def unreported_share(self) -> float:
-        """Of all sequences at the workers, the share that other routers assigned without reporting it; 0 if nothing runs."""
+        """Of all sequences at the workers, the share that other routers assigned without reporting it; 0 if nothing
+        runs.
+        """
         prefills, decodes = self.columns(Role.PREFILL), self.columns(Role.DECODE)
         unreported = prefills.num_unreported + decodes.num_unreported
         return unreported / (prefills.num_sequences + decodes.num_sequences) if unreported else 0.0

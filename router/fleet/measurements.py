@@ -8,11 +8,15 @@ _BUCKET = math.log(1.25)
 RECENT_STEP_WINDOW_S = 10.0
 """Time constant of the recent step time's average."""
 IDLE_HALF_LIFE_S = 5.0
-"""Half-life of a slow step time while a worker is idle: what made it slow (a full batch, a first step, a neighbour) passes."""
+"""Half-life of a slow step time while a worker is idle: what made it slow (a full batch, a first step, a neighbour)
+passes.
+"""
 
 
 def bucketed(value: float) -> float:
-    """`value` rounded to a power of 1.25, so that measurement noise does not distinguish equal workers; 0 if not positive and finite."""
+    """`value` rounded to a power of 1.25, so that measurement noise does not distinguish equal workers; 0 if not
+    positive and finite.
+    """
     if not 0 < value < math.inf:
         return 0.0
     return math.exp(_BUCKET * round(math.log(value) / _BUCKET))
@@ -30,7 +34,10 @@ class StepTime:
         self._idle_since_s: float | None = None  # as reports show it
 
     def observe(self, before: LoadReport | None, after: LoadReport, passed_s: float, now_s: float) -> None:
-        """Two reports in a row, `passed_s` apart. The worker was busy in between if it was at the first: it reports when it falls idle."""
+        """Two reports in a row, `passed_s` apart.
+
+        The worker was busy in between if it was at the first: it reports when it falls idle.
+        """
         if before is not None and before.running and (steps := after.steps - before.steps) > 0 and passed_s > 0:
             keep = math.exp(-passed_s / RECENT_STEP_WINDOW_S)
             self._seconds = self._seconds * keep + passed_s
@@ -46,7 +53,9 @@ class StepTime:
         return self._seconds / self._steps if self._steps else 0.0
 
     def decayed_s(self, seconds: float, now_s: float | None) -> float:
-        """A step time that falls to the default while the worker is idle: else a slow last step would keep requests away for good."""
+        """A step time that falls to the default while the worker is idle: else a slow last step would keep requests
+        away for good.
+        """
         if self._idle_since_s is None or now_s is None or seconds <= self._default_s:
             return seconds
         left = 0.5 ** ((now_s - self._idle_since_s) / IDLE_HALF_LIFE_S)

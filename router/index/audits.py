@@ -1,4 +1,7 @@
-"""Audits: a sample of hashes to query a worker for, and its answer compared with the index. Pure: the seed is an argument."""
+"""Audits: a sample of hashes to query a worker for, and its answer compared with the index.
+
+Pure: the seed is an argument.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,7 +23,10 @@ class AuditCounts:
 
 
 def draws(seed: int) -> Iterator[int]:
-    """Endless 64-bit random numbers, the same for the same seed. Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Endless 64-bit random numbers, the same for the same seed.
+
+    Source: SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
+    """
     state = seed & _WORD
     while True:
         state = (state + _GOLDEN) & _WORD
@@ -30,7 +36,9 @@ def draws(seed: int) -> Iterator[int]:
 
 
 def sample(member: IndexedWorker, seed: int, num_hashes: int) -> list[bytes]:
-    """Up to `num_hashes`: half that it is known to hold, half that it is not (other workers hold them, or it removed them recently)."""
+    """Up to `num_hashes`: half that it is known to hold, half that it is not (other workers hold them, or it removed
+    them recently).
+    """
     numbers, holders, own_bits = draws(seed), member.holders, member.both
     num_claimed = num_hashes - num_hashes // 2
     claimed = holders.sample(lambda mask: mask & own_bits != 0, member.num_blocks, num_claimed, numbers)

@@ -24,7 +24,9 @@ def both_bits(row: int) -> int:
 
 
 def depths_by_row(ends: Iterable[tuple[int, int]], num_rows: int, found: Ints | None = None) -> Ints:
-    """[num_rows, 2]: the depth of each row's two bits, from (depth, bits that reach exactly this depth); 0 for the others."""
+    """[num_rows, 2]: the depth of each row's two bits, from (depth, bits that reach exactly this depth); 0 for the
+    others.
+    """
     if found is None:
         found = np.zeros((num_rows, 2), np.int64)
     flat = found.reshape(-1)

@@ -1,12 +1,15 @@
-"""Block hashes in an array of numbered positions; hashes that were stored together are adjacent, so that chains are contiguous.
+"""Block hashes in an array of numbered positions; hashes that were stored together are adjacent, so that chains are
+contiguous.
 
-Owns the array: for each position the block's hash, its holder set (holder_sets.py; 0: the position is free), whether the next
-position is known to follow it in a chain (`chained`), and whether the next position has another holder set (`edges`). 23 bytes each,
-none of which the garbage collector visits. Free positions are used in turn around the array; it grows when less than a quarter is
-free. When less than a third is in use, `compact` moves the hashes down, in order, and truncates the array.
+Owns the array: for each position the block's hash, its holder set (holder_sets.py; 0: the position is free), whether
+the next position is known to follow it in a chain (`chained`), and whether the next position has another holder set
+(`edges`). 23 bytes each, none of which the garbage collector visits. Free positions are used in turn around the array;
+it grows when less than a quarter is free. When less than a third is in use, `compact` moves the hashes down, in order,
+and truncates the array.
 
-`chained` is learned from lookups, whose hashes are chains, by comparing hashes. The successor of a hash in a chain never changes, so
-`chained` holds for as long as both positions keep their hashes, whatever their holders. The first and the last position are sentinels.
+`chained` is learned from lookups, whose hashes are chains, by comparing hashes. The successor of a hash in a chain
+never changes, so `chained` holds for as long as both positions keep their hashes, whatever their holders. The first and
+the last position are sentinels.
 
 Never imports torch, Ray, sockets or a clock.
 """
@@ -252,7 +255,10 @@ class HashArray:
         return self._names.startswith(packed, HASH_BYTES * position)
 
     def _divergence(self, hashes: Sequence[bytes], depth: int, position: int, low: int, high: int) -> int:
-        """How many of `high` chained positions the chain follows; at least `low`. Holder sets often change where it diverges."""
+        """How many of `high` chained positions the chain follows; at least `low`.
+
+        Holder sets often change where it diverges.
+        """
         edge = self.edge(position + low - 1, position + high)
         if edge >= 0 and self._has_hashes(edge, hashes[depth + edge - position]):
             low = edge + 1 - position

@@ -1,7 +1,8 @@
 """Sets of workers by number: all blocks that the same workers hold, in the same tiers, share one set id.
 
-So a block's holders are one small number at its position, however many workers hold it. Set 0 is empty. The lowest free id is used
-first and trailing free ids are dropped, so that ids stay dense. Never imports torch, Ray, sockets or a clock.
+So a block's holders are one small number at its position, however many workers hold it. Set 0 is empty. The lowest free
+id is used first and trailing free ids are dropped, so that ids stay dense. Never imports torch, Ray, sockets or a
+clock.
 """
 
 from heapq import heappop, heappush
@@ -25,7 +26,10 @@ class HolderSets:
         return len(self._numbers) - 1
 
     def moved(self, source: int, mask: int, count: int) -> int:
-        """So many blocks of kind `source` (0: new ones) are held by `mask` from now on (0: by nobody). Returns its kind."""
+        """`count` blocks of set `source` (0: new ones) are held by `mask` from now on (0: by no worker).
+
+        Returns its set id.
+        """
         set_id = self._numbers.get(mask)
         if set_id is None:
             set_id = self._new(mask)

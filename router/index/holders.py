@@ -1,16 +1,18 @@
 """Which workers hold which block, for workers of one block size; and how deep each holds a chain, by jump search.
 
-A block has a position in a HashArray, and there the number of its holder set (holder_sets.py). Jump search: hashes are chained, so
-that a match at the end of positions that are known to be a chain is a match of all of them. A lookup finds the position of the first
-hash, compares one hash at the end of the chained positions that follow (and bisects if it differs), and goes from edge to edge of
-holder sets. Whatever the chain's length, it looks up a hash only where the positions are no longer contiguous. Positions that are not known
-to be chained are compared hash by hash once, and are known from then on.
+A block has a position in a HashArray, and there the number of its holder set (holder_sets.py). Jump search: hashes are
+chained, so that a match at the end of positions that are known to be a chain is a match of all of them. A lookup finds
+the position of the first hash, compares one hash at the end of the chained positions that follow (and bisects if it
+differs), and goes from edge to edge of holder sets. Whatever the chain's length, it looks up a hash only where the
+positions are no longer contiguous. Positions that are not known to be chained are compared hash by hash once, and are
+known from then on.
 
-Nothing is assumed of workers: a hole in what one holds is a position with another holder set, or none. Scattered blocks (stored
-singly, or out of order) are looked up singly, and moved together on the way.
+Nothing is assumed of workers: a hole in what one holds is a position with another holder set, or none. Scattered blocks
+(stored singly, or out of order) are looked up singly, and moved together on the way.
 
-Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two positions with the
-same holders. That what is skipped was compared before, and that hashes and holders are kept apart, is ours.
+Source of the jumps: Dynamo (dynamo-kv-router 1.3.0-dev.1, src/indexer/positional.rs) skips what lies between two
+positions with the same holders. That what is skipped was compared before, and that hashes and holders are kept apart,
+is ours.
 
 Not thread-safe. Never imports torch, Ray, sockets or a clock.
 """
@@ -62,7 +64,10 @@ class BlockHolders:
     # ---- what workers hold
 
     def put(self, hashes: Sequence[bytes], own_bits: int, new: int) -> int:
-        """The worker with the bits `own_bits` holds these as `new` (one of its bits, or both). Returns how many are new to it."""
+        """The worker with the bits `own_bits` holds these as `new` (one of its bits, or both).
+
+        Returns how many are new to it.
+        """
         positions, set_ids = self._array.find(hashes)
         num_new = set_ids.count(0)
         if num_new < len(positions):
@@ -99,7 +104,8 @@ class BlockHolders:
             marks.extend(bytes(len(self._array.set_ids) - len(marks)))
 
     def sweep(self, first: int, own_bits: int, kept: bytearray, most: int) -> tuple[int, int]:
-        """Drop unmarked blocks of the worker with these bits, from `first` on. Returns (next position, 0: done; number dropped).
+        """Drop unmarked blocks of the worker with these bits, from `first` on. Returns (next position, 0: done; number
+        dropped).
 
         At most `most` of its blocks are read per call.
         """
@@ -184,7 +190,9 @@ class BlockHolders:
         return self._array.names(positions.tolist())
 
     def share(self, matches: Callable[[int], bool], own_bits: int, total: int, count: int) -> float | None:
-        """Share of the blocks of the worker with these bits whose holders match, from a sample of `count`; None: it has none."""
+        """Share of the blocks of the worker with these bits whose holders match, from a sample of `count`; None: it has
+        none.
+        """
         _, set_ids = self._found(lambda mask: mask & own_bits != 0, 0, max(1, total // count))
         masks = self._sets.masks
         good = sum(matches(masks[set_id]) for set_id in set_ids.tolist())
@@ -193,7 +201,9 @@ class BlockHolders:
     # ---- depth of a chain
 
     def walk(self, hashes: Sequence[bytes], alive: int) -> Ends:
-        """[(depth, bits of `alive` that hold exactly so many leading hashes)], ascending; workers that hold none are left out."""
+        """[(depth, bits of `alive` that hold exactly so many leading hashes)], ascending; workers that hold none are
+        left out.
+        """
         ends: Ends = []
         positions, depth, num_short, num_movable = self._array, 0, 0, MAX_MOVED_CHUNKS
         while depth < len(hashes):
@@ -228,7 +238,10 @@ class BlockHolders:
     def _walk_chunk(
         self, hashes: Sequence[bytes], depth: int, alive: int, ends: Ends, may_move_chunk: bool
     ) -> tuple[int, int, bool]:
-        """A chunk, block by block. Returns (depth, workers left, whether its blocks were scattered and have been moved if there is room)."""
+        """A chunk, block by block.
+
+        Returns (depth, workers left, whether its blocks were scattered and have been moved if there is room).
+        """
         chunk, masks, seen = hashes[depth : depth + self._chunk], self._sets.masks, -1
         positions, set_ids = self._array.find(chunk)
         for place, set_id in enumerate(set_ids, depth):

@@ -29,7 +29,10 @@ class EventAction(enum.Enum):
 
 
 class IndexedWorker:
-    """One worker, in one of the index's rows. Written only by PrefixIndex. Its attributes are the state of one event stream."""
+    """One worker, in one of the index's rows.
+
+    Written only by PrefixIndex. Its attributes are the state of one event stream.
+    """
 
     __slots__ = (
         "anywhere",
@@ -156,7 +159,10 @@ class IndexedWorker:
     def change(
         self, stored: Sequence[bytes], removed: Sequence[bytes], lowered: Sequence[bytes], raised: Sequence[bytes]
     ) -> None:
-        """An event during the ingest. Moves between tiers are applied without a check: the block may be in a later slice."""
+        """An event during the ingest.
+
+        Moves between tiers are applied without a check: the block may be in a later slice.
+        """
         assert self.ingest is not None
         self.ingest.touch(stored, removed, lowered, raised)
         for hashes, in_pool in ((stored, True), (lowered, False), (raised, True)):
@@ -167,7 +173,7 @@ class IndexedWorker:
             self.drop(removed)
 
     def fill(self) -> bool:
-        """Ingest a slice. Whether there is more; if not, and the snapshot is complete, the worker is EXACT or DEGRADED."""
+        """Ingest a slice. Whether there is more; if not, the worker of a complete snapshot is EXACT or DEGRADED."""
         ingest = self.ingest
         assert ingest is not None
         if (some := ingest.slice()) is not None:

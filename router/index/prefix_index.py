@@ -1,13 +1,14 @@
 """Which worker holds which prefix, in its pool or in any tier: fed by KV events, healed by snapshots.
 
-Owns the workers' state and rows; holders.py stores which workers hold a block, indexed_worker.py decides which messages apply. Never imports
-torch, Ray, sockets or a clock. Hashes are chained, so that each stands for a whole prefix; a worker's depth is the number of leading
-hashes whose blocks it holds without a hole. A worker whose blocks are k hashes long (its stride) holds every k-th hash of a chain.
+Owns the workers' state and rows; holders.py stores which workers hold a block, indexed_worker.py decides which messages
+apply. Never imports torch, Ray, sockets or a clock. Hashes are chained, so that each stands for a whole prefix; a
+worker's depth is the number of leading hashes whose blocks it holds without a hole. A worker whose blocks are k hashes
+long (its stride) holds every k-th hash of a chain.
 
-Guarantee: for every worker that is not STALE, both depths follow from the plain definition applied to its snapshot and events
-(`in_pool`: leading blocks that it announced and neither lowered nor removed since). So no hit is claimed beyond an announced hole. STALE
-workers, and those that hold nothing, are absent. For an APPROXIMATE worker the guarantee applies to the prompts that this router has
-sent there recently.
+Guarantee: for every worker that is not STALE, both depths follow from the plain definition applied to its snapshot and
+events (`in_pool`: leading blocks that it announced and neither lowered nor removed since). So no hit is claimed beyond
+an announced hole. STALE workers, and those that hold nothing, are absent. For an APPROXIMATE worker the guarantee
+applies to the prompts that this router has sent there recently.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +41,10 @@ MAX_OUTDATED = 3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Depths:
-    """How many leading hashes of a prompt each worker holds: workers that hold any, ascending by row. Columns of equal length."""
+    """How many leading hashes of a prompt each worker holds: workers that hold any, ascending by row.
+
+    Columns of equal length.
+    """
 
     rows: Ints
     in_pool: Ints
@@ -56,8 +60,9 @@ class PrefixIndex:
     def __init__(self, *, chunk: int = CHUNK, mode: Mode = "exact", learned_s: float = LEARNED_S) -> None:
         """`chunk`: scattered blocks that are looked up, and moved together, at a time.
 
-        `mode`: "exact" uses only workers' messages, "approximate" only `learn`, for `learned_s`; "auto" learns about workers that have sent
-        neither event nor snapshot, and uses that once SILENT_S have passed since it first learned about them.
+        `mode`: "exact" uses only workers' messages, "approximate" only `learn`, for `learned_s`; "auto" learns about
+        workers that have sent neither event nor snapshot, and uses that once SILENT_S have passed since it first
+        learned about them.
         """
         self._chunk, self._mode, self._learned_s = chunk, mode, learned_s
         self._learning: dict[str, IndexedWorker] = {}  # those with something to expire
@@ -221,12 +226,14 @@ class PrefixIndex:
         part: int = 0,
         is_last: bool = True,
     ) -> bool:
-        """All blocks cached as of `seq`, or a part of them: heals every state once complete. False: another snapshot is needed.
+        """All blocks cached as of `seq`, or a part of them: heals every state once complete. False: another snapshot is
+        needed.
 
-        One older than the events applied is ignored. One older than an event that was seen and could not be applied leaves the worker STALE,
-        because events in between are lost; after MAX_OUTDATED of those in a row only events and audits request another. Parts arrive in order,
-        from 0, possibly with events between them; part 0 of another snapshot aborts this one. Until the last part is ingested the worker is
-        STALE, unless it was EXACT or DEGRADED as of the same event: then it stays so.
+        One older than the events applied is ignored. One older than an event that was seen and could not be applied
+        leaves the worker STALE, because events in between are lost; after MAX_OUTDATED of those in a row only events
+        and audits request another. Parts arrive in order, from 0, possibly with events between them; part 0 of another
+        snapshot aborts this one. Until the last part is ingested the worker is STALE, unless it was EXACT or DEGRADED
+        as of the same event: then it stays so.
         """
         member = self._members.get(worker_id)
         if member is None or self._mode == "approximate":
@@ -273,7 +280,9 @@ class PrefixIndex:
     # ---- deferred work
 
     def defer(self, wake: Callable[[], object]) -> None:
-        """From now on snapshots are ingested, and removed workers dropped, by calls of `work`; `wake` is called when there is work."""
+        """From now on snapshots are ingested, and removed workers dropped, by calls of `work`; `wake` is called when
+        there is work.
+        """
         self._deferred.defer(wake)
 
     def work(self) -> bool:
@@ -332,8 +341,9 @@ class PrefixIndex:
     def apply_audit(self, worker_id: str, seq: int, hashes: Sequence[bytes], tiers: Sequence[int]) -> bool:
         """A worker's answer as of its event `seq`. False: the index differs, a snapshot is needed.
 
-        Events and answers arrive in order. A `seq` beyond the events applied means that events were lost; one before them, that the worker
-        numbers them anew, which is believed the second time, because an answer may have been overtaken.
+        Events and answers arrive in order. A `seq` beyond the events applied means that events were lost; one before
+        them, that the worker numbers them anew, which is believed the second time, because an answer may have been
+        overtaken.
         """
         member = self._members.get(worker_id)
         if member is None or member.learned is not None:
@@ -376,7 +386,9 @@ class PrefixIndex:
     # ---- queries
 
     def table(self, hashes: Sequence[bytes]) -> Ints:
-        """[num_rows, 2]: how deep each row's worker holds this chain, in any tier and in its pool; 0 where it holds nothing."""
+        """[num_rows, 2]: how deep each row's worker holds this chain, in any tier and in its pool; 0 where it holds
+        nothing.
+        """
         found: Ints | None = None
         for stride, alive in self._routable.items():
             chain = hashes if stride == 1 else hashes[stride - 1 :: stride]

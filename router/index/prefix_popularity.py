@@ -1,7 +1,7 @@
 """Arrival rate of prompts by shared prefix. Pure: the caller passes the time.
 
-Counted by the hashes at a few depths of each prompt's chain, which distinguishes a system prompt that all requests share from one
-client's conversation. Counts fade; memory is bounded.
+Counted by the hashes at a few depths of each prompt's chain, which distinguishes a system prompt that all requests
+share from one client's conversation. Counts fade; memory is bounded.
 """
 
 import math
@@ -34,7 +34,7 @@ class PrefixPopularity:
             del self._counts[next(iter(self._counts))]
 
     def arrivals_per_s(self, hashes: Sequence[bytes], depth: int, now_s: float) -> float:
-        """Arrival rate of prompts that share the first `depth` hashes with this one (rounded down to a power of two)."""
+        """Arrival rate of prompts that share the first `depth` hashes with this one (or a power of two of them)."""
         depths = _depths(min(depth, len(hashes)))
         if not depths:
             return 0.0

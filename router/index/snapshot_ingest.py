@@ -1,8 +1,9 @@
-"""A worker's snapshot on its way into the index: it arrives in parts and is ingested in slices, while events continue to apply.
+"""A worker's snapshot on its way into the index: it arrives in parts and is ingested in slices, while events continue
+to apply.
 
-What an event changes is newer than the snapshot: later slices leave such a block alone. So events apply at once, in order, and none
-is buffered. Blocks that the worker was known to hold before, and that the snapshot lacks, are dropped at the end. Never imports torch,
-Ray, sockets or a clock.
+What an event changes is newer than the snapshot: later slices leave such a block alone. So events apply at once, in
+order, and none is buffered. Blocks that the worker was known to hold before, and that the snapshot lacks, are dropped
+at the end. Never imports torch, Ray, sockets or a clock.
 """
 
 from collections import deque
@@ -16,7 +17,10 @@ SLICE = 512
 
 
 class Sweep:
-    """Drops a worker's blocks except marked ones, a stretch of the array at a time. Meanwhile blocks stay where they are."""
+    """Drops a worker's blocks except marked ones, a stretch of the array at a time.
+
+    Meanwhile blocks stay where they are.
+    """
 
     __slots__ = ("_holders", "_kept", "_mine", "_next", "is_done")
 
@@ -62,7 +66,10 @@ class SnapshotIngest:
     )  # fmt: skip
 
     def __init__(self, seq: int, most: int, rest: Sweep | None) -> None:
-        """At most `most` hashes. `rest` drops, at the end, what the snapshot lacks; None: the worker holds nothing yet."""
+        """At most `most` hashes.
+
+        `rest` drops, at the end, what the snapshot lacks; None: the worker holds nothing yet.
+        """
         self._seq, self._free_run, self._next_part, self._place = seq, most, 0, 0
         self._parts: deque[tuple[tuple[bytes, ...], Collection[bytes]]] = deque()  # hashes, and those in lower tiers
         self._touched: set[bytes] = set()  # hashes changed by events since

@@ -1,17 +1,18 @@
-"""How much load so many workers carry within their targets: queues for prefill, batches for decode. Pure.
+"""How much load a number of workers carries within its targets: queues for prefill, batches for decode. Pure.
 
-Prefill is a queue of several servers (G/G/c): a prompt waits for its turn and is then computed, chunk by chunk. The chance to wait
-is Sakasegawa's approximation, the mean wait Allen and Cunneen's (Kingman's for one server), and waits are taken as exponential
-beyond it; the service times are those of the speed curve over a spread of prompt lengths.
+Prefill is a queue with several servers (G/G/c): a prompt waits and is then computed in chunks. The probability of
+waiting is Sakasegawa's approximation, the mean wait Allen and Cunneen's (Kingman's for one server), and waits are
+assumed exponential beyond it; service times follow the speed curve over a distribution of prompt lengths.
 
-Decode is a batch: as many sequences as arrive in the time that one stays (Little), a step as long as the curve says for so many,
-and room for the swings of their number: share `Target.share` of a Poisson number, widened by the arrivals' burstiness.
+Decode is a batch: as many sequences as arrive during one's stay (Little), a step time from the curve for that batch,
+and room for the swings of their number: quantile `PlanningTarget.share` of a Poisson number, widened by the arrivals'
+burstiness.
 
-An aggregated worker does both in the same steps: chunks of prompts stretch the steps of those who decode, and they stretch the
-chunks.
+An aggregated worker does both in the same steps: prefill chunks lengthen the steps of decoding sequences, and these
+lengthen the chunks.
 
-Sources: J. F. C. Kingman, "The single server queue in heavy traffic" (1961); A. O. Allen, "Probability, Statistics, and Queueing
-Theory" (1990), for Allen-Cunneen; H. Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)" (1977).
+Sources: J. F. C. Kingman, "The single server queue in heavy traffic" (1961); A. O. Allen, "Probability, Statistics, and
+Queueing Theory" (1990), for Allen-Cunneen; H. Sakasegawa, "An approximation formula Lq = a rho^b / (1 - rho)" (1977).
 """
 
 import math
@@ -23,24 +24,24 @@ from statistics import NormalDist
 from kvrelay.router.planning.speed_curve import SpeedCurve, StepWork
 from kvrelay.router.planning.types import Target, WorkerModel, Workload
 
-FULLEST = 0.95  # utilisation that no prefill is planned beyond, whatever the targets
-LINK_SHARE = 0.8  # of the network's speed that is planned for
-EXPOSED_SHARE = 0.25  # of a transfer, after the prefill's end: production announces a quarter of the layers at a time
-POINTS = 8  # prompt lengths that stand for all
+FULLEST = 0.95  # utilisation of prefill that is planned for, at most
+LINK_SHARE = 0.8  # of the network's bandwidth that is planned for
+EXPOSED_SHARE = 0.25  # of a transfer, exposed after the prefill: workers announce a quarter of the layers at a time
+POINTS = 8  # prompt lengths that represent all
 LONGEST_TOKENS = 1 << 20
-_STEPS = 40  # of a bisection, and of a search for a fixed point
+_STEPS = 40  # of a bisection, and of a fixed-point iteration
 _NORMAL = NormalDist()
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """What prompts take of a worker that computes nothing else. Points stand for equal shares of them."""
+    """Prefill work of prompts on a worker that computes nothing else. Points stand for equal shares of the prompts."""
 
-    alone_s: tuple[float, ...]  # one at a time, at each point
-    work_s: float  # mean, when chunks are full because others wait
+    alone_s: tuple[float, ...]  # seconds of a prompt alone, at each point
+    work_s: float  # mean, with full chunks because others wait
     work_cv2: float
-    computed_tokens: float  # mean
-    pairs: float  # mean, of (token, earlier token)
+    computed_tokens: float  # mean, uncached
+    pairs: float  # mean number of (token, earlier token) pairs
 
     @property
     def mean_s(self) -> float:
@@ -48,13 +49,13 @@ class Prompts:
 
 
 def prompts_of(load: Workload, curve: SpeedCurve, token_budget: int) -> Prompts:
-    """The prompts of this load on a worker of that speed."""
+    """The prompts of this load on a worker with this speed."""
     return _prompts_of(load.at(0.0), curve, token_budget)
 
 
 @lru_cache(maxsize=256)
 def _prompts_of(load: Workload, curve: SpeedCurve, token_budget: int) -> Prompts:
-    """Whatever their rate: searches ask for the same ones again and again."""
+    """Independent of the rate; cached, because searches repeat."""
     lengths = spread(load.input_tokens, load.input_cv2)
     cached = [min(length - 1, length * load.cached_share) for length in lengths]
     computed = [length - hit for length, hit in zip(lengths, cached, strict=True)]
@@ -68,14 +69,14 @@ def _prompts_of(load: Workload, curve: SpeedCurve, token_budget: int) -> Prompts
 
 
 def _alone_s(curve: SpeedCurve, tokens: float, pairs: float, budget: int) -> float:
-    """As SpeedCurve.prefill_s, of a fractional number of tokens and without walking through the chunks."""
+    """As SpeedCurve.prefill_s, for fractional tokens and without a loop over chunks."""
     whole, rest = divmod(tokens, budget)
     total = whole * curve.step_s(StepWork(prompt_tokens=budget)) + pairs * curve.pair_s
     return total + (curve.overhead_s + max(curve.weights_s, rest * curve.token_s) if rest else 0.0)
 
 
 def spread(mean: float, cv2: float) -> tuple[float, ...]:
-    """POINTS lengths, of equal shares, of a log-normal distribution of this mean; at least one token."""
+    """POINTS lengths, quantiles of a log-normal distribution with this mean; at least one token."""
     sigma = math.sqrt(math.log1p(max(cv2, 0.0)))
     raw = [math.exp(sigma * _NORMAL.inv_cdf((index + 0.5) / POINTS)) for index in range(POINTS)]
     factor = mean * POINTS / sum(raw)
@@ -84,7 +85,7 @@ def spread(mean: float, cv2: float) -> tuple[float, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Of a queue of several servers: the chance to wait at all, and the mean wait of those who do."""
+    """A queue with several servers: the probability of waiting, and the mean wait of those that wait."""
 
     chance: float
     mean_s: float
@@ -97,7 +98,7 @@ class Wait:
 
 
 def wait_of(work_s: float, work_cv2: float, rate: float, burstiness: float, servers: int) -> Wait | None:
-    """None: more comes than they can do."""
+    """The wait; None: the load exceeds the capacity."""
     busy = rate * work_s / servers
     if busy >= FULLEST:
         return None
@@ -106,23 +107,23 @@ def wait_of(work_s: float, work_cv2: float, rate: float, burstiness: float, serv
 
 
 def missed_share(alone_s: tuple[float, ...], wait: Wait, ttft_s: float) -> float:
-    """Share of prompts whose wait and computation take longer than ttft_s."""
+    """Share of prompts whose wait and computation exceed ttft_s."""
     return sum(wait.beyond(ttft_s - own) for own in alone_s) / len(alone_s)
 
 
 def hopeless_share(alone_s: tuple[float, ...], ttft_s: float) -> float:
-    """Share of prompts that miss it with nobody before them: no number of workers helps these."""
+    """Share of prompts that miss the target with an empty queue: no number of workers helps these."""
     return sum(own > ttft_s for own in alone_s) / len(alone_s)
 
 
 def _allowed(alone_s: tuple[float, ...], target: Target) -> float:
-    """Misses that are planned for. Where the hopeless alone use them up, waiting may add a quarter of them."""
+    """Share of misses that is planned for. Where hopeless prompts use it up, waiting may add a quarter of it."""
     missing = 1.0 - target.share
     return max(missing, hopeless_share(alone_s, target.ttft_s) + missing / 4)
 
 
 def prefill_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
-    """Whether so many prefill workers keep TTFT, and the network to the decode workers carries the KV."""
+    """Whether so many prefill workers meet the TTFT target and their links carry the KV."""
     prompts = prompts_of(load, model.prefill, model.token_budget)
     return _prefill_fits(load, prompts, model, target, workers)
 
@@ -136,7 +137,7 @@ def _prefill_fits(load: Workload, prompts: Prompts, model: WorkerModel, target: 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What decode workers have in hand: sequences of each on average and at its swings, and the time of a token there."""
+    """Sequences per decode worker, on average and at the peak of their swings, and the time per token at the peak."""
 
     sequences: float
     peak: float
@@ -144,7 +145,7 @@ class Batch:
 
 
 def context_of(load: Workload) -> float:
-    """Mean tokens behind a sequence that decodes: half of its output is there, and long outputs are met more often."""
+    """Mean context of a decoding sequence: half of its output, and long outputs are length-biased."""
     return load.input_tokens + load.output_tokens * (1.0 + load.output_cv2) / 2.0
 
 
@@ -157,7 +158,7 @@ def room_of(load: Workload, model: WorkerModel, target: Target) -> float:
 
 
 def decode_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
-    """Whether so many decode workers keep TPOT, hold all sequences, and take the KV in as it comes."""
+    """Whether so many decode workers meet the TPOT target, hold all sequences, and receive the KV in time."""
     if load.rate * load.input_tokens * model.kv_bytes_per_token > LINK_SHARE * model.link_bytes_per_s * workers:
         return False
     reserved = load.rate / workers * prompts_of(load, model.prefill, model.token_budget).mean_s
@@ -168,12 +169,12 @@ def decode_fits(load: Workload, model: WorkerModel, target: Target, workers: int
 
 
 def exposed_s(load: Workload, model: WorkerModel) -> float:
-    """Of a transfer: what the second token waits for."""
+    """Seconds of a transfer that the second token waits for."""
     return EXPOSED_SHARE * load.input_tokens * model.kv_bytes_per_token / model.link_bytes_per_s
 
 
 def batch_of(load: Workload, model: WorkerModel, target: Target, workers: int) -> Batch | None:
-    """What each of so many decode workers has in hand; None: sequences come faster than they end."""
+    """Each decode worker's batch; None: sequences arrive faster than they end."""
     context = context_of(load)
 
     def step_s(sequences: float) -> float:
@@ -187,7 +188,7 @@ def batch_of(load: Workload, model: WorkerModel, target: Target, workers: int) -
 
 
 def _decode_step_s(curve: SpeedCurve, sequences: float, context: float) -> float:
-    """As SpeedCurve.decode_step_s, of a fractional number of sequences."""
+    """As SpeedCurve.decode_step_s, for a fractional number of sequences."""
     return (
         curve.overhead_s
         + max(curve.weights_s, sequences * curve.token_s)
@@ -200,13 +201,13 @@ def _z(target: Target) -> float:
 
 
 def _peak(sequences: float, load: Workload, target: Target, workers: int) -> float:
-    """One worker's sequences when the number of all is at its swing: they are spread evenly, so the swings of many are small."""
+    """One worker's share of the peak of all sequences: they are spread evenly, so its swing is small."""
     total = sequences * workers
     return (total + _z(target) * math.sqrt(total * (1.0 + load.burstiness) / 2.0)) / workers
 
 
 def _settled(following: Callable[[float], float], most: float) -> float | None:
-    """The least fixed point of a growing function, from 0 up; None: above `most`."""
+    """The least fixed point of an increasing function, from 0 up; None: above `most`."""
     value = 0.0
     for _ in range(_STEPS):
         new = following(value)
@@ -219,7 +220,7 @@ def _settled(following: Callable[[float], float], most: float) -> float | None:
 
 
 def aggregated_fits(load: Workload, model: WorkerModel, target: Target, workers: int) -> bool:
-    """Whether so many workers that compute prompts and decode in the same steps keep both targets."""
+    """Whether so many aggregated workers meet both targets."""
     state = mixed_of(load, model, target, workers)
     if state is None:
         return False
@@ -232,7 +233,7 @@ def aggregated_fits(load: Workload, model: WorkerModel, target: Target, workers:
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """An aggregated worker: sequences at the swing, the time of a token, and prompts as they go beside decoding."""
+    """An aggregated worker: sequences at the peak, time per token, and prompts beside decoding."""
 
     peak: float
     tpot_s: float
@@ -242,7 +243,7 @@ class Mixed:
 
 
 def mixed_of(load: Workload, model: WorkerModel, target: Target, workers: int) -> Mixed | None:
-    """None: more comes than they can do."""
+    """None: the load exceeds the capacity."""
     prompts = prompts_of(load, model.decode, model.token_budget)
     rate = load.rate / workers
 
@@ -265,27 +266,29 @@ def mixed_of(load: Workload, model: WorkerModel, target: Target, workers: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Steps of an aggregated worker: with and without a chunk, and what share of them has one."""
+    """Steps of an aggregated worker with and without a prefill chunk, and the share that has one."""
 
     plain_s: float
     mixed_s: float
-    chunk_s: float  # of a step that has only the chunk
+    chunk_s: float  # of a step with the chunk alone
     mixed_share: float  # of the steps
-    chunks: float  # of a prompt
+    chunks: float  # per prompt
 
     @property
     def tpot_s(self) -> float:
         return self.plain_s + self.mixed_share * (self.mixed_s - self.plain_s)
 
     def tpot_s_at(self, target: Target, output_tokens: float, input_cv2: float) -> float:
-        """Of the request that meets more chunks than share `target.share` of them: chunks come in prompts, not one by one."""
+        """For the request that meets more chunks than share `target.share` of requests: chunks arrive in prompts, not
+        singly.
+        """
         met = output_tokens * self.mixed_share
         swing = _z(target) * math.sqrt(met * max(1.0, self.chunks * (1.0 + input_cv2)))
         return self.plain_s + min(met + swing, output_tokens) / output_tokens * (self.mixed_s - self.plain_s)
 
 
 def _steps(load: Workload, model: WorkerModel, prompts: Prompts, rate: float, sequences: float) -> _Steps | None:
-    """None: prompts alone take all steps."""
+    """None: prefill alone takes all steps."""
     context, curve = context_of(load), model.decode
     chunk = min(prompts.computed_tokens, max(model.token_budget - sequences, model.token_budget / 4))
     chunks = prompts.computed_tokens / chunk
@@ -305,7 +308,7 @@ Fits = Callable[[Workload, WorkerModel, Target, int], bool]
 
 
 def workers_for(fits: Fits, load: Workload, model: WorkerModel, target: Target, most: int) -> int | None:
-    """The least number of workers that carries this load, at most `most`; None: not even that."""
+    """The least number of workers that carries this load, at most `most`; None: `most` do not."""
     if not fits(load, model, target, most):
         return None
     low, high = 0, most

@@ -1,19 +1,22 @@
-"""One role's count: up at once, down late, and a bound on how often it turns. Pure: the caller passes the time.
+"""One role's worker count: up at once, down late, and a bound on how often it turns. Pure: the caller passes the time.
 
-Rules. (1) Up: whenever more workers are needed than there are, to what was needed all the last `rise_s`: where a start takes minutes,
-a spike of seconds is over before it could be answered. (2) Down: only when for `hold_s` without a gap fewer would have done, with the
-margin that the caller puts on the load (`low`); never within `hold_s` after the last up, nor within GAP of it after the last down; to
-the most that was needed in that time, and by a share of the count at most. (3) A down that is taken back (an up within `hold_s` after
-it) doubles the hold, up to MOST_HOLDS times; a quiet `4 x hold` halves it again. Few times: an idle worker that is kept much longer
-than a start takes costs more than the start.
+Rules. (1) Up: when more workers are needed than there are, to the number that was needed throughout the last `rise_s`:
+where a start takes minutes, a spike of seconds is over before it could be answered. (2) Down: only when fewer would
+have sufficed for `hold_s` without a gap, with the caller's margin on the load (`low`); never within `hold_s` after the
+last up, nor within GAP of it after the last down; to the maximum needed in that time, and by a share of the count at
+most. (3) A down that is reversed (an up within `hold_s` after it) doubles the hold, up to MOST_HOLDS times; a quiet `4
+x hold` halves it again. The multiple is small, because an idle worker that is kept much longer than a start takes costs
+more than the start.
 
-Bound. A turn is a change whose direction differs from that of the change before. Between two turns from up to down lies an up,
-and by (2) the second of them is at least `hold_s` after that up: turns from up to down are at least `hold_s` apart, so a span of
-T seconds has at most floor(T / hold_s) + 1 of them. Turns from down to up alternate with them: at most one more. So whatever the
-needs are, a span of T seconds has at most `most_turns(T)` = 2 floor(T / hold_s) + 3 turns.
+Bound. A turn is a change whose direction differs from that of the change before. Between two turns from up to down lies
+an up, and by (2) the second of them is at least `hold_s` after that up: turns from up to down are at least `hold_s`
+apart, so a span of T seconds has at most floor(T / hold_s) + 1 of them. Turns from down to up alternate with them: at
+most one more. So whatever the needs are, a span of T seconds has at most `most_turns(T)` = 2 floor(T / hold_s) + 3
+turns.
 
-Constant load. Say the need is u, with the margin d >= u, for ever. Above d, rule 2 brings the count to d, never below; below u,
-rule 1 brings it to u; from u to d nothing changes. So after the last of a run of downs, no count changes any more.
+Constant load. Let the need be u, with the margin d >= u, forever. Above d, rule 2 brings the count to d, never lower;
+below u, rule 1 brings it to u; from u to d nothing changes. So after the last of a run of downs, no count changes any
+more.
 """
 
 import math
@@ -21,8 +24,8 @@ from collections import deque
 from dataclasses import dataclass
 
 MOST_HOLDS = 2.0
-MOST_DOWN = 0.5  # of the count, in one change
-GAP = 0.25  # of a hold: nothing said for so long, and it begins anew; and between two downs
+MOST_DOWN = 0.5  # of the count, per change
+GAP = 0.25  # of a hold: a longer gap between needs restarts it; also the time between two downs
 
 
 def most_turns(span_s: float, hold_s: float) -> int:
@@ -32,7 +35,7 @@ def most_turns(span_s: float, hold_s: float) -> int:
 
 @dataclass(frozen=True, slots=True)
 class DamperState:
-    """All that a damper knows but its count. Times are seconds before the moment it was taken; infinite: never."""
+    """The state of a damper without its count. Times are seconds before the moment it was taken; infinite: never."""
 
     hold_s: float
     changed_ago_s: float
@@ -45,23 +48,23 @@ class DamperState:
 
 
 class Damper:
-    """Holds one count. `count` moves in `step` alone."""
+    """Holds one count, which changes only in `step`."""
 
     def __init__(self, count: int, hold_s: float, rise_s: float = 0.0) -> None:
         self.count, self._base_s, self.hold_s, self._rise_s = count, hold_s, hold_s, rise_s
         self._changed_s = self._up_s = -math.inf
-        self._down_s: float | None = None  # of the last down, until an up
+        self._down_s: float | None = None  # of the last down; None after an up
         self._lows: deque[tuple[float, int]] = deque()  # (time, low), falling: a maximum over a window
         self._needs: deque[tuple[float, int]] = deque()  # (time, need), rising: a minimum over a window
-        self._since_s = self._now_s = -math.inf  # of the unbroken run of needs, and its last
+        self._since_s = self._now_s = -math.inf  # start of the uninterrupted run of needs, and the last one
 
     def step(self, need: int, low: int, now_s: float, *, most: int) -> int:
         """The count from now on.
 
         Args:
-            need: workers that the load needs.
-            low: workers that it needs with the margin; below it the count never falls. At least `need`, else taken as it.
-            most: the count's upper limit now; where it is below the count, nothing is forced down, but nothing goes up.
+            need: workers that the load needs. low: workers that it needs with the margin; below it the count never
+            falls. At least `need`, else taken as it. most: the count's upper limit now; where it is below the count,
+            nothing is forced down, but nothing goes up.
         """
         low, now_s = max(low, need), max(now_s, self._now_s)
         self._note(need, low, now_s)
@@ -75,7 +78,7 @@ class Damper:
         return self.count
 
     def state(self, now_s: float) -> DamperState:
-        """To go on from elsewhere."""
+        """The state, for `resume` elsewhere."""
         down_ago_s = None if self._down_s is None else now_s - self._down_s
         lows, needs = (tuple((now_s - at_s, one) for at_s, one in window) for window in (self._lows, self._needs))
         return DamperState(
@@ -84,7 +87,7 @@ class Damper:
         )  # fmt: skip
 
     def resume(self, state: DamperState, now_s: float) -> None:
-        """Go on from there; the count stays."""
+        """Continue from that state; the count stays."""
         self.hold_s = min(max(state.hold_s, self._base_s), MOST_HOLDS * self._base_s)
         self._changed_s, self._since_s = now_s - state.changed_ago_s, now_s - state.since_ago_s
         self._up_s = now_s - state.up_ago_s
@@ -120,7 +123,7 @@ class Damper:
         self.count, self._changed_s, self._up_s, self._down_s = count, now_s, now_s, None
 
     def _down(self, now_s: float) -> None:
-        needed = self._lows[0][1]  # the most of the last hold_s
+        needed = self._lows[0][1]  # the maximum of the last hold_s
         if needed >= self.count:
             return
         least = self.count - max(1, int(self.count * MOST_DOWN))

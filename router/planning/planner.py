@@ -1,15 +1,16 @@
-"""How many prefill and decode workers there are to be: both together, from what was seen, and why. Pure.
+"""How many prefill and decode workers to run: both roles together, from observed load, with reasons. Pure.
 
-One look after the other: the demand is learnt and foreseen (planning/demand.py), the workers' curves are corrected by what their
-steps take, the capacity model says what the load needs (planning/capacity.py), and each role's count is damped
-(planning/damping.py: how often it turns is bounded, whatever comes in). A worker never changes its role: the counts differ in
-what is started and what is drained.
+Each interval: the demand is learned and forecast (demand.py), the workers' speed curves are corrected by measured step
+times, the capacity model returns what the load needs (capacity.py), and each role's count is damped (damping.py bounds
+how often it turns). Workers do not change roles: the counts differ in what is started and what is drained.
 
-The planner trusts its model until requests miss their target although nothing starts or drains: then it plans for more load
-than it foresees (`strain`), and lets go of that only as far as no count changes by it. So a constant load leads to constant counts.
+The planner trusts its model until requests miss their targets although nothing starts or drains: then it plans for more
+load than it forecasts (`strain`), and reduces that only as far as no count changes by it. So a constant load leads to
+constant counts.
 
-For comparison: Dynamo's SLA planner (ai-dynamo, components/planner, v1.2) divides the foreseen tokens by a profiled throughput
-and corrects by observed over expected TTFT and ITL, each role for itself, without a queue in its model or a bound on its turns.
+For comparison: Dynamo's SLA planner (ai-dynamo, components/planner, v1.2) divides the forecast tokens by a profiled
+throughput and corrects by observed over expected TTFT and ITL, each role for itself, without a queue in its model or a
+bound on its turns.
 """
 
 import math
@@ -26,37 +27,37 @@ MOST_CORRECTION = 4.0
 STRAIN_STEP = 1.1
 STRAIN_LEFT = 0.97
 MOST_STRAIN = 2.0
-BARE_STEPS = 1.1  # a TPOT below so many steps of one sequence is not planned for
-FEWEST_SEEN = 10  # first tokens that a share is believed of
-RISE_SHARE = 0.25  # of what a start takes: for so long more must have been needed before more are started
+BARE_STEPS = 1.1  # a TPOT target below so many steps of one sequence is unreachable
+FEWEST_SEEN = 10  # first tokens from which a share is reliable
+RISE_SHARE = 0.25  # of a worker's start time: the need must last so long before workers are started
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How the planner behaves. Seconds."""
+    """Parameters of the planner. Seconds."""
 
-    horizon_s: float = 60.0  # until a worker that is started now serves
-    hold_s: float = 300.0  # fewer must have been enough for so long
-    margin: float = 0.15  # of the load, that the fewer must still carry
-    catch_up_s: float = 30.0  # in which prompts that wait too long are to be computed
-    period_s: float = 86400.0  # of a pattern that is looked for; 0: none
+    horizon_s: float = 60.0  # until a worker started now serves
+    hold_s: float = 300.0  # fewer workers must have sufficed for so long
+    margin: float = 0.15  # of the load, that the fewer workers must still carry
+    catch_up_s: float = 30.0  # in which overdue prompts are to be computed
+    period_s: float = 86400.0  # of a repeating pattern; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Counts from now on, and what they come from."""
+    """Counts from now on, and their reasons."""
 
     counts: Counts
-    load: Workload | None  # that was planned for; None: no request has been seen
+    load: Workload | None  # the load planned for; None: no request has been seen
     needs: split.Needs | None  # of that load, before limits and damping
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PlannerState:
-    """What a planner has learnt, as plain data: to be kept where it outlives whoever runs the planner.
+    """The learned state of a planner, as plain data that outlives the process that runs it.
 
-    Times in it are seconds before the moment it was taken. Counts are not in it: they are what there is.
+    Times are seconds before the moment it was taken. Counts are not part of it: they are read from the cluster.
     """
 
     demand: DemandState
@@ -67,7 +68,7 @@ class PlannerState:
 
 
 class Planner:
-    """Keeps what it learns. `observe` is called once for each interval, with times that do not go back."""
+    """Call `observe` once per interval, with times that do not decrease."""
 
     def __init__(self, model: WorkerModel, target: Target, limits: Limits, rules: Rules, counts: Counts) -> None:
         self.model, self.target, self.limits, self.rules = model, target, limits, rules
@@ -85,18 +86,18 @@ class Planner:
 
     @property
     def corrected(self) -> WorkerModel:
-        """The workers as they turn out to be."""
+        """The worker model, corrected by measured step times."""
         return self.model.slowed(self._prefill_slow.factor, self._decode_slow.factor)
 
     def observe(self, seen: Interval) -> Plan:
-        """What was seen since the last time; the counts from now on."""
+        """Learn from an interval; returns the counts from now on."""
         self._demand.observe(seen)
         self._prefill_slow.observe(seen.prefill_slowness)
         self._decode_slow.observe(seen.decode_slowness)
         load = self._demand.workload(self._demand.expected(self.target.share))
         if load is None:
             return Plan(self._hold(seen.end_s), None, None, ("no request has been seen yet",))
-        waiting = self._late(seen, load)
+        waiting = self._overdue_rate(seen, load)
         least = load.at(load.rate * (1.0 + self.rules.margin))
         need, low = self._strained(seen, load, least, waiting)
         before = self.counts
@@ -104,7 +105,7 @@ class Planner:
         return Plan(self.counts, load, need, tuple(self._reasons(before, load, waiting, need, low)))
 
     def state(self, now_s: float) -> PlannerState:
-        """What it has learnt, for `resume`."""
+        """The learned state, for `resume`."""
         return PlannerState(
             self._demand.state(now_s), self._prefill.state(now_s), self._decode.state(now_s),
             (self._prefill_slow.log, self._decode_slow.log),
@@ -112,7 +113,7 @@ class Planner:
         )  # fmt: skip
 
     def resume(self, state: PlannerState, now_s: float) -> None:
-        """Go on from there, with this planner's own counts, limits and rules."""
+        """Continue from that state, with this planner's own counts, limits and rules."""
         self._demand.resume(state.demand, now_s)
         self._prefill.resume(state.prefill, now_s)
         self._decode.resume(state.decode, now_s)
@@ -120,7 +121,7 @@ class Planner:
         self._prefill_strain.factor, self._decode_strain.factor = state.strain
 
     def comparison(self, workers: int | None = None) -> split.Comparison | None:
-        """The split against aggregated workers, for the load of now; None before any was seen."""
+        """Split against aggregated workers at the current load; None before any was seen."""
         load = self._demand.workload(self._demand.expected())
         if load is None:
             return None
@@ -128,8 +129,8 @@ class Planner:
 
     # ---- what the load needs
 
-    def _late(self, seen: Interval, load: Workload) -> float:
-        """Requests per s on top of those that come: of prompts in line, what could not be computed within the target."""
+    def _overdue_rate(self, seen: Interval, load: Workload) -> float:
+        """Requests per s to add: queued prompts that cannot be computed within the target."""
         punctual = load.rate * self.target.ttft_s
         return max(0.0, seen.queued - punctual) / self.rules.catch_up_s
 
@@ -139,7 +140,7 @@ class Planner:
         return split.needs(prompts, sequences, self.corrected, self._reachable(load), self.limits)
 
     def _reachable(self, load: Workload) -> Target:
-        """The target, its TPOT not below what a few sequences take: no number of workers makes a step shorter than that."""
+        """The target, with a TPOT not below that of a few sequences: no number of workers makes a step shorter."""
         worker = self.corrected.crowded(self.model.most_crowded)
         least_s = BARE_STEPS * worker.decode.decode_step_s(1, round(context_of(load)))
         return replace(self.target, tpot_s=max(self.target.tpot_s, least_s))
@@ -147,8 +148,10 @@ class Planner:
     def _strained(
         self, seen: Interval, load: Workload, least: Workload, waiting: float
     ) -> tuple[split.Needs, split.Needs]:
-        """What the load needs, now and with the margin; first learns from targets missed although the model says that
-        there are enough workers."""
+        """What the load needs, now and with the margin.
+
+        First learns from targets that are missed with enough workers by the model.
+        """
         wanted = self._needs(load, waiting), self._needs(least, 0.0)
         if seen.is_changing or seen.first_tokens < FEWEST_SEEN:
             return wanted
@@ -170,7 +173,7 @@ class Planner:
     # ---- counts
 
     def _hold(self, now_s: float) -> Counts:
-        """Nothing is known of requests: what there is stays."""
+        """Nothing is known of requests: the counts stay."""
         for damper in (self._prefill, self._decode):
             damper.step(damper.count, damper.count, now_s, most=damper.count)
         return self.counts
@@ -179,7 +182,7 @@ class Planner:
         limits = self.limits
         wanted = split.within_total(need.counts(limits), load, self.corrected, self._reachable(load), limits)
         floor = split.within_total(low.counts(limits), load, self.corrected, self._reachable(load), limits)
-        # first the falls: what one role gives up the other may take
+        # first the decreases: the other role may use what one role releases
         order = sorted(("prefill", "decode"), key=lambda role: getattr(wanted, role) - getattr(self.counts, role))
         dampers = {"prefill": self._prefill, "decode": self._decode}
         for role in order:
@@ -192,27 +195,27 @@ class Planner:
     def _reasons(
         self, before: Counts, load: Workload, waiting: float, need: split.Needs, low: split.Needs
     ) -> list[str]:
-        told = [
+        reasons = [
             f"{load.rate:.3g} requests/s expected of {load.input_tokens:.0f} + {load.output_tokens:.0f} tokens, "
             f"{load.cached_share:.0%} of the prompts cached, burstiness {load.burstiness:.2g}"
         ]
         if waiting > 0:
-            told.append(f"and {waiting:.3g}/s that wait already")
+            reasons.append(f"and {waiting:.3g}/s of overdue prompts")
         for name, slow in (("prefill", self._prefill_slow), ("decode", self._decode_slow)):
             if abs(slow.factor - 1.0) > 0.05:
-                told.append(f"{name} takes {slow.factor:.2f} of the time that its curve says")
+                reasons.append(f"{name} takes {slow.factor:.2f} of its curve's time")
         for name, strain in (("TTFT", self._prefill_strain), ("TPOT", self._decode_strain)):
             if strain.factor > 1.0:
-                told.append(
-                    f"{name} was missed with enough workers by the model: planned for {strain.factor:.2f} of it"
+                reasons.append(
+                    f"{name} is missed with enough workers by the model: {strain.factor:.2f} times the load is planned for"
                 )
         if (least_s := self._reachable(load).tpot_s) > self.target.tpot_s:
-            told.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
+            reasons.append(f"TPOT {self.target.tpot_s:.3g} s is out of reach: {least_s:.3g} s is planned for")
         for role in ("prefill", "decode"):
-            told.append(self._reason(role, getattr(before, role), getattr(need, role), getattr(low, role)))
+            reasons.append(self._reason(role, getattr(before, role), getattr(need, role), getattr(low, role)))
         if self.counts.total >= self.limits.total and need.counts(self.limits).total > self.limits.total:
-            told.append(f"both roles together may have {self.limits.total}")
-        return told
+            reasons.append(f"both roles together may have {self.limits.total}")
+        return reasons
 
     def _reason(self, role: str, before: int, need: int | None, low: int | None) -> str:
         count, most = getattr(self.counts, role), getattr(self.limits, f"max_{role}")
@@ -227,7 +230,7 @@ class Planner:
 
 
 class _Strain:
-    """How much more load than foreseen is planned for."""
+    """Factor on the forecast load."""
 
     __slots__ = ("factor",)
 
@@ -236,7 +239,7 @@ class _Strain:
 
 
 class _Slowness:
-    """How the observed time of steps compares with the curve's, averaged over logarithms."""
+    """Observed step time over the curve's, averaged over logarithms."""
 
     __slots__ = ("log",)
 

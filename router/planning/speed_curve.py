@@ -1,7 +1,7 @@
-"""How long an engine's step takes, by what it computes: the model that the simulator and the planner share. Pure.
+"""Step time of an engine by what the step computes: the model that simulator and planner share. Pure.
 
-A step reads all weights once or multiplies all its tokens with them, whichever takes longer; on top of that prompts attend to what
-came before them and decoding sequences read their context.
+A step reads all weights once or multiplies all its tokens with them, whichever takes longer; in addition, prefill
+attends to earlier tokens, and decoding sequences read their context.
 """
 
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from typing import NamedTuple
 class StepWork(NamedTuple):
     """What one step computes.
 
-    prompt_tokens: of chunks. prompt_pairs: (token, earlier token) pairs of chunks, each token with itself. sequences: that
-    decode a token each. context_tokens: that those sequences attend to, in all.
+    prompt_tokens: of chunks. prompt_pairs: (token, earlier token) pairs of chunks, each token with itself. sequences:
+    that decode a token each. context_tokens: that those sequences attend to, in all.
     """
 
     prompt_tokens: int = 0
@@ -25,15 +25,15 @@ class StepWork(NamedTuple):
 class SpeedCurve:
     """Seconds. Fitted by `kvrelay profile --fit`, or made of published figures."""
 
-    overhead_s: float  # of a step: everything that does not grow
+    overhead_s: float  # per step, constant
     weights_s: float  # to read all weights once
     token_s: float  # to multiply one token with them
-    pair_s: float  # of attention in prompts, for each pair
-    context_s: float  # of attention in decoding, for each token of context
-    sequence_s: float = 0.0  # of a decoding sequence: sampling, bookkeeping
+    pair_s: float  # of prefill attention, per pair
+    context_s: float  # of decode attention, per context token
+    sequence_s: float = 0.0  # per decoding sequence: sampling, bookkeeping
 
     def step_s(self, work: StepWork) -> float:
-        """How long a step with that work takes."""
+        """Seconds of a step with that work."""
         tokens = work.prompt_tokens + work.sequences
         return (
             self.overhead_s
@@ -44,7 +44,7 @@ class SpeedCurve:
         )
 
     def decode_step_s(self, sequences: int, context_tokens: int) -> float:
-        """Of a step that only decodes."""
+        """Seconds of a step that only decodes."""
         return (
             self.overhead_s
             + max(self.weights_s, sequences * self.token_s)
@@ -53,7 +53,7 @@ class SpeedCurve:
         )
 
     def prefill_s(self, num_tokens: int, cached_tokens: int = 0, chunk_tokens: int = 512) -> float:
-        """Of one prompt that is computed alone, chunk by chunk, behind what is cached of it."""
+        """Seconds of one prompt computed alone in chunks, after its cached prefix."""
         total, start = 0.0, cached_tokens
         while start < num_tokens:
             size = min(chunk_tokens, num_tokens - start)

@@ -1,8 +1,8 @@
 """A SpeedCurve from measured steps: non-negative least squares on relative errors. Pure.
 
-The curve's one kink, where multiplying tokens takes longer than reading the weights, is a number of tokens K: below it a step
-takes weights_s = K * token_s for its products, above it token_s for each token. With K given, all else is linear; K is searched.
-Never imports torch, Ray, a clock or a random source.
+The curve's one kink, where multiplying tokens takes longer than reading the weights, is a number of tokens K: below it
+a step takes weights_s = K * token_s for its products, above it token_s for each token. With K given, all else is
+linear; K is searched. Never imports torch, Ray, a clock or a random source.
 """
 
 import math
@@ -21,8 +21,8 @@ Floats = NDArray[np.float64]
 MIN_SAMPLES = 8
 PREFILL, DECODE, MIXED = "prefill", "decode", "mixed"
 _KINKS_PER_OCTAVE = 8
-_ROUNDS = 4  # of weighing outliers down
-_OUTLIER = 0.1  # relative error from where a sample counts by its distance, not by its square
+_ROUNDS = 4  # of down-weighting outliers
+_OUTLIER = 0.1  # relative error from which a sample counts linearly instead of squared
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,10 @@ class Fitted:
 
 
 def fit_curve(samples: Sequence[StepSample]) -> Fitted:
-    """The curve with the least relative errors, outliers weighed down. Raises ConfigError: too few samples, or none took time."""
+    """The curve with the least relative errors, outliers down-weighted.
+
+    Raises ConfigError: too few samples, or none took time.
+    """
     if len(samples) < MIN_SAMPLES:
         raise ConfigError(f"a speed curve needs at least {MIN_SAMPLES} measured steps, not {len(samples)}")
     if any(not 0 < sample.seconds < math.inf for sample in samples):
@@ -69,7 +72,7 @@ def fit_curve(samples: Sequence[StepSample]) -> Fitted:
 
 
 def errors_of(curve: SpeedCurve, samples: Sequence[StepSample]) -> dict[str, KindError]:
-    """How far a curve is from measured steps, by kind; kinds without samples are left out."""
+    """A curve's error on measured steps, by kind; kinds without samples are left out."""
     found: dict[str, KindError] = {}
     for kind in (PREFILL, DECODE, MIXED):
         chosen = [sample for sample in samples if sample.kind == kind]
@@ -141,7 +144,7 @@ def _non_negative(features: Floats, target: Floats) -> Floats:
             columns = list(chosen)
             try:
                 solved = np.linalg.solve(products[np.ix_(columns, columns)], wanted[columns])
-            except np.linalg.LinAlgError:  # two columns say the same: a smaller set does
+            except np.linalg.LinAlgError:  # two columns are collinear: a smaller set suffices
                 continue
             if (solved < 0).any() or not np.isfinite(solved).all():
                 continue

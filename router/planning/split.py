@@ -1,4 +1,6 @@
-"""Whether to disaggregate: the best P + D of a number of workers against as many aggregated ones, by the same capacity model. Pure."""
+"""Whether to disaggregate: the best split of a number of workers against as many aggregated ones, by the same capacity
+model. Pure.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -14,22 +16,22 @@ from kvrelay.router.planning.capacity import (
 )
 from kvrelay.router.planning.types import Counts, Limits, Target, WorkerModel, Workload
 
-WORTH = 1.02  # a split must carry so much more than aggregated workers, or its moving parts are not worth it
+WORTH = 1.02  # gain over aggregated workers from which a split is worth its complexity
 _Found = TypeVar("_Found")
-LEAST_BUDGET = 64  # tokens in a step that aggregated workers are tried with
+LEAST_BUDGET = 64  # tokens per step that aggregated workers are tried with, at least
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What the same number of workers carries either way, within the targets. Rates are requests per s."""
+    """Rates in requests per s that the same number of workers carries either way, within the targets."""
 
     workers: int
-    split: Counts  # the best one of them
+    split: Counts  # the best one
     split_rate: float
-    prefill_rate: float  # of the split's prefill workers alone
+    prefill_rate: float  # the split's prefill workers alone
     decode_rate: float
     aggregated_rate: float
-    aggregated_budget: int  # tokens in a step there: the best of those tried
+    aggregated_budget: int  # tokens per step: the best of those tried
 
     @property
     def disaggregate(self) -> bool:
@@ -37,14 +39,14 @@ class Comparison:
 
     @property
     def gain(self) -> float:
-        """The split's rate over the aggregated one's; infinite where these keep the targets at no rate."""
+        """The split's rate over the aggregated one's; infinite if the latter meets the targets at no rate."""
         if self.aggregated_rate > 0:
             return self.split_rate / self.aggregated_rate
         return float("inf") if self.split_rate > 0 else 1.0
 
 
 def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -> Comparison:
-    """The better of both, for `workers` (at least 2) workers in all."""
+    """Both alternatives, for `workers` (at least 2) workers in all."""
     model = model.crowded(workers)
     split, prefill_rate, decode_rate = best_split(load, model, target, workers)
     rate, budget = best_aggregated(load, model, target, workers)
@@ -52,7 +54,7 @@ def compared(load: Workload, model: WorkerModel, target: Target, workers: int) -
 
 
 def best_aggregated(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[float, int]:
-    """The rate of so many aggregated workers at the best of some token budgets, and that budget: small chunks spare TPOT."""
+    """(rate of so many aggregated workers at the best token budget, that budget): small chunks protect TPOT."""
     return max(
         (rate_of(aggregated_fits, load, replace(model, token_budget=budget), target, workers), budget)
         for budget in _budgets(model)
@@ -60,19 +62,19 @@ def best_aggregated(load: Workload, model: WorkerModel, target: Target, workers:
 
 
 def _budgets(model: WorkerModel) -> list[int]:
-    """Tokens in a step that aggregated workers are tried with."""
+    """Token budgets that aggregated workers are tried with."""
     least = min(LEAST_BUDGET, model.token_budget)
     return list(dict.fromkeys(max(model.token_budget // part, least) for part in (1, 2, 4, 8)))
 
 
 def best_split(load: Workload, model: WorkerModel, target: Target, workers: int) -> tuple[Counts, float, float]:
-    """The counts, at least one of each, that carry most, and what either role carries.
+    """(counts that carry most, at least one of each role; the rates of either role).
 
-    More prefill workers carry more prompts and leave fewer to decode: the best is where the two meet.
+    More prefill workers carry more prompts and leave fewer to decode: the best split is where the two meet.
     """
     if workers < 2:
         raise ValueError("a split takes two workers at least")
-    low, high = 1, workers - 1  # rate(prefill) first reaches rate(decode) somewhere in between, or nowhere
+    low, high = 1, workers - 1  # rate(prefill) first reaches rate(decode) in between, or nowhere
     while low < high:
         middle = (low + high) // 2
         if _rate(prefill_fits, load, model, target, middle) < _rate(decode_fits, load, model, target, workers - middle):
@@ -103,14 +105,14 @@ class Needs:
     decode: int | None
 
     def counts(self, limits: Limits) -> Counts:
-        """As many as there may be where the limits do not do."""
+        """Within the limits; a role that none suffices for gets its maximum."""
         prefill = limits.max_prefill if self.prefill is None else self.prefill
         decode = limits.max_decode if self.decode is None else self.decode
         return limits.clipped(Counts(prefill, decode))
 
 
 def needs(prompts: Workload, sequences: Workload, model: WorkerModel, target: Target, limits: Limits) -> Needs:
-    """Least counts: prefill's for the load `prompts`, decode's for `sequences`, which may differ in their rates."""
+    """Least counts: for prefill of the load `prompts`, for decode of `sequences`, whose rates may differ."""
 
     def needed(crowded: WorkerModel) -> Needs:
         return Needs(
@@ -122,7 +124,7 @@ def needs(prompts: Workload, sequences: Workload, model: WorkerModel, target: Ta
 
 
 def needed_aggregated(load: Workload, model: WorkerModel, target: Target, most: int) -> int | None:
-    """The least number of aggregated workers, at the best of some token budgets; None: not even `most` carry it."""
+    """The least number of aggregated workers, at the best token budget; None: not even `most` carry the load."""
 
     def needed(crowded: WorkerModel) -> int | None:
         sizes = [
@@ -140,7 +142,7 @@ def needed_aggregated(load: Workload, model: WorkerModel, target: Target, most: 
 def _among_themselves(
     model: WorkerModel, needed: Callable[[WorkerModel], _Found], size_of: Callable[[_Found], int]
 ) -> _Found:
-    """What is needed where workers of a machine slow each other: of so many in all as the answer itself says, or more."""
+    """The need where workers of a machine slow each other, iterated until it is consistent with its own crowding."""
     found = needed(model.crowded(1))
     for crowd in range(2, model.most_crowded + 1):
         if size_of(found) < crowd:
@@ -150,7 +152,7 @@ def _among_themselves(
 
 
 def within_total(counts: Counts, load: Workload, model: WorkerModel, target: Target, limits: Limits) -> Counts:
-    """The counts themselves where they do not pass `limits.total`, else the split of that total that carries most."""
+    """The counts if they fit `limits.total`, else the split of that total that carries most."""
     if counts.total <= limits.total:
         return counts
     best, _, _ = best_split(load, model.crowded(limits.total), target, limits.total)

@@ -1,4 +1,4 @@
-"""What a planner is told and what it answers. Pure data; tokens, seconds, bytes, and requests per second."""
+"""Inputs and outputs of the planner. Pure data; tokens, seconds, bytes, and requests per second."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from kvrelay.router.planning.speed_curve import SpeedCurve
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A steady load. The squared coefficients of variation (cv2) are variance over squared mean; 1.0: as exponential."""
+    """A steady load. The squared coefficients of variation (cv2) are variance over squared mean; 1.0: exponential."""
 
-    rate: float  # requests per s that want to be served, refused ones included
+    rate: float  # requests per s that arrive, refused ones included
     input_tokens: float  # mean
     output_tokens: float  # mean, at least 1
     cached_share: float = 0.0  # of prompt tokens, which are not computed
@@ -26,7 +26,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class WorkerModel:
-    """One worker of either role: how fast it is and what it holds."""
+    """One worker of either role: speed and capacity."""
 
     prefill: SpeedCurve
     decode: SpeedCurve
@@ -34,21 +34,19 @@ class WorkerModel:
     token_budget: int
     max_running: int
     kv_bytes_per_token: int = 0
-    link_bytes_per_s: float = float("inf")  # of KV between two workers
+    link_bytes_per_s: float = float("inf")  # KV bandwidth between two workers
     workers_per_node: int = 1
-    prefill_slowdown: tuple[
-        float, ...
-    ] = ()  # of steps while 1, 2... workers of the machine compute; none: they do not meet
+    prefill_slowdown: tuple[float, ...] = ()
+    """Of steps, while 1, 2... workers of the machine compute; empty: they do not slow each other."""
     decode_slowdown: tuple[float, ...] = ()
 
     @property
     def most_crowded(self) -> int:
-        """Workers of a machine, as far as their number matters."""
+        """Number of workers of a machine beyond which crowding does not grow."""
         return max(1, min(self.workers_per_node, max(len(self.prefill_slowdown), len(self.decode_slowdown))))
 
     def crowded(self, workers: int) -> "WorkerModel":
-        """The same worker beside so many in all, itself among them, on as few machines as hold them. All are taken to compute: at
-        the loads that are planned for, most do."""
+        """The same worker among so many in all, on as few machines as hold them, all computing."""
         crowd = min(max(workers, 1), self.most_crowded)
         factors = (
             each[min(crowd, len(each)) - 1] if each else 1.0 for each in (self.prefill_slowdown, self.decode_slowdown)
@@ -56,12 +54,12 @@ class WorkerModel:
         return replace(self.slowed(*factors), prefill_slowdown=(), decode_slowdown=())
 
     def slowed(self, prefill: float, decode: float) -> "WorkerModel":
-        """The same worker, each curve's times multiplied."""
+        """The same worker with each curve's times multiplied."""
         return replace(self, prefill=scaled(self.prefill, prefill), decode=scaled(self.decode, decode))
 
 
 def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
-    """All of its times multiplied by `factor`."""
+    """The curve with all times multiplied by `factor`."""
     return SpeedCurve(
         curve.overhead_s * factor, curve.weights_s * factor, curve.token_s * factor, curve.pair_s * factor,
         curve.context_s * factor, curve.sequence_s * factor,
@@ -70,7 +68,7 @@ def scaled(curve: SpeedCurve, factor: float) -> SpeedCurve:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`share` of the requests are to have their first token within ttft_s, and the others tpot_s apart on average."""
+    """`share` of the requests are to have a TTFT of at most ttft_s, and a mean time per token of at most tpot_s."""
 
     ttft_s: float
     tpot_s: float
@@ -78,7 +76,7 @@ class Target:
 
 
 class Counts(NamedTuple):
-    """How many workers of each role."""
+    """Workers of each role."""
 
     prefill: int
     decode: int
@@ -106,7 +104,7 @@ class Limits:
             raise ConfigError(f"planner: max_workers {self.total} is below min_prefill + min_decode")
 
     def clipped(self, counts: Counts, *, within_total: bool = False) -> Counts:
-        """The nearest counts inside the bounds of each role; prefill gives way where both together are too many."""
+        """The nearest counts within the bounds; where both together exceed `total`, prefill is reduced first."""
         prefill = min(max(counts.prefill, self.min_prefill), self.max_prefill)
         decode = min(max(counts.decode, self.min_decode), self.max_decode)
         if within_total and prefill + decode > self.total:
@@ -117,7 +115,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """What was seen between two looks. None: nothing was seen of it.
+    """Observations of one interval. None: not observed.
 
     Sums are over the requests that arrived (input) or had their first token (cached, ended, output) in the interval.
     """
@@ -130,13 +128,13 @@ class Interval:
     cached_tokens: int = 0
     ended: int = 0
     output_tokens: int = 0
-    queued: int = 0  # prompts in line for prefill, at the end
+    queued: int = 0  # prompts queued for prefill, at the end
     ttft_kept: float | None = None  # share of first tokens within the target
     tpot_kept: float | None = None
-    first_tokens: int = 0  # that `ttft_kept` is of
-    prefill_slowness: float | None = None  # time of prefill over what the curve says; 1.0: as it says
+    first_tokens: int = 0  # number of first tokens
+    prefill_slowness: float | None = None  # measured prefill time over the curve's
     decode_slowness: float | None = None
-    is_changing: bool = False  # workers start or drain
+    is_changing: bool = False  # workers are starting or draining
 
     @property
     def seconds(self) -> float:

@@ -1,8 +1,8 @@
 """What every policy receives and returns. Pure: no torch, Ray, sockets, clock or random source.
 
-A policy is a function of its arguments: it keeps no state between two calls and changes nothing. What looks like state is in the
-columns (`turn`: when a worker was last chosen); randomness comes from the request (`RoutingContext.draw`). So a decision can be
-reproduced from its inputs, and the simulator runs the same code.
+A policy is a function of its arguments: it keeps no state between two calls and changes nothing. What looks like state
+is in the columns (`turn`: when a worker was last chosen); randomness comes from the request (`RoutingContext.draw`). So
+a decision can be reproduced from its inputs, and the simulator runs the same code.
 """
 
 from abc import ABC, abstractmethod
@@ -30,10 +30,11 @@ Options = dict[str, Any]
 class WorkerTable:
     """The workers of one role that may take a request, as columns: row i is `names[i]`. Read-only.
 
-    Two are built per decision; not frozen, because building a frozen dataclass of 19 fields takes ten times as long (1.4 us).
+    Two are built per decision; not frozen, because building a frozen dataclass of 19 fields takes ten times as long
+    (1.4 us).
 
-    Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured, or the assumed default
-    of a worker that has not measured yet: never 0.
+    Token counts of the prompt (`held`, `expected`, `in_any_tier`) are whole blocks. Speeds are measured, or the assumed
+    default of a worker that has not measured yet: never 0.
     """
 
     names: tuple[str, ...]
@@ -67,7 +68,9 @@ def any_of(bools: Bools) -> bool:
 
 
 def only(column: Ints) -> int | None:
-    """The value of a constant column, which is stored once (stride 0); None: the column has several values, or is empty."""
+    """The value of a constant column, which is stored once (stride 0); None: the column has several values, or is
+    empty.
+    """
     return int(column[0]) if column.strides == (0,) and len(column) else None
 
 
@@ -95,8 +98,8 @@ class RoutingContext:
 class RoutingPolicy(ABC):
     """A routing policy: ranks (prefill worker, decode worker) candidates. Built once, from `router.policy_options`.
 
-    `name` is its value of `router.policy` (a policy from elsewhere is named by its path, `module:Class`); `term_names` names
-    the terms of its scores.
+    `name` is its value of `router.policy` (a policy from elsewhere is named by its path, `module:Class`); `term_names`
+    names the terms of its scores.
     """
 
     name: ClassVar[str]
@@ -115,10 +118,12 @@ class RoutingPolicy(ABC):
     def rank(self, context: RoutingContext, prefills: WorkerTable, decodes: WorkerTable) -> list[Candidate]:
         """The best candidates, best first, at most MAX_CANDIDATES; empty if there is none.
 
-        With `request.force` all are local (prefill None) or all remote. For a request that needs no decode, all have decode
-        None if there are prefill workers. Without prefill workers every candidate is local.
+        With `request.force` all are local (prefill None) or all remote. For a request that needs no decode, all have
+        decode None if there are prefill workers. Without prefill workers every candidate is local.
         """
 
     def latency_targets(self, request: RouteRequest) -> tuple[float, float] | None:
-        """(TTFT target, TPOT target) in seconds, by which workers order their queues and size prefill chunks; None: none."""
+        """(TTFT target, TPOT target) in seconds, by which workers order their queues and size prefill chunks; None:
+        none.
+        """
         return None

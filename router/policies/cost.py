@@ -1,7 +1,7 @@
 """The common cost of a candidate, in seconds: predicted time to first token, and harm to other requests.
 
-Columns in, columns out: a term is one array over all workers of a role, or over all candidates. Pure: never imports torch, Ray,
-sockets, a clock or a random source. The terms are types.TERM_NAMES; a candidate's cost is their plain sum.
+Columns in, columns out: a term is one array over all workers of a role, or over all candidates. Pure: never imports
+torch, Ray, sockets, a clock or a random source. The terms are types.TERM_NAMES; a candidate's cost is their plain sum.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,10 @@ class PrefixSource(NamedTuple):
 
 
 def prefix_sources(context: RoutingContext, tables: Sequence[WorkerTable], model: CostModel) -> PrefixSource:
-    """For all workers of these tables, concatenated. The last token is always computed: its logits give the first output token."""
+    """For all workers of these tables, concatenated.
+
+    The last token is always computed: its logits give the first output token.
+    """
     expected, in_any_tier, size = joined(tables, "expected"), joined(tables, "in_any_tier"), block_sizes(tables)
     usable = (context.request.num_tokens - 1) // size * size
     cached: Ints = np.minimum(expected, usable)
@@ -70,8 +73,8 @@ def block_sizes(tables: Sequence[WorkerTable]) -> Ints | int:
 class CommonCost:
     """The common cost of candidates, whatever policy ranks them.
 
-    Workers that may compute the prompt are numbered: prefill workers by their row, decode workers by their row plus the number
-    of prefill workers.
+    Workers that may compute the prompt are numbered: prefill workers by their row, decode workers by their row plus the
+    number of prefill workers.
     """
 
     def __init__(
@@ -103,8 +106,8 @@ class CommonCost:
     def _work(self, source: PrefixSource) -> tuple[Floats, Ints]:
         """([4, workers] seconds: own prefill, the queue ahead, harm to requests behind, loading; tokens to compute).
 
-        Near saturation a cached prefix *is* capacity: each second of own prefill counts once more for every request in the
-        shortest prefill queue, because so many will wait behind it; with an idle prefill worker it counts nothing.
+        Near saturation a cached prefix *is* capacity: each second of own prefill counts once more for every request in
+        the shortest prefill queue, because so many will wait behind it; with an idle prefill worker it counts nothing.
         """
         tables = (self.prefills, self.decodes)
         queued, speed = joined(tables, "queued_tokens"), joined(tables, "prefill_tokens_per_s")
@@ -117,7 +120,7 @@ class CommonCost:
         return work, uncached
 
     def _pressure(self) -> float:
-        """Harm per second of prefill: the length of the shortest prefill queue, in requests; 0 while a worker is idle."""
+        """Harm per second of prefill: requests in the shortest prefill queue; 0 while a worker is idle."""
         if not self.num_prefills or self.request.force == "local":
             return 0.0
         queued = self.prefills.queued_requests
@@ -155,10 +158,11 @@ class CommonCost:
         return now, later + num_others * (grown - request.num_tokens // size) if num_others else later
 
     def _stall(self) -> Floats:
-        """Harm to a decode worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT target.
+        """Harm to a decode worker's sequences while it computes the prompt: each is stalled, and some miss their TPOT
+        target.
 
-        A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens. Output
-        lengths are assumed exponential; those running at any moment are length-biased.
+        A sequence with s seconds of slack per token misses its target if its output is shorter than stall / s tokens.
+        Output lengths are assumed exponential; those running at any moment are length-biased.
         """
         table, model = self.decodes, self.model
         own_s, queue_s = self.work[0, self.num_prefills :], self.work[1, self.num_prefills :]

@@ -2,9 +2,11 @@
 
 The score is the common cost (cost.py) plus four terms:
 - slo_miss: the probability that the request misses its own targets, times the cost of a miss.
-- replica: a discount for a worker that does not hold the prompt's popular prefix while too many prompts come for the workers that do.
+- replica: a discount for a worker that does not hold the prompt's popular prefix while too many prompts come for the
+  workers that do.
 - tenant: harm to others counts several times for a tenant with more than its share of the queued work.
-- spread: a small random amount for each request and worker, as far as other routers' recent assignments are not reported yet.
+- spread: a small random amount for each request and worker, as far as other routers' recent assignments are not
+  reported yet.
 
 Rules:
 - A decode worker that lacks at most `local_prefill_tokens` of the prompt computes it itself.
@@ -98,7 +100,9 @@ class Joint(RoutingPolicy):
 
 
 class _CandidateColumns:
-    """Candidates as columns: the computing worker (by number, see CommonCost), the decode worker's row or NONE, [terms, candidates]."""
+    """Candidates as columns: the computing worker (by number, see CommonCost), the decode worker's row or NONE, [terms,
+    candidates].
+    """
 
     __slots__ = ("computing", "decode", "parts")
 
@@ -167,7 +171,10 @@ class _JointScorer:
         return cheapest(score, table.turn, SHORTLIST)
 
     def scored(self, parts: Floats, computing: Rows, decode: Rows | None) -> Floats:
-        """The common terms of candidates, with this policy's terms filled in. `computing`: by number, see CommonCost."""
+        """The common terms of candidates, with this policy's terms filled in.
+
+        `computing`: by number, see CommonCost.
+        """
         context, cost = self.context, self.cost
         share = parts[_TTFT[0]] + parts[_TTFT[1]]
         for term in _TTFT[2:]:
@@ -187,8 +194,8 @@ class _JointScorer:
     def _replicate(self, terms: Floats, computing: Rows) -> None:
         """Discount the extra prefill of workers that do not hold a prefix which is too popular for those that do.
 
-        Prompts that share this prefix keep `load` workers busy; as far as these are more than hold it, others will have to
-        compute it anyway, and the sooner the better.
+        Prompts that share this prefix keep `load` workers busy; as far as these are more than hold it, others will have
+        to compute it anyway, and the sooner the better.
         """
         work, uncached, num_tokens = self.cost.work[COMPUTE], self.cost.uncached, self.context.request.num_tokens
         least = int(uncached.argmin())
@@ -205,7 +212,9 @@ class _JointScorer:
         terms[REPLICA] = -(1.0 - holders / load) * np.maximum(extra, 0.0) * factor
 
     def _spread(self) -> Floats:
-        """By number: at most the work that other routers can have assigned since the worker's last report (a second per second)."""
+        """By number: at most the work that other routers can have assigned since the worker's last report (a second per
+        second).
+        """
         if self._spreads is None:
             age_s = np.concatenate((self.prefills.age_s, self.decodes.age_s))
             drawn = (self.context.draw + np.arange(1, len(age_s) + 1) * _GOLDEN) % 1.0

@@ -1,8 +1,8 @@
 """The least loaded worker. Pure.
 
-Source: vLLM, examples/online_serving/disaggregated_serving/disagg_proxy_demo.py (commit 03a7284), `LoadBalancedScheduler`, its
-default: the prefill instance with the least prompt text, the decode instance with the fewest requests (`by: tokens`); Dynamo's
-router mode `least-loaded`: the fewest requests in both pools (`by: requests`).
+Source: vLLM, examples/online_serving/disaggregated_serving/disagg_proxy_demo.py (commit 03a7284),
+`LoadBalancedScheduler`, its default: the prefill instance with the least prompt text, the decode instance with the
+fewest requests (`by: tokens`); Dynamo's router mode `least-loaded`: the fewest requests in both pools (`by: requests`).
 """
 
 from typing import ClassVar, Literal

@@ -1,7 +1,8 @@
 """Power of two choices: the less loaded of two random workers. Pure.
 
-Source: Ray 2.60, serve/_private/request_router/pow_2_router.py: two replicas at random, the one with fewer ongoing requests, the
-first on a tie; when neither accepts, two others. SGLang's policy of that name compares tokens where it knows them.
+Source: Ray 2.60, serve/_private/request_router/pow_2_router.py: two replicas at random, the one with fewer ongoing
+requests, the first on a tie; when neither accepts, two others. SGLang's policy of that name compares tokens where it
+knows them.
 """
 
 from typing import ClassVar, Literal

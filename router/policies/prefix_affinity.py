@@ -1,9 +1,11 @@
-"""Prefix affinity, as in Ray Serve LLM: the longest cached prefix while load is balanced, else power of two choices. Pure.
+"""Prefix affinity, as in Ray Serve LLM: the longest cached prefix while load is balanced, else power of two choices.
+Pure.
 
-Source: Ray 2.60, llm/_internal/serve/routing_policies/prefix_aware/prefix_aware_router.py, with its defaults: any load counts as
-balanced (no threshold); a match of less than 10 % is none, and then the replica with the smallest part of the prefix tree is
-taken. Prefill and decode are deployments with a router each, so the rule holds for both. Ray's tree holds the text of all
-prompts that this router has sent anywhere; here the prefix index answers (`WorkerTable.expected`).
+Source: Ray 2.60, llm/_internal/serve/routing_policies/prefix_aware/prefix_aware_router.py, with its defaults: any load
+counts as balanced (no threshold); a match of less than 10 % is none, and then the replica with the smallest part of the
+prefix tree is taken. Prefill and decode are deployments with a router each, so the rule holds for both. Ray's tree
+holds the text of all prompts that this router has sent anywhere; here the prefix index answers
+(`WorkerTable.expected`).
 """
 
 from typing import ClassVar
@@ -25,7 +27,9 @@ from kvrelay.router.policies.selection import (
 
 
 class PrefixAffinityOptions(PolicyOptions):
-    """imbalanced_threshold: requests between the most and the least loaded worker. match_rate_threshold: share of the prompt."""
+    """imbalanced_threshold: requests between the most and the least loaded worker. match_rate_threshold: share of the
+    prompt.
+    """
 
     imbalanced_threshold: float = Field(float("inf"), ge=0)
     match_rate_threshold: float = Field(0.1, ge=0, le=1)
@@ -49,7 +53,9 @@ class PrefixAffinity(IndependentChoice):
         return rank_rows(rows, score, (0.0, 0.0, matched_share(context, table), table.sequences))
 
     def _order(self, context: RoutingContext, table: WorkerTable, stream: int) -> tuple[Ints, Floats | Ints]:
-        """The best rows, best first, and the score that orders them: a random position, minus the share matched, or the turn."""
+        """The best rows, best first, and the score that orders them: a random position, minus the share matched, or the
+        turn.
+        """
         load = table.sequences
         if load.max() - load.min() > self._options.imbalanced_threshold:
             rows = two_by_two(context, load, stream)

@@ -1,7 +1,8 @@
 """Round robin. Pure.
 
-Source: vLLM, examples/online_serving/disaggregated_serving/disagg_proxy_demo.py (commit 03a7284), `--roundrobin`: one cycle over
-the prefill instances, one over the decode instances; Ray Serve LLM 2.60's default (serve/experimental/round_robin_router.py).
+Source: vLLM, examples/online_serving/disaggregated_serving/disagg_proxy_demo.py (commit 03a7284), `--roundrobin`: one
+cycle over the prefill instances, one over the decode instances; Ray Serve LLM 2.60's default
+(serve/experimental/round_robin_router.py).
 """
 
 from typing import ClassVar

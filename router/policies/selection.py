@@ -1,4 +1,5 @@
-"""What several policies share: random numbers from one draw, the best rows of a table, and candidates made of two rankings.
+"""What several policies share: random numbers from one draw, the best rows of a table, and candidates made of two
+rankings.
 
 Pure: no torch, Ray, sockets, clock or random source.
 """
@@ -68,7 +69,7 @@ class RankedRows(NamedTuple):
 
 
 def rank_rows(rows: Ints, score: Column, columns: Sequence[Column | float]) -> RankedRows:
-    """`rows` with their scores and terms. columns: one for each of the policy's terms; a number holds for every worker."""
+    """`rows` with their scores and terms. columns: one per term of the policy; a number holds for every worker."""
     parts = np.empty((len(rows), len(columns)))
     for term, column in enumerate(columns):
         parts[:, term] = column[rows] if isinstance(column, np.ndarray) else column
@@ -114,7 +115,7 @@ def matched_share(context: RoutingContext, table: WorkerTable) -> Floats:
 
 
 class IndependentChoice(RoutingPolicy):
-    """A policy that ranks prefill workers by one rule and decode workers by another; local only where that is forced."""
+    """A policy that ranks prefill workers by one rule and decode workers by another; local only if forced."""
 
     @abstractmethod
     def rank_prefill(self, context: RoutingContext, table: WorkerTable) -> RankedRows:

@@ -1,9 +1,9 @@
 """Session affinity: the requests of a session go to the same workers. Pure.
 
-Source: Ray 2.60, serve/experimental/consistent_hash_router.py: a session's hash on a ring of the replicas' hashes; a request
-without a session is hashed by its own id; the next replicas on the ring when the first does not accept. Here the worker with the
-lowest hash of (worker, session) wins (rendezvous hashing, Thaler and Ravishankar 1998): as evenly spread as a ring of many points,
-as few sessions moved when a worker comes or goes, and no state between two calls.
+Source: Ray 2.60, serve/experimental/consistent_hash_router.py: a session's hash on a ring of the replicas' hashes; a
+request without a session is hashed by its own id; the next replicas on the ring when the first does not accept. Here
+the worker with the lowest hash of (worker, session) wins (rendezvous hashing, Thaler and Ravishankar 1998): as evenly
+spread as a ring of many points, as few sessions moved when a worker comes or goes, and no state between two calls.
 """
 
 from functools import lru_cache

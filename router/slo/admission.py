@@ -1,13 +1,14 @@
-"""Admission by service-level objectives: whether a request is admitted, under which target, or refused before it costs anything.
+"""Admission by service-level objectives: whether a request is admitted, under which target, or refused before it costs
+anything.
 
 Owns the verdict; predictions are forecast.py's. Pure: never imports torch, Ray, sockets, a clock or a random source.
 Rules:
 - Unknown latency is never held against a request: an unmeasured worker refuses none.
-- A request meets a target if predicted TTFT and TPOT, with the margin of past errors, are within it, and if it breaks no target of
-  another request on its decode worker.
+- A request meets a target if predicted TTFT and TPOT, with the margin of past errors, are within it, and if it breaks
+  no target of another request on its decode worker.
 - Otherwise the targets that its class degrades to are tried in turn; then it is queued without a target, or refused.
-- An idle worker of which nothing was learned for a while takes one request in spite of the prediction (a probe): the prediction may
-  be wrong by now, and only an outcome can show it.
+- An idle worker of which nothing was learned for a while takes one request in spite of the prediction (a probe): the
+  prediction may be wrong by now, and only an outcome can show it.
 """
 
 from kvrelay.router.objectives import Prediction, SloRequirement, SloTarget, SloVerdict, VerdictKind

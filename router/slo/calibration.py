@@ -18,7 +18,8 @@ RATIO_BOUNDS = (0.1, 0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 4.0, 1
 class Bias:
     """One worker's factor between predicted and observed latency, forgotten exponentially.
 
-    `floor_s` is added to both sides, so that a few milliseconds of overhead on a short prediction do not count as a slow worker.
+    `floor_s` is added to both sides, so that a few milliseconds of overhead on a short prediction do not count as a
+    slow worker.
     """
 
     __slots__ = ("_floor_s", "_log", "_observed_at_s")

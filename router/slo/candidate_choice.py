@@ -1,13 +1,13 @@
 """Which of the ranked candidates a request with an SLO takes: the cheapest that is predicted to meet it.
 
 Pure: never imports torch, Ray, sockets, a clock or a random source. Rules:
-- The cheapest candidate decides which worker computes the prompt; other decode workers for it are tried, cheapest first, `MAX_TRIED` in
-  all. Other prefill workers are not: they cost all requests more, and beyond capacity each request admitted there costs several others
-  (goodput fell by 5 to 7 % on the conversation trace). But where a decode worker was to compute the prompt itself and only its batch
-  misses the target, the next candidate is tried.
+- The cheapest candidate decides which worker computes the prompt; other decode workers for it are tried, cheapest
+  first, `MAX_TRIED` in all. Other prefill workers are not: they cost all requests more, and beyond capacity each
+  request admitted there costs several others (goodput fell by 5 to 7 % on the conversation trace). But where a decode
+  worker was to compute the prompt itself and only its batch misses the target, the next candidate is tried.
 - A decode worker whose batch misses the target with one candidate is not tried again.
-- A request that would be refused is served without a target if that delays no other: another prefill worker stays idle. The KV that it
-  leaves in a cache lets the next prompt of its conversation meet its target.
+- A request that would be refused is served without a target if that delays no other: another prefill worker stays idle.
+  The KV that it leaves in a cache lets the next prompt of its conversation meet its target.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,8 +31,8 @@ def choose_candidate(
 ) -> tuple[int, SloVerdict]:
     """(index of the candidate to take, the verdict on it). A refusal is of the candidate that is free soonest.
 
-    `candidates`: best first, at least one. `predict` and `clears_in_s` (see admission.judge) take a candidate's index. `spare`: one on which
-    the request would delay no other.
+    `candidates`: best first, at least one. `predict` and `clears_in_s` (see admission.judge) take a candidate's index.
+    `spare`: one on which the request would delay no other.
     """
     tried: list[tuple[int, SloVerdict]] = []
     for index, candidate in enumerate(candidates):

@@ -1,12 +1,12 @@
 """Predicts the TTFT and TPOT that a request would see on given workers.
 
-TTFT: the prompts ahead of it at the computing worker, its own, the hand-over and the wait for blocks. TPOT: a step of the decode worker
-with the batch expected there when the prefill ends, not the current one (Mooncake, FAST 2025, section 7: rejecting by the current load
-makes load oscillate). Both learn: the workers' speeds from first tokens and load reports, a bias per worker and a margin over all
-workers from predictions against outcomes.
+TTFT: the prompts ahead of it at the computing worker, its own, the hand-over and the wait for blocks. TPOT: a step of
+the decode worker with the batch expected there when the prefill ends, not the current one (Mooncake, FAST 2025, section
+7: rejecting by the current load makes load oscillate). Both learn: the workers' speeds from first tokens and load
+reports, a bias per worker and a margin over all workers from predictions against outcomes.
 
-Pure: times are arguments, in seconds of one clock. Holds one record for each request between `assign` and `end`, and one for each live
-worker.
+Pure: times are arguments, in seconds of one clock. Holds one record for each request between `assign` and `end`, and
+one for each live worker.
 """
 
 from collections.abc import Iterator
@@ -180,8 +180,14 @@ class Forecast:
         return self._with_tpot(blank, request, decision, decode, ttft_s, now_s)
 
     def _with_tpot(
-        self, blank: Prediction, request: RouteRequest, decision: Decision, account: WorkerAccount, ttft_s: float, now_s: float
-    ) -> Prediction:  # fmt: skip
+        self,
+        blank: Prediction,
+        request: RouteRequest,
+        decision: Decision,
+        account: WorkerAccount,
+        ttft_s: float,
+        now_s: float,
+    ) -> Prediction:
         target = self._workers[account.info.worker_id]
         transfer_s = decision.terms["transfer"]
         others = self._batch_at(target, account, request.num_tokens, ttft_s + transfer_s, now_s)
@@ -244,7 +250,9 @@ class Forecast:
         return tightest if worker.tpot_s(without_s, now_s) <= tightest < worker.tpot_s(with_s, now_s) else None
 
     def clears_in(self, account: WorkerAccount, request: RouteRequest, tpot_s: float, now_s: float) -> float | None:
-        """Seconds until a step of the decode worker takes at most `tpot_s`, without further arrivals; None: not in a minute."""
+        """Seconds until a step of the decode worker takes at most `tpot_s`, without further arrivals; None: not in a
+        minute.
+        """
         worker = self._workers[account.info.worker_id]
         costs = worker.step_costs(now_s)
         factor, own = self.tpot_errors.quantile(self._confidence), request.width + request.companions
@@ -258,7 +266,9 @@ class Forecast:
     # ---- outcomes
 
     def assign(self, request: RouteRequest, decision: Decision, now_s: float) -> None:
-        """The request is assigned, with its prediction and target; `end` must follow. An earlier attempt of the same id ends."""
+        """The request is assigned, with its prediction and target; `end` must follow. An earlier attempt of the same id
+        ends.
+        """
         self.end(request.request_id)
         prediction, verdict = decision.forecast, decision.verdict
         assert prediction is not None

@@ -25,8 +25,8 @@ class DurationFit:
     """Seconds as a sum of non-negative coefficients times features; least relative squares, newest first.
 
     `scales` are typical values of the features: they set how strongly a prior holds. `prior` may change between calls:
-    it is what the worker itself reports, and the whole estimate before the first observation. `keep` is the share of the old
-    evidence that each observation leaves, `pull` how many observations the prior is worth.
+    it is what the worker itself reports, and the whole estimate before the first observation. `keep` is the share of
+    the old evidence that each observation leaves, `pull` how many observations the prior is worth.
     """
 
     __slots__ = ("_keep", "_observed_at_s", "_products", "_pull", "_scales", "_targets", "weight")
@@ -43,8 +43,8 @@ class DurationFit:
     def observe(self, features: Sequence[float], seconds: float, prior: Sequence[float], now_s: float) -> None:
         """Learn one duration, in seconds and above 0.
 
-        Its error counts relative to the expected duration, not the observed one: otherwise the short durations of a worker that
-        gets slower would outweigh all the long ones since.
+        Its error counts relative to the expected duration, not the observed one: otherwise the short durations of a
+        worker that gets slower would outweigh all the long ones since.
         """
         if not 0 < seconds < float("inf"):
             return

@@ -1,12 +1,14 @@
 """NVIDIA Dynamo's cost: blocks that would have to be computed, and blocks in use. Pure.
 
-Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (commit 01690d4), with the defaults of ai-dynamo-runtime 1.6.1:
+Source: ai-dynamo/dynamo, lib/kv-router/src/scheduling/selector.rs (commit 01690d4), with the defaults of
+ai-dynamo-runtime 1.6.1:
 
-    prefill_load_scale * max(0, queue + prompt - credit * held - 0.75 * lower tiers - shared) + blocks in use, after admission
+    prefill_load_scale * max(0, queue + prompt - credit * held - 0.75 * lower tiers - shared) + blocks in use, after
+    admission
 
-in blocks, least first, equal ones by chance. With prefill and decode pools (lib/llm/src/kv_router/prefill_router.rs) the prefill pool
-is chosen without the blocks in use, the decode pool by those alone.
-A temperature above 0 draws from the softmax of the costs over their range: with Gumbel noise the least is such a draw.
+in blocks, least first, equal ones by chance. With prefill and decode pools (lib/llm/src/kv_router/prefill_router.rs)
+the prefill pool is chosen without the blocks in use, the decode pool by those alone. A temperature above 0 draws from
+the softmax of the costs over their range: with Gumbel noise the least is such a draw.
 """
 
 from typing import ClassVar

@@ -1,12 +1,15 @@
-"""llm-d's weighted scorers: first the decode worker, which computes a prompt itself that it nearly holds; then the prefill worker. Pure.
+"""llm-d's weighted scorers: first the decode worker, which computes a prompt itself that it nearly holds; then the
+prefill worker. Pure.
 
-Source: llm-d/llm-d-inference-scheduler (commit 520af47), deploy/config/pd-epp-config.yaml: prefix-cache-scorer of weight 2 and
-queue-scorer of weight 1 in both profiles, max-score-picker (equal ones by chance), prefix-based-pd-decider with nonCachedTokens 16.
-The prefix scorer gives the share of the prompt's blocks, of the first 256 at most; the queue scorer (longest - own) / (longest -
-shortest) of the queues, 1 where all are equal; the kv-cache-utilization-scorer the free share. nonCachedTokens 0 never disaggregates.
+Source: llm-d/llm-d-inference-scheduler (commit 520af47), deploy/config/pd-epp-config.yaml: prefix-cache-scorer of
+weight 2 and queue-scorer of weight 1 in both profiles, max-score-picker (equal ones by chance), prefix-based-pd-decider
+with nonCachedTokens 16. The prefix scorer gives the share of the prompt's blocks, of the first 256 at most; the queue
+scorer (longest - own) / (longest - shortest) of the queues, 1 where all are equal; the kv-cache-utilization-scorer the
+free share. nonCachedTokens 0 never disaggregates.
 
-Scores here are what a worker falls short of each scorer's best, so that the least is the best. The decode worker is chosen before
-the prefill worker, whatever that one's score: a candidate's score is the decode worker's; the prefill worker's is only in its terms.
+Scores here are what a worker falls short of each scorer's best, so that the least is the best. The decode worker is
+chosen before the prefill worker, whatever that one's score: a candidate's score is the decode worker's; the prefill
+worker's is only in its terms.
 """
 
 from typing import ClassVar
@@ -41,7 +44,9 @@ from kvrelay.router.types import Candidate
 
 
 class LlmDOptions(PolicyOptions):
-    """Weights of the scorers. precise: what workers have announced instead of what was sent there; without a limit of blocks."""
+    """Weights of the scorers. precise: what workers have announced instead of what was sent there; without a limit of
+    blocks.
+    """
 
     prefix_weight: float = Field(2.0, ge=0)
     queue_weight: float = Field(1.0, ge=0)

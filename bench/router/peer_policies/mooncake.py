@@ -1,12 +1,14 @@
-"""Mooncake's Conductor: the prefill worker with the least time to first token, prefixes fetched from the worker that has more. Pure.
+"""Mooncake's Conductor: the prefill worker with the least time to first token, prefixes fetched from the worker that
+has more. Pure.
 
-Source: Qin et al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025), algorithm 1. Where the longest prefix anywhere
-is more than `balancing_threshold` times the worker's own, the rest of it is fetched; then queue, transfer and computation add up,
-and the least sum wins. A request whose TTFT or TBT is predicted beyond its limit is rejected: there is no candidate.
+Source: Qin et al., "Mooncake: Trading More Storage for Less Computation" (FAST 2025), algorithm 1. Where the longest
+prefix anywhere is more than `balancing_threshold` times the worker's own, the rest of it is fetched; then queue,
+transfer and computation add up, and the least sum wins. A request whose TTFT or TBT is predicted beyond its limit is
+rejected: there is no candidate.
 
-The paper gives no threshold (it is "adjusted manually"): 1 here, to fetch whatever another worker has more of. It does not say how the
-decode worker is chosen beyond balancing load under the limit of its memory: here the least share of KV blocks in use. Its prefill
-time is a fitted function of both lengths; here it is tokens at the measured speed.
+The paper gives no threshold (it is "adjusted manually"): 1 here, to fetch whatever another worker has more of. It does
+not say how the decode worker is chosen beyond balancing load under the limit of its memory: here the least share of KV
+blocks in use. Its prefill time is a fitted function of both lengths; here it is tokens at the measured speed.
 """
 
 from typing import ClassVar
@@ -21,7 +23,10 @@ from kvrelay.router.types import Candidate
 
 
 class MooncakeOptions(PolicyOptions):
-    """balancing_threshold: infinite never fetches. other_node_share: of a link's speed, between machines. Limits in seconds."""
+    """balancing_threshold: infinite never fetches. other_node_share: of a link's speed, between machines.
+
+    Limits in seconds.
+    """
 
     balancing_threshold: float = Field(1.0, gt=0)
     other_node_share: float = Field(0.25, gt=0, le=1)

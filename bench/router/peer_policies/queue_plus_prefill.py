@@ -1,7 +1,7 @@
 """The sanity baseline: the queue, and the request's own prefill several times over. Pure.
 
-Ours, of no product: near saturation a token that is computed needlessly delays all later requests, so a request is charged
-`weight` times what it computes. Prefixes that are on their way to a worker count as cached there.
+Ours, of no product: near saturation a token that is computed needlessly delays all later requests, so a request is
+charged `weight` times what it computes. Prefixes that are on their way to a worker count as cached there.
 """
 
 from typing import ClassVar
@@ -20,7 +20,9 @@ class QueuePlusPrefillOptions(PolicyOptions):
 
 
 class QueuePlusPrefill(IndependentChoice):
-    """The least seconds of queue and `weight` times own prefill; the decode worker with the fewest sequences; equal ones in turn."""
+    """The least seconds of queue and `weight` times own prefill; the decode worker with the fewest sequences; equal
+    ones in turn.
+    """
 
     name: ClassVar[str] = "queue_plus_prefill"
     term_names: ClassVar[tuple[str, ...]] = ("queue_s", "weighted_prefill_s", "decode_sequences")

@@ -1,9 +1,11 @@
-"""SGLang's cache-aware routing: the longest prefix where it is long enough and load is even, else the fewest requests. Pure.
+"""SGLang's cache-aware routing: the longest prefix where it is long enough and load is even, else the fewest requests.
+Pure.
 
-Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its launcher: load is
-uneven when the most loaded worker has over 64 requests more than the least loaded one, and over 1.5 times as many; a match counts
-above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs) both are chosen by the same policy unless
-configured otherwise. Its tree holds the text of what was sent anywhere; here the index answers (`WorkerTable.expected`).
+Source: sgl-project/sglang, sgl-model-gateway/src/policies/cache_aware.rs (commit b93974f), with the defaults of its
+launcher: load is uneven when the most loaded worker has over 64 requests more than the least loaded one, and over 1.5
+times as many; a match counts above 30 % of the prompt. With prefill and decode workers (src/routers/http/pd_router.rs)
+both are chosen by the same policy unless configured otherwise. Its tree holds the text of what was sent anywhere; here
+the index answers (`WorkerTable.expected`).
 """
 
 from typing import ClassVar, Literal
@@ -18,7 +20,9 @@ from kvrelay.router.policies.selection import DECODE_STREAM, IndependentChoice, 
 
 
 class SglangOptions(PolicyOptions):
-    """cache_threshold: share of the prompt. balance_abs_threshold: requests; balance_rel_threshold: times the least load."""
+    """cache_threshold: share of the prompt. balance_abs_threshold: requests; balance_rel_threshold: times the least
+    load.
+    """
 
     cache_threshold: float = Field(0.3, ge=0, le=1)
     balance_abs_threshold: int = Field(64, ge=0)
@@ -50,7 +54,7 @@ class Sglang(IndependentChoice):
         return rank_rows(rows, score, (0.0, 0.0, _matched(context, table), table.sequences))
 
     def _cache_aware(self, context: RoutingContext, table: WorkerTable) -> tuple[Ints, Floats | Ints]:
-        """The best rows, best first, and what ordered them: requests (equal ones in turn), or minus the share matched."""
+        """The best rows, best first, and the score that orders them: requests, or minus the share matched."""
         load, matched = table.sequences, _matched(context, table)
         if self._is_uneven(load) or matched.max() <= self._options.cache_threshold:
             return best_rows(load, table.turn), load
